@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from servd.errors import ConfigError
 from servd.kv_events import KVEventsConfig
+from servd.kv_transfer import KVTransferConfig
 
 Positive = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
@@ -71,6 +72,13 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "faster than to compute them. Default: none."
         ),
     ] = None
+    kv_transfer_config: Annotated[
+        str | None,
+        Meta(
+            description="Give KV blocks to other engines, or have them from there, as JSON with "
+            'vLLM\'s keys: `{"kv_role": "kv_producer"}`; see docs/disaggregated.md.'
+        ),
+    ] = None
     kv_events_config: Annotated[
         str | None,
         Meta(
@@ -88,8 +96,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def has_tiers(self) -> bool:
-        """Whether blocks that the device has no room for go anywhere."""
-        return self.kv_cache_dir is not None or self.kv_offloading_size is not None
+        """Whether blocks that the device has no room for go anywhere, or come from elsewhere."""
+        below = self.kv_offloading_size, self.kv_cache_dir, self.kv_transfer_config
+        return any(each is not None for each in below)
 
     def verify(self) -> None:
         """Check what is resolved.
@@ -108,6 +117,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if self.has_tiers and not self.enable_prefix_caching:
             raise ConfigError(
-                "--kv-cache-dir and --kv-offloading-size keep what the prefix cache has, and that "
-                "is off, as with every encoder: leave them out"
+                "--kv-cache-dir, --kv-offloading-size and --kv-transfer-config keep or give what "
+                "the prefix cache has, and that is off, as with every encoder: leave them out"
             )
+        if self.kv_transfer_config is not None:
+            KVTransferConfig.of(self.kv_transfer_config)

@@ -69,6 +69,8 @@ class RequestOptions(msgspec.Struct, array_like=True, omit_defaults=True, frozen
     rank: int | None = None  # the engine that it asks for, under --data-parallel-size
     is_watched: bool = False  # its outputs tell which blocks it has
     retention: float = 0.0  # seconds that its prompt stays in the cache after its end
+    kv_source: str = ""  # HOST:PORT of the engine that has computed the prompt
+    is_exported: bool = False  # another engine will ask for its blocks
 
     @property
     def cache_keys(self) -> tuple[str | None, ...]:

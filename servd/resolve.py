@@ -17,6 +17,7 @@ from servd.config import Config, choices, flag_of, options_by_name
 from servd.data_parallel import Decision
 from servd.errors import ConfigError, UnsupportedModel
 from servd.hf import DEMO_MODEL, ModelSpec, quantization_of
+from servd.join import read_token
 from servd.lora import LoRAConfig, parse_module
 from servd.pooling import is_encoder_as_decoder
 
@@ -181,6 +182,8 @@ def _check_adapters(config: Config) -> None:
 def _check_together(config: Config, spec: ModelSpec) -> None:
     """What was given and what was decided."""
     config.cache.verify()
+    if config.cache.kv_transfer_config is not None:
+        read_token(config)
     model, num_stages = config.model, config.parallel.pipeline_parallel_size
     if num_stages == 1:
         return
@@ -190,11 +193,13 @@ def _check_together(config: Config, spec: ModelSpec) -> None:
             f"{flag}: the model has {spec.num_layers} layers; give it at most as many"
         )
     files, whole = pooling.read(spec), "leave --pipeline-parallel-size at 1"
-    has_tiers = config.cache.kv_offloading_size or config.cache.kv_cache_dir
     for is_asked, what in (
         (model.speculative_config, "--speculative-config: leave it out"),
         (config.lora.enable_lora, "--enable-lora: leave it out"),
-        (has_tiers, "--kv-offloading-size and --kv-cache-dir: leave them out"),
+        (
+            config.cache.has_tiers,
+            "--kv-offloading-size, --kv-cache-dir and --kv-transfer-config: leave them out",
+        ),
         (model.model_impl == "transformers", f"layers that transformers computes: {whole}"),
         (not files.is_causal, f"encoders: {whole}"),
         (

@@ -81,6 +81,7 @@ GENERATION: dict[str, Any] = examples() | {
     "truncate_prompt_tokens": 3, "stream": True, "stream_options": {"include_usage": True},
     "return_token_ids": True, "return_tokens_as_token_ids": True, "priority": 1, "cache_salt": "s",
     "retention": 60, "prompt_cache_retention": "24h",
+    "kv_transfer_params": {"do_remote_decode": False},
     "use_beam_search": True, "length_penalty": 1.0, "early_stopping": True,
     "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
     "structured_outputs": {"regex": "[ab]"}, "guided_json": SCHEMA, "guided_regex": "[ab]",

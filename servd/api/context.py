@@ -13,6 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api import kv_transfer
 from servd.api.adapters import Adapters
 from servd.api.admission import Admitted
 from servd.api.async_llm import AsyncLLM
@@ -126,6 +127,7 @@ def admit(
             param="priority",
             code="priority_not_allowed",
         )
+    kv_transfer.check(options, context.config, num_prompts)
     salt, owner = options.cache_salt, state.client
     if context.keys.is_multi_tenant:
         salt = f"{state.owner}/{salt or ''}"

@@ -91,6 +91,8 @@ class Request:
     repetition: RepetitionDetector | None
     is_watched: bool  # see RequestOptions
     retention: float  # the same
+    kv_source: str
+    is_exported: bool
     is_prompt_only: bool  # ends when its prompt is computed; its sampled token is dropped
 
     status: RequestStatus = RequestStatus.WAITING
@@ -164,6 +166,8 @@ class Request:
             repetition=RepetitionDetector(detection) if detection else None,
             is_watched=message.options.is_watched,
             retention=message.options.retention,
+            kv_source=message.options.kv_source,
+            is_exported=message.options.is_exported,
             is_prompt_only=max_output == 0,
             acceptance=Acceptance() if is_drafted_for else None,
             marks=[*message.marks, Mark("queued", now_ns())],

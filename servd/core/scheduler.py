@@ -133,6 +133,8 @@ class Scheduler:
         record = StepRecord(self._num_steps, now_ns())
         step = Step(record)
         self.waiting.begin_step()
+        for request, error in self.kv_cache.take_lost():
+            self._end(request, error)
         self.lookahead.begin_step(len(self.running))
         self._make_room(step)
         budget = self.max_num_batched_tokens
@@ -152,8 +154,7 @@ class Scheduler:
         output = step.launch(freed)
         record.num_tokens = self.max_num_batched_tokens - budget
         self._stats.step_tokens.append(record.num_tokens)
-        record.num_requests = output.num_rows
-        record.num_waiting = len(self.waiting)
+        record.num_requests, record.num_waiting = output.num_rows, len(self.waiting)
         if self.waiting:
             # Where nothing else held up the first of those that wait, its turn did not come.
             record.waits_for = (record.waits_for or "budget") if self.free_slots else "slots"
@@ -420,9 +421,8 @@ class Scheduler:
         report, self._stats = self._stats, SchedulerStats()
         report.num_running, report.num_waiting = len(self.running), len(self.waiting)
         report.running_adapters, report.waiting_adapters = self.waiting.adapters.names()
-        report.num_deferred, report.at_ns = num_deferred, now_ns()
+        report.num_deferred, report.at_ns, report.step = num_deferred, now_ns(), self._num_steps
         self.kv_cache.report(report)
-        report.step = self._num_steps
         return report
 
     # ---- the end of a request ----
@@ -441,10 +441,14 @@ class Scheduler:
             self.kv_cache.forget_computed(each)
             if each.status is not RequestStatus.FINISHED:
                 self.kv_cache.forget(each)
-                self._finish(each)
-                self._stats.num_failed += 1
-                output = failure(each.request_id, each.marks, error, step.record.step)
-                self.outputs.add(each.client, output)
+                self._end(each, error, step.record.step)
+
+    def _end(self, request: Request, error: str, step: int = -1) -> None:
+        """End a request with an error."""
+        self._finish(request)
+        self._stats.num_failed += 1
+        ended = failure(request.request_id, request.marks, error, step)
+        self.outputs.add(request.client, ended)
 
     def _finish(self, request: Request) -> None:
         """Forget a request and free what it holds, wherever it is."""

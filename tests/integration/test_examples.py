@@ -14,7 +14,7 @@ from tests.integration.conftest import LAST_ENGINE, Server, shared
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-TRAINS = "train_adapter.py"  # test_train_adapter.py runs it
+ELSEWHERE = {"train_adapter.py", "disaggregated_proxy.py"}  # have tests of their own
 # File -> what it prints, among other things. Every other file of examples/ must be here.
 PRINTS = {
     "chat.py": ["8000", " tokens"],
@@ -30,7 +30,7 @@ def demo_server() -> Iterator[Server]:
     yield from shared("--device", "cpu", *LAST_ENGINE)
 
 
-@pytest.mark.parametrize("name", sorted({path.name for path in EXAMPLES.glob("*.py")} - {TRAINS}))
+@pytest.mark.parametrize("name", sorted({path.name for path in EXAMPLES.glob("*.py")} - ELSEWHERE))
 def test_example(name: str, demo_server: Server):
     example = subprocess.run(
         [sys.executable, EXAMPLES / name, *([] if name == "offline.py" else [demo_server.url])],

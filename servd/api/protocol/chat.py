@@ -14,6 +14,7 @@ from typing_extensions import TypedDict
 from servd.api.prompt import Chat, Prompt, ToolOptions
 from servd.api.protocol.generation import (
     GenerationRequest,
+    KVTransferAnswer,
     PromptLogprobs,
     ResponseMetrics,
     Timings,
@@ -380,6 +381,7 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     prompt_text: str | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
     metrics: ResponseMetrics | UnsetType = UNSET
+    kv_transfer_params: KVTransferAnswer | UnsetType = UNSET
 
 
 class DeltaFunction(msgspec.Struct, omit_defaults=True):

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from servd.api.prompt import Prompt
 from servd.api.protocol.generation import (
     GenerationRequest,
+    KVTransferAnswer,
     PromptLogprobs,
     ResponseMetrics,
     Timings,
@@ -144,3 +145,4 @@ class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
     usage: Usage | None | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
     metrics: ResponseMetrics | UnsetType = UNSET
+    kv_transfer_params: KVTransferAnswer | UnsetType = UNSET

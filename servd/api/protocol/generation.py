@@ -83,6 +83,31 @@ class RepetitionFields(ClosedObject, total=False):
     min_count: int
 
 
+class KVTransferParams(OpenObject, total=False):
+    """Which part of a request another engine does, as vLLM's proxies say; the rest is ignored."""
+
+    do_remote_decode: bool | None  # another goes on after this prompt
+    do_remote_prefill: bool | None  # another has computed it
+    remote_host: str | None
+    remote_port: int | None
+
+
+class KVTransferAnswer(msgspec.Struct):
+    """What the engine that goes on with a prompt has to be sent."""
+
+    remote_engine_id: str
+    remote_request_id: str
+    remote_host: str
+    remote_port: int
+    remote_num_tokens: int
+    remote_block_size: int
+    remote_blocks_expiry_time: float  # Unix time
+    tp_size: int
+    remote_block_ids: list[int] = []  # blocks are asked for by hash
+    do_remote_prefill: bool = True
+    do_remote_decode: bool = False
+
+
 class GenerationRequest(StructuredRequest):
     """Fields that mean the same in a chat and in a completion."""
 
@@ -171,6 +196,8 @@ class GenerationRequest(StructuredRequest):
 
     retention: Annotated[float, Field(ge=0, le=MAX_RETENTION)] | None = None
     """Seconds that the prompt stays in the KV cache after the answer; see `--max-pinned-share`."""
+    kv_transfer_params: KVTransferParams | None = None
+    """Which part of the request another engine does, under `--kv-transfer-config`."""
     prompt_cache_retention: str | None = None
     """`24h`: a `retention` of a day. Any other is without effect."""
 
@@ -208,6 +235,20 @@ class GenerationRequest(StructuredRequest):
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest(
                 "`prompt_logprobs` cannot be streamed: leave out `stream`", param="prompt_logprobs"
+            )
+        transfer = self.kv_transfer_params or {}
+        if transfer.get("do_remote_decode") and self.stream:
+            raise InvalidRequest(
+                "`kv_transfer_params` of a prompt that another engine goes on with come in an "
+                "answer that is not streamed: leave out `stream`",
+                param="kv_transfer_params",
+            )
+        is_from_peer = transfer.get("do_remote_prefill")
+        if is_from_peer and not (transfer.get("remote_host") and transfer.get("remote_port")):
+            raise InvalidRequest(
+                "`kv_transfer_params` with `do_remote_prefill` need `remote_host` and "
+                "`remote_port`: pass on what the other engine answered",
+                param="kv_transfer_params",
             )
         return self
 
@@ -263,6 +304,8 @@ class GenerationRequest(StructuredRequest):
     @property
     def request_options(self) -> RequestOptions:
         """How the request is served."""
+        transfer = self.kv_transfer_params or {}
+        peer = f"{transfer.get('remote_host')}:{transfer.get('remote_port')}"
         return RequestOptions(
             self.priority or 0,
             self.cache_salt,
@@ -272,6 +315,8 @@ class GenerationRequest(StructuredRequest):
             retention=MAX_RETENTION
             if self.retention is None and self.prompt_cache_retention == "24h"
             else self.retention or 0.0,
+            kv_source=peer if transfer.get("do_remote_prefill") else "",
+            is_exported=bool(transfer.get("do_remote_decode")),
         )
 
     @property

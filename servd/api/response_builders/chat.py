@@ -92,6 +92,7 @@ class ChatBuilder(ChunkBuilder):
             prompt_text=prompt_text,
             timings=self.timings(),
             metrics=self.metrics(),
+            kv_transfer_params=self.kv_transfer_params(),
         )
 
     def usage(self) -> Usage:

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from servd.api import kv_transfer
 from servd.api.explanation import stage_times
 from servd.api.processor import Prepared
 from servd.api.protocol.chat import ChatCompletionChunk
 from servd.api.protocol.completions import Completion
 from servd.api.protocol.generation import (
+    KVTransferAnswer,
     PromptLogprob,
     PromptLogprobs,
     PromptTokensDetails,
@@ -133,6 +135,13 @@ class ChunkBuilder(ResponseBuilder):
         return ResponseMetrics(
             SpeculativeDecodingMetrics.of_steps(self.drafts, most, level == "detailed")
         )
+
+    def kv_transfer_params(self) -> KVTransferAnswer | UnsetType:
+        """Where another engine finds what this one computed of the prompt, if it is to go on."""
+        if not self.options.is_exported:
+            return UNSET
+        rank = next((each.engine for each in self.timelines), 0)
+        return kv_transfer.answer(self.context.config, rank, self.id, self.num_prompt_tokens)
 
     def chunk_usage(self) -> Usage | None | UnsetType:
         """The `usage` of an ordinary chunk, if the client asked for it."""

@@ -54,6 +54,7 @@ class CompletionBuilder(ChunkBuilder):
             answer.prompt_logprobs = shown[answer.index // self.n]
         whole = self._completion(answers, self.usage())
         whole.timings, whole.metrics = self.timings(), self.metrics()
+        whole.kv_transfer_params = self.kv_transfer_params()
         return whole
 
     def _completion(

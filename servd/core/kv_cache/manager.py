@@ -44,9 +44,12 @@ class KVCacheManager:
         if config.kv_events_config and (wanted := KVEventsConfig.of(config.kv_events_config)).is_on:
             self.events = KVEvents(wanted, self.pool, config.block_size)
         self.reading: set[Request] = set()  # that wait, since files were read for them
+        self._lost: dict[Request, str] = {}  # those that waited in vain for what they need, and why
 
     def connect(self, tiers: Tiers | None) -> None:
         """Blocks that are evicted go to lower tiers from now on, and come back from there."""
+        if self.tiers is not None:
+            self.tiers.close()
         self.tiers = tiers
         self.pool.on_evict = tiers.save if tiers is not None else None
 
@@ -130,15 +133,26 @@ class KVCacheManager:
         """The first question makes them come."""
         if self.tiers is None or request.reads_until_ns == 1:
             return False
-        now = now_ns()
-        hashes = self._wanted(request, len(cached))
+        now, hashes = now_ns(), self._wanted(request, len(cached))
+        is_first = not (request.num_preemptions or request.num_output_tokens)
+        peer = request.kv_source if is_first else ""
         if request.reads_until_ns == 0:
-            patience = self.tiers.patience_ns(hashes)
+            patience = self.tiers.patience_ns(hashes, peer)
             request.reads_until_ns = now + patience if patience else 1
             if patience:
                 request.marks.append(Mark("reading", now))
                 self.reading.add(request)
-        return now < request.reads_until_ns and self.tiers.is_reading(hashes)
+        if now < request.reads_until_ns and self.tiers.is_reading(hashes):
+            return True
+        if loss := self.tiers.loss(hashes, peer):
+            self._lost[request] = loss
+        return bool(loss)
+
+    def take_lost(self) -> list[tuple[Request, str]]:
+        """Requests that wait and can never start, and why."""
+        lost, self._lost = self._lost, {}
+        waiting = (RequestStatus.WAITING, RequestStatus.SWAPPED)
+        return [(each, loss) for each, loss in lost.items() if each.status in waiting]
 
     def swap_out(self, request: Request) -> None:
         """A request has had to give back its blocks, which are evicted to lower tiers."""
@@ -274,7 +288,9 @@ class KVCacheManager:
             self.tiers.forget(request.block_hashes[request.num_adopted_blocks :])
 
     def close(self) -> None:
-        """Tell nobody of it any more."""
+        """Tell nobody of it any more, and give nobody anything."""
+        if self.tiers is not None:
+            self.tiers.close()
         if self.events is not None:
             self.events.close()
 
@@ -305,8 +321,12 @@ class KVCacheManager:
         if request.retention and request.status is RequestStatus.FINISHED:
             self._pin(request)
         if self.tiers is not None:
-            held = zip(request.block_ids, request.block_hashes, strict=False)  # the last: in part
-            self.tiers.offer(each for each in held if self.pool.hashes[each[0]] == each[1])
+            hashes = request.block_hashes[: len(request.block_ids)]
+            found = [
+                (block, each) for each in hashes if (block := self.pool.find(each)) is not None
+            ]
+            is_exported = request.is_exported and request.status is RequestStatus.FINISHED
+            self.tiers.offer(found, is_exported)
         self.pool.release(reversed(self._held(request.block_ids)))
         request.block_ids = []
         request.num_registered_blocks = request.num_computed_tokens = 0

@@ -2,9 +2,9 @@
 
 Blocks leave the device for slots of host memory when they are evicted. With a folder they also go
 there when a request ends, through such slots, and survive the engine. What a request's prompt needs
-is looked up by block hash when its turn comes: host memory is copied in its first step; files are
-read into host memory first, while it waits. So all that can go wrong with a file has happened
-before anybody builds on it.
+is looked up by block hash when its turn comes: host memory is copied in its first step; files, and
+blocks of other engines, are read into host memory first, while it waits. So all that can go wrong
+with them has happened before anybody builds on it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -23,8 +24,12 @@ from servd.core.executor import Executor
 from servd.core.kv_cache.tiers.disk import Disk
 from servd.core.kv_cache.tiers.host import Host
 from servd.core.kv_cache.tiers.identity import identity
+from servd.core.kv_cache.tiers.remote import Exchange, Reader
 from servd.errors import ConfigError
 from servd.hf import ModelSpec
+from servd.ipc import Keys
+from servd.join import read_token
+from servd.kv_transfer import KVTransferConfig
 from servd.messages import BlockCopies, BlockCopy, SchedulerOutput, WorkerReady
 from servd.sizes import format_bytes
 from servd.stats import SchedulerStats, TierStats
@@ -38,6 +43,7 @@ MAX_SAVES = 16  # blocks copied to the host in a step because a request ended
 NUM_THREADS = 2  # that read and write files
 UNKNOWN_COST = 1_000_000  # nanoseconds to compute a token, before any was computed
 LEAST_PATIENCE = 50_000_000  # nanoseconds that a request waits for files at least
+MOST_PATIENCE = 600 * 10**9  # the same for blocks that it must not compute: their peers are timed
 GIVE_UP = 5.0  # seconds without any of the blocks that are read and written: the disk hangs
 PAUSE = 0.005  # seconds between looks at files that are read while there is nothing else to do
 FADING = 0.8  # weight of all earlier measurements beside the newest
@@ -71,15 +77,22 @@ class Tiers:
         host: the slots.
         disk: the files; None: none.
         block_size: tokens.
+        exchange: the blocks of other engines, and for them; None: there are none.
     """
 
-    def __init__(self, host: Host, disk: Disk | None, block_size: int) -> None:
+    def __init__(
+        self, host: Host, disk: Disk | None, block_size: int, exchange: Exchange | None = None
+    ) -> None:
         self.host = host
         self.disk = disk
+        self.exchange = exchange
+        self._stores: list[Disk | Exchange] = [each for each in (disk, exchange) if each]
         self.block_size = block_size
         self._prefills = Cost()  # a token's, in steps with prompts
-        self._returns = {"host": Cost(), "disk": Cost()}  # a block's
-        self.stats = {name: TierStats(name) for name in ["host", "disk"][: 1 + (disk is not None)]}
+        self._returns = {"host": Cost(), "disk": Cost(), "remote": Cost()}  # a block's
+        self.stats = {"host": TierStats("host")}
+        self.stats |= {"disk": TierStats("disk")} if disk else {}
+        self.stats |= {"remote": TierStats("remote")} if exchange else {}
         self._copies: list[BlockCopy] = []  # for the next step
         self._offers: dict[bytes, int] = {}  # hash -> block of an ended request, oldest first
         self._num_skipped = 0  # blocks that had no room, since the last report
@@ -88,32 +101,38 @@ class Tiers:
         self._num_moving = 0  # slots that are read or written
         self._max_moving = max(host.num_blocks // 2, 1)  # with which writing begins
         self._reading: set[bytes] = set()
-        # From the threads: slot, its block, whether that was read.
-        self._moved: deque[tuple[int, bytes, bool]] = deque()
+        # From the threads: slot, its block, the tier that this was read from, if it was.
+        self._moved: deque[tuple[int, bytes, str]] = deque()
         self._news = threading.Event()
         self._moved_at = 0.0  # seconds, when the last was there, or the first was begun
         self._threads = ThreadPoolExecutor(NUM_THREADS, "kv-tiers")
+        self._peer_threads = ThreadPoolExecutor(NUM_THREADS, "kv-peers")  # as one may not answer
         if disk is not None:  # which may take long, and nobody waits for it at exit
             threading.Thread(target=disk.open, name="kv-open", daemon=True).start()
 
     # ---- device to host ----
 
-    def offer(self, blocks: Iterable[tuple[int, bytes]]) -> None:
-        """A request ends: its blocks are worth a file. Each holds what its hash says until that is
-        saved or forgotten.
+    def offer(self, blocks: Sequence[tuple[int, bytes]], is_exported: bool = False) -> None:
+        """A request ends: its blocks are worth a file, or other engines will ask for them. Each
+        holds what its hash says until that is saved or forgotten.
         """
-        if self.disk is not None:
-            for block, block_hash in blocks:
-                if block_hash not in self.disk.known:
-                    self._offers[block_hash] = block
+        if self.exchange is not None and is_exported:
+            self.exchange.expect(block_hash for _, block_hash in blocks)
+        for block, block_hash in blocks if self._stores else ():
+            if self._who_wants(block_hash):
+                self._offers[block_hash] = block
 
     def save(self, block: int, block_hash: bytes) -> None:
         """Copy what a block holds to the host, if that has room and has it not."""
         self._offers.pop(block_hash, None)
-        if self.host.find(block_hash) is not None:
+        if (slot := self.host.find(block_hash)) is not None:
+            if not self.host.ref_counts[slot]:  # else it is on its way, also to who wants it
+                self.host.share([slot])
+                self._pass_on(slot, block_hash)
             return
         if not self.host.num_free:
             self._num_skipped += 1
+            self._give_up(block_hash)
         else:
             [slot] = self.host.take(1)
             self.host.register(slot, block_hash)
@@ -140,18 +159,28 @@ class Tiers:
             self._prefills.add(record.harvested_ns - record.started_ns, record.num_tokens)
         for copy in copies.copies if copies is not None else ():
             self._num_copying -= 1
-            block_hash = self.host.hashes[copy.slot]
-            if (
-                self.disk is None
-                or copy.to_device
-                or block_hash is None
-                or block_hash in self.disk.known
-                or self._num_moving >= self._max_moving
-            ):
+            if copy.to_device or (block_hash := self.host.hashes[copy.slot]) is None:
                 self.host.release([copy.slot])
-                continue
+            else:
+                self._pass_on(copy.slot, block_hash)
+
+    def _pass_on(self, slot: int, block_hash: bytes) -> None:
+        """Have an owned slot written where it is wanted, and released."""
+        wanting = self._who_wants(block_hash)
+        if not wanting or self._num_moving >= self._max_moving:
+            self.host.release([slot])
+            self._give_up(block_hash)
+        else:
             self._begin_moving(1)
-            self._threads.submit(self._write, self.disk, copy.slot, block_hash)
+            self._threads.submit(self._write, wanting, slot, block_hash)
+
+    def _give_up(self, block_hash: bytes) -> None:
+        """Nobody is to wait for this block, which found no room on its way."""
+        if self.exchange is not None and self.exchange.wants(block_hash):
+            self.exchange.delete([block_hash])
+
+    def _who_wants(self, block_hash: bytes) -> list[Disk | Exchange]:
+        return [each for each in self._stores if each.wants(block_hash)]
 
     def forget(self, hashes: Sequence[bytes]) -> None:
         """What these say may be wrong."""
@@ -159,12 +188,14 @@ class Tiers:
             self._offers.pop(block_hash, None)
             if (slot := self.host.find(block_hash)) is not None:
                 self.host.forget([slot])
-        if self.disk is not None:
-            self._threads.submit(self.disk.delete, hashes)
+        for store in self._stores:
+            self._threads.submit(store.delete, hashes)
 
     def reset(self) -> None:
         """Forget all that is in host memory. Files stay: they are not of this engine alone."""
         self._offers.clear()
+        if self.exchange is not None:
+            self.exchange.clear()
         self.host.forget([slot for slot, each in enumerate(self.host.hashes) if each is not None])
 
     # ---- back to the device ----
@@ -180,21 +211,23 @@ class Tiers:
         """Copy a claimed slot to a block."""
         self._copy(block, slot, to_device=True)
 
-    def patience_ns(self, hashes: Sequence[bytes]) -> int:
-        """Begin to read files for the first of these blocks that the host lacks, as far as there
-        are any; how long that may take, 0 if nothing is read.
+    def patience_ns(self, hashes: Sequence[bytes], peer: str = "") -> int:
+        """Begin to read the first of these blocks that the host lacks, from files as far as there
+        are any, or from a peer; how long that may take, 0 if nothing is read.
         """
         self._collect()
         found = self._find(hashes)
         missing = hashes[len(found) :]
-        if self.disk is None or not missing or self._hangs:
+        tier, has, reading = self._lower(peer)
+        if not tier or not missing or self._hangs:
             return 0
+        must_have = self._must_have(peer)
         if missing[0] not in self._reading:
             slots: dict[bytes, int] = {}
             self.host.share(found)  # they are not to make room
-            if self.disk.has(missing[0]) and self._is_worth("disk"):
+            if has(missing[0]) and (must_have or self._is_worth(tier)):
                 for block_hash in missing:
-                    if not self.host.num_free or not self.disk.has(block_hash):
+                    if not self.host.num_free or not has(block_hash):
                         break
                     [slots[block_hash]] = self.host.take(1)
             self.host.release(found)
@@ -204,8 +237,35 @@ class Tiers:
             self._begin_moving(len(slots))
             for first in range(NUM_THREADS):
                 part = list(slots.items())[first::NUM_THREADS]
-                self._threads.submit(self._read, self.disk, part)
-        return LEAST_PATIENCE + round(len(missing) * self._compute_ns)
+                threads = self._peer_threads if peer else self._threads
+                threads.submit(self._read, tier, reading(), part)
+        return (
+            MOST_PATIENCE if must_have else LEAST_PATIENCE + round(len(missing) * self._compute_ns)
+        )
+
+    def _lower(
+        self, peer: str
+    ) -> tuple[str, Callable[[bytes], bool], Callable[[], AbstractContextManager[Reader]]]:
+        """The tier behind the host: its name, whether it has a block, and what reads from it."""
+        if peer and self.exchange is not None:
+            return "remote", lambda block_hash: True, partial(self.exchange.reading, peer)
+        if self.disk is not None:
+            return "disk", self.disk.has, partial(nullcontext, self.disk.read)
+        return "", lambda block_hash: False, partial(nullcontext, lambda block_hash, buffer: False)
+
+    def _must_have(self, peer: str) -> bool:
+        """Whether blocks of a peer are not to be computed here."""
+        return bool(peer) and self.exchange is not None and self.exchange.is_strict
+
+    def loss(self, hashes: Sequence[bytes], peer: str) -> str:
+        """Why a request fails that waited for these, all of which it needed; if it does."""
+        lacking = len(hashes) - len(self._find(hashes)) if self._must_have(peer) else 0
+        if not lacking:
+            return ""
+        return (
+            f"{lacking} of {len(hashes)} KV blocks could not be had from {peer}, and "
+            "kv_load_failure_policy is fail: send the prompt to be computed once more"
+        )
 
     def is_reading(self, hashes: Sequence[bytes]) -> bool:
         """Whether the first of these blocks that the host lacks is being read."""
@@ -271,35 +331,45 @@ class Tiers:
         """Whether nobody should wait for the disk."""
         return bool(self._num_moving) and time.monotonic() > self._moved_at + GIVE_UP
 
-    def _write(self, disk: Disk, slot: int, block_hash: bytes) -> None:
+    def _write(self, stores: Sequence[Disk | Exchange], slot: int, block_hash: bytes) -> None:
         """In a thread."""
         try:
-            disk.write(block_hash, self.host.buffer(slot))
+            for store in stores:
+                store.write(block_hash, self.host.buffer(slot))
         finally:
-            self._moved.append((slot, block_hash, False))
+            self._moved.append((slot, block_hash, ""))
             self._news.set()
 
-    def _read(self, disk: Disk, slots: Sequence[tuple[bytes, int]]) -> None:
+    def _read(
+        self,
+        tier: str,
+        reading: AbstractContextManager[Reader],
+        slots: Sequence[tuple[bytes, int]],
+    ) -> None:
         """In a thread."""
-        began = now_ns()
-        for block_hash, slot in slots:
-            is_there = False
-            try:
-                is_there = disk.read(block_hash, self.host.buffer(slot))
-            finally:
-                self._moved.append((slot, block_hash, is_there))
-        self._returns["disk"].add((now_ns() - began) / NUM_THREADS, len(slots))
-        self._news.set()
+        began, left, num_read = now_ns(), deque(slots), 0
+        try:
+            with reading as read:
+                while left:
+                    is_there = read(left[0][0], self.host.buffer(left[0][1]))
+                    block_hash, slot = left.popleft()
+                    num_read += is_there
+                    self._moved.append((slot, block_hash, tier if is_there else ""))
+        finally:
+            self._moved += [(slot, block_hash, "") for block_hash, slot in left]
+            if num_read == len(slots):  # else it may have waited for what is not there
+                self._returns[tier].add((now_ns() - began) / NUM_THREADS, num_read)
+            self._news.set()
 
     def _collect(self) -> None:
         """Take in what the threads have done."""
         while self._moved:
-            slot, block_hash, is_read = self._moved.popleft()
+            slot, block_hash, tier = self._moved.popleft()
             self._num_moving -= 1
             self._moved_at = time.monotonic()
             self._reading.discard(block_hash)
-            if is_read:
-                self.stats["disk"].num_hits += 1
+            if tier:
+                self.stats[tier].num_hits += 1
                 self.host.register(slot, block_hash)
             self.host.release([slot])
 
@@ -330,6 +400,14 @@ class Tiers:
             disk.num_bytes, disk.max_bytes = self.disk.num_bytes, self.disk.limit
             disk.num_blocks, disk.max_blocks = disk.num_bytes // size, disk.max_bytes // size
             disk.num_bad = self.disk.num_bad
+        if self.exchange is not None:
+            remote = self.stats["remote"]
+            remote.num_blocks, remote.max_blocks = (
+                self.exchange.num_blocks,
+                self.exchange.limit // size,
+            )
+            remote.num_bytes, remote.max_bytes = self.exchange.num_bytes, self.exchange.limit
+            remote.num_bad = self.exchange.num_bad
         stats.tiers = [*self.stats.values()]
         stats.num_bytes_stored, stats.num_bytes_loaded = (n * size for n in self._num_copied)
         stats.num_stores_skipped = self._num_skipped
@@ -343,10 +421,15 @@ class Tiers:
             owned != known
         )
 
+    def close(self) -> None:
+        """Give other engines nothing more."""
+        if self.exchange is not None:
+            self.exchange.close()
+
     def flush(self) -> None:
         """Wait until files are found, written and read: for tests."""
-        if self.disk is not None:
-            self.disk.is_open.wait()
+        for store in self._stores:
+            store.is_open.wait()
         self._threads.shutdown(wait=True)
         self._threads = ThreadPoolExecutor(NUM_THREADS, "kv-tiers")
         self._collect()
@@ -371,11 +454,13 @@ def load(config: Config, spec: ModelSpec, worker: WorkerReady, executor: Executo
             f"--kv-offloading-size {cache.kv_offloading_size}: a block of the KV cache takes "
             f"{format_bytes(slot_bytes)}; raise it, or lower --block-size"
         )
-    disk = None
-    if cache.kv_cache_dir is not None:
-        root = Path(cache.kv_cache_dir)
-        identify = partial(identity, config, spec, worker, root / "weights")
-        disk = Disk(root, int(cache.kv_cache_dir_size * GIB), identify)
-    tiers = Tiers(Host(num_slots, slot_bytes), disk, cache.block_size)
+    root = None if cache.kv_cache_dir is None else Path(cache.kv_cache_dir)
+    identify = partial(identity, config, spec, worker, root and root / "weights")
+    disk = root and Disk(root, int(cache.kv_cache_dir_size * GIB), identify)
+    exchange = None
+    if cache.kv_transfer_config is not None:
+        transfer = KVTransferConfig.of(cache.kv_transfer_config)
+        exchange = Exchange(transfer, Keys(read_token(config)), identify)
+    tiers = Tiers(Host(num_slots, slot_bytes), disk, cache.block_size, exchange)
     tiers.measure(executor)
     return tiers

@@ -78,6 +78,10 @@ class Disk:
         """Whether there is a file of this name."""
         return self._folder is not None and os.path.exists(self._path(block_hash))
 
+    def wants(self, block_hash: bytes) -> bool:
+        """Whether it is worth to be written."""
+        return block_hash not in self.known
+
     def read(self, block_hash: bytes, buffer: memoryview) -> bool:
         """Fill `buffer` with a block; False if there is none, or it is damaged."""
         path = self._path(block_hash)
@@ -90,7 +94,11 @@ class Disk:
             if not isinstance(error, FileNotFoundError):  # another engine deleted it
                 self._warn(f"cannot read {path}", error)
             return False
-        if is_longer or num_bytes != len(buffer) or found != self._header(block_hash, buffer):
+        if (
+            is_longer
+            or num_bytes != len(buffer)
+            or found != header(self._identity, block_hash, buffer)
+        ):
             self.num_bad += 1
             self.known.pop(block_hash, None)
             self._warn(f"deleted {path}", "it is damaged, or another model's")
@@ -112,7 +120,7 @@ class Disk:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 file, made = tempfile.mkstemp(prefix="new-", dir=path.parent)
                 with open(file, "wb", buffering=0) as out:
-                    for part in (memoryview(self._header(block_hash, buffer)), buffer):
+                    for part in (memoryview(header(self._identity, block_hash, buffer)), buffer):
                         while part:
                             part = part[out.write(part) :]
                 os.replace(made, path)
@@ -153,12 +161,6 @@ class Disk:
         name = block_hash.hex()
         return f"{self._folder}/{name[:2]}/{name}"
 
-    def _header(self, block_hash: bytes, buffer: memoryview) -> bytes:
-        """What stands before a block's bytes; with its checksum over all of it."""
-        said = MAGIC, self._identity, block_hash, len(buffer)
-        start = zlib.crc32(HEADER.pack(*said, 0))
-        return HEADER.pack(*said, zlib.crc32(buffer, start))
-
     def _know(self, block_hash: bytes) -> None:
         if len(self.known) >= MAX_KNOWN:
             self.known.clear()
@@ -169,6 +171,13 @@ class Disk:
         if time.monotonic() - self._warned_at >= WARN_INTERVAL:
             self._warned_at = time.monotonic()
             logger.warning("--kv-cache-dir %s: %s (%s)", self.root, what, why)
+
+
+def header(identity: bytes, block_hash: bytes, buffer: memoryview) -> bytes:
+    """What stands before a block's bytes; with its checksum over all of it."""
+    said = MAGIC, identity, block_hash, len(buffer)
+    start = zlib.crc32(HEADER.pack(*said, 0))
+    return HEADER.pack(*said, zlib.crc32(buffer, start))
 
 
 def _read_into(read: Callable[[memoryview], int | None], buffer: memoryview) -> int:

@@ -18,12 +18,12 @@ from servd.hf import ModelSpec
 from servd.messages import WorkerReady
 
 
-def identity(config: Config, spec: ModelSpec, worker: WorkerReady, memory: Path) -> bytes:
+def identity(config: Config, spec: ModelSpec, worker: WorkerReady, memory: Path | None) -> bytes:
     """32 bytes that differ wherever keys and values, or their layout, might.
 
-    Weights count by every byte of their files. That takes seconds once: `memory`, a folder, keeps
-    the result for a file by its path, device, inode, size and times of change. The latter cannot be
-    set, not even where a copy keeps the time of modification.
+    Weights count by every byte of their files. That takes seconds once: `memory`, a folder if any,
+    keeps the result for a file by its path, device, inode, size and times of change. The latter
+    cannot be set, not even where a copy keeps the time of modification.
     """
     model, folders = config.model, []
     if model.load_format != "dummy" and spec.folder:
@@ -52,9 +52,12 @@ def identity(config: Config, spec: ModelSpec, worker: WorkerReady, memory: Path)
     return hashlib.sha256(msgspec.json.encode(deciding)).digest()
 
 
-def _digest(file: Path, memory: Path) -> str:
+def _digest(file: Path, memory: Path | None) -> str:
     """SHA-256 of a file's bytes, computed once."""
     path = file.resolve()
+    if memory is None:
+        with open(path, "rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
     found = path.stat()
     known_by = path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
     note = memory / hashlib.sha256(repr(known_by).encode()).hexdigest()

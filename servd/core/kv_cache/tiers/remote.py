@@ -1,0 +1,223 @@
+"""Remote tier: blocks that other engines ask for, or have, by hash, over links that need a token.
+
+Nothing that comes is trusted to be what was asked for: it has the header of a file (see `disk`),
+and is a miss where that is not of this block and this model.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from servd.core.kv_cache.tiers.disk import HEADER, WARN_INTERVAL, header
+from servd.ipc import Keys, Link, Listener, tcp_address, wait
+from servd.kv_transfer import FLAG, KVTransferConfig
+from servd.messages import Message
+
+logger = logging.getLogger("servd.engine")
+
+Reader = Callable[[bytes, memoryview], bool]
+
+MAX_EXPECTED = 1 << 17  # hashes of blocks that are yet to come
+MAX_WAITING = 4096  # questions that wait for their block
+PAUSE = 0.005  # seconds between looks for blocks that somebody waits for
+IDLE = 1.0  # seconds between looks at the time, for nobody
+DOWN = 1.0  # seconds for which nobody asks a peer that did not answer
+
+
+class Ask(Message, tag=True):
+    """Give me a block."""
+
+    identity: bytes  # of model and layout, see `identity`
+    block_hash: bytes
+
+
+class Give(Message, tag=True):
+    """The answer."""
+
+    block_hash: bytes
+    block: bytes = b""  # behind a header; nothing, if it is not to be had
+    why: str = ""
+
+
+class Exchange:
+    """What this engine keeps for others, in memory of its own, and what it reads from them.
+
+    Args:
+        config: the option.
+        keys: of the token that all of them have.
+        identify: says the identity, 32 bytes; it may take long.
+
+    Raises:
+        ConfigError: it cannot listen where the option says.
+    """
+
+    def __init__(self, config: KVTransferConfig, keys: Keys, identify: Callable[[], bytes]) -> None:
+        self.extra, self.limit = config.kv_connector_extra_config, int(config.kv_buffer_size)
+        self.is_strict = config.kv_load_failure_policy == "fail"
+        self._keys, self._identity = keys, b""
+        self.is_open = threading.Event()
+        self._is_closed = threading.Event()
+        self._lock = threading.Lock()  # of the next three
+        self._expected: dict[bytes, float] = {}  # hash -> until when, oldest first
+        self._kept: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()  # the same, and bytes
+        self.num_bytes = 0
+        self.num_bad = 0  # blocks that came and were not what had been asked for
+        self._down: dict[str, float] = {}  # peer -> until when nobody asks it
+        self._warned_at = -WARN_INTERVAL
+        threading.Thread(target=self._open, args=[identify], daemon=True).start()
+        if config.sends:
+            listener = Listener(tcp_address(config.kv_ip, config.kv_port), Ask, keys)
+            self._server = threading.Thread(target=self._serve, args=[listener], daemon=True)
+            self._server.start()
+            logger.info("KV blocks: listening on %s:%d", config.kv_ip, config.kv_port)
+
+    @property
+    def num_blocks(self) -> int:
+        """That are kept for others."""
+        return len(self._kept)
+
+    def close(self) -> None:
+        """Give no more, and wait for nobody."""
+        self._is_closed.set()
+        if hasattr(self, "_server"):
+            self._server.join()
+
+    # ---- what others ask for ----
+
+    def expect(self, hashes: Iterable[bytes]) -> None:
+        """These are going to be asked for, and to be written."""
+        until = time.monotonic() + self.extra.keep
+        with self._lock:
+            for each in hashes:
+                if each in self._kept:
+                    self._kept[each] = until, self._kept[each][1]
+                    self._kept.move_to_end(each)
+                elif len(self._expected) < MAX_EXPECTED:
+                    self._expected[each] = until
+
+    def wants(self, block_hash: bytes) -> bool:
+        """Whether it is expected, and not here yet."""
+        return block_hash in self._expected
+
+    def write(self, block_hash: bytes, buffer: memoryview) -> None:
+        """Keep a block, for as long as it is worth and there is room."""
+        with self._lock:
+            if self._expected.pop(block_hash, None) is not None:
+                self._kept[block_hash] = time.monotonic() + self.extra.keep, bytes(buffer)
+                self.num_bytes += len(buffer)
+        self._trim()
+
+    def delete(self, block_hashes: Sequence[bytes]) -> None:
+        """What these say may be wrong."""
+        with self._lock:
+            for each in block_hashes:
+                self._expected.pop(each, None)
+                if (found := self._kept.pop(each, None)) is not None:
+                    self.num_bytes -= len(found[1])
+
+    def clear(self) -> None:
+        """Keep nothing that is known now."""
+        self.delete([*self._expected, *self._kept])
+
+    def _trim(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            while self._kept:
+                until, block = next(iter(self._kept.values()))
+                if until >= now and self.num_bytes <= self.limit:
+                    break
+                self._kept.popitem(last=False)
+                self.num_bytes -= len(block)
+            while self._expected and next(iter(self._expected.values())) < now:
+                del self._expected[next(iter(self._expected))]
+
+    def _open(self, identify: Callable[[], bytes]) -> None:
+        try:
+            self._identity = identify()
+            self.is_open.set()
+        except Exception as error:
+            self._warn("the weights cannot be read", error)
+
+    def _serve(self, listener: Listener[Ask]) -> None:
+        """In a thread, until `close`."""
+        waiting: list[tuple[float, bytes, Ask]] = []  # until when, who, for what
+        while not self._is_closed.is_set():
+            wait([listener], PAUSE if waiting else IDLE)
+            self._trim()
+            until = time.monotonic() + self.extra.timeout / 2  # half: who asks is to hear of it
+            asked = [(until, who, ask) for who, ask in listener.drain_all() if ask is not None]
+            waiting = [each for each in waiting + asked if not self._answer(listener, *each)]
+            for _, who, ask in waiting[MAX_WAITING:]:
+                listener.send_to(who, Give(ask.block_hash))
+            del waiting[MAX_WAITING:]
+        listener.close()
+
+    def _answer(self, listener: Listener[Ask], until: float, who: bytes, ask: Ask) -> bool:
+        """Whether there was an answer; else it may come."""
+        may_wait = time.monotonic() < until
+        if not self.is_open.is_set() and may_wait:
+            return False
+        give = Give(ask.block_hash)
+        with self._lock:
+            _, block = self._kept.get(ask.block_hash, (0.0, b""))
+        if ask.identity != self._identity:
+            give.why = "it has another model, or is set up differently"
+        elif block:
+            give.block = header(self._identity, ask.block_hash, memoryview(block)) + block
+        elif may_wait and self.wants(ask.block_hash):
+            return False
+        listener.send_to(who, give)
+        return True
+
+    # ---- what others have ----
+
+    @contextmanager
+    def reading(self, peer: str) -> Iterator[Reader]:
+        """What reads blocks from a peer, HOST:PORT: it fills a buffer, or returns False."""
+        if not self.is_open.wait(self.extra.timeout) or time.monotonic() < self._down.get(peer, 0):
+            yield lambda block_hash, buffer: False
+            return
+        link = Link(f"tcp://{peer}", Give, self._keys)
+        try:
+            yield partial(self._read, link, peer)
+        finally:
+            link.close()
+
+    def _read(self, link: Link[Give], peer: str, block_hash: bytes, buffer: memoryview) -> bool:
+        until = time.monotonic() + self.extra.timeout
+        if until - self.extra.timeout < self._down.get(peer, 0):
+            return False
+        link.send(Ask(self._identity, block_hash))
+        while (left := until - time.monotonic()) > 0 and not self._is_closed.is_set():
+            wait([link], min(left, IDLE))
+            for give in link.drain():
+                if give is not None and give.block_hash == block_hash:
+                    return self._take(peer, give, buffer)
+        self._down[peer] = time.monotonic() + DOWN
+        self._warn(peer, f"no answer for {self.extra.timeout:g} s")
+        return False
+
+    def _take(self, peer: str, give: Give, buffer: memoryview) -> bool:
+        """Copy what came, if it is what was asked for."""
+        found = memoryview(give.block)[HEADER.size :]
+        if len(found) == len(buffer):
+            if give.block[: HEADER.size] == header(self._identity, give.block_hash, found):
+                buffer[:] = found
+                return True
+        if give.block:
+            self.num_bad += 1
+            self._warn(peer, "a block that came was damaged, or is another model's")
+        elif give.why:
+            self._warn(peer, give.why)
+        return False
+
+    def _warn(self, what: str, why: object) -> None:
+        if time.monotonic() - self._warned_at >= WARN_INTERVAL:
+            self._warned_at = time.monotonic()
+            logger.warning("%s: %s: %s", FLAG, what, why)

@@ -1,0 +1,78 @@
+"""KVTransferConfig: which engines an engine gives its KV blocks to, or has them from; keys as in
+vLLM's JSON.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from servd.errors import ConfigError
+
+FLAG = "--kv-transfer-config"
+
+Port = Annotated[int, Meta(ge=1, le=65535)]
+
+
+class Extra(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is servd's own."""
+
+    peers: list[str] = []  # HOST:PORT of those that blocks may come from
+    timeout: Annotated[float, Meta(gt=0, le=600)] = 5.0  # seconds without a block
+    keep: Annotated[float, Meta(gt=0, le=86400)] = 120.0  # seconds that blocks wait for who asks
+
+
+class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The value of `--kv-transfer-config`."""
+
+    kv_role: Literal["kv_producer", "kv_consumer", "kv_both"]
+    kv_connector: Literal["servd"] = "servd"
+    engine_id: str = ""
+    kv_ip: str = "127.0.0.1"  # where a producer listens, and as its answers name it
+    kv_port: Port = 14579  # plus the rank under --data-parallel-size
+    kv_buffer_size: Annotated[float, Meta(gt=0)] = 1e9  # bytes that wait for who asks
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    kv_connector_extra_config: Extra = Extra()
+
+    @classmethod
+    def of(cls, text: str) -> KVTransferConfig:
+        """Read the option.
+
+        Raises:
+            ConfigError: not JSON, a wrong key or value, or nobody that blocks could come from.
+        """
+        try:
+            config = msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{FLAG} {text}: {error}") from None
+        if config.kv_ip in ("*", "::", "0.0.0.0"):
+            raise ConfigError(f"{FLAG}: answers name kv_ip: give the address of one interface")
+        peers = config.kv_connector_extra_config.peers
+        if config.receives and not peers:
+            raise ConfigError(
+                f"{FLAG}: a {config.kv_role} has to know whom blocks may come from: add "
+                '"kv_connector_extra_config": {"peers": ["HOST:PORT"]}'
+            )
+        for peer in peers:
+            host, _, port = peer.rpartition(":")
+            if not host or not port.isdecimal():
+                raise ConfigError(f"{FLAG}: the peer {peer!r} is not HOST:PORT")
+        return config
+
+    @property
+    def sends(self) -> bool:
+        """Whether others may have its blocks."""
+        return self.kv_role != "kv_consumer"
+
+    @property
+    def receives(self) -> bool:
+        """Whether it may have those of others."""
+        return self.kv_role != "kv_producer"
+
+    def of_rank(self, rank: int) -> str:
+        """The option for an engine of --data-parallel-size: ports are counted on."""
+        return msgspec.json.encode(
+            msgspec.structs.replace(self, kv_port=self.kv_port + rank)
+        ).decode()

@@ -1,0 +1,334 @@
+"""Blocks that go from engine to engine, over real sockets, on executors that check every token."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import socket
+import threading
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from servd.config import Config
+from servd.core.kv_cache.tiers import Tiers, remote
+from servd.core.kv_cache.tiers.remote import Ask, Give
+from servd.errors import ConfigError
+from servd.hf import FAKE_SPEC
+from servd.ipc import Keys, Link, Listener, wait
+from servd.kv_transfer import KVTransferConfig
+from servd.messages import AbortRequests
+from servd.resolve import Machine, resolve
+from tests.core.engines import (
+    AuditedExecutor,
+    Log,
+    check,
+    check_idle,
+    make_engine,
+    make_request,
+    solo,
+)
+
+PROMPT = list(range(40))  # ten blocks of four
+TOKEN = "0123456789abcdef" * 2
+
+
+@pytest.fixture(autouse=True)
+def _fakes_compute_faster_than_they_copy(monkeypatch):
+    monkeypatch.setenv("SERVD_JOIN_TOKEN", TOKEN)
+    monkeypatch.setattr(Tiers, "_is_worth", lambda self, tier: True)
+    monkeypatch.setattr("servd.core.kv_cache.tiers.LEAST_PATIENCE", 30_000_000_000)
+    monkeypatch.setattr(remote, "IDLE", 0.05)
+    monkeypatch.setattr(remote, "DOWN", 0.05)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class Fleet:
+    """Engines, closed at the end."""
+
+    def __init__(self) -> None:
+        self.engines: list[Any] = []
+        self.port = free_port()
+
+    def engine(self, role: str, policy: str = "recompute", timeout: float = 20.0, **options):
+        extra: dict[str, Any] = {"timeout": timeout}
+        if role != "kv_producer":
+            extra["peers"] = [self.peer]
+        config = {
+            "kv_role": role,
+            "kv_port": self.port,
+            "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": extra,
+        }
+        self.engines.append(make_engine(kv_transfer_config=json.dumps(config), **options))
+        return self.engines[-1]
+
+    @property
+    def peer(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def prefill(self, engine, name: str = "a", prompt=PROMPT, **options) -> None:
+        """Compute a prompt for another engine, and take its blocks out of the device."""
+        run(engine, make_request(name, prompt, 1, is_exported=True, **options))
+
+
+def run(engine, *requests, seconds: float = 60.0) -> Log:
+    """All requests to their end; engines wait for their peers in real time."""
+    for request in requests:
+        engine.handle(request)
+    log, end = Log(), time.monotonic() + seconds
+    while engine.has_work:
+        assert time.monotonic() < end, "work is left"
+        log.step(engine)
+    check_idle(engine)
+    return log
+
+
+@pytest.fixture
+def fleet():
+    fleet = Fleet()
+    yield fleet
+    for engine in fleet.engines:
+        engine.scheduler.kv_cache.close()
+
+
+def decode(engine, fleet: Fleet, name: str = "a", prompt=PROMPT, **options) -> Any:
+    """The answer's first output, which must be right."""
+    request = make_request(name, prompt, kv_source=fleet.peer, **options)
+    log = run(engine, request)
+    assert log.token_ids(name) == solo(request)
+    return log.outputs[name][0]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_one_computes_the_prompt_and_another_goes_on(fleet, depth, policy):
+    one = fleet.engine("kv_producer", depth=depth)
+    other = fleet.engine("kv_consumer", policy, depth=depth)
+    for salt in (None, "salt"):
+        fleet.prefill(one, cache_salt=salt)
+        output = decode(other, fleet, cache_salt=salt)
+        assert output.num_external_tokens == output.num_cached_tokens == 36
+    stats = other.scheduler.report(0).tiers[-1]
+    assert (stats.name, stats.num_hits, stats.num_bad) == ("remote", 18, 0)
+    assert one.scheduler.report(0).tiers[-1].num_blocks == 20
+
+
+def test_only_what_is_asked_for_is_kept_and_not_for_ever(fleet, monkeypatch):
+    one = fleet.engine("kv_both")
+    exchange = one.scheduler.kv_cache.tiers.exchange
+    run(one, make_request("a", PROMPT))
+    assert exchange.num_blocks == 0
+    fleet.prefill(one)  # found in the cache
+    fleet.prefill(one)
+    one.scheduler.kv_cache.tiers.flush()
+    assert (exchange.num_blocks, exchange.num_bytes) == (10, 320)
+    exchange.limit = 200
+    fleet.prefill(one, prompt=[7] * 8)
+    one.scheduler.kv_cache.tiers.flush()
+    assert (exchange.num_blocks, exchange.num_bytes) == (6, 192)
+    now = time.monotonic()
+    monkeypatch.setattr(remote.time, "monotonic", lambda: now + 121)
+    exchange._trim()
+    assert (exchange.num_blocks, exchange.num_bytes, exchange._expected) == (0, 0, {})
+
+
+def test_a_crowd_goes_from_one_to_the_other(fleet):
+    """Also with caches too small for it, where blocks find no room on their way."""
+    rng = random.Random(5)
+    one = fleet.engine("kv_producer", num_blocks=24)
+    other = fleet.engine("kv_consumer", num_blocks=24)
+    prompts = [PROMPT[: rng.randrange(1, 40)] for _ in range(8)]
+    prompts += [[rng.randrange(200) for _ in range(rng.randrange(1, 44))] for _ in range(16)]
+    for i, prompt in enumerate(prompts):
+        one.handle(make_request(str(i), prompt, 1, is_exported=True))
+    run(one)
+    requests = [make_request(str(i), p, 16, kv_source=fleet.peer) for i, p in enumerate(prompts)]
+    log = run(other, *requests)
+    for request in requests:
+        assert log.token_ids(request.request_id) == solo(request)
+    assert log.total("external_prefix_cache_hits") > 100
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("fate", ["nobody", "silent", "forgotten", "other model"])
+def test_what_cannot_be_had_is_computed_or_fails(fleet, monkeypatch, policy, fate, caplog):
+    monkeypatch.setattr("servd.core.kv_cache.tiers.LEAST_PATIENCE", 10**9)
+    silent = None
+    if fate == "silent":
+        silent = Listener(f"tcp://{fleet.peer}", Ask, Keys(TOKEN))
+    elif fate != "nobody":
+        one = fleet.engine("kv_producer", seed=int(fate == "other model"), load_format="dummy")
+        fleet.prefill(one)
+        if fate == "forgotten":
+            one.scheduler.kv_cache.tiers.exchange.clear()
+    timeout = 0.3 if fate in ("nobody", "silent") else 20.0
+    other = fleet.engine("kv_consumer", policy, timeout=timeout, load_format="dummy")
+    if policy == "recompute":
+        assert decode(other, fleet).num_external_tokens == 0
+    else:
+        log = run(other, make_request("a", PROMPT, kv_source=fleet.peer))
+        [output] = log.outputs["a"]
+        assert "9 of 9 KV blocks" in output.error and fleet.peer in output.error
+        assert other.scheduler.report(0).num_failed + log.total("num_failed") == 1
+    assert ("no answer" in caplog.text) == (fate in ("nobody", "silent"))
+    assert ("another model" in caplog.text) == (fate == "other model")
+    run(other, make_request("b", PROMPT))  # all is well
+    if silent is not None:
+        silent.close()
+
+
+class Hostile:
+    """Stands between, and spoils answers."""
+
+    def __init__(self, fleet: Fleet, spoil) -> None:
+        self.at = fleet.port
+        fleet.port = free_port()
+        self.spoil, self.is_over, self.count = spoil, threading.Event(), 0
+        self.links = (
+            Listener(f"tcp://127.0.0.1:{fleet.port}", Ask, Keys(TOKEN)),
+            Link(f"tcp://127.0.0.1:{self.at}", Give, Keys(TOKEN)),
+        )
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def run(self) -> None:
+        listener, link = self.links
+        asked: dict[bytes, bytes] = {}
+        while not self.is_over.is_set():
+            wait([listener, link], 0.02)
+            for who, ask in listener.drain_all():
+                asked[ask.block_hash] = who
+                link.send(ask)
+            for give in link.drain():
+                self.count += 1
+                if (spoiled := self.spoil(give, self.count)) is not None:
+                    listener.send_to(asked[give.block_hash], spoiled)
+
+    def close(self) -> None:
+        self.is_over.set()
+        self.thread.join()
+        for each in self.links:
+            each.close()
+
+
+def flip(give: Give, rng: random.Random) -> Give:
+    data = bytearray(give.block)
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return Give(give.block_hash, bytes(data))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_spoiled_block_is_never_a_wrong_token(fleet, seed):
+    rng, kept = random.Random(seed), []
+
+    def spoil(give: Give, count: int) -> Give | None:
+        kept.append(give.block)
+        ways = [
+            lambda: give,
+            lambda: flip(give, rng),
+            lambda: Give(give.block_hash, give.block[: rng.randrange(len(give.block))]),
+            lambda: Give(give.block_hash, give.block + b"x"),
+            lambda: Give(give.block_hash, rng.choice(kept)),
+            lambda: Give(give.block_hash),
+            lambda: Give(bytes(32), give.block),
+            lambda: None,
+        ]
+        return give if rng.random() < 0.6 else rng.choice(ways[: 6 if count % 9 else 8])()
+
+    one = fleet.engine("kv_producer")
+    hostile = Hostile(fleet, spoil)
+    other = fleet.engine("kv_consumer", timeout=0.2)
+    try:
+        num_external = 0
+        for i in range(20):
+            prompt = [rng.randrange(200) for _ in range(rng.randrange(8, 40))]
+            one_port, fleet.port = fleet.port, hostile.at
+            fleet.prefill(one, str(i), prompt)
+            fleet.port = one_port
+            num_external += decode(other, fleet, str(i), prompt).num_external_tokens
+            check(other)
+        stats = other.scheduler.report(0).tiers[-1]
+        assert num_external > 0 and stats.num_bad > 0
+    finally:
+        hostile.close()
+
+
+def test_a_peer_that_dies_meanwhile_leaves_no_wrong_token(fleet):
+    one = fleet.engine("kv_producer")
+    count = itertools.count()
+    hostile = Hostile(fleet, lambda give, _: give if next(count) < 4 else None)
+    other = fleet.engine("kv_consumer", timeout=0.5)
+    try:
+        one_port, fleet.port = fleet.port, hostile.at
+        fleet.prefill(one)
+        fleet.port = one_port
+        assert 0 <= decode(other, fleet).num_external_tokens <= 16
+    finally:
+        hostile.close()
+
+
+def test_who_has_another_token_gets_nothing(fleet, monkeypatch):
+    one = fleet.engine("kv_producer")
+    fleet.prefill(one)
+    monkeypatch.setenv("SERVD_JOIN_TOKEN", TOKEN[::-1])
+    other = fleet.engine("kv_consumer", timeout=0.3)
+    assert decode(other, fleet).num_external_tokens == 0
+
+
+def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(fleet):
+    other = fleet.engine("kv_consumer", timeout=0.3)  # nobody answers
+    other.handle(make_request("a", PROMPT, kv_source=fleet.peer))
+    log = Log()
+    for _ in range(3):
+        log.step(other)
+    other.handle(AbortRequests(["a"]))
+    run(other)
+    assert not log.outputs["a"]
+
+
+def test_an_engine_that_slept_listens_again(fleet):
+    one = fleet.engine("kv_producer")
+    one.forget_workers()
+    executor = AuditedExecutor(one.config, FAKE_SPEC, lambda phase, fraction: None)
+    one.connect(executor, executor.start())
+    other = fleet.engine("kv_consumer")
+    fleet.prefill(one)
+    assert decode(other, fleet).num_external_tokens == 36
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({}, "kv_role"),
+        ({"kv_role": "kv_producer", "kv_connector": "NixlConnector"}, "kv_connector"),
+        ({"kv_role": "kv_consumer"}, "peers"),
+        ({"kv_role": "kv_both", "kv_connector_extra_config": {"peers": ["x"]}}, "HOST:PORT"),
+        ({"kv_role": "kv_producer", "kv_port": 0}, "kv_port"),
+        ({"kv_role": "kv_producer", "kv_ip": "0.0.0.0"}, "one interface"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_at_the_start(config, reason):
+    options = Config.load({"executor": "fake", "kv_transfer_config": json.dumps(config)})
+    with pytest.raises(ConfigError, match=f"--kv-transfer-config.*{reason}"):
+        resolve(options, FAKE_SPEC, Machine())
+
+
+def test_without_a_token_it_does_not_start(monkeypatch):
+    monkeypatch.delenv("SERVD_JOIN_TOKEN")
+    options = Config.load({"executor": "fake", "kv_transfer_config": '{"kv_role": "kv_producer"}'})
+    with pytest.raises(ConfigError, match="token"):
+        resolve(options, FAKE_SPEC, Machine())
+
+
+def test_each_rank_has_a_port_of_its_own():
+    config = KVTransferConfig.of('{"kv_role": "kv_producer", "kv_port": 7000}')
+    assert msgspec.json.decode(config.of_rank(2))["kv_port"] == 7002
