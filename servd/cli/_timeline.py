@@ -4,6 +4,7 @@ that does it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -52,6 +53,7 @@ WAYS = {
     },
 }
 TIMES = ("schedule_ms", "prepare_ms", "forward_ms", "sample_ms")  # of a step
+KIND = re.compile("^[CG]PU(?=ModelRunner)")
 MOST_IDS = 12
 
 
@@ -59,7 +61,7 @@ def calls_of(
     timeline: dict[str, Any],
     prompt: list[int],
     sampled: list[int],
-    runner: str = "",
+    runner: str = "ModelRunner",
     model: str = "",
 ) -> list[Call]:
     """The way of a request with one choice, and where its time went.
@@ -68,7 +70,7 @@ def calls_of(
         timeline: with the header X-Servd-Watch, so that it has messages and blocks.
         prompt: token ids.
         sampled: token ids.
-        runner: which kind of ModelRunner the engine has, if that is known.
+        runner: which kind of it the engine has, if that is known.
         model: its class, if that is known.
     """
     told = {
@@ -126,17 +128,12 @@ def _own_steps(
 
 
 def _step(step: dict[str, Any], part: str, tokens: str, runner: str, model: str) -> Call:
-    times = {
-        name: step[f"{name}_ms"] / 1000 for name in ("schedule", "prepare", "forward", "sample")
-    }
-    execute = [
-        _call("InputBatch.gather", times["prepare"]),
-        _call("ModelRunner.forward", times["forward"], model),
-    ]
+    schedule, gather, forward, sample = (step[time] / 1000 for time in TIMES)
+    execute = [_call("InputBatch.gather", gather), _call(f"{runner}.forward", forward, model)]
     calls = [
-        _call("Scheduler.schedule", times["schedule"]),
-        _call("ModelRunner.execute_model", times["prepare"] + times["forward"], runner, execute),
-        _call("ModelRunner.sample_tokens", times["sample"], tokens),
+        _call("Scheduler.schedule", schedule),
+        _call(f"{runner}.execute_model", gather + forward, calls=execute),
+        _call(f"{runner}.sample_tokens", sample, tokens),
     ]
     if message := _bytes(step):
         calls.append(_call("Outbox.send", text=f"EngineCoreOutputs{message}"))
@@ -144,7 +141,7 @@ def _step(step: dict[str, Any], part: str, tokens: str, runner: str, model: str)
 
 
 def _call(name: str, seconds: float = 0.0, text: str = "", calls: Sequence[Call] = ()) -> Call:
-    return Call(name, seconds, text, [*calls], FILES[name])
+    return Call(name, seconds, text, [*calls], FILES[KIND.sub("", name)])
 
 
 def _bytes(told: dict[str, Any]) -> str:

@@ -103,7 +103,7 @@ def ask(
     timeline = json.load(client.open("GET", f"/v1/requests/{name}/timeline"))
     info = client.ask("GET", "/server_info")
     client.connection.close()
-    runner = model = ""
+    runner, model = "ModelRunner", ""
     if info.status == 200 and (device := info.body["engine"]["device"]) != "none":
         runner = "CPUModelRunner" if device == "cpu" else "GPUModelRunner"
         model = info.body["architecture"]
