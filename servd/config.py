@@ -94,8 +94,8 @@ class ModelConfig(Section, frozen=True):
         str | None,
         about(
             "Round the weights as they are loaded. int8: 8 bits and a scale per output. int4: 4 "
-            "bits, a scale and an offset per group of 32. fp8: 8-bit floats, activations too, "
-            "which Hopper multiplies twice as fast as 16 bits.",
+            "bits, a scale and an offset per group of 32, 8 in the vocabulary's table. fp8: 8-bit "
+            "floats, activations too, which Hopper multiplies twice as fast as 16 bits.",
             extra={"plugins": "servd.worker.quantization"},
         ),
     ] = None

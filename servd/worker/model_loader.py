@@ -388,7 +388,13 @@ def form_maker(
             f"--quantization {quantization}: that is read from checkpoints that have it, which "
             "this one has not; docs/quantization.md has those that are made while loading"
         ) from None
-    return MakeForm(partial(quantize, x_dtype=x_dtype) if activations == "int8" else quantize)
+    try:
+        table = plugins.load(QUANTIZATIONS, quantization, "quantize_table")
+    except AttributeError:
+        table = quantize
+    if activations == "int8":
+        quantize, table = (partial(make, x_dtype=x_dtype) for make in (quantize, table))
+    return MakeForm(quantize, table=table)
 
 
 def _pack(dtype: torch.dtype, weight: Tensor) -> Form | None:

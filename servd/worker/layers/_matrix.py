@@ -38,10 +38,12 @@ class MakeForm(NamedTuple):
     Args:
         dense: for what is not quantized; None leaves it.
         x_dtype: what x may be rounded to, see `packed.GroupedMatrix`.
+        table: as dense, for a row for each token of the vocabulary; None: they are as others.
     """
 
     dense: Callable[[Tensor], Form | None]
     x_dtype: torch.dtype = torch.float32
+    table: Callable[[Tensor], Form | None] | None = None
 
 
 class Dense:

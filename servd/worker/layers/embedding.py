@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from servd.worker import ops
-from servd.worker.layers._matrix import Matrix
+from servd.worker.layers._matrix import MakeForm, Matrix
 from servd.worker.layers.weight import Weight
 from servd.worker.parallel import Parallel
 
@@ -31,6 +31,14 @@ def padded_rows(vocab_size: int, device: torch.device) -> int:
     return -(-vocab_size // 64) * 64 if device.type == "cuda" else vocab_size
 
 
+class Table(Matrix):
+    """Of the vocabulary."""
+
+    def reform(self, make: MakeForm) -> None:
+        """See `Matrix`."""
+        super().reform(make._replace(dense=make.table or make.dense))
+
+
 class VocabEmbedding(nn.Module):
     """Rows of the vocabulary, looked up as embedding, multiplied as output head, or both."""
 
@@ -38,7 +46,7 @@ class VocabEmbedding(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self.parallel = parallel
-        self.weight = Matrix((vocab_size, hidden_size), parallel, shard_dim=0)
+        self.weight = Table((vocab_size, hidden_size), parallel, shard_dim=0)
         rows = padded_rows(vocab_size, torch.get_default_device())
         if parallel.size == 1 and rows > vocab_size:
             self.weight.data = torch.zeros(rows, hidden_size)
