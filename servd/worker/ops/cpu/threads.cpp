@@ -25,7 +25,9 @@ constexpr auto SPIN_TIME = std::chrono::microseconds(200);
 constexpr auto TURN = std::chrono::microseconds(1000), REST = std::chrono::microseconds(1500);
 constexpr auto SHORTEST_STOP = std::chrono::microseconds(500);
 constexpr auto MOST_STOPPED = std::chrono::milliseconds(12);  // beyond 3 of 10 ms
-constexpr auto PATIENCE = std::chrono::milliseconds(500);
+// At first, at most, and how soon after it a stop is of the same neighbour.
+constexpr auto PATIENCE = std::chrono::milliseconds(25), MOST_PATIENCE = 16 * PATIENCE,
+               SOON = std::chrono::milliseconds(30);
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -90,14 +92,15 @@ class Turns {
     }
 
   private:
-    // What servd's other processes take of a CPU is less than 3 of 10 ms, and does not count.
     void count_stop(Clock::time_point now) {
         const Clock::duration off = now - begun - (cpu_time() - begun_cpu);
         if (off < SHORTEST_STOP) return;  // a long part
         stopped = std::max(stopped - (now - last_stop) * 3 / 10, Clock::duration::zero()) + off;
         last_stop = now;
-        if (stopped > MOST_STOPPED)
-            stopped = MOST_STOPPED, shared_until = now + PATIENCE, turn = now;
+        if (stopped > MOST_STOPPED) {
+            patience = now - shared_until < SOON ? std::min(2 * patience, MOST_PATIENCE) : PATIENCE;
+            stopped = MOST_STOPPED, shared_until = now + patience, turn = now;
+        }
         begin();
     }
 
@@ -110,6 +113,7 @@ class Turns {
     Clock::time_point begun, last, turn, last_stop, shared_until;
     std::chrono::nanoseconds begun_cpu{0};
     Clock::duration stopped{0};
+    std::chrono::milliseconds patience = PATIENCE;
 };
 
 class Pool {
