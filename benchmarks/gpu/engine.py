@@ -32,6 +32,7 @@ class StepTime:
 
     num_rows: int
     num_tokens: int
+    num_prompt_tokens: int  # of rows that compute several
     launched: float  # when the host began to prepare it
     host_seconds: float = 0.0  # to prepare and launch it
 
@@ -61,7 +62,9 @@ class TimedExecutor:
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         """See Executor."""
-        self.steps.append(StepTime(scheduled.num_rows, scheduled.num_tokens, time.perf_counter()))
+        prompts = sum(row.num_tokens for row in scheduled.scheduled if row.num_tokens > 1)
+        now = time.perf_counter()
+        self.steps.append(StepTime(scheduled.num_rows, scheduled.num_tokens, prompts, now))
         self.executor.execute_model(scheduled)
 
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> TimedOutput:
@@ -185,6 +188,36 @@ def decode(
     bench.run()
     host = statistics.median(step.host_seconds for step in steps)
     return Decoding(statistics.median(gaps), host, mean_context, kernels)
+
+
+def arrive(
+    bench: Bench, rate: float, num_requests: int, input_len: int, output_len: int
+) -> tuple[int, int, float]:
+    """Requests arrive at random, so many a second (a Poisson process).
+
+    Returns:
+        prompt tokens and output tokens that were computed between the arrivals of the first quarter
+        and of the last one, and the seconds between.
+    """
+    draw, began = random.Random(0), time.perf_counter()
+    due = list(itertools.accumulate(draw.expovariate(rate) for _ in range(num_requests)))
+    first, num_arrived = began + due[num_requests // 4], 0
+    bench.forget()
+    while num_arrived < num_requests:
+        while num_arrived < num_requests and began + due[num_arrived] <= time.perf_counter():
+            bench.add(input_len, output_len)
+            num_arrived += 1
+        if bench.engine.has_work:
+            bench.run(1)
+        elif num_arrived < num_requests:
+            time.sleep(max(began + due[num_arrived] - time.perf_counter(), 0))
+    bench.synchronize()
+    seconds = time.perf_counter() - first
+    steps = [step for step in bench.executor.steps if step.launched >= first]
+    prompts = sum(step.num_prompt_tokens for step in steps)
+    outputs = sum(step.num_tokens for step in steps) - prompts
+    bench.run()
+    return prompts, outputs, seconds
 
 
 def prompt_seconds(bench: Bench, num_tokens: int, repeats: int = 4) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import attention, ceilings, shapes
-from benchmarks.gpu.engine import Bench, decode, prompt_seconds
+from benchmarks.gpu.engine import Bench, arrive, decode, prompt_seconds
 from servd.worker.device import name_of
 
 Emit = Callable[..., None]
@@ -53,19 +53,35 @@ def measure_llama(device: str, is_tiny: bool, emit: Emit) -> None:
     # Half of the scores are of tokens that come later; each of the others is a product with a key
     # and one with a value.
     operations += 2 * prompt**2 * bench.spec.num_heads * bench.spec.head_dim * bench.spec.num_layers
-    emit(llama_prefill=prompt_seconds(bench, prompt), llama_prefill_operations=operations)
+    prefill = prompt_seconds(bench, prompt)
+    emit(llama_prefill=prefill, llama_prefill_operations=operations)
 
+    kv_bytes = bench.ready.kv_bytes_per_block / bench.config.cache.block_size  # of a token
+    few = decode(bench, batch // 4, context, num_steps)
+    emit(llama_some_step=few.step, llama_some_kv_bytes=batch // 4 * few.context * kv_bytes)
     decoding = decode(bench, batch, context, num_steps, num_profiled=16)
-    kv_bytes = (
-        batch * decoding.context * bench.ready.kv_bytes_per_block / bench.config.cache.block_size
-    )
-    emit(llama_all_step=decoding.step, llama_host_step=decoding.host, llama_kv_bytes=kv_bytes)
+    emit(llama_all_step=decoding.step, llama_host_step=decoding.host)
+    emit(llama_kv_bytes=batch * decoding.context * kv_bytes)
     if kernels := sorted(decoding.kernels, key=lambda kernel: -kernel[1]):
         total = sum(seconds for _, seconds in kernels)
         emit(
             llama_kernel_step=total,
             kernels=[(name[:90], seconds / total) for name, seconds in kernels[:12]],
         )
+    measure_mixed(bench, context, prefill / prompt, decoding.step / batch, emit)
+
+
+def measure_mixed(
+    bench: Bench, context: int, per_prompt_token: float, per_output_token: float, emit: Emit
+) -> None:
+    """As many requests as could be served if each token took its share of a full step, in seconds:
+    of a prompt, or of decoding.
+    """
+    input_len, output_len = context // 2, context // 8
+    rate = 1 / (input_len * per_prompt_token + output_len * per_output_token)
+    prompts, outputs, seconds = arrive(bench, rate, context // 2, input_len, output_len)
+    ideal = prompts * per_prompt_token + outputs * per_output_token
+    emit(mixed_share=ideal / seconds, mixed_rate=(prompts + outputs) / seconds)
 
 
 def measure_compiled(device: str, is_tiny: bool, emit: Emit) -> None:
@@ -84,11 +100,14 @@ def workload(is_tiny: bool) -> list[tuple[int, int]]:
     return [(draw.randint(least, most), draw.randint(least, most)) for _ in range(num_sequences)]
 
 
-def offline(shape: dict[str, Any], name: str, device: str, is_tiny: bool, emit: Emit) -> Bench:
+def offline(
+    shape: dict[str, Any], name: str, device: str, is_tiny: bool, emit: Emit, max_num_seqs: int = 0
+) -> Bench:
     """The workload twice: the first time kernels are compiled and graphs captured."""
     lengths = workload(is_tiny)
     bench = Bench(
-        shapes.tiny(shape) if is_tiny else shape, device, max_num_seqs=len(lengths),
+        shapes.tiny(shape) if is_tiny else shape, device,
+        max_num_seqs=max(len(lengths), 0 if is_tiny else max_num_seqs),
         enable_prefix_caching=False, max_num_batched_tokens=64 if is_tiny else 16384,
         max_model_len=64 if is_tiny else 2048, kv_cache_memory=1 << 22 if is_tiny else None,
         async_scheduling=True,
@@ -110,10 +129,17 @@ def offline(shape: dict[str, Any], name: str, device: str, is_tiny: bool, emit: 
     return bench
 
 
+GPT2_ROWS = (64, 256, 1024)
+
+
 def measure_gpt2(device: str, is_tiny: bool, emit: Emit) -> None:
     """124M shapes: one request, and many."""
-    bench = offline(shapes.GPT2_124M, "gpt2", device, is_tiny, emit)
+    bench = offline(shapes.GPT2_124M, "gpt2", device, is_tiny, emit, max(GPT2_ROWS))
     emit(gpt2_one_step=decode(bench, 1, 8, 16 if is_tiny else 256).step)
+    for rows in GPT2_ROWS:
+        batch = max(rows // 256, 1) if is_tiny else rows
+        step = decode(bench, batch, 8 if is_tiny else 128, 8 if is_tiny else 64).step
+        emit(**{f"gpt2_decode_{rows}": batch / step})
 
 
 def measure_qwen3(device: str, is_tiny: bool, emit: Emit) -> None:

@@ -42,23 +42,42 @@ def show(value: float) -> str:
 FIGURES = [
     Figure(
         "8B decode step, batch 1, over weights / bandwidth", "llama",
-        lambda f: f["llama_one_step"] / (f["llama_weight_bytes"] / f["bandwidth"]), "x", 1.25, True,
+        lambda f: f["llama_one_step"] / (f["llama_weight_bytes"] / f["bandwidth"]), "x", 1.15, True,
+    ),
+    Figure(
+        "8B decode step, batch 64 at 1k, over (weights + KV) / bandwidth", "llama",
+        lambda f: (
+            f["llama_some_step"] * f["bandwidth"]
+            / (f["llama_weight_bytes"] + f["llama_some_kv_bytes"])
+        ),
+        "x", 1.15, True,
     ),
     Figure(
         "8B decode step, batch 256 at 1k, over (weights + KV) / bandwidth", "llama",
         lambda f: (
             f["llama_all_step"] * f["bandwidth"] / (f["llama_weight_bytes"] + f["llama_kv_bytes"])
         ),
-        "x", 1.3, True,
+        "x", 1.15, True,
     ),
     Figure(
         "8B prompt of 8k tokens, of the bf16 matrix rate", "llama",
         lambda f: 100 * f["llama_prefill_operations"] / f["llama_prefill"] / f["matrix_rate"], " %",
-        60,
+        65,
+    ),
+    Figure(
+        "8B, random arrivals of 512 in and 128 out: of what full steps could compute", "llama",
+        lambda f: 100 * f["mixed_share"], " %", 80,
     ),
     Figure(
         "GPT-2 124M step, batch 1", "gpt2",
-        lambda f: 1000 * f["gpt2_one_step"], " ms", 0.5, True,
+        lambda f: 1000 * f["gpt2_one_step"], " ms", 0.4, True,
+    ),
+    *(
+        Figure(
+            f"GPT-2 124M decode, batch {rows}", "gpt2",
+            lambda f, name=f"gpt2_decode_{rows}": f[name], " tok/s", goal,
+        )
+        for rows, goal in ((64, 100_000), (256, 220_000), (1024, 300_000))
     ),
     Figure(
         "GPT-2 124M, 256 sequences of 100-1024 in and out", "gpt2",
@@ -84,11 +103,14 @@ DETAILS: list[tuple[str, str, float, str]] = [  # fact, what it is, factor, unit
     ("matrix_rate", "bf16 matrix product, 8192 x 8192 x 8192", 1e-12, "TFLOP/s"),
     ("llama_one_step", "8B decode step, batch 1", 1e3, "ms"),
     ("llama_weight_bytes", "8B weights that a step reads", 1e-9, "GB"),
+    ("llama_some_step", "8B decode step, batch 64", 1e3, "ms"),
+    ("llama_some_kv_bytes", "keys and values that it reads", 1e-9, "GB"),
     ("llama_all_step", "8B decode step, batch 256", 1e3, "ms"),
     ("llama_kernel_step", "the sum of its kernels", 1e3, "ms"),
     ("llama_host_step", "the host's time to prepare and launch it", 1e3, "ms"),
     ("llama_kv_bytes", "keys and values that it reads", 1e-9, "GB"),
     ("llama_prefill", "8B prompt of 8k tokens", 1e3, "ms"),
+    ("mixed_rate", "8B, random arrivals: tokens in and out", 1, "tok/s"),
     ("compiled_all_step", "8B decode step, batch 256, with `--compile`", 1e3, "ms"),
     ("compiled_prefill", "8B prompt of 8k tokens, with `--compile`", 1e3, "ms"),
     ("gpt2_one_step", "GPT-2 124M step, batch 1", 1e3, "ms"),
