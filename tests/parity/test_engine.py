@@ -10,7 +10,10 @@ import pytest
 
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import Executor
+from servd.core.kv_cache.block_hash import of_group
 from servd.core.kv_cache.tiers import Tiers
+from servd.core.lookahead import StepCost
+from servd.core.request import Request
 from servd.hf import read_spec
 from servd.messages import EngineCoreRequest
 from servd.params import SamplingParams
@@ -74,6 +77,47 @@ def test_tiny_cache_with_preemption(checkpoints, model_type: str, num_blocks: in
     for request in requests:
         prompt = request.prompt_token_ids
         assert prompt + log.token_ids(request.request_id) == greedy(folder, prompt, NUM_OUTPUTS)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "depth"), [("gemma2", 2), ("gemma3_text", 1), ("gpt_oss", 2), ("mistral", 1)]
+)
+def test_hits_around_the_edge_of_a_window(checkpoints, monkeypatch, model_type: str, depth: int):
+    """Prefixes that end where a group of layers has no blocks, its last ones, or all; and drafts,
+    most of which are not kept, while the window of 7 moves over the blocks of 4.
+    """
+    monkeypatch.setattr(StepCost, "shares", lambda *_: (1e-9, 0.0))  # drafts are worth their time
+    folder = checkpoints(model_type, next(iter(CASES[model_type])))
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    engine = make_engine(folder, num_blocks=120, depth=depth, speculative_config=drafts)
+    cache, draw, log = engine.scheduler.kv_cache, random.Random(3), Log()
+    prompt = [draw.randrange(199) for _ in range(40)]
+
+    def run(name: str, token_ids: list[int], num_cached: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=8)
+        engine.handle(EngineCoreRequest(name, token_ids, params))
+        log.run(engine)
+        assert token_ids + log.token_ids(name) == greedy(folder, token_ids, 8)
+        assert log.outputs[name][0].num_cached_tokens == num_cached
+
+    run("first", prompt, 0)
+    for length in (20, 21, 23):
+        run(str(length), [*prompt[:length], 7, length], 20)
+    request = Request.from_message(EngineCoreRequest("", prompt, SamplingParams()), (0, 0, 0), 64)
+    cache.match_prefix(request)
+    group = cache.windows.index(7)
+    # Of a prefix of 28 tokens the window reads the blocks from 20 on, of one of 24 from 16 on.
+    lost = cache.pool.find(of_group(request.block_hashes[6], group))
+    cache.pool.forget([lost])
+    run("lost", [*prompt[:30], 9], 24)
+    run("behind", [*prompt, 9], 40)
+    assert num_rejected(log) > 0
+
+
+def num_rejected(log: Log) -> int:
+    """How many were not kept."""
+    counted = [each.stats.drafts for each in log.by_client[0]]
+    return sum(each.num_draft_tokens - each.num_accepted_tokens for each in counted)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
