@@ -228,13 +228,12 @@ class Request:
 
     def go_on(self, token_id: int) -> bool:
         """Add a token that changes nothing else; False, and it is not added, if it might."""
-        if (
-            token_id in self.stop_token_ids
-            or len(self.token_ids) + 1 >= self.max_num_tokens
-            or self.repetition is not None
-        ):
+        known = self.token_ids
+        if token_id in self.stop_token_ids or len(known) + 1 >= self.max_num_tokens:
             return False
-        self.token_ids.append(token_id)
+        if self.repetition is not None:
+            return False
+        known.append(token_id)
         return True
 
     def settle(

@@ -199,23 +199,23 @@ class Scheduler:
         num_samples = min(len(self.requests), self.max_num_seqs)
         # One token of the budget is set aside for each request.
         drafts_left = min(self.max_num_samples - num_samples, budget - len(self.running))
-        may_draft = self.lookahead.is_open
+        may_draft, special = self.lookahead.is_open, {*idle_slots, *forced_tokens}
         for request in part:
-            slot = request.slot
-            if slot in idle_slots:
-                continue
-            decodes = request.decodes_until > 0 and not may_draft and slot not in forced_tokens
+            decodes = request.decodes_until and not may_draft and request.slot not in special
             if decodes and request.num_computed_tokens < request.decodes_until:
                 step.decode(request)
                 budget -= 1
                 continue
-            if request.num_tokens >= request.max_num_tokens:
-                continue  # its last token is in flight
+            if request.num_tokens >= request.max_num_tokens or request.slot in idle_slots:
+                continue  # its last token is in flight, or it pauses
             if request.num_tokens - request.num_computed_tokens > 1:
                 partial.append(request)
                 continue
-            drafts, num_drafts = choose_drafts(request, forced_tokens.get(slot), self._in_flight)
-            num_drafts = max(min(num_drafts, drafts_left), 0)
+            drafts, num_drafts = NO_DRAFTS, 0
+            if not decodes:
+                forced = forced_tokens.get(request.slot)
+                drafts, num_drafts = choose_drafts(request, forced, self._in_flight)
+                num_drafts = max(min(num_drafts, drafts_left), 0)
             new_block_ids = self.kv_cache.allocate(request, 1 + num_drafts)
             if new_block_ids is None:
                 num_drafts, new_block_ids = 0, self._allocate(step, request, 1)

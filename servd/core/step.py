@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
-from itertools import islice
+from itertools import count, islice
 
 import msgspec
 
@@ -76,7 +76,8 @@ class Step(msgspec.Struct):
         """
         tokens: defaultdict[int, dict[str, int]] = defaultdict(dict)
         special, rows = {*result.errors, *result.logprobs, *ends}, []
-        for row, (request, token_id) in enumerate(zip(self.decoding, result.decoded, strict=True)):
+        assert len(self.decoding) == len(result.decoded)
+        for row, request, token_id in zip(count(), self.decoding, result.decoded, strict=False):
             if request.slot >= 0 and row not in special and request.go_on(token_id):
                 tokens[request.client][request.request_id] = token_id
             else:

@@ -80,7 +80,7 @@ class BlockTables:
     def apply(self, changes: torch.Tensor) -> None:
         """Write changes to the tables: rows, columns and block ids, one after another."""
         if len(changes):
-            rows, columns, block_ids = changes.view(3, -1)
+            rows, columns, block_ids = changes.view(3, -1).unbind()
             self.tables[rows, columns] = block_ids.int()
 
     def slot_mapping(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -131,7 +131,7 @@ class InputBatch:
         packed = upload(np.concatenate((slots, zeros, changes)), device)
         tokens = packed[: 2 * num_rows].view(2, num_rows)
         states.block_tables.apply(packed[2 * num_rows :])
-        slots_d, columns = tokens
+        slots_d, columns = tokens.unbind()
         columns += states.num_computed.index_select(0, slots_d)
         next_columns = columns + 1
         states.num_computed.index_copy_(0, slots_d, next_columns)
