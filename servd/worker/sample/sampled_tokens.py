@@ -28,11 +28,11 @@ class SampledTokens:
         sampled, num_decodes = self.sampled, len(output.decoded)
         token_ids = sampled.token_ids.tolist()
         output.decoded = token_ids[:num_decodes]
-        for row, part in self._parts(num_decodes):
+        for row, part in self._parts(num_decodes) if output.sampled_token_ids else ():
             output.sampled_token_ids[row - num_decodes] = token_ids[part]
-        if sampled.is_void is not None and sampled.is_void.any():
-            is_void = ((row, sampled.is_void[part].any()) for row, part in self._parts())
-            output.errors = output.errors | {row: NOT_FINITE for row, is_so in is_void if is_so}
+        if (is_void := sampled.is_void).any():
+            void = [row for row, part in self._parts() if is_void[part].any()]
+            output.errors = output.errors | dict.fromkeys(void, NOT_FINITE)
         if sampled.logprobs:
             logprobs = sampled.logprobs.to_lists()
             asked = {row: [x for x in logprobs[part] if x] for row, part in self._parts()}

@@ -48,7 +48,15 @@ class SamplerOutput:
     # [n] int64: index in the step of each of these tokens, so that those after kept drafts come
     # first in each row; None: of itself.
     order: Tensor | None = None
-    is_void: Tensor | None = None  # [n] bool: chosen of logits that are NaN or infinite
+    best: Tensor | None = None  # [n, 1] float32: the logits of the tokens
+
+    @property
+    def is_void(self) -> npt.NDArray[np.bool_]:
+        """[n], on the host: whether a token was chosen of logits that are NaN or infinite. A row of
+        -inf may be one whose tokens are all forbidden.
+        """
+        assert self.best is not None
+        return ~(self.best.numpy()[:, 0] < np.inf)  # NaN counts as the maximum
 
     def to_host(self) -> SamplerOutput:
         """Start the copy to the host."""
@@ -56,7 +64,7 @@ class SamplerOutput:
             self.token_ids.to("cpu", non_blocking=True),
             self.logprobs and self.logprobs.to_host(),
             None if self.num_kept is None else self.num_kept.to("cpu", non_blocking=True),
-            is_void=None if self.is_void is None else self.is_void.to("cpu", non_blocking=True),
+            best=None if self.best is None else self.best.to("cpu", non_blocking=True),
         )
 
 
@@ -178,19 +186,18 @@ class Sampler:
             token_ids = self._choose_in_turn(logits, step, bitmask, drafts)
         else:
             token_ids = self._choose(logits, step, bitmask)
-        # NaN counts as the maximum. A row of -inf may be one whose tokens are all forbidden.
-        is_void = ~(logits.gather(1, token_ids.unsqueeze(1)).squeeze(1) < torch.inf)
+        best = logits.gather(1, token_ids.unsqueeze(1))
         num_kept = order = logprobs = None
         if drafts is not None:
             token_ids = drafts.settle(token_ids)
             num_kept, order = drafts.verify(token_ids)
         if order is not None:
-            token_ids, is_void = token_ids[order], is_void[order]
+            token_ids, best = token_ids[order], best[order]
             if asked is not None and raw_logits is not None:
                 raw_logits = raw_logits[order[asked.index]]
         if asked is not None and raw_logits is not None:
             logprobs = self.logprobs.gather(raw_logits, token_ids, asked, len(host_slots))
-        return SamplerOutput(token_ids, logprobs, num_kept, order, is_void)
+        return SamplerOutput(token_ids, logprobs, num_kept, order, best)
 
     def _choose(
         self,
