@@ -16,7 +16,8 @@ GPU_PYTHON = python3
 # Compiling kernels takes most of the time: eight processes share what they compile, on disk. What measures memory
 # has the device for itself.
 GPU_TESTS = tests/worker/attention tests/worker/ops tests/worker/quantization tests/worker/sample \
-	tests/worker/test_staging.py tests/worker/test_graph_runner.py tests/worker/test_compile.py tests/parity/test_gpu.py
+	tests/worker/test_staging.py tests/worker/test_graph_runner.py tests/worker/test_batch_invariant.py \
+	tests/worker/test_compile.py tests/parity/test_gpu.py
 GPU_TESTS_ALONE = tests/worker/test_memory.py tests/worker/test_gpu_model_runner.py
 GPU_PYTEST = PYTHONPATH=.gpu timeout 470 $(GPU_PYTHON) -m pytest -m 'not slow' --durations=10
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from servd.errors import ConfigError
 from servd.worker import worker as worker_module
+from servd.worker.attention import AttentionSpec
+from servd.worker.attention.triton import Backend
 from servd.worker.batch_invariant import make_batch_invariant
 from tests.worker.cpu_kernels import forced
 from tests.worker.driver import Driver, config_for
@@ -37,15 +42,21 @@ def driver_for(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: object)
 
 
 def test_logits_are_the_same_to_the_bit_alone_and_among_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    if reason := Backend.supports(AttentionSpec(4, 2, 16, 16, None, dtype, dtype, device)):
+        pytest.skip(reason)
     from servd.worker.ops.triton import paged_attention
 
     monkeypatch.setattr(paged_attention, "MIN_SPLIT", 32)  # so that the long ones are split
-    driver = driver_for(
-        write_config(tmp_path, **{"num_hidden_layers": 1, "head_dim": 16}), monkeypatch,
-        attention_backend="triton", block_size=16,
-    )  # fmt: skip
+    folder = write_config(tmp_path, num_hidden_layers=1, head_dim=16)
+    options = {"attention_backend": "triton", "block_size": 16}
+    if device.type == "cpu":
+        driver = driver_for(folder, monkeypatch, **options)
+    else:
+        options |= {"load_format": "dummy", "device": "cuda", "dtype": "bfloat16"}
+        driver = Driver(config_for(folder, batch_invariant=True, **options))
     together = [driver.add(prompt) for prompt in PROMPTS]
     driver.generate(together, 3)
     for slot, prompt in zip(together, PROMPTS, strict=True):
@@ -57,12 +68,15 @@ def test_logits_are_the_same_to_the_bit_alone_and_among_others(
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_product_equals_float64_and_its_rows_are_those_of_fewer(bias: bool):
-    from servd.worker.ops.triton.product import product
-
+def test_a_product_equals_float64_and_its_rows_are_those_of_fewer(
+    bias: bool, device: torch.device, load_module: Callable[[str, str], Any]
+):
+    load_module("servd.worker.ops", "triton")  # or skip
+    product = importlib.import_module("servd.worker.ops.triton.product").product
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(130, 2 * 100, generator=generator)[:, :100]  # a slice of columns
-    weight, biases = torch.randn(70, 100, generator=generator), torch.randn(70, generator=generator)
+    x = torch.randn(130, 2 * 100, generator=generator).to(device)[:, :100]  # a slice of columns
+    weight = torch.randn(70, 100, generator=generator).to(device)
+    biases = torch.randn(70, generator=generator).to(device)
     given = biases if bias else None
     whole = product(x, weight, given)
     exact = torch.nn.functional.linear(
