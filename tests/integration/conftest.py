@@ -12,8 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -28,7 +29,11 @@ class Server:
     """A `servd serve` that a test started. Its log is in `lines`."""
 
     def __init__(
-        self, *args: str, soft_file_limit: int | None = None, new_session: bool = False
+        self,
+        *args: str,
+        soft_file_limit: int | None = None,
+        new_session: bool = False,
+        prefix: Sequence[str] = (),
     ) -> None:
         def limit_files() -> None:
             if soft_file_limit is not None:
@@ -37,7 +42,7 @@ class Server:
 
         listen = () if "--uds" in args or "--headless" in args else ("--port", "0")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "servd", "serve", *args, *listen],
+            [*prefix, sys.executable, "-m", "servd", "serve", *args, *listen],
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
@@ -132,7 +137,7 @@ def start() -> Iterator[Callable[..., Server]]:
     """Starts servers that are stopped at the end of the test."""
     servers: list[Server] = []
 
-    def start_server(*args: str, wait: bool = True, **options: int) -> Server:
+    def start_server(*args: str, wait: bool = True, **options: Any) -> Server:
         servers.append(Server(*args, **options))
         if wait:
             servers[-1].wait_ready()

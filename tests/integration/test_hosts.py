@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import shlex
+import shutil
 import socket
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,7 +44,7 @@ def wait_until(condition: Callable[[], object], what: str, timeout: float = 60) 
     return time.monotonic() - since
 
 
-def joining(tmp_path: Path, *options: str) -> tuple[str, ...]:
+def joining(tmp_path: Path, *options: str, address: str = "127.0.0.1") -> tuple[str, ...]:
     """Options of all hosts of a server with two engines."""
     token = tmp_path / "token"
     token.write_text(secrets.token_hex(32))
@@ -48,7 +52,7 @@ def joining(tmp_path: Path, *options: str) -> tuple[str, ...]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     return (
-        *options, "--data-parallel-size", "2", "--data-parallel-address", "127.0.0.1",
+        *options, "--data-parallel-size", "2", "--data-parallel-address", address,
         "--data-parallel-rpc-port", port, "--join-token-file", str(token),
     )  # fmt: skip
 
@@ -90,4 +94,83 @@ def test_engines_of_two_hosts_answer_as_one_though_a_host_dies(
     start(*shared, *NODE)
     wait_until(lambda: states(head) == ["idle", "idle"], "it does not join")
     assert complete(head, 1, **bodies[1]) == alone
+    head.check_audit()
+
+
+class Network:
+    """A host of its own for what runs in it: a network namespace, with a cable to ours."""
+
+    def __init__(self) -> None:
+        self.name, self.cable = f"servd-{os.getpid()}", f"servd{os.getpid()}"
+        self.address = "10.211.47.1"  # ours
+        self.prefix = ("ip", "netns", "exec", self.name)
+        inside = " ".join(self.prefix)
+        self.run(f"ip netns add {self.name}")
+        self.run(f"ip link add {self.cable} type veth peer name far netns {self.name}")
+        self.run(f"ip addr add {self.address}/24 dev {self.cable}")
+        self.run(f"{inside} ip addr add 10.211.47.2/24 dev far")
+        self.run(f"{inside} ip link set lo up")
+        self.run(f"{inside} ip link set far up")
+        self.run(f"ip link set {self.cable} up")
+
+    def run(self, command: str) -> None:
+        done = subprocess.run(shlex.split(command), capture_output=True, text=True)
+        if done.returncode:
+            raise OSError(f"{command}: {done.stderr.strip()}")
+
+    def slow(self, how: str) -> None:
+        """For all that leaves us: a queue of the kernel's (netem is not in all of them)."""
+        self.run(f"tc qdisc replace dev {self.cable} root {how}")
+
+    def cut(self, is_cut: bool) -> None:
+        self.run(f"ip link set {self.cable} {'down' if is_cut else 'up'}")
+
+    def remove(self) -> None:
+        for command in (f"ip link del {self.cable}", f"ip netns del {self.name}"):
+            subprocess.run(shlex.split(command), capture_output=True)
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
+        pytest.skip("network namespaces need root, ip and tc")
+    try:
+        made = Network()
+    except OSError as error:
+        pytest.skip(f"network namespaces are not permitted here: {error}")
+    yield made
+    made.remove()
+
+
+@pytest.mark.slow
+def test_a_slow_cable_a_cut_one_and_a_mended_one(start, network, tmp_path):
+    shared = joining(tmp_path, "--executor", "fake", address=network.address)
+    head = start(*shared, *HEAD, wait=False)
+    node = start(*shared, *NODE, wait=False, prefix=network.prefix)
+    head.wait_ready()
+    body = {"prompt": "far away " * 600, "max_tokens": 2000}
+    expected = complete(head, 0, **body)
+
+    network.slow("tbf rate 1mbit burst 16kbit latency 300ms")
+    assert complete(head, 1, **body) == expected
+    time.sleep(3)
+    assert "restarting" not in states(head) and not any("silent" in line for line in head.lines)
+
+    network.slow("pfifo")
+    with ThreadPoolExecutor() as pool:
+        bodies = [body | {"prompt": f"{i} {body['prompt']}"} for i in range(4)]
+        alone = [complete(head, 0, **each) for each in bodies]
+        got = [pool.submit(complete, head, **each) for each in bodies]
+        wait_until(lambda: states(head)[1] not in ("idle", "asleep"), "the far one does nothing")
+        network.cut(True)
+        seconds = wait_until(lambda: "restarting" in states(head), "nobody notices")
+        assert [each.result() for each in got] == alone
+    assert seconds < 3
+    print(f"noticed after {seconds:.2f} s")
+    node.wait_for_line("was silent: its engines end")
+    assert complete(head, **body) == expected
+
+    network.cut(False)
+    wait_until(lambda: "restarting" not in states(head), "it does not join again")
+    assert complete(head, 1, **body) == expected
     head.check_audit()
