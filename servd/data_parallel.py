@@ -30,6 +30,7 @@ def divide(config: Config) -> dict[str, Decision]:
     rank, first = parallel.data_parallel_rank, parallel.first_rank
     is_external = parallel.data_parallel_external_lb or rank is not None
     is_node = server.headless and parallel.data_parallel_address is not None
+    _check_nodes(config)
     is_hybrid = not is_external and (
         parallel.data_parallel_hybrid_lb
         or (parallel.data_parallel_start_rank is not None and not server.headless)
@@ -74,7 +75,7 @@ def _check(config: Config, is_node: bool, has_balancer: bool, local: int, size: 
         )
     if server.headless and has_balancer:
         raise ConfigError("--headless has no port for a balancer: leave one of them out")
-    if server.headless and not is_node and not server.ipc_dir:
+    if server.headless and not is_node and not server.ipc_dir and not parallel.node_rank:
         raise ConfigError(
             "--headless needs --data-parallel-address, the host whose API servers get the engines, "
             "or --ipc-dir, the folder where API servers of this host find the engine with --attach"
@@ -94,3 +95,27 @@ def _check(config: Config, is_node: bool, has_balancer: bool, local: int, size: 
         raise ConfigError("--data-parallel-size-local 0: there is nothing to do here")
     if has_others and config.lora.enable_lora:
         raise ConfigError("--enable-lora: engines of other hosts do not get adapters; leave it out")
+
+
+def _check_nodes(config: Config) -> None:
+    """Of hosts that share an engine."""
+    parallel = config.parallel
+    count, number = parallel.nnodes, parallel.node_rank
+    if count == 1 and not number:
+        return
+    if number >= count:
+        raise ConfigError(f"--node-rank {number}: --nnodes {count} are numbered from 0")
+    if parallel.num_workers % count:
+        raise ConfigError(
+            f"--nnodes {count} must divide the {parallel.num_workers} workers of "
+            "--tensor-parallel-size and --pipeline-parallel-size"
+        )
+    if parallel.master_addr is None:
+        raise ConfigError("--nnodes needs --master-addr, where the host with the engine listens")
+    if bool(number) != config.server.headless:
+        raise ConfigError(
+            f"--node-rank {number}: hosts after the first have no API server: "
+            + ("give them --headless" if number else "leave --headless out")
+        )
+    if parallel.data_parallel_size > 1:
+        raise ConfigError("--nnodes shares one engine: leave --data-parallel-size at 1")

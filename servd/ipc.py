@@ -285,6 +285,7 @@ class Listener(Link[T]):
         self.socket.curve_secretkey = keys.listener.secret
         try:
             self.socket.bind(to)
+            self.at = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with the port, if it was 0
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"cannot listen on {to}: {error.strerror}") from None

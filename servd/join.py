@@ -80,6 +80,7 @@ class Welcome(Message, tag=True):
     """The engines may start."""
 
     incarnations: list[int]  # of each of the ranks, to begin with
+    start: msgspec.Raw  # to workers: StartWorker, but for what is each one's own
 
 
 class Refused(Message, tag=True):

@@ -22,7 +22,7 @@ from servd.core.executor import EXECUTORS
 from servd.errors import ConfigError, UnsupportedModel
 from servd.incarnations import newest_engine, somebody_listens
 from servd.messages import EngineDead
-from servd.node import Node
+from servd.node import Node, serve_workers
 from servd.process_tree import ProcessTree, check_access, url_of
 from servd.resolve import Decision, decide, look_at_machine
 
@@ -62,6 +62,8 @@ def serve(read_config: Callable[[], Config]) -> int:
             logger.info("listening on %s", url_of(listener, config.access))
             return front_server.serve(read_config, listener)
         config, spec, decided = find_and_resolve(config)
+        if config.parallel.node_rank:
+            return serve_workers(config, spec)
         with SocketFolder(config) as ipc_dir:
             if config.server.attach:
                 check_engine(ipc_dir, identity(config, spec))

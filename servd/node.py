@@ -1,8 +1,11 @@
-"""Node: the process tree of a host that has engines for the API servers of another one."""
+"""Node: the process tree of a host that has engines for the API servers of another one, or workers
+for its engine.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -13,13 +16,33 @@ from servd import hf
 from servd.child import Child
 from servd.config import Config
 from servd.core.client import engine_dir, identity
+from servd.core.executor._remote import WorkerHost, find_model
 from servd.incarnations import Incarnations
-from servd.ipc import Keys
+from servd.ipc import Keys, tcp_address
 from servd.join import Join, read_token, terms_of
 from servd.messages import EngineDead, EngineRestarting
-from servd.process_tree import ENGINE_STOP_TIMEOUT, ProcessTree, logger
-from servd.relay import NodeRelay
+from servd.node_relay import NodeRelay
+from servd.process_tree import ENGINE_STOP_TIMEOUT, ProcessTree, head_address, logger, places
 from servd.resolve import Decision
+
+
+def serve_workers(config: Config, spec: hf.ModelSpec) -> int:
+    """Run this host's workers of an engine on another one, until a signal; returns the exit code.
+
+    Raises:
+        ConfigError: the engine does not take this host.
+    """
+    parallel = config.parallel
+    size = parallel.num_workers // parallel.nnodes
+    ranks = [*range(parallel.node_rank * size, (parallel.node_rank + 1) * size)]
+    at = tcp_address(parallel.master_addr or "", parallel.master_port)
+    join = Join(servd.__version__, socket.gethostname(), 0, ranks, terms_of(config, spec))
+    host = WorkerHost(at, join, Keys(read_token(config)), lambda _: find_model(config))
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: host.stop())
+    logger.info("joining %s with workers %s", at, ranks)
+    host.run()
+    return 0
 
 
 class Node(ProcessTree):
@@ -39,12 +62,12 @@ class Node(ProcessTree):
         super().__init__(config, spec, decided, ipc_dir, None, started_at, read_config)
         first = config.parallel.first_rank
         self.folders = [engine_dir(ipc_dir, i) for i in range(config.parallel.num_engines_here)]
-        by_rank = {first + place: folder for place, folder in enumerate(self.folders)}
-        terms = terms_of(config, spec)
-        join = Join(servd.__version__, socket.gethostname(), 0, [*by_rank], terms)
+        self.ranks = [*range(first, first + len(self.folders))]
+        join = Join(servd.__version__, socket.gethostname(), 0, self.ranks, terms_of(config, spec))
         self.relay = NodeRelay(
-            config, join, by_rank, identity(config, spec), Keys(read_token(config)),
-            lambda numbers: self.events.put(partial(self.begin, numbers)),
+            head_address(config), join, places(self.folders, first), identity(config, spec),
+            Keys(read_token(config)),
+            lambda numbers, _: self.events.put(partial(self.begin, numbers)),
             lambda why: self.events.put(partial(self.end, why)),
             self.fail,
         )  # fmt: skip
@@ -56,7 +79,7 @@ class Node(ProcessTree):
             os.makedirs(folder, mode=0o700, exist_ok=True)
             one = Incarnations(self.config, self.spec, folder, self.events.put, place)
             self.engines.append(one)
-        logger.info("joining %s with engines %s", self.relay.head, [*self.relay.folders])
+        logger.info("joining %s with engines %s", self.relay.head, self.ranks)
         self.relay.start()
 
     def begin(self, numbers: list[int]) -> None:
@@ -81,8 +104,7 @@ class Node(ProcessTree):
     def tell(self, folder: str, message: EngineDead | EngineRestarting) -> None:
         """Have the API servers know."""
         if isinstance(message, EngineRestarting):
-            rank = next(rank for rank, own in self.relay.folders.items() if own == folder)
-            self.relay.restarted(rank, message)
+            self.relay.restarted(self.ranks[self.folders.index(folder)], message)
         else:
             self.relay.reason = message.reason
 

@@ -21,8 +21,9 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         str | None,
         Meta(
             description="uniproc: the worker runs inside the engine process. multiproc: one "
-            "process per device. fake: deterministic tokens with no model, to measure the server "
-            "itself. Default: uniproc for one device.",
+            "process per device. nodes: processes on --nnodes hosts. ray: processes that Ray "
+            "places. fake: deterministic tokens with no model, to measure the server itself. "
+            "Default: uniproc for one device, nodes for several hosts.",
             extra={"plugins": "servd.core.executor"},
         ),
     ] = None
@@ -70,6 +71,25 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "encrypts what passes between them. Default: $SERVD_JOIN_TOKEN."
         ),
     ] = None
+    nnodes: Annotated[
+        Positive,
+        Meta(description="Hosts that share the workers of an engine, each with as many."),
+    ] = 1
+    node_rank: Annotated[
+        NotNegative, Meta(description="Number of this host; 0 has the engine, others --headless.")
+    ] = 0
+    master_addr: Annotated[
+        str | None,
+        Meta(description="Address of the host with the engine, where it listens for the others."),
+    ] = None
+    master_port: Annotated[
+        int,
+        Meta(
+            description="TCP port at --master-addr; the next one is that of torch.distributed.",
+            ge=1,
+            le=65534,
+        ),
+    ] = 29501
     data_parallel_rank: Annotated[
         NotNegative | None,
         Meta(

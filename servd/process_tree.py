@@ -25,15 +25,16 @@ from servd.api import routing
 from servd.api.start import ENGINE_IS_DEAD, Start
 from servd.child import Child
 from servd.config import Config
-from servd.core.client import engine_dir
+from servd.core.client import engine_address, engine_dir
 from servd.errors import ConfigError
+from servd.head_relay import HeadRelay
 from servd.incarnations import LOOK_INTERVAL, Deaths, Incarnations, newest_engine
-from servd.ipc import Keys
+from servd.ipc import Keys, tcp_address
 from servd.join import read_token, terms_of
 from servd.lora import AdapterFiles, parse_module
 from servd.messages import EngineDead, EngineRestarting
 from servd.pulse import Pulse, Watch, make_file
-from servd.relay import HeadRelay
+from servd.relay import Places
 from servd.resolve import Decision
 
 logger = logging.getLogger("servd.launch")
@@ -75,6 +76,21 @@ def url_of(listener: socket.socket, access: AccessConfig) -> str:
     host, port = listener.getsockname()[:2]
     scheme = "https" if access.ssl_certfile else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def head_address(config: Config) -> str:
+    """Where hosts join that of the API servers."""
+    parallel = config.parallel
+    assert parallel.data_parallel_address is not None
+    return tcp_address(parallel.data_parallel_address, parallel.data_parallel_rpc_port)
+
+
+def places(folders: Sequence[str], first: int = 0) -> Places:
+    """Those in the folders of engines from a rank on."""
+    return Places(
+        lambda rank, number: engine_address(folders[rank - first], number),
+        lambda rank, client: ipc.address(folders[rank - first], f"client-{client}"),
+    )
 
 
 class ProcessTree:
@@ -159,9 +175,11 @@ class ProcessTree:
                 one = Incarnations(self.config, self.spec, folder, self.events.put, place)
                 self.engines.append(one)
         if num_here < len(self.folders):
-            others = {rank: self.folders[rank] for rank in range(num_here, len(self.folders))}
-            keys, terms = Keys(read_token(self.config)), terms_of(self.config, self.spec)
-            self.head = HeadRelay(self.config, terms, others, keys, self.fail)
+            others = range(num_here, len(self.folders))
+            self.head = HeadRelay(
+                head_address(self.config), terms_of(self.config, self.spec), others,
+                places(self.folders), Keys(read_token(self.config)), self.fail,
+            )  # fmt: skip
             self.head.start()
 
     def fail(self, error: Exception) -> None:

@@ -119,6 +119,7 @@ def decide(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decis
             "add --speculative-config"
         )
     _check_adapters(config)
+    _check_remote(config)
     if observability.otlp_traces_endpoint is not None:
         _check_otlp(observability.otlp_traces_endpoint)
     for name, decision in decided.items():
@@ -211,6 +212,22 @@ def _check_together(config: Config, spec: ModelSpec) -> None:
             raise ConfigError(f"{flag} does not work with {what}")
 
 
+def _check_remote(config: Config) -> None:
+    """Workers of other hosts see neither files nor memory of the engine's."""
+    cache = config.cache
+    if config.parallel.nnodes == 1 and config.parallel.executor != "ray":
+        return
+    for is_asked, what in (
+        (config.lora.enable_lora, "--enable-lora"),
+        (cache.kv_offloading_size or cache.kv_cache_dir, "--kv-offloading-size or --kv-cache-dir"),
+    ):
+        if is_asked:
+            raise ConfigError(
+                f"{what} does not work with workers on other hosts (--nnodes, --executor ray): "
+                "leave it out"
+            )
+
+
 def _check_otlp(endpoint: str) -> None:
     """Before a server starts that could not export."""
     protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
@@ -282,7 +299,8 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
             "--compile needs the package triton, in which torch writes its kernels: install it"
         )
     num_engines = config.parallel.num_engines_here
-    if device == "cuda" and machine.num_gpus < num_workers * num_engines:
+    num_here = 0 if config.parallel.executor == "ray" else num_workers // config.parallel.nnodes
+    if device == "cuda" and machine.num_gpus < num_here * num_engines:
         engines = f" with --data-parallel-size {num_engines}" if num_engines > 1 else ""
         stages = f" with --pipeline-parallel-size {num_stages}" if num_stages > 1 else ""
         raise ConfigError(
@@ -293,6 +311,8 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
     if config.parallel.executor is None:
         one = Decision("uniproc", "one device, whose worker runs inside the engine process")
         many = Decision("multiproc", f"{num_workers} devices")
+        if config.parallel.nnodes > 1:
+            many = Decision("nodes", f"{num_workers} devices on {config.parallel.nnodes} hosts")
         decided["executor"] = one if num_workers == 1 else many
     elif config.parallel.executor == "uniproc" and num_workers > 1:
         raise ConfigError(

@@ -37,7 +37,7 @@ TOP = {
     "servd.model_tree",
     "servd.node",
     "servd.process_tree",
-    "servd.relay",
+    "servd.serve_app",
     "servd.llm",
 }
 
@@ -46,7 +46,7 @@ TOP = {
 ONE_DOOR = {
     "aiohttp": ["servd/cli/bench/_load.py"],
     "fastapi": ["servd/api/"],
-    "httpx": ["servd/api/front.py", "servd/api/model_server.py"],
+    "httpx": ["servd/api/front.py", "servd/api/model_server.py", "servd/serve_app.py"],
     "huggingface_hub": ["servd/hf.py"],
     "jinja2": ["servd/api/chat_template.py"],
     "llguidance": ["servd/core/structured_output/"],
@@ -57,7 +57,7 @@ ONE_DOOR = {
     "pydantic": ["servd/api/"],
     "pydantic_core": ["servd/api/"],
     "safetensors": ["servd/worker/"],
-    "starlette": ["servd/api/"],
+    "starlette": ["servd/api/", "servd/serve_app.py"],
     "tokenizers": ["servd/api/tokenizer.py", "servd/api/detokenizer.py"],
     "torch": ["servd/worker/"],
     "tqdm": ["servd/llm.py", "servd/cli/"],
@@ -371,7 +371,7 @@ FEATURES = sorted(
 
 def features(source: Source) -> list[str]:
     """Names of the source that contain one of a plugin."""
-    spelled = {word: word.replace("_", "") for word in words(source)}
+    spelled = {word: word.replace("_", "").replace("array", "") for word in words(source)}
     return sorted(word for word in spelled if any(f in spelled[word] for f in FEATURES))
 
 

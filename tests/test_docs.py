@@ -35,7 +35,8 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative
 OTHER_FLAGS = {
     "--rm", "--gpus", "--restart", "--user", "--build-arg", "--build", "--profile",  # docker
     "--check",  # tools.docs
-    "--swap-space",  # another name of an option
+    "--swap-space", "--distributed-executor-backend",  # other names of options
+    "--head", "--address",  # ray start
     "--url", "--concurrency",  # servd run-batch
     "--num-prompts", "--input-len", "--output-len", "--prefix-len", "--request-rate",  # servd bench
     "--json", "--jsonl", "--plot", "--out",  # servd bench and benchmarks

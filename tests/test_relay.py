@@ -21,6 +21,7 @@ from servd import ipc, relay
 from servd.config import Config
 from servd.core.client import EngineCoreClient, engine_address, engine_dir
 from servd.errors import ConfigError
+from servd.head_relay import HeadRelay
 from servd.hf import FAKE_SPEC
 from servd.ipc import Inbox, Keys, Outbox
 from servd.join import Beat, Join, ToNode, terms_of
@@ -32,7 +33,8 @@ from servd.messages import (
     ResetPrefixCache,
     ToEngine,
 )
-from servd.relay import HeadRelay, NodeRelay
+from servd.node_relay import NodeRelay
+from servd.process_tree import head_address, places
 
 KEYS = Keys("a token of these tests, long enough")
 IDENTITY = "an engine of the node"
@@ -56,8 +58,9 @@ class Hosts:
     events: queue.SimpleQueue[Any] = dataclasses.field(default_factory=queue.SimpleQueue)
 
     def start_head(self) -> HeadRelay:
-        terms, folder = terms_of(self.config, FAKE_SPEC), self.folder / "head"
-        self.head = HeadRelay(self.config, terms, {1: folder_of(folder)}, KEYS, self.events.put)
+        terms, folder = terms_of(self.config, FAKE_SPEC), folder_of(self.folder / "head")
+        at = head_address(self.config)
+        self.head = HeadRelay(at, terms, [1], places([folder], 1), KEYS, self.events.put)
         self.head.start()
         return self.head
 
@@ -68,8 +71,9 @@ class Hosts:
         }  # fmt: skip
         join = Join(host=name, session=0, **fields)
         one = NodeRelay(
-            self.config, join, {1: folder_of(self.folder / name)}, IDENTITY, keys,
-            lambda numbers: self.events.put((name, numbers)),
+            head_address(self.config), join, places([folder_of(self.folder / name)], 1), IDENTITY,
+            keys,
+            lambda numbers, _: self.events.put((name, numbers)),
             lambda why: self.events.put((name, why)),
             self.events.put,
         )  # fmt: skip
@@ -230,9 +234,8 @@ def test_a_host_that_does_not_fit_is_told_why(hosts, options, change, reason):
         hosts.nodes.clear()
         hosts.events = queue.SimpleQueue()
         join = msgspec.structs.replace(node.join_message, **change)
-        folders = dict.fromkeys(join.ranks, node.folders[1])
         other = NodeRelay(
-            hosts.config, join, folders, IDENTITY, KEYS, print, print, hosts.events.put
+            node.head, join, node.places, IDENTITY, KEYS, print, print, hosts.events.put
         )
         hosts.nodes.append(other)
         other.start()

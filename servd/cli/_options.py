@@ -17,6 +17,9 @@ from servd.config import Config, choices, flag_of, options_by_name
 from servd.errors import ConfigError
 
 OTHER_FLAGS = {  # as vLLM has or had them
+    "executor": ["--distributed-executor-backend"],
+    "nnodes": ["-n"],
+    "node_rank": ["-r"],
     "data_parallel_size": ["-dp"],
     "data_parallel_size_local": ["-dpl"],
     "data_parallel_start_rank": ["-dpr"],

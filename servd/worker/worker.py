@@ -51,7 +51,8 @@ class Worker:
         runner_class: type[ModelRunner]
         if config.parallel.device == "cuda":
             require_c_compiler()
-            self.device = torch.device("cuda", rank)
+            # Those of other hosts have numbers of their own.
+            self.device = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
             runner_class = GPUModelRunner
         else:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.integration.conftest import Server
@@ -95,6 +96,31 @@ def test_engines_of_two_hosts_answer_as_one_though_a_host_dies(
     wait_until(lambda: states(head) == ["idle", "idle"], "it does not join")
     assert complete(head, 1, **bodies[1]) == alone
     head.check_audit()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["--tensor-parallel-size", "--pipeline-parallel-size"])
+def test_workers_of_two_hosts_compute_as_one_does(start, tiny_llama, llama_server, tmp_path, split):
+    bodies = [{"prompt": f"{i} upon a time", "temperature": 0, "max_tokens": 60} for i in range(3)]
+    expected = [complete(llama_server, **body) for body in bodies]
+    token = tmp_path / "token"
+    token.write_text(secrets.token_hex(32))
+    token.chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    shared = (
+        str(tiny_llama), "--device", "cpu", "--dtype", "float32", split, "2", "--nnodes", "2",
+        "--master-addr", "127.0.0.1", "--master-port", port, "--join-token-file", str(token),
+    )  # fmt: skip
+    other = start(*shared, "--headless", "--node-rank", "1", wait=False)
+    server = start(*shared)
+    assert [complete(server, **body) for body in bodies] == expected
+    with ThreadPoolExecutor() as pool:
+        got = [pool.submit(complete, server, **body) for body in bodies]
+        psutil.Process(other.process.pid).children()[0].kill()
+        server.wait_for_line("starting it again")
+        assert [each.result() for each in got] == expected
+    server.check_audit()
 
 
 class Network:

@@ -67,25 +67,41 @@ class MultiProcExecutor(executor.Executor):
         """Start the processes and load the model on all of them."""
         standby = {worker.name: worker for worker in self.standby}
         self.standby.clear()
-        num_workers = self.config.parallel.num_workers
-        meeting_point = f"file://{self.folder}/rendezvous" if num_workers > 1 else None
-        for rank in range(num_workers):
+        for rank in range(self.config.parallel.num_workers):
             inbox = address(self.folder, f"worker-{rank}")
-            start = StartWorker(self.config, self.spec, rank, inbox, self.inbox.at, meeting_point)
+            self.outboxes.append(Outbox(inbox))
+            self.outputs.append(deque())
+            if rank >= self.num_here:
+                continue
+            start = self.start_message(rank, inbox)
             name = f"worker-{rank}"
             worker = standby.get(name) or Child(name, self.worker_module, None)
             if not worker.send(start):  # it has died while it waited
                 worker.stop(0)
                 worker = Child(name, self.worker_module, start)
             self.workers.append(worker)
-            self.outboxes.append(Outbox(inbox))
-            self.outputs.append(deque())
             worker.on_exit(self._on_exit)
         self._send(LoadModel())
         ready = self._recv_ready()
         self.progress("allocating KV cache", 0.0)
         self._send(AllocateKVCache(ready.num_blocks))
         return self._recv_ready()
+
+    @property
+    def num_here(self) -> int:
+        """Workers on this host: the first ones."""
+        return self.config.parallel.num_workers
+
+    @property
+    def meeting_point(self) -> str | None:
+        """Where they find each other, if there are several."""
+        several = self.config.parallel.num_workers > 1
+        return f"file://{self.folder}/rendezvous" if several else None
+
+    def start_message(self, rank: int, inbox: str) -> StartWorker:
+        """What a worker must know."""
+        at = self.inbox.at
+        return StartWorker(self.config, self.spec, rank, inbox, at, self.meeting_point)
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         """Send the step to the workers."""
@@ -140,7 +156,7 @@ class MultiProcExecutor(executor.Executor):
     def _recv_ready(self) -> WorkerReady:
         """Wait for all workers; the smallest cache decides."""
         ready: list[WorkerReady] = []
-        while len(ready) < len(self.workers):
+        while len(ready) < len(self.outboxes):
             match self._recv():
                 case WorkerProgress(phase, progress):
                     self.progress(phase, progress)

@@ -1,0 +1,99 @@
+"""servd as an application of Ray Serve: `serve run servd.serve_app:build model=MODEL`. Each replica
+is a server of its own, with all routes; Ray starts, balances, replaces and counts them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from servd import ipc
+from servd.api.front import OF_REQUESTS, OWN
+from servd.api.model_server import NO_TIMEOUT
+from servd.api.start import StartModel
+from servd.child import Child
+from servd.config import Config
+
+MODULE = "servd.model_tree"
+LOOK_INTERVAL = 0.2  # seconds between two looks while the model loads
+# Ray's own default is 5: it would hold back what servd batches.
+DEFAULTS = {"name": "servd", "max_ongoing_requests": 1024, "health_check_period_s": 2}
+
+
+class Replica:
+    """The server of a replica, behind a Unix socket, which ends with it.
+
+    Args:
+        options: of `servd serve`.
+
+    Raises:
+        RuntimeError: the server has ended before its model was loaded: see its log.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.folder = ipc.private_dir()
+        path = str(self.folder / "http")
+        config = Config.load({**options, "uds": path})
+        self.server = Child("server", MODULE, StartModel(config))
+        transport = httpx.AsyncHTTPTransport(uds=path, limits=httpx.Limits(max_connections=None))
+        self.http = httpx.AsyncClient(
+            base_url="http://servd", transport=transport, timeout=NO_TIMEOUT
+        )
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path), timeout=10) as looking:
+            while not _is_ready(looking):
+                self.check_health()
+                time.sleep(LOOK_INTERVAL)
+
+    async def __call__(self, request: Request) -> Response:
+        """Pass a request on, and the answer as it comes."""
+        scope = request.scope
+        path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
+        target = quote(path).encode() + (b"?" + query if (query := scope["query_string"]) else b"")
+        headers = [(k, v) for k, v in request.headers.raw if k not in OF_REQUESTS]
+        asked = self.http.build_request(
+            request.method, "/", headers=headers, content=await request.body(),
+            extensions={"target": target},
+        )  # fmt: skip
+        answer = await self.http.send(asked, stream=True)
+        passed = {k: v for k, v in answer.headers.items() if k.encode() not in OWN}
+        leave = BackgroundTask(answer.aclose)
+        return StreamingResponse(answer.aiter_raw(), answer.status_code, passed, background=leave)
+
+    def check_health(self) -> None:
+        """Called by Ray, which replaces a replica for which this raises."""
+        if (code := self.server.exit_code) is not None:
+            raise RuntimeError(f"the server has ended with code {code}: see its log")
+
+    def __del__(self) -> None:
+        """End, after open requests: Ray asks for no new ones by now."""
+        self.server.stop(Config().server.shutdown_timeout)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _is_ready(looking: httpx.Client) -> bool:
+    try:
+        return looking.get("http://servd/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def build(args: Mapping[str, Any]) -> Any:
+    """An application, for `serve run` and for its configuration files.
+
+    Args:
+        args: options of `servd serve`, with dashes or underscores; `deployment` has those of
+            Ray's: `num_replicas`, `autoscaling_config`, `ray_actor_options` and so on.
+    """
+    options = {name: value for name, value in args.items() if name != "deployment"}
+    Config.load(options)  # what is wrong is said here, before replicas try it
+    serve = importlib.import_module("ray.serve")
+    return serve.deployment(Replica).options(**DEFAULTS | args.get("deployment", {})).bind(options)

@@ -1,0 +1,164 @@
+"""Workers that Ray places, on a cluster of two simulated nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from servd import launch
+from servd.config import Config
+from servd.core.executor.fake import expected_tokens
+from servd.errors import ConfigError
+from servd.llm import LLM
+from servd.params import SamplingParams
+from tests.core.executor.test_executors import ROOT
+
+ray = pytest.importorskip("ray", reason="needs Ray: pip install 'servd[ray]'")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore"),  # Ray's own
+]
+
+PROMPTS = ["once upon a time", "twice", "in a village by the sea"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes with a CPU each, so that two workers are not on one."""
+    from ray.cluster_utils import Cluster
+
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    one = {"num_cpus": 1, "object_store_memory": 80 * 1024 * 1024}
+    for last in (False, True):  # Ray gives its own processes 30 seconds
+        try:
+            made = Cluster(initialize_head=True, head_node_args=one | {"include_dashboard": False})
+            made.add_node(**one)
+            made.wait_for_nodes()
+            break
+        except Exception as error:
+            if last:
+                pytest.skip(f"Ray's cluster does not start here: {error}")
+    os.environ["RAY_ADDRESS"] = made.address
+    yield made
+    ray.shutdown()
+    made.shutdown()
+    del os.environ["RAY_ADDRESS"]
+
+
+def texts(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_workers_on_two_nodes_compute_as_one_does(cluster, tiny_llama: Path, split):
+    options = {"device": "cpu", "dtype": "float32", "use_tqdm": False}
+    alone = LLM(str(tiny_llama), **options)
+    expected = texts(alone)
+    alone.close()
+    llm = LLM(str(tiny_llama), executor="ray", **{split: 2}, **options)
+    nodes = {actor["NodeID"] for actor in actors()}
+    assert len(nodes) == 2
+    assert texts(llm) == expected
+    llm.close()
+    deadline = time.monotonic() + 60
+    while ray.available_resources().get("CPU", 0) < 2:
+        assert time.monotonic() < deadline, "the bundles are not given back"
+        time.sleep(0.2)
+
+
+def actors() -> list[dict[str, Any]]:
+    from ray.util.state import list_actors
+
+    try:
+        return [vars(each) | {"NodeID": each.node_id} for each in list_actors() if alive(each)]
+    except Exception:  # it needs the dashboard
+        return [{"NodeID": node["NodeID"]} for node in ray.nodes() if node["Resources"].get("CPU")]
+
+
+def alive(actor: Any) -> bool:
+    return actor.state == "ALIVE"
+
+
+def test_what_the_cluster_has_not_is_said_with_numbers(cluster, tiny_llama: Path, monkeypatch):
+    from servd.core.executor import ray as module
+
+    monkeypatch.setattr(module, "PLACEMENT_TIMEOUT", 2.0)
+    with pytest.raises(ConfigError, match="4 workers need .*the cluster has .*2.0.* free"):
+        LLM(str(tiny_llama), executor="ray", device="cpu", pipeline_parallel_size=2,
+            tensor_parallel_size=2, use_tqdm=False)  # fmt: skip
+
+
+def test_a_killed_worker_is_noticed_within_a_second_or_so(cluster, tiny_llama: Path):
+    from servd.core.engine_core_proc import start_executor
+
+    config = Config.load({
+        "model": str(tiny_llama), "executor": "ray", "device": "cpu", "tensor_parallel_size": 2,
+    })  # fmt: skip
+    config, spec, _ = launch.find_and_resolve(config)
+    executor, _ = start_executor(config, spec, lambda phase, fraction: None)
+    reasons: list[str] = []
+    executor.on_failure = reasons.append
+    since = time.monotonic()
+    ray.kill(executor.actors[1])
+    while not reasons:
+        assert time.monotonic() < since + 30
+        time.sleep(0.01)
+    print(f"noticed after {time.monotonic() - since:.2f} s: {reasons[0]}")
+    assert time.monotonic() - since < 3  # 0.6 to 1.0 s where nothing waits for a CPU
+    executor.shutdown()
+
+
+def test_replicas_of_ray_serve_answer_stream_and_are_replaced(cluster):
+    import httpx
+    import psutil
+    from ray import serve
+
+    from servd.serve_app import build
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    serve.start(http_options={"port": port, "host": "127.0.0.1"})
+    args = {"executor": "fake", "deployment": {"num_replicas": 2}}
+    serve.run(build(args), route_prefix="/", name="fake")
+    url = f"http://127.0.0.1:{port}"
+    body = {"prompt": "once", "max_tokens": 200, "ignore_eos": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    text = answer.raise_for_status().json()["choices"][0]["text"]
+    assert text == bytes(expected_tokens(list(b"once"), 200, 257)).decode()
+    streamed = ""
+    with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                streamed += json.loads(line[6:])["choices"][0]["text"]
+    assert streamed == text
+    assert httpx.post(f"{url}/v1/completions?x=1", json={"max_tokens": 0}).status_code == 400
+
+    servers = [
+        each for each in psutil.process_iter(["cmdline"])
+        if "servd.model_tree" in (each.info["cmdline"] or [])
+    ]  # fmt: skip
+    assert len(servers) == 2
+    servers[0].kill()
+    deadline = time.monotonic() + 120
+    while True:  # Ray's health check finds it, and starts another
+        assert time.monotonic() < deadline
+        status = serve.status().applications["fake"].deployments["servd"]
+        gone = not servers[0].is_running() or servers[0].status() == "zombie"
+        if gone and status.replica_states.get("RUNNING") == 2 and status.status == "HEALTHY":
+            break
+        time.sleep(0.5)
+    answers = [httpx.post(f"{url}/v1/completions", json=body, timeout=60) for _ in range(6)]
+    assert [answer.status_code for answer in answers] == [200] * 6
+    serve.shutdown()
+    psutil.wait_procs(servers, 30)
+    assert not servers[1].is_running()

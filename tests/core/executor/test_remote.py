@@ -1,0 +1,126 @@
+"""Workers on other hosts: an executor, and hosts that join it, with toy workers in processes."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import servd
+from servd import head_relay
+from servd.config import Config
+from servd.core.engine_core import EngineCore
+from servd.core.executor import multiproc
+from servd.core.executor._remote import WorkerHost
+from servd.core.executor.nodes import NodesExecutor
+from servd.errors import ConfigError, EngineDead
+from servd.hf import FAKE_SPEC
+from servd.ipc import Keys
+from servd.join import Join, terms_of
+from tests.core.engines import generate, make_request, solo
+from tests.core.executor.test_executors import ROOT, TOY_WORKER
+
+TOKEN = "a token of these tests, long enough"
+
+
+class Hosts:
+    """Two hosts with a worker each; the first one has the executor."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        options = {
+            "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "nnodes": 2,
+            "tensor_parallel_size": 2, "master_addr": "127.0.0.1", "master_port": port,
+        }  # fmt: skip
+        self.config = Config.load(options)
+        join = Join(servd.__version__, "other", 0, [1], terms_of(self.config, FAKE_SPEC))
+        at = f"tcp://127.0.0.1:{port}"
+        self.other = WorkerHost(at, join, Keys(TOKEN), lambda config: FAKE_SPEC)
+        self.thread = threading.Thread(target=self.other.run)
+        self.executors: list[NodesExecutor] = []
+
+    def start(self) -> tuple[NodesExecutor, Any]:
+        executor = NodesExecutor(self.config, FAKE_SPEC, lambda phase, fraction: None)
+        self.executors.append(executor)
+        return executor, executor.start()
+
+    def close(self) -> None:
+        self.other.stop()
+        self.thread.join(60)
+        for executor in self.executors:
+            executor.shutdown()
+
+
+@pytest.fixture
+def hosts(monkeypatch, tmp_path: Path) -> Iterator[Hosts]:
+    monkeypatch.setattr(multiproc.MultiProcExecutor, "worker_module", TOY_WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("SERVD_JOIN_TOKEN", TOKEN)
+    monkeypatch.setenv("SERVD_CLOCK_OFFSET_NS", "0")
+    made = Hosts()
+    made.thread.start()
+    yield made
+    made.close()
+
+
+def answers(executor: NodesExecutor, ready: Any) -> None:
+    engine = EngineCore(executor.config, FAKE_SPEC, executor, ready)
+    requests = [make_request(str(i), [1, 2, i], 9) for i in range(6)]
+    log = generate(engine, *requests)
+    for request in requests:
+        assert log.token_ids(request.request_id) == solo(request)
+
+
+def test_workers_of_two_hosts_run_every_step_and_the_smallest_cache_decides(hosts):
+    executor, ready = hosts.start()
+    assert ready.num_blocks == 15, "the other host's is the smaller one"
+    assert len(executor.workers) == len(hosts.other.workers) == 1
+    answers(executor, ready)
+    executor.shutdown()
+    again, ready = hosts.start()  # as after a sleep, or by the next engine
+    answers(again, ready)
+
+
+def test_a_worker_that_dies_on_another_host_is_noticed_though_nothing_runs(hosts):
+    executor, _ = hosts.start()
+    reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
+    executor.on_failure = reasons.put
+    since = time.monotonic()
+    hosts.other.workers[0].process.kill()
+    assert "worker-1 ended with exit code -9" in reasons.get(timeout=60)
+    assert time.monotonic() - since < 3  # about 0.3 s where nothing waits for a CPU
+    executor.shutdown()
+    answers(*hosts.start())
+
+
+def test_a_host_that_is_lost_ends_the_step_that_waits_for_it(hosts):
+    executor, ready = hosts.start()
+    engine = EngineCore(executor.config, FAKE_SPEC, executor, ready)
+    hosts.other.relay._beat = lambda: None
+    engine.handle(make_request("a", [1], 60))
+    with pytest.raises(EngineDead, match="host other was silent"):
+        for _ in range(10_000):
+            engine.step()
+            if not engine.has_work:
+                engine.handle(make_request("a", [1], 60))
+
+
+def test_an_executor_without_a_token_does_not_listen(monkeypatch):
+    monkeypatch.delenv("SERVD_JOIN_TOKEN", raising=False)
+    listened: list[Any] = []
+    monkeypatch.setattr(head_relay, "Listener", listened.append)
+    config = Config.load(
+        {"nnodes": 2, "tensor_parallel_size": 2, "master_addr": "127.0.0.1", "executor": "nodes"}
+    )
+    executor = NodesExecutor(config, FAKE_SPEC, lambda phase, fraction: None)
+    with pytest.raises(ConfigError, match="need a token that these share"):
+        executor.start()
+    assert not listened
+    executor.shutdown()
