@@ -220,6 +220,7 @@ def _check_remote(config: Config) -> None:
     for is_asked, what in (
         (config.lora.enable_lora, "--enable-lora"),
         (cache.kv_offloading_size or cache.kv_cache_dir, "--kv-offloading-size or --kv-cache-dir"),
+        (cache.kv_transfer_config, "--kv-transfer-config"),
     ):
         if is_asked:
             raise ConfigError(

@@ -127,7 +127,7 @@ def test_nothing_that_a_later_stage_needs_is_left_open(machine):
         "kv_cache_dir", "kv_offloading_size", "kv_events_config", "lora_dtype",
         "cpu_activation_dtype", "max_log_len", "record_trace", "join_token_file",
         "data_parallel_size_local", "data_parallel_start_rank", "data_parallel_rank",
-        "data_parallel_address",
+        "data_parallel_address", "master_addr", "kv_transfer_config",
     }  # fmt: skip
 
 
@@ -177,7 +177,10 @@ def test_resolving_twice_changes_nothing_and_a_step_holds_a_token_of_each(
             for options, remedy in (
                 ({"speculative_config": '{"method": "ngram"}'}, "--speculative-config: leave"),
                 ({"enable_lora": True}, "--enable-lora: leave"),
-                ({"kv_offloading_size": 1.0}, "--kv-offloading-size and --kv-cache-dir: leave"),
+                (
+                    {"kv_offloading_size": 1.0},
+                    "--kv-offloading-size, --kv-cache-dir and --kv-transfer-config: leave",
+                ),
                 ({"model_impl": "transformers"}, "layers that transformers computes"),
             )
         ),
@@ -268,7 +271,9 @@ def test_an_encoder_computes_prompts_whole():
     assert config.scheduler.max_num_batched_tokens == config.model.max_model_len == 2048
     with pytest.raises(ConfigError, match="--max-num-batched-tokens 512 is below the 2048 tokens"):
         decide(max_num_batched_tokens=512)
-    with pytest.raises(ConfigError, match="--kv-cache-dir and --kv-offloading-size keep what"):
+    with pytest.raises(
+        ConfigError, match="--kv-cache-dir, --kv-offloading-size and --kv-transfer-config keep"
+    ):
         decide(kv_offloading_size=1)
     with pytest.raises(ConfigError, match="--model-impl transformers has no encoders"):
         decide(model_impl="transformers")

@@ -12,12 +12,13 @@ import msgspec
 
 from servd import hf
 from servd.child import Child
+from servd.child_messages import StartWorker
 from servd.config import Config
 from servd.core.executor.multiproc import STOP_TIMEOUT, MultiProcExecutor
 from servd.head_relay import HeadRelay
 from servd.ipc import Keys, address, private_dir
 from servd.join import Join
-from servd.messages import StartWorker, WorkerFailed
+from servd.messages import WorkerFailed
 from servd.node_relay import NodeRelay
 from servd.relay import Places
 
