@@ -48,7 +48,7 @@ class SamplerOutput:
     # [n] int64: index in the step of each of these tokens, so that those after kept drafts come
     # first in each row; None: of itself.
     order: Tensor | None = None
-    best: Tensor | None = None  # [n, 1] float32: the logits of the tokens
+    best: Tensor | None = None  # [n, 1]: the logits of the tokens, in whatever type
 
     @property
     def is_void(self) -> npt.NDArray[np.bool_]:
@@ -56,7 +56,7 @@ class SamplerOutput:
         -inf may be one whose tokens are all forbidden.
         """
         assert self.best is not None
-        return ~(self.best.numpy()[:, 0] < np.inf)  # NaN counts as the maximum
+        return ~(self.best.float().numpy()[:, 0] < np.inf)  # NaN counts as the maximum
 
     def to_host(self) -> SamplerOutput:
         """Start the copy to the host."""

@@ -118,9 +118,12 @@ def test_logits_in_the_type_of_the_model_are_those_of_the_same_numbers_in_float3
         for slot, each in enumerate(params):
             sampler.add(slot, each, [3, 4, 4], [], EOS)
         logits = logits_at(seed=9, rows=len(params)).bfloat16().to(dtype)
+        logits[1, 3] = torch.nan
         output = sampler(logits, torch.tensor(slots), slots, torch.tensor([3] * len(slots)))
-        found.append((output.token_ids.tolist(), output.logprobs and output.logprobs.to_lists()))
+        logprobs = output.logprobs and output.logprobs.to_lists()
+        found.append((output.token_ids.tolist(), output.is_void.tolist(), logprobs))
     assert found[0] == found[1]
+    assert found[0][1][:2] == [False, True]
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 100.0])
