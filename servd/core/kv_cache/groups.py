@@ -134,14 +134,20 @@ class GroupedKVCacheManager(KVCacheManager):
                 block_ids[at] = NO_BLOCK
                 at -= self.num_groups
 
-    def _register(self, request: Request, first: int, end: int) -> None:
-        num_groups = self.num_groups
+    def commit(self, request: Request) -> None:
+        """See KVCacheManager."""
+        first, num_groups = request.num_registered_blocks, self.num_groups
+        end = min(len(request.token_ids), request.num_computed_tokens) // self.block_size
+        if end <= first or not self.enable_prefix_caching:
+            return
+        self._extend_hashes(request)
         for at in range(first, end):
             blocks = request.block_ids[at * num_groups : (at + 1) * num_groups]
             for group, block in enumerate(blocks):
                 self.pool.register(block, of_group(request.block_hashes[at], group))
         if self.events is not None:  # of one group: routers know of none
             self.events.store(request, request.block_ids[::num_groups], first, end)
+        request.num_registered_blocks = end
 
     def _held(self, block_ids: list[int]) -> list[int]:
         return [block for block in block_ids if block != NO_BLOCK]

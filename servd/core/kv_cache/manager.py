@@ -253,14 +253,12 @@ class KVCacheManager:
         if num_full <= request.num_registered_blocks or not self.enable_prefix_caching:
             return
         self._extend_hashes(request)
-        self._register(request, request.num_registered_blocks, num_full)
-        request.num_registered_blocks = num_full
-
-    def _register(self, request: Request, first: int, end: int) -> None:
-        for i in range(first, end):
+        for i in range(request.num_registered_blocks, num_full):
             self.pool.register(request.block_ids[i], request.block_hashes[i])
         if self.events is not None:
-            self.events.store(request, request.block_ids, first, end)
+            first = request.num_registered_blocks
+            self.events.store(request, request.block_ids, first, num_full)
+        request.num_registered_blocks = num_full
 
     def adopters(
         self, request: Request, num_tokens: int, others: Iterable[Request]
