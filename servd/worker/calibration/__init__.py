@@ -67,11 +67,11 @@ def quantize(
     stored = {name.removeprefix(prefix): name for name in _names(folder)}
     matrices: dict[str, gptq.Codes] = {}
 
-    def round_(name: str, weight: Tensor, moments: Tensor) -> Tensor:
+    def round_(name: str, weight: Tensor, moments: Tensor, drift: Tensor) -> Tensor:
         tensor = stored.get(f"{name}.weight".removeprefix(prefix))
         if tensor is None or weight.shape[1] % group_size:
             return weight
-        matrices[tensor] = codes = gptq.quantize(weight, moments, bits, group_size)
+        matrices[tensor] = codes = gptq.quantize(weight, moments, bits, group_size, drift)
         return codes.dequantize()
 
     before = model.perplexity(torch.tensor(held_out))

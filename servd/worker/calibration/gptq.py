@@ -18,7 +18,9 @@ PASSES = 2  # of the improvement
 SMALLEST = 1e-12  # scale
 
 
-def quantize(weight: Tensor, moments: Tensor, bits: int, group_size: int) -> Codes:
+def quantize(
+    weight: Tensor, moments: Tensor, bits: int, group_size: int, drift: Tensor | None = None
+) -> Codes:
     """The codes for which the sum of (weight - codes)^T moments (weight - codes) is least, nearly.
 
     Args:
@@ -26,9 +28,13 @@ def quantize(weight: Tensor, moments: Tensor, bits: int, group_size: int) -> Cod
         moments: float32 [in, in], the sum of x^T x over inputs x.
         bits: of a code.
         group_size: columns that share a scale.
+        drift: float32 [in, in], the sum of (y - x)^T x, where y are the inputs that the weight was
+            made for: products with x are to be those that it has with y. None: they are x.
     """
     diagonal = moments.diagonal()
     moments = moments + torch.diag(DAMPING * diagonal.mean() + (diagonal == 0).float())
+    if drift is not None:  # the matrix of least squares, which is rounded instead
+        weight = weight + torch.linalg.solve(moments, (weight @ drift).t()).t()
     order = moments.diagonal().argsort(descending=True)  # what matters most has most to follow
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments[order][:, order]))
     upper = torch.linalg.cholesky(inverse, upper=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,9 +16,9 @@ from transformers.pytorch_utils import Conv1D
 
 from servd.errors import UnsupportedModel
 
-Round = Callable[[str, Tensor, Tensor], Tensor]
-"""Name of a matrix in the model, the matrix [out, in], and the sum of x^T x over its inputs x,
-[in, in] -> what it is from now on.
+Round = Callable[[str, Tensor, Tensor, Tensor], Tensor]
+"""Name of a matrix in the model, the matrix [out, in], and sums of x^T x and (y - x)^T x over its
+inputs x and those of the original, y, [in, in] each -> what it is from now on.
 """
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """What a layer is given beside hidden states: positions, masks."""
@@ -78,21 +79,29 @@ class Model:
             progress: called with how far it is, 0 to 1.
         """
         inputs, calls = self._enter(batches)
+        exact = [*inputs]
         for index, layer in enumerate(self.layers):
+            original = copy.deepcopy(layer)
+            twins = dict(zip(layer.modules(), original.modules(), strict=True))
             for modules in self._by_input(layer, inputs[0], calls[0][index]):
-                moments = torch.zeros(())
-                for hidden, of_layers in zip(inputs, calls, strict=True):
-                    x = self._input_of(modules[0], layer, hidden, of_layers[index])
-                    moments = moments + x.t() @ x
+                moments = drift = torch.zeros(())
+                for hidden, of_original, of_layers in zip(inputs, exact, calls, strict=True):
+                    x = _input_of(modules[0], layer, hidden, of_layers[index])
+                    y = _input_of(twins[modules[0]], original, of_original, of_layers[index])
+                    moments, drift = moments + x.t() @ x, drift + (y - x).t() @ x
                 for module in modules:
                     assert isinstance(module.weight, Tensor)
                     weight, is_transposed = module.weight, isinstance(module, Conv1D)
                     rounded = round_(
-                        self.names[module], weight.t() if is_transposed else weight, moments
+                        self.names[module],
+                        weight.t() if is_transposed else weight,
+                        moments,
+                        drift,
                     )
                     weight.copy_(rounded.t() if is_transposed else rounded)
             for place, of_layers in enumerate(calls):
                 inputs[place] = _run(layer, inputs[place], of_layers[index])
+                exact[place] = _run(original, exact[place], of_layers[index])
             progress((index + 1) / len(self.layers))
 
     def _enter(self, batches: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Call]]]:
@@ -134,22 +143,23 @@ class Model:
             hook.remove()
         return [modules for _, modules in found]
 
-    def _input_of(self, module: nn.Module, layer: nn.Module, hidden: Tensor, call: Call) -> Tensor:
-        """[tokens, in]"""
-        seen: list[Tensor] = []
 
-        def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            seen.append(args[0].flatten(0, -2))
-            raise Reached
+def _input_of(module: nn.Module, layer: nn.Module, hidden: Tensor, call: Call) -> Tensor:
+    """[tokens, in]"""
+    seen: list[Tensor] = []
 
-        hook = module.register_forward_pre_hook(stop)
-        try:
-            _run(layer, hidden, call)
-        except Reached:
-            pass
-        finally:
-            hook.remove()
-        return seen[0]
+    def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        seen.append(args[0].flatten(0, -2))
+        raise Reached
+
+    hook = module.register_forward_pre_hook(stop)
+    try:
+        _run(layer, hidden, call)
+    except Reached:
+        pass
+    finally:
+        hook.remove()
+    return seen[0]
 
 
 def _run(layer: nn.Module, hidden: Tensor, call: Call) -> Tensor:

@@ -80,3 +80,16 @@ def test_rows_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch):
     whole = quantize(weight, x.t() @ x, 4, 32).dequantize()
     monkeypatch.setattr("servd.worker.calibration.gptq.ROWS", 10)
     assert (quantize(weight, x.t() @ x, 4, 32).dequantize() - whole).abs().mean() < 1e-3
+
+
+def test_it_makes_up_for_inputs_that_have_changed():
+    weight, y = made(16, 64)
+    noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    x = y + 0.3 * y.std(0) * noise
+    wanted = y.double() @ weight.double().t()
+
+    def distance(drift: Tensor | None) -> float:
+        rounded = quantize(weight, x.t() @ x, 8, 32, drift).dequantize()
+        return float((x.double() @ rounded.double().t() - wanted).norm() / wanted.norm())
+
+    assert distance((y - x).t() @ x) < 0.9 * distance(None)
