@@ -194,6 +194,18 @@ def test_the_engine_gives_the_same_outputs_with_graphs(folder: Path, depth: int)
     assert results[0] == results[1]
 
 
+def test_steps_in_the_type_of_a_gpu(folder: Path):
+    """Logits reach the sampler, and what is told of them the host, in 16 bits."""
+    driver = Driver(config_for(folder, load_format="dummy", dtype="bfloat16"))
+    random = SamplingParams(temperature=1.0, seed=1, top_p=0.9)
+    told = SamplingParams(temperature=1.0, seed=1, logprobs=2, repetition_penalty=1.2)
+    slots = [driver.add([1, 2, 3]), driver.add([4] * 20, random), driver.add([5], told)]
+    driver.generate(slots[:1], 3)
+    driver.generate(slots[:2], 5, chunk=7)
+    driver.generate(slots, 8)
+    assert driver.logits[slots[0]][0].dtype == torch.bfloat16
+
+
 def test_a_cache_that_is_made_again_has_graphs_of_its_own(folder: Path):
     driver = Driver(config_for(folder, load_format="dummy"))
     worker = driver.worker
