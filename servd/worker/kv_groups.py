@@ -74,7 +74,7 @@ def arrange(
 def _obstacle(config: Config, backend: Backend[Any], has_draft: bool) -> str:
     """Why every layer has to keep all tokens; "" if they need not."""
     if config.cache.has_tiers:
-        return "--kv-offloading-size and --kv-cache-dir move whole blocks of all layers"
+        return "tiers and transfers of the KV cache move blocks of all layers at once"
     if config.parallel.pipeline_parallel_size > 1:
         return "stages of a pipeline have different layers"
     if has_draft:

@@ -19,7 +19,7 @@ from servd.params import SamplingParams
 from servd.worker.draft_tree import DraftTree
 from servd.worker.spec_decode.medusa import best_paths
 from tests.core.engines import Log
-from tests.parity.families import LLAMA, make_checkpoint, reference
+from tests.parity.families import CASES, LLAMA, make_checkpoint, reference
 from tests.worker.driver import Driver, config_for
 from tests.worker.recorded import use_recorded_runner
 from tests.worker.spec_decode import checkpoints
@@ -202,6 +202,26 @@ def test_native_kernels_give_the_same_bits_with_a_tree(target, tmp_path, depth, 
     assert same_texts == texts
     assert logprobs_of(with_tree) == logprobs_of(log)
     assert sum(kept for _, kept in counts) > 10
+
+
+def test_kept_drafts_move_in_every_group_of_layers(tmp_path: Path):
+    """Blocks behind a window hold no numbers any more, and others' are theirs meanwhile."""
+    options = CASES["gemma3_text"]["layer types"] | {"vocab_size": 4}
+    folder = make_checkpoint(tmp_path, "gemma3_text", options)
+    (tmp_path / "heads").mkdir()
+    texts, num_steps = [], []
+    for drafts in ({}, {"speculative_config": tree_for(folder, tmp_path / "heads")}):
+        driver, draw = Driver(config_for(folder, **drafts)), random.Random(1)
+        assert driver.ready.kv_windows == (None, 7, 7)
+        driver.gives_back = True
+        slots = [driver.add([draw.randrange(4) for _ in range(n)]) for n in (5, 17, 9)]
+        num_steps.append(0)
+        while short := [slot for slot in slots if len(driver.tokens[slot]) < 60]:
+            most = dict.fromkeys(short, NUM_DRAFTS if drafts else 0)
+            driver.step({slot: driver.left(slot) for slot in short}, max_new_drafts=most)
+            num_steps[-1] += 1
+        texts.append([driver.tokens[slot][:60] for slot in slots])
+    assert texts[0] == texts[1] and num_steps[1] < num_steps[0]
 
 
 def test_graphs_take_a_tree(target, tmp_path, counts, monkeypatch):
