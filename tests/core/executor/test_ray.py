@@ -37,6 +37,7 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    os.environ["RAY_agent_register_timeout_ms"] = "200000"  # else 30 s, on two busy CPUs too few
     one = {"num_cpus": 1, "object_store_memory": 80 * 1024 * 1024}
     for last in (False, True):  # Ray gives its own processes 30 seconds
         try:
