@@ -115,7 +115,8 @@ def test_a_gpu(monkeypatch: pytest.MonkeyPatch, utilization: float):
     plan = dry_run.plan(config, read_spec(DEMO_FOLDER))
     sizes = plan.sizes
     shapes = tensor_shapes(str(DEMO_FOLDER)).values()
-    assert sizes.weights == sum(2 * shape.numel() for shape in shapes)
+    padding = 2 * 192 * (4032 - 4000)  # the vocabulary's table has whole 64 rows there
+    assert sizes.weights == sum(2 * shape.numel() for shape in shapes) + padding
     assert plan.free == round(100_000_000 * utilization) - 10_000_000
     room = plan.free - sizes.weights - sizes.requests - sizes.step
     needed = 500 * sizes.kv_per_block  # one request
