@@ -27,6 +27,11 @@ T = TypeVar("T")
 
 MAX_SOCKET_PATH = 107  # bytes: the kernel's limit for Unix sockets
 CONNECT_TIMEOUT = 1000  # milliseconds, to an inbox that is there
+# A message between hosts is sent in frames of so many bytes: who has not shown yet that it has the
+# token can have a listener take memory for one, for so many milliseconds.
+MAX_FRAME = 1 << 18
+CURVE_OVERHEAD = 256  # bytes of a frame, at most
+HANDSHAKE_TIMEOUT = 5000
 # environment of a child: its parent's folder, which the parent removes in any case
 PARENT_DIR = "SERVD_IPC_DIR"
 
@@ -224,6 +229,8 @@ class Link(Generic[T]):
         self.socket = self._context.socket(self.kind_of_socket)
         self.socket.set_hwm(0)
         self.socket.setsockopt(zmq.IPV6, 1)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME + CURVE_OVERHEAD)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT)
         # A connection to a host that is lost is closed some time: who it was is told by beats.
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
@@ -240,11 +247,11 @@ class Link(Generic[T]):
 
     def send(self, message: msgspec.Struct) -> None:
         """Queue one message; order is kept."""
-        self.socket.send(_encoder.encode(message), zmq.NOBLOCK)
+        self.socket.send_multipart(_frames_of(message), zmq.NOBLOCK)
 
     def drain(self) -> list[T | None]:
         """The messages that have arrived; None for one that cannot be read."""
-        return [self._decode(frames[-1]) for frames in self._frames()]
+        return [self._decode(b"".join(frames)) for frames in self._frames()]
 
     def _frames(self) -> list[list[bytes]]:
         found: list[list[bytes]] = []
@@ -301,11 +308,16 @@ class Listener(Link[T]):
 
     def send_to(self, peer: bytes, message: msgspec.Struct) -> None:
         """Queue a message for one of those who joined; dropped if it has left."""
-        self.socket.send_multipart([peer, _encoder.encode(message)], zmq.NOBLOCK)
+        self.socket.send_multipart([peer, *_frames_of(message)], zmq.NOBLOCK)
 
     def drain_all(self) -> list[tuple[bytes, T | None]]:
         """The messages that have arrived, with the peer that sent each; see `drain`."""
-        return [(frames[0], self._decode(frames[-1])) for frames in self._frames()]
+        return [(who, self._decode(b"".join(frames))) for who, *frames in self._frames()]
+
+
+def _frames_of(message: msgspec.Struct) -> list[memoryview]:
+    data = memoryview(_encoder.encode(message))
+    return [data[i : i + MAX_FRAME] for i in range(0, len(data), MAX_FRAME)]
 
 
 Source = TypeVar("Source", bound="Inbox[Any] | Link[Any]")

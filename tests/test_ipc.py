@@ -270,6 +270,42 @@ def test_nothing_passes_a_listener_without_the_token(listener, knows):
     friend.close()
 
 
+@pytest.mark.parametrize("flags", [0x02, 0x06])  # of a long message, of a long command
+def test_who_has_shown_no_token_has_a_listener_take_no_memory(listener, flags):
+    host, port = listener.at.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as stranger:
+        greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+        stranger.sendall(greeting)
+        stranger.sendall(bytes([flags]) + (1 << 33).to_bytes(8, "big"))
+        with pytest.raises(ConnectionError):
+            for _ in range(64):  # it is not to be read
+                stranger.sendall(bytes(1 << 20))
+
+
+def test_who_says_nothing_is_not_kept(monkeypatch):
+    monkeypatch.setattr(ipc, "HANDSHAKE_TIMEOUT", 200)
+    listener = ipc.Listener("tcp://127.0.0.1:0", ToEngine, ipc.Keys(TOKEN))
+    port = int(listener.at.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as stranger:
+        while stranger.recv(100):
+            pass
+    listener.close()
+
+
+def test_a_long_message_comes_in_frames(listener):
+    link = ipc.Link(listener.at, ToEngine, ipc.Keys(TOKEN))
+    for size in (ipc.MAX_FRAME - 100, ipc.MAX_FRAME, 5 * ipc.MAX_FRAME + 7):
+        sent = AbortRequests(["x" * size])
+        link.send(sent)
+        [(peer, message)] = messages(listener, 1)
+        assert message == sent
+        listener.send_to(peer, message)
+        while not (back := link.drain()):
+            ipc.wait([link], 1)
+        assert back == [sent]
+    link.close()
+
+
 def test_a_listener_that_cannot_listen_says_where(listener):
     with pytest.raises(ConfigError, match=f"cannot listen on {listener.at}: Address already in"):
         ipc.Listener(listener.at, ToEngine, ipc.Keys(TOKEN))

@@ -199,8 +199,9 @@ class Exchange:
             for give in link.drain():
                 if give is not None and give.block_hash == block_hash:
                     return self._take(peer, give, buffer)
-        self._down[peer] = time.monotonic() + DOWN
-        self._warn(peer, f"no answer for {self.extra.timeout:g} s")
+        if not self._is_closed.is_set():
+            self._down[peer] = time.monotonic() + DOWN
+            self._warn(peer, f"no answer for {self.extra.timeout:g} s")
         return False
 
     def _take(self, peer: str, give: Give, buffer: memoryview) -> bool:
