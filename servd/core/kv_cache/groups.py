@@ -7,6 +7,7 @@ until the space is needed.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from servd.config import CacheConfig, Config
@@ -51,15 +52,30 @@ class GroupedKVCacheManager(KVCacheManager):
 
     # ---- what is cached ----
 
-    def _find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Of each group in turn, where it reads them, the blocks of the longest prefix cached."""
+    def _find(self, hashes: Sequence[bytes], num_spare: int = 0) -> list[int]:
+        """Of each group in turn, where it reads them, the blocks of the longest prefix cached, and
+        so many before those.
+        """
         hashes = hashes[: self._num_cached(hashes)]
-        firsts = self._firsts(len(hashes) * self.block_size)
+        firsts = self._firsts((len(hashes) - num_spare) * self.block_size)
         return [
             self._find_in(group, block_hash) if at >= first else NO_BLOCK
             for at, block_hash in enumerate(hashes)
             for group, first in enumerate(firsts)
         ]
+
+    def _to_pin(self, hashes: Sequence[bytes], end_ns: int) -> list[int]:
+        """A prefix without what its next token reads is of no use: so the longest that there is
+        room for. Others may part from it a few tokens before its end, as a template ends it: they
+        are to find all but its last block.
+        """
+        room = self.pins.room(self._held(self._find(hashes, 1)), end_ns)
+
+        def needed(num_blocks: int) -> int:
+            return sum(num_blocks - each for each in self._firsts((num_blocks - 1) * size))
+
+        size, lengths = self.block_size, range(1, len(hashes) + 1)
+        return self._held(self._find(hashes[: bisect_right(lengths, room, key=needed)], 1))
 
     def _num_cached(self, hashes: Sequence[bytes]) -> int:
         """Blocks of the longest prefix that is cached."""

@@ -332,7 +332,12 @@ class KVCacheManager:
     def _pin(self, request: Request) -> None:
         """Keep the prompt of a request that ends, as far as it was computed."""
         hashes = request.block_hashes[: request.num_prompt_tokens // self.block_size]
-        self.pins.add(self._held(self._find(hashes)), now_ns() + round(request.retention * 1e9))
+        end_ns = now_ns() + round(request.retention * 1e9)
+        self.pins.add(self._to_pin(hashes, end_ns), end_ns)
+
+    def _to_pin(self, hashes: Sequence[bytes], end_ns: int) -> list[int]:
+        """The blocks that hold these, in the order in which they are of use."""
+        return self._find(hashes)
 
     def _held(self, block_ids: list[int]) -> list[int]:
         """Those of a request's that are blocks."""

@@ -32,6 +32,12 @@ class Pins:
         """Those that stay."""
         return self._ends.keys()
 
+    def room(self, blocks: Iterable[int], end_ns: int) -> int:
+        """How many blocks could be kept until then, if these are among them."""
+        own = {*blocks}
+        stay = sum(end >= end_ns and block not in own for block, (end, _) in self._ends.items())
+        return self.max_blocks - stay
+
     def add(self, blocks: Sequence[int], end_ns: int) -> None:
         """Keep the first blocks of a prompt, as far as there is room: the beginning is of use
         without the rest.

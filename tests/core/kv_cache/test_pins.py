@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from servd.core.kv_cache import manager
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.core.kv_cache.pins import Pins
+from servd.core.request import Request
 from servd.messages import AbortRequests, ResetPrefixCache
-from tests.core.engines import Log, generate, make_engine, make_request, solo
+from tests.core.engines import Log, generate, make_engine, make_request, solo, with_windows
 
 PROMPT = list(range(40))  # ten blocks of four
 HOUR = 3600 * 10**9
@@ -102,6 +103,33 @@ def test_a_request_that_needs_the_whole_cache_gets_it(as_prompt):
     crowd(engine, 3)
     long = make_request("long", [5] * (60 if as_prompt else 4), 4 if as_prompt else 60)
     assert generate(engine, long).token_ids("long") == solo(long)
+
+
+@pytest.mark.parametrize(
+    ("windows", "share", "most"),
+    [((None, 6), 0.5, 40), ((None, 6), 0.1, 20), ((None, 9, 3, 9), 0.2, 32), ((6,), 0.05, 40)],
+    ids=str,
+)
+def test_what_stays_of_a_prompt_is_found_where_layers_have_windows(windows, share, most):
+    """Also by who says something else in its last block; and where it is too long, its beginning
+    with all that is read of it: of 8 blocks, five of all tokens and three of a window's.
+    """
+    engine = make_engine(80, executor_class=with_windows(*windows), max_pinned_share=share)
+    generate(engine, make_request("a", PROMPT, retention=60.0))
+    cache = engine.scheduler.kv_cache
+
+    def found(num_tokens: int) -> int:
+        message = make_request("b", [*PROMPT[:num_tokens], *[199] * 8])
+        blocks = cache.match_prefix(Request.from_message(message, (0, 0, 0), 64))
+        return len(blocks) // len(windows) * 4
+
+    for retention in (60.0, 90.0, 30.0):  # who asks again takes no room from itself
+        generate(engine, make_request("again", PROMPT, retention=retention))
+        assert 0 < len(cache.pins) <= 80 * share
+        crowd(engine)
+        for num_tokens in range(most - 4, most + 1):
+            assert found(num_tokens) == num_tokens // 4 * 4
+        assert found(40) == most
 
 
 def test_a_reset_lets_go_of_all():
