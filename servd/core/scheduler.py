@@ -36,6 +36,7 @@ from servd.tracing import Mark, StepRecord, now_ns
 logger = logging.getLogger("servd.scheduler")
 
 BACKGROUND_SHARE = 8  # a lower lane's prompts get an eighth of the budget, for short steps
+MAX_PASSED = 8  # requests in a step before which others may begin
 NOTHING_FORCED: dict[int, list[int]] = {}
 
 
@@ -240,6 +241,7 @@ class Scheduler:
         budget -= spared
         has_long = queue.has_long(lane) or any(map(queue.is_long, partial))
         for_long = min(self.long_prompt, budget // 2) if has_long else 0
+        passed: list[Request] = []
         while budget > 0:
             partial = [each for each in partial if each.slot >= 0]  # others have yielded
             may_start = may_start and bool(self.free_slots)
@@ -261,6 +263,10 @@ class Scheduler:
                 )
                 if not may_start:
                     step.record.waits_for = "blocks"
+                    if len(passed) < MAX_PASSED and self.kv_cache.lets_pass(request, cached):
+                        queue.remove(request)
+                        passed.append(request)
+                        may_start = True
                     continue
                 self._admit(step, request, cached, now)
             else:
@@ -272,6 +278,8 @@ class Scheduler:
             queue.charge(request, num_tokens)
             self._append(step, request, num_tokens, new_block_ids)
             budget -= num_tokens
+        for request in passed:
+            queue.add(request)
         return budget + spared
 
     def _allocate(self, step: Step, request: Request, num_tokens: int) -> list[int] | None:

@@ -129,14 +129,31 @@ class KVCacheManager:
         """
         return self.fits(request, cached) and not self._is_reading(request, cached)
 
+    def lets_pass(self, request: Request, cached: Sequence[int]) -> bool:
+        """Whether others may begin before a request that cannot yet: it waits for another engine,
+        which may be long.
+        """
+        peer = self._peer(request)
+        return (
+            self.tiers is not None
+            and self.tiers.must_have(peer)
+            and self._is_reading(request, cached)
+        )
+
+    def _peer(self, request: Request) -> str:
+        """Whom its blocks may come from; what it lost since it began is computed."""
+        is_first = not (request.num_preemptions or request.num_output_tokens)
+        return request.kv_source if is_first else ""
+
     def _is_reading(self, request: Request, cached: Sequence[int]) -> bool:
         """The first question makes them come."""
         if self.tiers is None or request.reads_until_ns == 1:
             return False
         now, hashes = now_ns(), self._wanted(request, len(cached))
-        is_first = not (request.num_preemptions or request.num_output_tokens)
-        peer = request.kv_source if is_first else ""
+        peer = self._peer(request)
         if request.reads_until_ns == 0:
+            if self.tiers.is_taken(hashes, peer):
+                return True
             patience = self.tiers.patience_ns(hashes, peer)
             request.reads_until_ns = now + patience if patience else 1
             if patience:

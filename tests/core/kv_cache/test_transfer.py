@@ -84,7 +84,12 @@ def run(engine, *requests, seconds: float = 60.0) -> Log:
     """All requests to their end; engines wait for their peers in real time."""
     for request in requests:
         engine.handle(request)
-    log, end = Log(), time.monotonic() + seconds
+    return run_on(engine, Log(), seconds)
+
+
+def run_on(engine, log: Log, seconds: float = 60.0) -> Log:
+    """All that it has to its end."""
+    end = time.monotonic() + seconds
     while engine.has_work:
         assert time.monotonic() < end, "work is left"
         log.step(engine)
@@ -184,6 +189,45 @@ def test_what_cannot_be_had_is_computed_or_fails(fleet, monkeypatch, policy, fat
     run(other, make_request("b", PROMPT))  # all is well
     if silent is not None:
         silent.close()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_who_needs_no_blocks_does_not_wait_for_a_silent_peer(fleet, monkeypatch, policy):
+    monkeypatch.setattr("servd.core.kv_cache.tiers.LEAST_PATIENCE", 50_000_000)
+    silent = Listener(f"tcp://{fleet.peer}", Ask, Keys(TOKEN))
+    other = fleet.engine("kv_consumer", policy, timeout=2.0, max_num_seqs=4)
+    waiting = [make_request(f"a{i}", [i, *PROMPT], kv_source=fleet.peer) for i in range(4)]
+    for request in [*waiting, make_request("b", PROMPT)]:
+        other.handle(request)
+    log, began = Log(), time.monotonic()
+    while not log.outputs["b"]:
+        log.step(other)
+    assert time.monotonic() - began < 1.5
+    run_on(other, log)
+    assert log.token_ids("b") == solo(make_request("b", PROMPT))
+    for i, request in enumerate(waiting):
+        if policy == "fail":
+            assert "could not be had" in log.outputs[f"a{i}"][0].error
+        else:
+            assert log.token_ids(f"a{i}") == solo(request)
+    silent.close()
+
+
+def test_those_who_are_passed_have_their_blocks(fleet):
+    """One after the other, whoever begins meanwhile; also with few slots."""
+    one = fleet.engine("kv_producer")
+    other = fleet.engine("kv_consumer", "fail", num_blocks=24)
+    prompts = [[i] * (8 + i % 30) for i in range(24)]
+    for i, prompt in enumerate(prompts):
+        fleet.prefill(one, str(i), prompt)
+    requests = [
+        make_request(str(i), prompt, 4, kv_source=fleet.peer if i % 3 else "")
+        for i, prompt in enumerate(prompts)
+    ]
+    log = run(other, *requests)
+    for request in requests:
+        assert log.token_ids(request.request_id) == solo(request)
+    assert log.total("external_prefix_cache_hits") > 100
 
 
 class Hostile:

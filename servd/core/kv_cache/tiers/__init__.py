@@ -221,7 +221,7 @@ class Tiers:
         tier, has, reading = self._lower(peer)
         if not tier or not missing or self._hangs:
             return 0
-        must_have = self._must_have(peer)
+        must_have = self.must_have(peer)
         if missing[0] not in self._reading:
             slots: dict[bytes, int] = {}
             self.host.share(found)  # they are not to make room
@@ -253,13 +253,18 @@ class Tiers:
             return "disk", self.disk.has, partial(nullcontext, self.disk.read)
         return "", lambda block_hash: False, partial(nullcontext, lambda block_hash, buffer: False)
 
-    def _must_have(self, peer: str) -> bool:
+    def must_have(self, peer: str) -> bool:
         """Whether blocks of a peer are not to be computed here."""
         return bool(peer) and self.exchange is not None and self.exchange.is_strict
 
+    def is_taken(self, hashes: Sequence[bytes], peer: str) -> bool:
+        """Whether these have to wait for others' blocks, which may need all slots there are."""
+        self._collect()
+        return self.must_have(peer) and bool(self._reading) and len(self._find(hashes)) < len(hashes)
+
     def loss(self, hashes: Sequence[bytes], peer: str) -> str:
         """Why a request fails that waited for these, all of which it needed; if it does."""
-        lacking = len(hashes) - len(self._find(hashes)) if self._must_have(peer) else 0
+        lacking = len(hashes) - len(self._find(hashes)) if self.must_have(peer) else 0
         if not lacking:
             return ""
         return (
