@@ -260,7 +260,9 @@ class Tiers:
     def is_taken(self, hashes: Sequence[bytes], peer: str) -> bool:
         """Whether these have to wait for others' blocks, which may need all slots there are."""
         self._collect()
-        return self.must_have(peer) and bool(self._reading) and len(self._find(hashes)) < len(hashes)
+        return (
+            self.must_have(peer) and bool(self._reading) and len(self._find(hashes)) < len(hashes)
+        )
 
     def loss(self, hashes: Sequence[bytes], peer: str) -> str:
         """Why a request fails that waited for these, all of which it needed; if it does."""
