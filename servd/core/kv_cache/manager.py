@@ -159,8 +159,12 @@ class KVCacheManager:
             if patience:
                 request.marks.append(Mark("reading", now))
                 self.reading.add(request)
-        if now < request.reads_until_ns and self.tiers.is_reading(hashes):
-            return True
+        if now < request.reads_until_ns:
+            if self.tiers.is_reading(hashes):
+                return True
+            if self.tiers.can_read_again(hashes, peer):
+                request.reads_until_ns = 0
+                return True
         if loss := self.tiers.loss(hashes, peer):
             self._lost[request] = loss
         return bool(loss)

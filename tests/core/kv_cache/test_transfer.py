@@ -230,6 +230,38 @@ def test_those_who_are_passed_have_their_blocks(fleet):
     assert log.total("external_prefix_cache_hits") > 100
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_slots", [20, 11])
+def test_a_crowd_that_must_have_its_blocks_waits_for_room_on_the_way(fleet, depth, num_slots):
+    """Each needs nine of the host's slots, some of them the same blocks."""
+    one = fleet.engine("kv_producer", num_blocks=200)
+    prompts = [[i % 7] * 20 + [i] * 20 for i in range(10)]
+    for i, prompt in enumerate(prompts):
+        fleet.prefill(one, str(i), prompt)
+    size = num_slots * 32 / 2**30
+    other = fleet.engine("kv_consumer", "fail", depth=depth, kv_offloading_size=size)
+    requests = [
+        make_request(str(i), each, kv_source=fleet.peer, owner=str(i % 3))
+        for i, each in enumerate(prompts)
+    ]
+    log = run(other, *requests)
+    for request in requests:
+        assert log.token_ids(request.request_id) == solo(request)
+        first = log.outputs[request.request_id][0]
+        assert first.error is None and first.num_cached_tokens == 36
+
+
+def test_what_has_no_place_on_the_way_fails_with_the_remedy(fleet):
+    one = fleet.engine("kv_producer")
+    fleet.prefill(one)
+    other = fleet.engine("kv_consumer", "fail", kv_offloading_size=8 * 32 / 2**30)
+    [output] = run(other, make_request("a", PROMPT, kv_source=fleet.peer)).outputs["a"]
+    assert output.error == (
+        "1 of 9 KV blocks have no place among the 8 of host memory, and kv_load_failure_policy is "
+        "fail: raise --kv-offloading-size"
+    )
+
+
 class Hostile:
     """Stands between, and spoils answers."""
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from servd.config import Config
 from servd.core.executor import Executor
+from servd.core.kv_cache.tiers.cost import Cost, time_copies
 from servd.core.kv_cache.tiers.disk import Disk
 from servd.core.kv_cache.tiers.host import Host
 from servd.core.kv_cache.tiers.identity import identity
@@ -30,7 +31,7 @@ from servd.hf import ModelSpec
 from servd.ipc import Keys
 from servd.join import read_token
 from servd.kv_transfer import KVTransferConfig
-from servd.messages import BlockCopies, BlockCopy, SchedulerOutput, WorkerReady
+from servd.messages import BlockCopies, BlockCopy, WorkerReady
 from servd.sizes import format_bytes
 from servd.stats import SchedulerStats, TierStats
 from servd.tracing import StepRecord, now_ns
@@ -45,26 +46,8 @@ UNKNOWN_COST = 1_000_000  # nanoseconds to compute a token, before any was compu
 LEAST_PATIENCE = 50_000_000  # nanoseconds that a request waits for files at least
 MOST_PATIENCE = 600 * 10**9  # the same for blocks that it must not compute: their peers are timed
 GIVE_UP = 5.0  # seconds without any of the blocks that are read and written: the disk hangs
+MAX_REFUSED = 1 << 16  # hashes that are remembered
 PAUSE = 0.005  # seconds between looks at files that are read while there is nothing else to do
-FADING = 0.8  # weight of all earlier measurements beside the newest
-
-
-class Cost:
-    """What one of many things takes, in nanoseconds: of late, the larger lots counting more."""
-
-    def __init__(self) -> None:
-        self.ns = 0.0
-        self.count = 0.0
-
-    def add(self, ns: float, count: int) -> None:
-        """So many took so long together."""
-        self.ns = self.ns * FADING + ns
-        self.count = self.count * FADING + count
-
-    @property
-    def each(self) -> float:
-        """0 if there was none."""
-        return self.ns / self.count if self.count else 0.0
 
 
 class Tiers:
@@ -101,6 +84,7 @@ class Tiers:
         self._num_moving = 0  # slots that are read or written
         self._max_moving = max(host.num_blocks // 2, 1)  # with which writing begins
         self._reading: set[bytes] = set()
+        self._refused: set[bytes] = set()  # were read in vain; forgotten now and then
         # From the threads: slot, its block, the tier that this was read from, if it was.
         self._moved: deque[tuple[int, bytes, str]] = deque()
         self._news = threading.Event()
@@ -234,6 +218,7 @@ class Tiers:
             if not slots:
                 return 0
             self._reading |= slots.keys()
+            self._refused -= slots.keys()
             self._begin_moving(len(slots))
             for first in range(NUM_THREADS):
                 part = list(slots.items())[first::NUM_THREADS]
@@ -260,19 +245,36 @@ class Tiers:
     def is_taken(self, hashes: Sequence[bytes], peer: str) -> bool:
         """Whether these have to wait for others' blocks, which may need all slots there are."""
         self._collect()
-        return (
-            self.must_have(peer) and bool(self._reading) and len(self._find(hashes)) < len(hashes)
-        )
+        missing = self._missing(hashes)
+        if not missing or not self.must_have(peer) or self._hangs:
+            return False
+        idle = sum(self.host.ref_counts[slot] == 0 for slot in self._find(hashes))
+        is_full = self.host.num_free - idle < len(missing) and self._fits(hashes)
+        return bool(self._reading) or is_full
+
+    def can_read_again(self, hashes: Sequence[bytes], peer: str) -> bool:
+        """Whether blocks that a request must have are not here although no peer has refused them:
+        they have made room for others since they came.
+        """
+        missing = self._missing(hashes)
+        is_had = bool(missing) and self._refused.isdisjoint(missing)
+        return is_had and self.must_have(peer) and self._fits(hashes) and not self._hangs
+
+    def _missing(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        return hashes[len(self._find(hashes)) :]
+
+    def _fits(self, hashes: Sequence[bytes]) -> bool:
+        return len(hashes) <= self.host.num_blocks
 
     def loss(self, hashes: Sequence[bytes], peer: str) -> str:
         """Why a request fails that waited for these, all of which it needed; if it does."""
-        lacking = len(hashes) - len(self._find(hashes)) if self.must_have(peer) else 0
-        if not lacking:
-            return ""
-        return (
-            f"{lacking} of {len(hashes)} KV blocks could not be had from {peer}, and "
-            "kv_load_failure_policy is fail: send the prompt to be computed once more"
-        )
+        lacking = len(self._missing(hashes)) if self.must_have(peer) else 0
+        why, remedy = f"could not be had from {peer}", "send the prompt to be computed once more"
+        if not self._fits(hashes):
+            why = f"have no place among the {self.host.num_blocks} of host memory"
+            remedy = "raise --kv-offloading-size"
+        policy = "kv_load_failure_policy is fail"
+        return f"{lacking} of {len(hashes)} KV blocks {why}, and {policy}: {remedy}" * bool(lacking)
 
     def is_reading(self, hashes: Sequence[bytes]) -> bool:
         """Whether the first of these blocks that the host lacks is being read."""
@@ -286,7 +288,7 @@ class Tiers:
         if self._offers and self._hangs:
             logger.warning("--kv-cache-dir hangs: %d blocks are not kept", len(self._offers))
             self._offers.clear()
-        if (is_due := bool(self._reading or self._offers)) and self._news.wait(PAUSE):
+        if (is_due := bool(self._num_moving or self._offers)) and self._news.wait(PAUSE):
             self._news.clear()
         return is_due
 
@@ -370,10 +372,14 @@ class Tiers:
 
     def _collect(self) -> None:
         """Take in what the threads have done."""
+        if len(self._refused) > MAX_REFUSED:
+            self._refused.clear()
         while self._moved:
             slot, block_hash, tier = self._moved.popleft()
             self._num_moving -= 1
             self._moved_at = time.monotonic()
+            if block_hash in self._reading and not tier:
+                self._refused.add(block_hash)
             self._reading.discard(block_hash)
             if tier:
                 self.stats[tier].num_hits += 1
@@ -382,14 +388,7 @@ class Tiers:
 
     def measure(self, executor: Executor) -> None:
         """How fast workers get blocks back; afterwards they have mapped the memory."""
-        took: list[int] = []
-        for to_device in (False, True, True, True):
-            began = now_ns()
-            copies = BlockCopies(self.host.path, [BlockCopy(0, 0, to_device)] * MAX_SAVES)
-            executor.execute_model(SchedulerOutput(-1, [], copies=copies))
-            executor.sample_tokens().result()
-            took.append(now_ns() - began)
-        fastest = min(took[1:])
+        fastest = time_copies(executor, self.host.path, MAX_SAVES)
         self._returns["host"].add(fastest, MAX_SAVES)
         logger.info(
             "host tier: %d blocks (%s); one comes back in %.2f ms", self.host.num_blocks,
@@ -409,10 +408,8 @@ class Tiers:
             disk.num_bad = self.disk.num_bad
         if self.exchange is not None:
             remote = self.stats["remote"]
-            remote.num_blocks, remote.max_blocks = (
-                self.exchange.num_blocks,
-                self.exchange.limit // size,
-            )
+            remote.num_blocks = self.exchange.num_blocks
+            remote.max_blocks = self.exchange.limit // size
             remote.num_bytes, remote.max_bytes = self.exchange.num_bytes, self.exchange.limit
             remote.num_bad = self.exchange.num_bad
         stats.tiers = [*self.stats.values()]
@@ -424,9 +421,8 @@ class Tiers:
         """What is wrong between two steps, in words; see `audit`."""
         self._collect()
         owned, known = sum(self.host.ref_counts), self._num_copying + self._num_moving
-        return [f"{owned} slots of the host are owned, {known} are copied or moved"] * (
-            owned != known
-        )
+        told = f"{owned} slots of the host are owned, {known} are copied or moved"
+        return [told] * (owned != known)
 
     def close(self) -> None:
         """Give other engines nothing more."""
