@@ -28,7 +28,7 @@ from servd.join import (
     refusal,
 )
 from servd.messages import EngineRestarting, Message
-from servd.relay import MOST_SILENT, NOTHING, TICK, Bytes, Places, Relay
+from servd.relay import MOST_AT_ONCE, MOST_SILENT, NOTHING, TICK, Bytes, Places, Relay
 
 log = logging.getLogger("servd.launch")
 
@@ -108,7 +108,7 @@ class HeadRelay(Relay):
                 self._hear(peer, message)
             return
         for rank in [rank for rank, inbox in self.inboxes.items() if inbox is source]:
-            for message in source.drain():
+            for message in source.drain(MOST_AT_ONCE):
                 carried = ToRank(rank, self.numbers[rank], message)
                 self.listener.send_to(self.hosts[rank].peer, carried)
 
@@ -153,6 +153,8 @@ class HeadRelay(Relay):
 
     def _admit(self, peer: bytes, join: Join) -> None:
         reason, foreign = refusal(join, self.terms), {*join.ranks} - self.numbers.keys()
+        if reason is None and len({*join.ranks}) < len(join.ranks):
+            reason = f"engines {join.ranks} are named twice"
         taken = {rank: self.hosts[rank].name for rank in join.ranks if rank in self.hosts}
         if foreign and reason is None:
             reason = (

@@ -27,7 +27,7 @@ from servd.join import (
     Welcome,
 )
 from servd.messages import Attach, EngineRestarting
-from servd.relay import MOST_SILENT, Bytes, Places, Relay
+from servd.relay import MOST_AT_ONCE, MOST_SILENT, Bytes, Places, Relay
 
 log = logging.getLogger("servd.launch")
 
@@ -112,7 +112,7 @@ class NodeRelay(Relay):
                 self._hear(message)
         else:
             for rank, client in [key for key, inbox in self.inboxes.items() if inbox is source]:
-                for carried in source.drain():
+                for carried in source.drain(MOST_AT_ONCE):
                     self.link.send(ToClient(rank, client, carried))
 
     def tick(self) -> None:

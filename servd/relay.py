@@ -26,6 +26,7 @@ from servd.ipc import Inbox, wait
 log = logging.getLogger("servd.launch")
 
 TICK = 0.2  # seconds between two beats, and two looks for those of others
+MOST_AT_ONCE = 1024  # messages of a source, so that no flood of one keeps the others waiting
 MOST_SILENT = 3  # looks without a beat; another one, and the host is lost
 
 Bytes = Inbox[msgspec.Raw]

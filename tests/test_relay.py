@@ -24,7 +24,7 @@ from servd.errors import ConfigError
 from servd.head_relay import HeadRelay
 from servd.hf import FAKE_SPEC
 from servd.ipc import Inbox, Keys, Outbox
-from servd.join import Beat, Join, ToNode, terms_of
+from servd.join import Beat, Join, Left, ToNode, terms_of
 from servd.messages import (
     AbortRequests,
     Attach,
@@ -254,6 +254,23 @@ def test_what_another_version_says_is_refused_too(hosts):
         assert time.monotonic() < deadline
     assert "cannot read" in answers[0].reason and answers[0].is_final
     link.close()
+
+
+@pytest.mark.parametrize(("ranks", "reason"), [([1, 1], "twice"), ([1, 2], "not of those")])
+def test_ranks_that_make_no_sense_are_refused(hosts, ranks, reason):
+    head = hosts.start_head()
+    link = ipc.Link(head_address(hosts.config), ToNode, KEYS)
+    terms = terms_of(hosts.config, FAKE_SPEC)
+    link.send(Join(servd.__version__, "a host", 1, ranks, terms))
+    deadline = time.monotonic() + 30
+    while not (answers := link.drain()):
+        assert time.monotonic() < deadline
+    assert reason in answers[0].reason and answers[0].is_final
+    link.send(Left("it has no more to say"))
+    link.close(1.0)
+    hosts.start_node("friend")
+    assert hosts.event() == ("friend", [0])
+    assert head.is_alive()
 
 
 def test_two_hosts_with_the_same_engines(hosts):
