@@ -262,6 +262,18 @@ def test_what_has_no_place_on_the_way_fails_with_the_remedy(fleet):
     )
 
 
+def test_who_waits_behind_a_silent_peer_has_its_blocks_of_another(fleet, monkeypatch):
+    monkeypatch.setattr("servd.core.kv_cache.tiers.GIVE_UP", 0.2)
+    fleet.prefill(fleet.engine("kv_producer"))
+    silent = Listener(f"tcp://127.0.0.1:{(port := free_port())}", Ask, Keys(TOKEN))
+    other = fleet.engine("kv_consumer", "fail", timeout=1.0)
+    first = make_request("first", [7] * 40, kv_source=f"127.0.0.1:{port}")
+    log = run(other, first, second := make_request("second", PROMPT, kv_source=fleet.peer))
+    assert "could not be had" in log.outputs["first"][0].error
+    assert log.token_ids("second") == solo(second)
+    silent.close()
+
+
 class Hostile:
     """Stands between, and spoils answers."""
 

@@ -337,8 +337,9 @@ class Tiers:
 
     @property
     def _hangs(self) -> bool:
-        """Whether nobody should wait for the disk."""
-        return bool(self._num_moving) and time.monotonic() > self._moved_at + GIVE_UP
+        """Whether nobody should wait for the disk; peers say themselves when they give up."""
+        patience = GIVE_UP + (self.exchange.extra.timeout if self.exchange else 0)
+        return bool(self._num_moving) and time.monotonic() > self._moved_at + patience
 
     def _write(self, stores: Sequence[Disk | Exchange], slot: int, block_hash: bytes) -> None:
         """In a thread."""
