@@ -3,7 +3,7 @@
 #include "kernels.h"
 
 #include <pthread.h>
-#include <time.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -17,17 +17,8 @@ namespace {
 
 constexpr int MAX_THREADS = 256;
 constexpr int64_t MAX_PARTS = 65535;
-using Clock = std::chrono::steady_clock;
 // Longer than the gaps between a step's kernels, short beside a step.
 constexpr auto SPIN_TIME = std::chrono::microseconds(200);
-// See Turns. A turn is shorter, and a rest longer, than the slice after which Linux gives a CPU to
-// another thread: 1.4 ms on two CPUs, more on more.
-constexpr auto TURN = std::chrono::microseconds(1000), REST = std::chrono::microseconds(1500);
-constexpr auto SHORTEST_STOP = std::chrono::microseconds(500);
-constexpr auto MOST_STOPPED = std::chrono::milliseconds(12);  // beyond 3 of 10 ms
-// At first, at most, and how soon after it a stop is of the same neighbour.
-constexpr auto PATIENCE = std::chrono::milliseconds(25), MOST_PATIENCE = 16 * PATIENCE,
-               SOON = std::chrono::milliseconds(30);
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -40,11 +31,11 @@ inline void pause() {
 // Spins until the condition holds, or for SPIN_TIME; returns whether it holds.
 template <typename Condition>
 bool spin_until(const Condition& condition) {
-    const auto end = Clock::now() + SPIN_TIME;
+    const auto end = std::chrono::steady_clock::now() + SPIN_TIME;
     do {
         for (int i = 0; i < 32; i++, pause())
             if (condition()) return true;
-    } while (Clock::now() < end);
+    } while (std::chrono::steady_clock::now() < end);
     return false;
 }
 
@@ -71,51 +62,6 @@ struct alignas(64) Share {
     }
 };
 
-// A thread whose CPU another program wants as well is stopped by the system in the midst of a part,
-// for milliseconds, and all others wait for this part. So, if it is stopped much, it stops by
-// itself for a while: between two parts, where nobody waits for it, and before the system does.
-class Turns {
-  public:
-    // At the beginning of a loop.
-    void begin() { begun = last = Clock::now(), begun_cpu = cpu_time(); }
-
-    // After each part.
-    void next() {
-        auto now = Clock::now();
-        if (now - last > SHORTEST_STOP) count_stop(now);
-        if (now < shared_until && now - turn > TURN) {
-            std::this_thread::sleep_for(REST);
-            turn = last_stop = now = Clock::now();
-            begin();
-        }
-        last = now;
-    }
-
-  private:
-    void count_stop(Clock::time_point now) {
-        const Clock::duration off = now - begun - (cpu_time() - begun_cpu);
-        if (off < SHORTEST_STOP) return;  // a long part
-        stopped = std::max(stopped - (now - last_stop) * 3 / 10, Clock::duration::zero()) + off;
-        last_stop = now;
-        if (stopped > MOST_STOPPED) {
-            patience = now - shared_until < SOON ? std::min(2 * patience, MOST_PATIENCE) : PATIENCE;
-            stopped = MOST_STOPPED, shared_until = now + patience, turn = now;
-        }
-        begin();
-    }
-
-    static std::chrono::nanoseconds cpu_time() {
-        timespec time{};
-        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-        return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
-    }
-
-    Clock::time_point begun, last, turn, last_stop, shared_until;
-    std::chrono::nanoseconds begun_cpu{0};
-    Clock::duration stopped{0};
-    std::chrono::milliseconds patience = PATIENCE;
-};
-
 class Pool {
   public:
     void run(int64_t count, int64_t size, Part part, const void* body, int threads) {
@@ -131,21 +77,16 @@ class Pool {
             { std::lock_guard<std::mutex> lock(mutex); }
             wake.notify_all();
         }
-        work(0, number, [] {});
-        const auto done = [&] { return left == 0; };
-        if (!spin_until(done)) {  // a thread with a part was interrupted: perhaps for want of a CPU
-            std::unique_lock<std::mutex> lock(mutex);
-            is_waiting = true;
-            finished.wait(lock, done);
-            is_waiting = false;
-        }
+        work(0, number);
+        const auto done = [&] { return left.load(std::memory_order_acquire) == 0; };
+        if (!spin_until(done))
+            while (!done()) sched_yield();  // a thread with a part was interrupted
     }
 
     std::atomic_flag busy = ATOMIC_FLAG_INIT;
 
   private:
-    template <typename AfterPart>
-    void work(int thread, uint32_t number, AfterPart after_part) {
+    void work(int thread, uint32_t number) {
         // If the loop ends meanwhile, these may be of the next one: but then there is no part to
         // take any more.
         const int64_t count = this->count.load(std::memory_order_relaxed);
@@ -157,11 +98,7 @@ class Pool {
             Share& share = shares[(thread + i) % threads];
             for (int64_t taken; (taken = share.take(number, i == 0)) >= 0;) {
                 part(body, taken * size, std::min((taken + 1) * size, count));
-                if (--left == 0 && is_waiting) {
-                    { std::lock_guard<std::mutex> lock(mutex); }
-                    finished.notify_one();
-                }
-                after_part();
+                left.fetch_sub(1, std::memory_order_release);
             }
         }
     }
@@ -175,7 +112,6 @@ class Pool {
     }
 
     void live(int thread) {
-        Turns turns;
         for (uint32_t seen = 0;;) {
             const bool takes_part = thread < threads.load(std::memory_order_relaxed);
             const auto has_loop = [&] { return loop.load(std::memory_order_acquire) != seen; };
@@ -186,22 +122,19 @@ class Pool {
                 sleeping--;
             }
             seen = loop.load(std::memory_order_acquire);
-            turns.begin();
-            work(thread, seen, [&] { turns.next(); });
+            work(thread, seen);
         }
     }
 
     Share shares[MAX_THREADS];
     std::atomic<uint32_t> loop{0};  // the number of the last one
-    std::atomic<int64_t> count{0}, size{0};
+    std::atomic<int64_t> count{0}, size{0}, left{0};  // left: parts of it that are not done
     std::atomic<Part> part{nullptr};
     std::atomic<const void*> body{nullptr};
     std::atomic<int> threads{0}, sleeping{0};
     int started = 0, most = MAX_THREADS;
     std::mutex mutex;
-    std::condition_variable wake, finished;
-    alignas(64) std::atomic<int64_t> left{0};  // parts of the loop that are not done
-    std::atomic<bool> is_waiting{false};
+    std::condition_variable wake;
 };
 
 Pool* pool = new Pool;  // its threads live as long as the process
