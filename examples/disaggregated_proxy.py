@@ -15,6 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+if len(sys.argv) < 3:
+    sys.exit(__doc__)
 prefill, decode, port = [*sys.argv[1:], "8000"][:3]
 http = httpx.AsyncClient(timeout=None)
 

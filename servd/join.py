@@ -126,7 +126,7 @@ def read_token(config: Config) -> str:
             raise ConfigError(f"{source}: {getattr(error, 'strerror', error)}") from None
     if not token:
         raise ConfigError(
-            "engines on several hosts need a token that these share: --join-token-file FILE, or "
+            "engines and servers that join need a token that they share: --join-token-file FILE, or "
             f"${TOKEN}; `openssl rand -hex 32` makes one"
         )
     if len(token) < MIN_TOKEN:
@@ -155,9 +155,12 @@ def terms_of(config: Config, spec: ModelSpec) -> dict[str, str]:
 def refusal(join: Join, terms: Mapping[str, str]) -> str | None:
     """Why a host cannot be joined to this one, which has these terms; None if it can."""
     if join.version != servd.__version__:
-        return f"servd {join.version} there, {servd.__version__} here: install the same version"
+        return (
+            f"servd {join.version} on the host that joins, {servd.__version__} on the head: install "
+            "the same version"
+        )
     different = [
-        f"{name}: {join.terms.get(name)} there, {value} here"
+        f"{name}: {join.terms.get(name)} on the host that joins, {value} on the head"
         for name, value in terms.items()
         if join.terms.get(name) != value
     ]

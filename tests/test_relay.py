@@ -219,11 +219,19 @@ def test_a_head_that_is_gone_is_noticed_and_another_one_is_joined(hosts):
 @pytest.mark.parametrize(
     ("options", "change", "reason"),
     [
-        ({"dtype": "float16"}, {}, r"--dtype: float16 there, auto here: make them equal"),
-        ({"max_num_seqs": 8}, {}, r"--max-num-seqs: 8 there, 4 here"),
-        ({}, {"version": "9.9"}, rf"servd 9.9 there, {servd.__version__} here"),
+        (
+            {"dtype": "float16"},
+            {},
+            r"--dtype: float16 on the host that joins, auto on the head: make them equal",
+        ),
+        ({"max_num_seqs": 8}, {}, r"--max-num-seqs: 8 on the host that joins, 4 on the head"),
+        (
+            {},
+            {"version": "9.9"},
+            rf"servd 9.9 on the host that joins, {servd.__version__} on the head",
+        ),
         ({}, {"ranks": [0, 1]}, r"engines \[0\] are not of those that may join, \[1\]"),
-        ({}, {"terms": {}}, r"the model's config.json: None there"),
+        ({}, {"terms": {}}, r"the model's config.json: None on the host that joins"),
     ],
 )
 def test_a_host_that_does_not_fit_is_told_why(hosts, options, change, reason):

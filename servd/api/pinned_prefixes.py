@@ -63,7 +63,10 @@ class PinnedPrefixes:
             log.error("--pin-prefix %s: engine %d cannot keep it: %s", file, rank, error)
         else:
             num_tokens = len(prepared[0].prompt_token_ids)
-            log.info("--pin-prefix %s: engine %d keeps %d tokens", file, rank, num_tokens)
+            log.info(
+                "--pin-prefix %s: engine %d has computed %d tokens, and keeps whole blocks of them",
+                file, rank, num_tokens,
+            )  # fmt: skip
 
 
 def _read(file: str) -> str | Chat:
@@ -71,6 +74,10 @@ def _read(file: str) -> str | Chat:
         data = Path(file).expanduser().read_bytes()
         if file.endswith(".json"):
             return parse(ChatCompletionRequest, data).chat
+        if not data:
+            raise ConfigError("the file is empty")
         return data.decode()
-    except (OSError, UnicodeDecodeError, ServdError) as error:
+    except OSError as error:
+        raise ConfigError(f"--pin-prefix {file}: {error.strerror}") from None
+    except (UnicodeDecodeError, ServdError) as error:
         raise ConfigError(f"--pin-prefix {file}: {error}") from None

@@ -68,9 +68,13 @@ def read_rows(folder: Path, file: str, num_tokens: int) -> list[list[int]]:
     """
     try:
         text = Path(file).read_text(encoding="utf8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--calibrate {file}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"--calibrate {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--calibrate {file}: this is not UTF-8 text") from None
     size = min(ROW, hf.read_spec(folder).max_position_embeddings)
+    if num_tokens < 2 * size:
+        raise ConfigError(f"--tokens {num_tokens} is too few: {2 * size} at least")
     ids = Tokenizer.load(str(folder)).encode(text, add_special_tokens=False)[:num_tokens]
     rows = [ids[start : start + size] for start in range(0, len(ids) - size + 1, size)]
     if len(rows) < 2:

@@ -14,6 +14,7 @@ from servd.cli import _calls, _options, _timeline
 from servd.cli._client import Client
 from servd.cli._server import key_of, own_server
 from servd.config import Config
+from servd.errors import ConfigError
 
 NUM_CANDIDATES = 4
 WARM_UP = "What is new takes longer."
@@ -50,7 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
         tree, text = "".join(map(_calls.to_html, calls)), html.escape("\n".join(lines))
         head = f'<!doctype html><meta charset="utf-8"><title>servd trace</title>{_calls.STYLE}'
         page = f"<h1>{html.escape(prompt)}</h1><h2>Calls</h2>{tree}<h2>Tokens</h2>"
-        Path(arguments.html).write_text(f"{head}{page}<pre>{text}</pre>", encoding="utf8")
+        try:
+            Path(arguments.html).write_text(f"{head}{page}<pre>{text}</pre>", encoding="utf8")
+        except OSError as error:
+            raise ConfigError(f"--html {arguments.html}: {error.strerror}") from None
         print(f"written to {arguments.html}")
     else:
         print("\n".join([*_calls.draw(calls), "", *lines]))

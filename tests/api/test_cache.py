@@ -116,9 +116,9 @@ async def test_prompts_of_files_stay_in_every_engine(tmp_path):
         work.cancel()
 
 
-@pytest.mark.parametrize("content", [None, "{", '{"messages": []}'])
+@pytest.mark.parametrize("content", [None, "", "{", '{"messages": []}'])
 def test_a_file_that_is_no_prompt_is_named(tmp_path, content):
-    path = tmp_path / "x.json"
+    path = tmp_path / ("x.json" if content else "x")
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigError, match=f"--pin-prefix {path}: "):

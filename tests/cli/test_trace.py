@@ -17,6 +17,7 @@ import servd
 from servd.cli import _calls, _timeline, main, trace
 from servd.cli._calls import Call
 from servd.cli._client import Client
+from servd.errors import ConfigError
 from servd.messages import EngineCoreRequest
 from servd.tracing import STAGES
 from tests.api.harness import chat_prompt, output_text, serve
@@ -135,6 +136,9 @@ async def test_a_page_of_it(tmp_path, capsys):
             html=str(file), url=served.url, prompt=PROMPT, raw=False, max_tokens=NUM_TOKENS
         )
         assert await asyncio.to_thread(trace.run, arguments) == 0
+        arguments.html = str(tmp_path / "none/trace.html")
+        with pytest.raises(ConfigError, match=f"--html {arguments.html}: No such file"):
+            await asyncio.to_thread(trace.run, arguments)
     text = file.read_text()
     names: list[str] = []
 

@@ -120,7 +120,7 @@ def test_an_executor_without_a_token_does_not_listen(monkeypatch):
         {"nnodes": 2, "tensor_parallel_size": 2, "master_addr": "127.0.0.1", "executor": "nodes"}
     )
     executor = NodesExecutor(config, FAKE_SPEC, lambda phase, fraction: None)
-    with pytest.raises(ConfigError, match="need a token that these share"):
+    with pytest.raises(ConfigError, match="need a token that they share"):
         executor.start()
     assert not listened
     executor.shutdown()

@@ -125,3 +125,27 @@ def test_what_cannot_be_is_said(
         code, said = quantize(capsys, tiny_llama, *options)
         assert code == 2 and message in said, said
         assert not made.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "told"),
+    [
+        (None, [], "--calibrate {}: No such file or directory\n"),
+        (b"\xff\xfe", [], "--calibrate {}: this is not UTF-8 text\n"),
+        (b"a", [], "--calibrate {}: 1 tokens are too few: "),
+        (b"a " * 9, ["--tokens", 5], "--tokens 5 is too few: 1024 at least\n"),
+    ],
+)
+def test_a_text_that_cannot_be_taken_is_named(
+    tmp_path: Path,
+    content: bytes | None,
+    options: list[object],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+):
+    text, made = tmp_path / "text", tmp_path / "made"
+    if content is not None:
+        text.write_bytes(content)
+    more = ("--to", "int4", "--calibrate", text, "--output", made, *options)
+    code, said = quantize(capsys, "demo", *more)
+    assert code == 2 and told.format(text) in said and not made.exists()
