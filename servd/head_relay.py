@@ -175,7 +175,7 @@ class HeadRelay(Relay):
 
     def _lose(self, host: Host, why: str) -> None:
         """API servers turn to other engines, and wait for new ones of these ranks."""
-        log.error("%s: engines %s are lost until they join again", why, host.ranks)
+        log.error("%s: ranks %s are lost until they join again", why, host.ranks)
         for rank in host.ranks:
             del self.hosts[rank]
             self.tell_lost(rank, why)

@@ -126,8 +126,8 @@ def read_token(config: Config) -> str:
             raise ConfigError(f"{source}: {getattr(error, 'strerror', error)}") from None
     if not token:
         raise ConfigError(
-            "engines and servers that join need a token that they share: --join-token-file FILE, or "
-            f"${TOKEN}; `openssl rand -hex 32` makes one"
+            "engines and servers that join need a token that they share: --join-token-file FILE, "
+            f"or ${TOKEN}; `openssl rand -hex 32` makes one"
         )
     if len(token) < MIN_TOKEN:
         raise ConfigError(
@@ -156,8 +156,8 @@ def refusal(join: Join, terms: Mapping[str, str]) -> str | None:
     """Why a host cannot be joined to this one, which has these terms; None if it can."""
     if join.version != servd.__version__:
         return (
-            f"servd {join.version} on the host that joins, {servd.__version__} on the head: install "
-            "the same version"
+            f"servd {join.version} on the host that joins, {servd.__version__} on the head: "
+            "install the same version"
         )
     different = [
         f"{name}: {join.terms.get(name)} on the host that joins, {value} on the head"
