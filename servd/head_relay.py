@@ -171,7 +171,7 @@ class HeadRelay(Relay):
         self.hosts |= dict.fromkeys(join.ranks, host)
         numbers = [self.numbers[rank] for rank in join.ranks]
         self.listener.send_to(peer, Welcome(numbers, self.start_message))
-        log.info("host %s has joined with engines %s", join.host, join.ranks)
+        log.info("host %s has joined with ranks %s", join.host, join.ranks)
 
     def _lose(self, host: Host, why: str) -> None:
         """API servers turn to other engines, and wait for new ones of these ranks."""

@@ -207,8 +207,6 @@ def find_model(model: str, revision: str | None = None, download_dir: str | None
     """
     if (folder := local_folder(model)) is not None:
         return folder
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ModelNotFound(f"there is no folder {model}")
     return _download(model, revision, download_dir, METADATA_FILES)
 
 
@@ -267,6 +265,8 @@ def _has_weights(folder: Path) -> bool:
 def _download(
     model: str, revision: str | None, download_dir: str | None, patterns: list[str]
 ) -> Path:
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ModelNotFound(f"there is no folder {model}")
     import huggingface_hub  # 0.3 s and 20 MB that a local folder does not need
     from huggingface_hub.errors import (
         HfHubHTTPError,

@@ -197,9 +197,10 @@ def test_a_local_folder_is_the_model(tmp_path, find):
 
 
 @pytest.mark.parametrize("model", ["./nothing", "/nothing/at/all", "~/nothing", "a/b/c"])
-def test_a_path_is_never_looked_up_on_the_hub(model):
+@pytest.mark.parametrize("find", [find_model, download_weights])
+def test_a_path_is_never_looked_up_on_the_hub(model, find):
     with pytest.raises(ModelNotFound, match=f"no folder {model}"):
-        find_model(model)
+        find(model)
 
 
 def test_an_unreachable_hub_is_said_with_the_remedy(tmp_path):
