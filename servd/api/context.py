@@ -127,7 +127,8 @@ def admit(
             param="priority",
             code="priority_not_allowed",
         )
-    kv_transfer.check(options, context.config, num_prompts)
+    if options.kv_source or options.is_exported:
+        kv_transfer.check(options, context.config, num_prompts)
     salt, owner = options.cache_salt, state.client
     if context.keys.is_multi_tenant:
         salt = f"{state.owner}/{salt or ''}"

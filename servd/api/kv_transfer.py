@@ -14,14 +14,12 @@ FIELD = "kv_transfer_params"
 
 
 def check(options: RequestOptions, config: Config, num_prompts: int) -> None:
-    """Whether this server takes part as the request asks. It reads from nobody whom it was not told
-    of: a client could have it connect to any host.
+    """Whether this server takes part as a request asks that names another. It reads from nobody
+    whom it was not told of: a client could have it connect to any host.
 
     Raises:
         InvalidRequest: it does not.
     """
-    if not (options.kv_source or options.is_exported):
-        return
     if (given := config.cache.kv_transfer_config) is None:
         raise InvalidRequest(f"`{FIELD}`: this server was started without {FLAG}", param=FIELD)
     transfer = KVTransferConfig.of(given)
