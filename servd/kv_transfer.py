@@ -46,7 +46,9 @@ class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         try:
             config = msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:
-            raise ConfigError(f"{FLAG} {text}: {error}") from None
+            raise ConfigError(
+                f"{FLAG} {text}: {error}; docs/disaggregated.md has its keys"
+            ) from None
         if config.kv_ip in ("*", "::", "0.0.0.0"):
             raise ConfigError(f"{FLAG}: answers name kv_ip: give the address of one interface")
         peers = config.kv_connector_extra_config.peers

@@ -397,7 +397,7 @@ def test_an_engine_that_slept_listens_again(fleet):
     ("config", "reason"),
     [
         ({}, "kv_role"),
-        ({"kv_role": "kv_producer", "kv_connector": "NixlConnector"}, "kv_connector"),
+        ({"kv_role": "kv_producer", "kv_connector": "NixlConnector"}, "kv_connector.*docs/"),
         ({"kv_role": "kv_consumer"}, "peers"),
         ({"kv_role": "kv_both", "kv_connector_extra_config": {"peers": ["x"]}}, "HOST:PORT"),
         ({"kv_role": "kv_producer", "kv_port": 0}, "kv_port"),
