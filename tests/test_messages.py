@@ -54,6 +54,8 @@ def values(kind: inspect.Type) -> st.SearchStrategy:
             return st.builds(cls, **{field.name: values(field.type) for field in fields})
         case inspect.ListType(item_type=item, min_length=least):
             return st.lists(values(item), min_size=least or 0, max_size=3)
+        case inspect.VarTupleType(item_type=item):
+            return st.lists(values(item), max_size=3).map(tuple)
         case inspect.TupleType(item_types=items):
             return st.tuples(*map(values, items))
         case inspect.DictType(key_type=key, value_type=value):

@@ -748,7 +748,7 @@ def test_models_that_are_named_are_served_as_a_folder(tmp_path: Path):
     twice = Config.load({"models": [given[0], str(tmp_path / "b" / "one")]})
     with pytest.raises(ConfigError, match="two have the name one"):
         link_models(twice, tmp_path / "again")
-    with pytest.raises(ConfigError, match="pass a local folder"):
+    with pytest.raises(ConfigError, match="there is no folder"):
         link_models(Config.load({"models": ["./no"]}), tmp_path / "none")
     with pytest.raises(ConfigError, match="give one of them"):
         check(Config.load({"models_dir": ".", "models": given}))
