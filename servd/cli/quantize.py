@@ -39,6 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     output = Path(arguments.output or f"{Path(arguments.model).name}-{arguments.to}")
     if output.exists():
         raise ConfigError(f"{output} exists already: name another folder with --output")
+    if arguments.group_size < 1:
+        raise ConfigError(f"--group-size {arguments.group_size}: must be at least 1")
     folder = hf.download_weights(arguments.model)
     rows = read_rows(folder, arguments.calibrate, arguments.tokens)
     held_out = max(len(rows) // 8, 1)

@@ -134,6 +134,7 @@ def test_what_cannot_be_is_said(
         (b"\xff\xfe", [], "--calibrate {}: this is not UTF-8 text\n"),
         (b"a", [], "--calibrate {}: 1 tokens are too few: "),
         (b"a " * 9, ["--tokens", 5], "--tokens 5 is too few: 1024 at least\n"),
+        (b"a " * 9, ["--group-size", 0], "--group-size 0: must be at least 1\n"),
     ],
 )
 def test_a_text_that_cannot_be_taken_is_named(
