@@ -66,11 +66,13 @@ def quantize(
     prefix = f"{model.base_prefix}."
     stored = {name.removeprefix(prefix): name for name in _names(folder)}
     matrices: dict[str, gptq.Codes] = {}
+    left = set(model.names.values())  # layers that stay as they are
 
     def round_(name: str, weight: Tensor, moments: Tensor, drift: Tensor) -> Tensor:
         tensor = stored.get(f"{name}.weight".removeprefix(prefix))
         if tensor is None or weight.shape[1] % group_size:
             return weight
+        left.discard(name)
         matrices[tensor] = codes = gptq.quantize(weight, moments, bits, group_size, drift)
         return codes.dequantize()
 
@@ -81,7 +83,7 @@ def quantize(
             f"{folder}: no layer has a matrix with columns in groups of {group_size}"
         )
     after = model.perplexity(torch.tensor(held_out))
-    num_bytes = checkpoint.write(folder, output, matrices)
+    num_bytes = checkpoint.write(folder, output, matrices, sorted(left))
     share = sum(each.codes.numel() for each in matrices.values()) / model.num_weights
     return Result(len(matrices), share, before, after, num_bytes)
 

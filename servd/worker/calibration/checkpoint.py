@@ -19,7 +19,7 @@ from servd.worker.calibration.gptq import Codes
 LAYOUT = "pack-quantized"
 
 
-def write(folder: Path, output: Path, matrices: dict[str, Codes]) -> int:
+def write(folder: Path, output: Path, matrices: dict[str, Codes], left: list[str]) -> int:
     """The checkpoint of `folder`, with these matrices in place of some; returns the bytes of all
     weights.
 
@@ -27,6 +27,7 @@ def write(folder: Path, output: Path, matrices: dict[str, Codes]) -> int:
         folder: of the original.
         output: a folder that is made.
         matrices: by the name of the tensor in the original.
+        left: names of the layers whose matrices stay as they are.
     """
     output.mkdir(parents=True)
     for pattern in METADATA_FILES:
@@ -49,12 +50,12 @@ def write(folder: Path, output: Path, matrices: dict[str, Codes]) -> int:
         stated = {"metadata": {"total_size": num_bytes}, "weight_map": where}
         index.write_text(json.dumps(stated, indent=2))
     config = read_json(folder / "config.json")
-    config["quantization_config"] = scheme(next(iter(matrices.values())))
+    config["quantization_config"] = scheme(next(iter(matrices.values())), left)
     (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return num_bytes
 
 
-def scheme(matrix: Codes) -> dict[str, Any]:
+def scheme(matrix: Codes, left: list[str]) -> dict[str, Any]:
     """What config.json says of the weights."""
     weights = {
         "num_bits": matrix.bits, "type": "int", "symmetric": True, "strategy": "group",
@@ -62,7 +63,7 @@ def scheme(matrix: Codes) -> dict[str, Any]:
     }  # fmt: skip
     group = {"targets": ["Linear"], "weights": weights, "format": LAYOUT}
     return {
-        "quant_method": "compressed-tensors", "format": LAYOUT, "ignore": ["lm_head"],
+        "quant_method": "compressed-tensors", "format": LAYOUT, "ignore": left,
         "quantization_status": "compressed", "config_groups": {"group_0": group},
     }  # fmt: skip
 
