@@ -28,6 +28,8 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
+from servd.cli import _client
+
 MINE, THEIRS = "key-of-the-one-beside", "key-of-the-storm"
 SCHEMA = {"allOf": [{"anyOf": [{"pattern": f"(a{{1,{i}}}){{1,900}}"}] * 50} for i in range(9)]}
 LIMITS = ["--write-timeout", "5", "--header-timeout", "10", "--max-connections", "4096"]
@@ -42,8 +44,6 @@ class Storms:
         self.arguments = arguments
         self.random = random.Random(0)
         self.problems: list[str] = []
-        self.is_over = False
-        self.seconds: list[float] = []  # of the requests beside
 
     async def run(self) -> None:
         """Start the server, and do everything to it."""
@@ -75,26 +75,20 @@ class Storms:
 
     async def measure(self, name: str, storm: Callable[[], Awaitable[Any]]) -> None:
         """The latencies of one request after the other beside a storm."""
-        begin, self.seconds, self.is_over = time.monotonic(), [], False
-        beside = asyncio.create_task(self.ask())
+        begin = time.monotonic()
+        # A process of its own: in this one it would wait for the storm's sockets.
+        beside = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-m", "benchmarks.storms", "--beside", self.address.geturl()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         await storm()
-        self.is_over = True
-        await beside
-        p99 = statistics.quantiles(self.seconds, n=100, method="inclusive")[98]
-        middle, took = statistics.median(self.seconds), time.monotonic() - begin
-        figures = f"{1000 * middle:.0f} | {1000 * p99:.0f} | {len(self.seconds)} in {took:.0f} s"
+        seconds, refused = json.loads((await beside.communicate(b""))[0])
+        self.problems += refused
+        p99 = statistics.quantiles(seconds, n=100, method="inclusive")[98]
+        middle, took = statistics.median(seconds), time.monotonic() - begin
+        figures = f"{1000 * middle:.0f} | {1000 * p99:.0f} | {len(seconds)} in {took:.0f} s"
         print(f"| {name} | {figures} |", flush=True)
-
-    async def ask(self) -> None:
-        """A client that behaves."""
-        body = {"prompt": "a normal request", "max_tokens": 20, "ignore_eos": True}
-        while not self.is_over or len(self.seconds) < 2:
-            begin = time.monotonic()
-            answer = await self.http.post("/v1/completions", json=body)
-            if answer.status_code != 200:
-                self.problems.append(answer.text)
-            self.seconds.append(time.monotonic() - begin)
-            await asyncio.sleep(0.02)
 
     async def settle(self) -> None:
         """Wait until nothing is open, and say what there is."""
@@ -162,6 +156,23 @@ class Storms:
         await self.many(50, 10, one)
 
 
+def beside(url: str) -> None:
+    """A client that behaves, until stdin ends; prints its seconds, and what was refused."""
+    with contextlib.suppress(PermissionError):
+        os.nice(-5)  # one that waits for a CPU would measure itself
+    body = {"prompt": "a normal request", "max_tokens": 20, "ignore_eos": True}
+    seconds, refused, over = list[float](), list[str](), threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+    client = _client.Client(url, MINE)
+    while not over.wait(0.02) or len(seconds) < 2:
+        begin = time.monotonic()
+        answer = client.ask("POST", "/v1/completions", body)
+        seconds.append(time.monotonic() - begin)
+        if answer.status != 200:
+            refused.append(str(answer.body))
+    print(json.dumps((seconds, refused)))
+
+
 def post(body: dict[str, Any]) -> bytes:
     """A request of the storm's key."""
     content = json.dumps(body).encode()
@@ -176,7 +187,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="[%(default)s]")
     parser.add_argument("--alone", type=float, default=20, metavar="S", help="[%(default)s]")
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="of servd serve")
+    parser.add_argument("--beside", metavar="URL", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.beside:
+        beside(arguments.beside)
+        return 0
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(65536, most), most))
     storms = Storms(arguments)
