@@ -140,7 +140,9 @@ class EngineCore:
                 self._harvest()
             self.in_flight.append(self.executor.sample_tokens(grammars.bitmask()))
             record.launched_ns = now_ns()
-        if self.in_flight and (scheduled is None or len(self.in_flight) >= self.depth):
+        # What only the background waits for leaves room in flight: who comes is a step sooner.
+        depth = max(self.depth - self.scheduler.is_background, 1)
+        if self.in_flight and (scheduled is None or len(self.in_flight) >= depth):
             self._harvest()
         elif scheduled is None and self.scheduler.kv_cache.wait():
             self.on_wait()

@@ -169,6 +169,11 @@ class Scheduler:
         self._freed_slots = []
 
     @property
+    def is_background(self) -> bool:
+        """Whether all that runs is of lower lanes."""
+        return bool(self.running) and self.running[0].order[0] > 0
+
+    @property
     def newest(self) -> StepRecord:
         """Record of the step that `schedule` returned last."""
         return self._in_flight[-1].record
@@ -357,7 +362,7 @@ class Scheduler:
         self.waiting.add(request)
         self._stats.num_preemptions += 1
         logger.debug(
-            "KV cache full: request %s (%d tokens) yields; %d running, %d waiting",
+            "request %s (%d tokens) yields; %d running, %d waiting",
             request.request_id, len(request.token_ids), len(self.running), len(self.waiting),
         )  # fmt: skip
 

@@ -340,6 +340,19 @@ def test_the_background_yields_its_slots_within_a_step():
     assert simulation.first["i"] - 1.0 <= 2 * (STEP + 40 * TOKEN)
 
 
+def test_no_second_step_of_the_background_is_in_the_way_of_who_comes():
+    engine = make_engine(max_num_seqs=4, depth=2)
+    for i in range(2):
+        engine.handle(make_request(f"f{i}", [i], 50, lane=1))
+    for _ in range(5):
+        engine.step()
+        assert not engine.in_flight
+    engine.handle(make_request("i", [7], 9))
+    for _ in range(3):
+        engine.step()
+        assert len(engine.in_flight) == 1
+
+
 def test_the_background_ends_with_its_own_tokens():
     engine = make_engine(max_num_seqs=2, num_blocks=64)
     background = [make_request(f"f{i}", [i, 1, 2, 3, 4], 12, lane=1) for i in range(4)]
