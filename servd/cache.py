@@ -28,10 +28,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(description='Memory for the KV cache: bytes or "2GiB". Default: from what is free.'),
     ] = None
     kv_cache_dtype: Annotated[
-        Literal["auto", "fp8"],
+        Literal["auto", "float16", "bfloat16", "int8", "fp8"],
         Meta(
-            description="Type of keys and values. auto: --dtype. fp8: e4m3, half the bytes of 16 "
-            "bits."
+            description="Type of keys and values. auto: --dtype. On CPUs: float16, bfloat16; int8, "
+            "with a scale for each token and head. fp8: e4m3, for GPUs, half the bytes of 16 bits."
         ),
     ] = "auto"
     enable_prefix_caching: Annotated[

@@ -186,6 +186,11 @@ def _check_together(config: Config, spec: ModelSpec) -> None:
     if config.cache.kv_transfer_config is not None:
         read_token(config)
     model, num_stages = config.model, config.parallel.pipeline_parallel_size
+    kept = config.cache.kv_cache_dtype
+    if config.parallel.device == "cuda" and kept not in ("auto", "fp8", model.dtype):
+        raise ConfigError(
+            f"--kv-cache-dtype {kept} is for CPUs: on a GPU, take fp8, which has 8 bits, or auto"
+        )
     if num_stages == 1:
         return
     flag = f"--pipeline-parallel-size {num_stages}"

@@ -199,6 +199,10 @@ def test_resolving_twice_changes_nothing_and_a_step_holds_a_token_of_each(
             {"cpu_activation_dtype": "int8"},
             ["--cpu-activation-dtype", "--quantization int8 or int4"],
         ),
+        *(
+            (CUDA, {"kv_cache_dtype": name}, [f"--kv-cache-dtype {name}", "on a GPU, take fp8"])
+            for name in ("int8", "float16")
+        ),
         (
             CPU,
             {"attention_backend": "fast"},

@@ -29,7 +29,10 @@ def bytes_per_block(backend: Backend[Any], model: Loadable) -> int:
 
 def dtype_of(config: Config, dtype: torch.dtype) -> torch.dtype:
     """What keys and values are stored as, in a model of type `dtype`."""
-    return torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8" else dtype
+    name = config.cache.kv_cache_dtype
+    if name == "auto":
+        return dtype
+    return torch.float8_e4m3fn if name == "fp8" else getattr(torch, name)
 
 
 def count_blocks(

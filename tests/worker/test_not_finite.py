@@ -25,12 +25,17 @@ def nan_at_position_40(tiny_gpt2: Path, tmp_path: Path) -> Path:
     return path.parent
 
 
-@pytest.mark.parametrize("backend", ["native", "torch_sdpa"])
-def test_a_request_that_meets_nan_ends_and_its_blocks_serve_others(nan_at_position_40, backend):
+@pytest.mark.parametrize(
+    ("backend", "kv_cache_dtype"), [("native", "auto"), ("torch_sdpa", "auto"), ("native", "int8")]
+)
+def test_a_request_that_meets_nan_ends_and_its_blocks_serve_others(
+    nan_at_position_40, backend, kv_cache_dtype
+):
     llm = LLM(
         str(nan_at_position_40),
         device="cpu",
         attention_backend=backend,
+        kv_cache_dtype=kv_cache_dtype,
         max_model_len=64,
         max_num_seqs=4,
         max_num_batched_tokens=64,

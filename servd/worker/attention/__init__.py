@@ -18,6 +18,7 @@ from torch import Tensor
 
 from servd import plugins
 from servd.errors import ConfigError
+from servd.worker.attention import _int8
 from servd.worker.layers.rotary import Rotation, rotate
 
 log = logging.getLogger("servd.worker")
@@ -132,7 +133,8 @@ class Backend(ABC, Generic[Metadata]):
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Shape of one layer's cache: keys and values, then blocks."""
         spec = self.spec
-        return (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        size = _int8.row_size(spec.kv_dtype, spec.head_dim)
+        return (2, num_blocks, spec.block_size, spec.num_kv_heads, size)
 
     @abstractmethod
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
@@ -149,7 +151,8 @@ class Backend(ABC, Generic[Metadata]):
     ) -> Tensor:
         """Turn queries and keys by their positions, and store keys and values at their slots.
 
-        Numbers beyond the range of a cache of float8_e4m3fn become its largest.
+        Numbers beyond the range of a cache of float8_e4m3fn become its largest; for int8 see
+        `_int8`.
 
         Args:
             q: [num_tokens, num_heads, head_dim].
@@ -171,6 +174,8 @@ class Backend(ABC, Generic[Metadata]):
         if kv_cache.dtype == torch.float8_e4m3fn:
             largest = torch.finfo(kv_cache.dtype).max
             k, v = k.clamp(-largest, largest), v.clamp(-largest, largest)
+        if kv_cache.dtype == torch.int8:
+            k, v = _int8.pack(k), _int8.pack(v)
         cache = kv_cache.view(2, -1, *k.shape[1:])
         cache[0, metadata.slot_mapping] = k.to(cache.dtype)
         cache[1, metadata.slot_mapping] = v.to(cache.dtype)
@@ -229,6 +234,11 @@ def make_backend(name: str, spec: AttentionSpec) -> tuple[str, Backend[Any]]:
     Raises:
         ConfigError: no such backend, or it cannot run here; with its reason.
     """
+    if spec.device.type == "cpu" and spec.kv_dtype == torch.float8_e4m3fn:
+        log.warning(
+            "--kv-cache-dtype fp8 is for GPUs; on a CPU it is slow, as no kernel reads it: int8 "
+            "takes nearly as little memory"
+        )
     for candidate in auto_backends(spec.device.type) if name == "auto" else (name,):
         backend = plugins.load(__name__, candidate, "Backend")
         reason = backend.supports(spec)

@@ -1,4 +1,4 @@
-"""Attention on a CPU by ops/cpu/attention.cpp: reads the paged KV cache in place, of 16 or 32 bits;
+"""Attention on a CPU by ops/cpu/attention.cpp: reads the paged KV cache in place, of 8 to 32 bits;
 float32 sums.
 """
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from servd.worker.attention import AttentionBatch, AttentionSpec
+from servd.worker.attention import AttentionBatch, AttentionSpec, _int8
 from servd.worker.attention import Backend as AttentionBackend
 from servd.worker.layers.rotary import Rotation
 from servd.worker.ops.native import TYPES, call, library
 
 MAX_HEAD_DIM = 256
-KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that the kernels are compiled for
-TILE_KEYS = 256  # as in attention.cpp: the tiles of a window begin at a multiple of it
+# That the kernels are compiled for.
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 VECTOR = 16  # elements of the widest vector: block size and head dimension are multiples of it
 
 
@@ -38,7 +38,7 @@ class Backend(AttentionBackend[Metadata]):
 
     auto_order = {"cpu": 10}
     supports_tails = True
-    num_read_before = TILE_KEYS - 1
+    num_read_before = 0
     supports_bidirectional = True
     supports_soft_cap = True
     is_batch_invariant = True
@@ -61,7 +61,7 @@ class Backend(AttentionBackend[Metadata]):
         if spec.dtype != torch.float32:
             return f"computes in float32, not {spec.dtype}"
         if spec.kv_dtype not in KV_DTYPES:
-            return f"needs a cache of 16 or 32 bits, not {spec.kv_dtype}"
+            return f"needs a cache of int8, or of floats of 16 or 32 bits, not {spec.kv_dtype}"
         if spec.head_dim % VECTOR or spec.head_dim > MAX_HEAD_DIM:
             return (
                 f"needs a head_dim that is a multiple of {VECTOR} up to {MAX_HEAD_DIM}, not "
@@ -73,10 +73,11 @@ class Backend(AttentionBackend[Metadata]):
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Keys are [blocks, kv_heads, head_dim, block_size] in it, values [blocks, kv_heads,
-        block_size, head_dim].
+        block_size, head_dim]; of int8, each head is followed by scales, float32 [block_size].
         """
         spec = self.spec
-        return (2, num_blocks, spec.num_kv_heads, spec.block_size * spec.head_dim)
+        size = spec.block_size * _int8.row_size(spec.kv_dtype, spec.head_dim)
+        return (2, num_blocks, spec.num_kv_heads, size)
 
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
         """Nothing to compute."""
@@ -111,12 +112,16 @@ class Backend(AttentionBackend[Metadata]):
     def move(self, kv_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
         """In the layout of `kv_cache_shape`."""
         size = self.spec.block_size
-        keys, values = kv_cache[0].unflatten(-1, (-1, size)), kv_cache[1].unflatten(-1, (size, -1))
+        numbers, scales = kv_cache.tensor_split([size * self.spec.head_dim], dim=-1)
+        keys, *rows = numbers[0].unflatten(-1, (-1, size)), numbers[1].unflatten(-1, (size, -1))
+        if scales.shape[-1]:
+            rows.extend(scales.unflatten(-1, (size, -1)))
         (block, offset), (to_block, to_offset) = (
             (slots // size, slots % size) for slots in (sources, targets)
         )
         keys[to_block, :, :, to_offset] = keys[block, :, :, offset]
-        values[to_block, :, to_offset] = values[block, :, offset]
+        for each in rows:
+            each[to_block, :, to_offset] = each[block, :, offset]
 
     def attend(
         self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None

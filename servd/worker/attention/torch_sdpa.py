@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from servd.worker.attention import AttentionBatch, AttentionSpec
+from servd.worker.attention import AttentionBatch, AttentionSpec, _int8
 from servd.worker.attention import Backend as AttentionBackend
 from servd.worker.device import upload
 
@@ -144,7 +144,7 @@ class Backend(AttentionBackend[Metadata]):
         self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
     ) -> Tensor:
         """Group by group."""
-        # [num_blocks, block_size * kv_heads * head_dim]
+        # [num_blocks, block_size * kv_heads * numbers of a head]
         key_blocks, value_blocks = kv_cache.flatten(2)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in metadata.groups:
@@ -190,11 +190,18 @@ class Backend(AttentionBackend[Metadata]):
 
     def _gather(self, blocks: Tensor, group: Group) -> Tensor:
         """The group's keys or values, [num_rows, kv_heads, num_blocks * block_size, head_dim]."""
-        spec, shape = self.spec, (-1, self.spec.num_kv_heads, self.spec.head_dim)
-        keys = blocks.index_select(0, group.blocks).to(spec.dtype).view(shape)
+        spec = self.spec
+        size = _int8.row_size(spec.kv_dtype, spec.head_dim)
+        shape = (-1, spec.num_kv_heads, size)
+
+        def wide(rows: Tensor) -> Tensor:
+            is_packed = rows.dtype == torch.int8
+            return _int8.unpack(rows, spec.dtype) if is_packed else rows.to(spec.dtype)
+
+        keys = wide(blocks.index_select(0, group.blocks).view(shape))
         if group.tails is not None:
             numbers, slots = group.tails
-            keys[numbers] = blocks.view(shape)[slots].to(spec.dtype)
+            keys[numbers] = wide(blocks.view(shape)[slots])
         # What others left there may be NaN, which no weight of zero takes away.
         keys = keys.unflatten(0, (group.num_rows, -1)).masked_fill_(group.unseen, 0)
         return keys.transpose(1, 2)

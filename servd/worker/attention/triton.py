@@ -73,6 +73,8 @@ class Backend(AttentionBackend[Metadata]):
             return "the interpreter cannot multiply bfloat16"
         if spec.head_dim & (spec.head_dim - 1) or not 16 <= spec.head_dim <= 256:
             return f"needs a head_dim that is a power of two from 16 to 256, not {spec.head_dim}"
+        if spec.kv_dtype == torch.int8:
+            return "needs a cache of floats: --kv-cache-dtype fp8 has 8 bits"
         if spec.kv_dtype == torch.float8_e4m3fn and spec.device.type == "cuda":
             capability = torch.cuda.get_device_capability(spec.device)
             if capability < (8, 9):

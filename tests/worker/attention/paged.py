@@ -57,6 +57,15 @@ def rotated(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
     return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
 
 
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """[..., head_dim] as a cache of int8 keeps it: float32 for the scale, of a 127th of the largest
+    number, and for what is rounded, half to even.
+    """
+    wide = x.float().numpy()
+    scale = np.maximum(np.abs(wide).max(-1, keepdims=True) / np.float32(127), np.float32(1e-12))
+    return torch.from_numpy(np.rint(wide / scale).astype(np.float64) * scale)
+
+
 class Rows:
     """Requests with random queries, keys and values at every position, and scattered blocks.
 
@@ -99,9 +108,8 @@ class Rows:
             ]
             for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         )
-        if (
-            spec.kv_dtype != spec.dtype
-        ):  # what the cache can hold: rounding is none of the backends' business
+        # What the cache can hold: rounding is none of the backends' business, but with int8.
+        if spec.kv_dtype not in (spec.dtype, torch.int8):
             self.keys, self.values = (
                 [x.to(spec.kv_dtype).to(spec.dtype) for x in part]
                 for part in (self.keys, self.values)
@@ -207,17 +215,20 @@ class Rows:
             self.write(backend, cache, metadata, nothing, self.computed)
         return self.step(backend, cache, self.computed, self.seq_lens)
 
-    def expected(self) -> torch.Tensor:
-        """What the step yields, in float64."""
+    def expected(self, rounds: bool = True) -> torch.Tensor:
+        """What the step yields, in float64; `rounds`: from a cache of its type."""
         spec, outputs = self.spec, []
         for row, (computed, length) in enumerate(zip(self.computed, self.seq_lens, strict=True)):
             rotation = self.rotation(torch.arange(length))
             q, keys = rotated(self.q[row], rotation), rotated(self.keys[row], rotation)
+            values = self.values[row]
+            if spec.kv_dtype == torch.int8 and rounds:
+                keys, values = rounded(keys), rounded(values)
             outputs.append(
                 dense(
                     q[computed:],
                     keys,
-                    self.values[row],
+                    values,
                     spec.sliding_window,
                     spec.head_dim**-0.5,
                     spec.is_causal,

@@ -12,12 +12,13 @@ import torch
 
 from servd import plugins
 from servd.errors import ConfigError
-from servd.worker.attention import AttentionSpec, auto_backends, make_backend
+from servd.worker.attention import AttentionSpec, _int8, auto_backends, make_backend
 from servd.worker.ops.native import library
-from tests.worker.attention.paged import Rows
+from tests.worker.attention.paged import Rows, rounded
 
 BACKENDS = plugins.names("servd.worker.attention")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+CPU = torch.device("cpu")
 DEVICES = [("cpu", torch.float32), *(("cuda", dtype) for dtype in TOLERANCE)]
 
 # (tokens computed before, tokens of this step) per row
@@ -148,7 +149,9 @@ def test_the_last_tokens_of_rows_may_lie_anywhere(name, device, tail, window):
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic")
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "kv_dtype", [torch.float32, torch.float16, torch.float8_e4m3fn, torch.int8], ids=str
+)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_moved_keys_and_values_are_found_where_they_went(name, kv_dtype):
     spec = AttentionSpec(4, 2, 16, 16, None, torch.float32, kv_dtype, torch.device("cpu"))
@@ -183,6 +186,56 @@ def test_the_cache_may_be_narrower(name: str, device: str, kv_dtype: torch.dtype
     torch.testing.assert_close(
         rows.run(backend_class(spec)).double(), rows.expected(), atol=1e-5, rtol=0
     )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [None, 1, 20])
+@pytest.mark.parametrize("batch", ["decode", "mixed", "long"])
+@pytest.mark.parametrize("name", ["native", "torch_sdpa"])
+def test_a_cache_of_int8_has_a_scale_for_each_token_and_head(
+    name: str, batch: str, window: int | None, shape: str
+):
+    """As good as float64 from the same cache; and its rounding costs what the docs say."""
+    *sizes, rotary = SHAPES[shape]
+    spec = AttentionSpec(*sizes, 16, window, torch.float32, torch.int8, torch.device("cpu"))
+    backend_class = plugins.load("servd.worker.attention", name, "Backend")
+    if (reason := backend_class.supports(spec)) is not None:
+        pytest.skip(f"{name}: {reason}")
+    rows = Rows(spec, BATCHES[batch], rotary)
+    # Of tokens and heads that differ: one scale for all would lose the small ones.
+    for part in (rows.keys, rows.values):
+        for row, x in enumerate(part):
+            part[row] = x * 2.0 ** torch.randint(
+                -9, 2, x.shape[:2], generator=torch.Generator().manual_seed(row)
+            ).unsqueeze(2)
+    out = rows.run(backend_class(spec)).double()
+    # A key that is turned differs in its last bit, and that can decide how a number is rounded.
+    torch.testing.assert_close(out, rows.expected(), atol=2e-2 if rotary else 1e-5, rtol=0)
+    exact = rows.expected(rounds=False)
+    assert 0 < (out - exact).norm() / exact.norm() < 0.012
+
+
+def test_a_cache_of_int8_keeps_its_numbers_to_a_254th_of_the_largest():
+    x = torch.randn(50, 3, 64, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(
+        -2, 1
+    ).view(3, 1)
+    x[3, 1] = 0
+    x[4, 1, 5], x[5, 1, 6] = torch.inf, torch.nan
+    packed = _int8.pack(x)
+    assert packed.shape == (50, 3, _int8.row_size(torch.int8, 64)) and packed.dtype == torch.int8
+    got = _int8.unpack(packed, torch.float32)
+    assert bool(got[4:6, 1].isnan().all())
+    got[4:6, 1] = x[4:6, 1] = 0
+    limit = x.abs().amax(-1, keepdim=True) / 254 * (1 + 1e-5)
+    assert bool(((got - x).abs() <= limit).all())
+    assert torch.equal(got.double(), rounded(x).float().double())
+
+
+def test_a_cache_of_fp8_is_said_to_be_slow_on_a_cpu(caplog: pytest.LogCaptureFixture):
+    spec = AttentionSpec(4, 4, 32, 16, None, torch.float32, torch.float8_e4m3fn, CPU)
+    assert make_backend("auto", spec)[0] == "torch_sdpa"
+    assert "fp8 is for GPUs; on a CPU it is slow" in caplog.text
+    assert "int8 takes nearly as little memory" in caplog.text
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

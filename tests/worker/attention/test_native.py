@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from servd.worker.attention import AttentionBatch, AttentionSpec
-from servd.worker.attention.native import Backend
+from servd.worker.attention.native import KV_DTYPES, Backend
 from servd.worker.ops.native import library
 from tests.worker.attention.paged import Rows
 
@@ -23,13 +23,17 @@ SPEC = AttentionSpec(4, 2, 16, 16, None, torch.float32, torch.float32, torch.dev
 pytestmark = pytest.mark.skipif(library() is None, reason="servd was installed without a compiler")
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("window", [None, 300])
-def test_chunks_of_a_prompt_yield_what_the_whole_yields_to_the_bit(window: int | None):
+def test_chunks_of_a_prompt_yield_what_the_whole_yields_to_the_bit(
+    window: int | None, kv_dtype: torch.dtype
+):
     """Chunks of one part of the context and of several, and of few queries and many."""
-    rows = Rows(dataclasses.replace(SPEC, sliding_window=window), [(0, 2100)], rotary=True)
+    spec = dataclasses.replace(SPEC, sliding_window=window, kv_dtype=kv_dtype)
+    rows = Rows(spec, [(0, 2100)], rotary=True)
     backend = Backend(rows.spec)
     whole = rows.run(backend)
-    cache = torch.zeros(backend.kv_cache_shape(rows.num_blocks))
+    cache = torch.zeros(backend.kv_cache_shape(rows.num_blocks), dtype=kv_dtype)
     cuts = [0, 37, 1024, 1030, 2000, 2001, 2100]
     chunks = [
         rows.step(backend, cache, np.array([first]), np.array([last]))
@@ -38,7 +42,7 @@ def test_chunks_of_a_prompt_yield_what_the_whole_yields_to_the_bit(window: int |
     assert torch.equal(torch.cat(chunks), whole)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
 @pytest.mark.parametrize("num_drafts", [1, 4, 8])
 def test_drafts_beside_a_token_change_no_bit_of_it(kv_dtype: torch.dtype, num_drafts: int):
     """Each token of a row with drafts is a row of its own, over the blocks that they share."""
@@ -125,7 +129,7 @@ def test_blocks_that_are_not_read_may_be_any():
     """Those before a window are another's by now, and those past the end never were the row's."""
     backend = Backend(dataclasses.replace(SPEC, sliding_window=16))
     tables = torch.full((1, 60), 1 << 30, dtype=torch.int32)
-    tables[0, 32:50] = 0  # from the window's tile of 256 keys on
+    tables[0, 49] = 0  # which the window is in
     one = AttentionBatch(
         query_lens=np.array([1]),
         seq_lens=np.array([800]),
@@ -137,6 +141,23 @@ def test_blocks_that_are_not_read_may_be_any():
     cache = torch.zeros(backend.kv_cache_shape(1))
     out = backend.attend(torch.ones(1, 4, 16), cache, backend.build_metadata(one), 1.0, None)
     assert torch.equal(out, torch.zeros(1, 4, 16))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8], ids=str)
+def test_what_is_in_blocks_before_a_window_is_not_read(kv_dtype: torch.dtype):
+    """Nor does it change a bit where the window begins."""
+    spec = dataclasses.replace(SPEC, sliding_window=100, kv_dtype=kv_dtype)
+    rows = Rows(spec, [(1400, 1), (611, 1), (355, 9), (1023, 2)])
+    backend = Backend(spec)
+    cache = torch.zeros(backend.kv_cache_shape(rows.num_blocks), dtype=kv_dtype)
+    nothing = np.zeros_like(rows.computed)
+    rows.step(backend, cache, nothing, rows.computed)
+    expected = rows.step(backend, cache, rows.computed, rows.seq_lens)
+    for row, computed in enumerate(rows.computed):
+        given_back = rows.tables[row, : (computed - 99) // 16]
+        cache.view(torch.uint8)[:, given_back] = 255  # NaN, as floats and as scales
+    again = rows.step(backend, cache, rows.computed, rows.seq_lens)
+    assert torch.equal(again, expected) and bool(expected.isfinite().all())
 
 
 def test_a_prompt_takes_no_memory_for_every_part_of_its_context():

@@ -2,7 +2,8 @@
 //
 // The cache of a layer is keys [blocks, kv_heads, head_dim, block_size], then values
 // [blocks, kv_heads, block_size, head_dim]: a vector of keys holds one dimension of neighbouring
-// tokens, so that scores need no sums across a vector.
+// tokens, so that scores need no sums across a vector. Of int8, what a head has of a block is
+// followed by a float for each token, its scale.
 //
 // As in FlashAttention, a tile of queries reads a tile of keys at a time, with an online softmax.
 // As in FlashDecoding, a long context is split, and the partial results are merged.
@@ -26,6 +27,7 @@ constexpr int64_t MIN_TILES = 64;
 constexpr int MAX_HEAD_DIM = 256;
 constexpr int MIN_BLOCK_SIZE = 16;
 constexpr int MAX_TAIL = 64;
+constexpr float SMALLEST_SCALE = 1e-12f;
 
 struct Attention {
     const float* q;  // [num_tokens, num_heads, head_dim]
@@ -146,6 +148,16 @@ void accumulate_values(const Attention& a, QueryTile& tile, int from, const Valu
         accumulate_dims<ROWS, 1>(a, tile, from, d, spans, num_spans, weights);
 }
 
+// Whether numbers of a cache of this type have a scale for each token and head.
+template <typename C>
+constexpr bool HAS_SCALES = std::is_same_v<C, int8_t>;
+
+// Numbers of the type that a token's keys or values of a head take.
+template <typename C>
+constexpr int64_t size_with_scale(int64_t head_dim) {
+    return head_dim + (HAS_SCALES<C> ? sizeof(float) : 0);
+}
+
 // Calls body(count, first row): as many rows at once as the registers hold, then one by one.
 template <typename Body>
 inline void for_rows(int count, Body body) {
@@ -153,6 +165,10 @@ inline void for_rows(int count, Body body) {
     int row = 0;
     for (; row + MANY <= count; row += MANY) body(std::integral_constant<int, MANY>{}, row);
     for (; row < count; row++) body(std::integral_constant<int, 1>{}, row);
+}
+
+void multiply(float* x, const float* factors, int count) {
+    for (int j = 0; j < count; j += WIDTH) store(x + j, load(x + j) * load(factors + j));
 }
 
 // cap * tanh(score / cap)
@@ -198,16 +214,18 @@ template <typename C>
 void attend_keys(const Attention& a, QueryTile& tile, const int32_t* block_table, int64_t kv_head,
                  int64_t begin, int64_t end) {
     alignas(64) float scores[MAX_TILE_QUERIES][TILE_KEYS];
+    alignas(64) float key_scales[TILE_KEYS], value_scales[TILE_KEYS];
     ValueSpan<C> spans[TILE_KEYS / MIN_BLOCK_SIZE + 1 + MAX_TAIL];
-    const int64_t head_size = a.head_dim * a.block_size;
+    const int64_t head_size = size_with_scale<C>(a.head_dim) * a.block_size;
     const auto head_in = [&](const void* cache, int64_t block) {
         return static_cast<const C*>(cache) + (block * a.kv_heads + kv_head) * head_size;
     };
     const auto head_of = [&](const void* cache, int64_t key) {  // in the key's block
         return head_in(cache, block_table[key / a.block_size]);
     };
-    for (int64_t start = begin; start < end; start += TILE_KEYS) {
-        const int count = int(std::min<int64_t>(TILE_KEYS, end - start));
+    for (int64_t start = begin, stop; start < end; start = stop) {
+        stop = std::min((start / TILE_KEYS + 1) * TILE_KEYS, end);
+        const int count = int(stop - start);
         // The first of the tail's keys.
         const int tail = int(std::clamp<int64_t>(tile.tail_begin - start, 0, count));
         const auto slot_of = [&](int j) { return tile.tail[start + j - tile.tail_begin]; };
@@ -216,17 +234,22 @@ void attend_keys(const Attention& a, QueryTile& tile, const int32_t* block_table
             // Not 0: blocks do not fill a tile.
             const int64_t offset = (j < tail ? start + j : slot_of(j)) % a.block_size;
             const int size = j < tail ? int(std::min<int64_t>(a.block_size - offset, tail - j)) : 1;
-            const C* head = j < tail ? head_of(a.values, start + j)
-                                     : head_in(a.values, slot_of(j) / a.block_size);
-            const C* values = head + offset * a.head_dim;
+            const int64_t block = j < tail ? block_table[(start + j) / a.block_size]
+                                           : slot_of(j) / a.block_size;
+            const C* values = head_in(a.values, block) + offset * a.head_dim;
             spans[num_spans] = {values, j, size, nullptr};
+            if constexpr (HAS_SCALES<C>) {
+                const int64_t at = a.head_dim * a.block_size + offset * sizeof(float);
+                memcpy(key_scales + j, head_in(a.keys, block) + at, size * sizeof(float));
+                memcpy(value_scales + j, head_in(a.values, block) + at, size * sizeof(float));
+            }
             if (num_spans > 0) spans[num_spans - 1].next = values;
             j += size;
         }
         // After the last values: the next tile's keys, or those of the next head, whose task is
         // often the next one.
-        const bool is_last = start + count == end, has_next_head = kv_head + 1 < a.kv_heads;
-        spans[num_spans - 1].next = head_of(a.keys, is_last ? begin : start + count) +
+        const bool is_last = stop == end, has_next_head = kv_head + 1 < a.kv_heads;
+        spans[num_spans - 1].next = head_of(a.keys, is_last ? begin : stop) +
                                     (is_last && has_next_head ? head_size : 0);
         const auto key_at = [&](int j) {
             return head_of(a.keys, start + j) + (start + j) % a.block_size;
@@ -253,8 +276,10 @@ void attend_keys(const Attention& a, QueryTile& tile, const int32_t* block_table
             for (int row = 0; row < tile.count; row++) scores[row][j] = found[row][offset % WIDTH];
         }
         for (int row = 0; row < tile.count; row++) {
+            if constexpr (HAS_SCALES<C>) multiply(scores[row], key_scales, count);
             if (a.soft_cap > 0) cap_scores(scores[row], count, a.soft_cap);
             online_softmax(tile, row, scores[row], start, count, a.head_dim);
+            if constexpr (HAS_SCALES<C>) multiply(scores[row], value_scales, count);
         }
         for_rows(tile.count, [&](auto rows, int row) {
             accumulate_values<rows.value>(a, tile, row, spans, num_spans, scores);
@@ -300,9 +325,10 @@ void attend_splits(const Attention& a, QueryTile& tile, const int32_t* block_tab
             tile.sum[i] = 0;
             memset(tile.acc[i], 0, a.head_dim * 4);
         }
-        // Tiles begin at multiples of TILE_KEYS, so that a key is in the same tile for every query
-        // of the sequence.
-        const int64_t begin = std::max(split * SPLIT_KEYS, first_key / TILE_KEYS * TILE_KEYS);
+        // Tiles end at multiples of TILE_KEYS and begin with a vector, so that a key is in the same
+        // tile and lane for every query of the sequence. Blocks before a window are not read.
+        const int64_t begin =
+            std::max(split * SPLIT_KEYS, first_key / MIN_BLOCK_SIZE * MIN_BLOCK_SIZE);
         const int64_t end = std::min((split + 1) * SPLIT_KEYS, last_key);
         if (begin < end) attend_keys<C>(a, tile, block_table, task.kv_head, begin, end);
         for (int i = 0; i < tile.count; i++) {
@@ -394,6 +420,32 @@ void attend_batch(const Attention& a, const int64_t* query_lens, const int64_t* 
     });
 }
 
+// Writes numbers of a head to every `stride`-th place from `to` on.
+template <typename C>
+inline void write_head(const float* from, int64_t size, C* to, int64_t stride, float*) {
+    for (int64_t d = 0; d < size; d++) narrow(from[d], to + d * stride);
+}
+
+// As whole numbers of at most 127, and a scale: NaN where a number is not finite.
+inline void write_head(const float* from, int64_t size, int8_t* to, int64_t stride, float* scale) {
+    Vec largest{}, poison{};
+    for (int64_t d = 0; d < size; d += WIDTH) {
+        const Vec x = load(from + d), positive = (Vec)((IntVec)x & 0x7fffffff);
+        largest = select(positive > largest, positive, largest);
+        poison += x * 0.0f;  // 0, or NaN
+    }
+    float most = 0;
+    for (int i = 0; i < WIDTH; i++) most = std::max(most, largest[i]);
+    const float step = std::max(most / 127, SMALLEST_SCALE);
+    *scale = step + sum(poison);
+    const bool is_finite = *scale == step;
+    const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+    for (int64_t d = 0; d < size; d += WIDTH) {
+        const Vec code = (load(from + d) / step + shift) - shift;
+        for (int i = 0; i < WIDTH; i++) to[(d + i) * stride] = is_finite ? int8_t(code[i]) : 0;
+    }
+}
+
 // Rotates queries (into q_out) and keys, and writes keys and values to the cache.
 template <typename C>
 void write_tokens(const float* q, int64_t q_stride, const float* k, int64_t k_stride,
@@ -401,7 +453,7 @@ void write_tokens(const float* q, int64_t q_stride, const float* k, int64_t k_st
                   const float* sin, C* keys, C* values, const int64_t* slot_mapping,
                   int64_t num_tokens, int64_t num_heads, int64_t kv_heads, int64_t head_dim,
                   int64_t block_size) {
-    const int64_t half = head_dim / 2, head_size = head_dim * block_size;
+    const int64_t half = head_dim / 2, head_size = size_with_scale<C>(head_dim) * block_size;
     parallel_for(num_tokens, 1, [&](int64_t token) {
         const float* c = cos ? cos + token * half : nullptr;
         const float* s = sin ? sin + token * half : nullptr;
@@ -418,20 +470,25 @@ void write_tokens(const float* q, int64_t q_stride, const float* k, int64_t k_st
         const int64_t offset = slot_mapping[token] % block_size;
         for (int64_t head = 0; head < kv_heads; head++) {
             const float* from = k + token * k_stride + head * head_dim;
-            C* key = keys + (block * kv_heads + head) * head_size + offset;
-            C* value = values + (block * kv_heads + head) * head_size + offset * head_dim;
+            alignas(64) float turned[MAX_HEAD_DIM];
+            C* const key_head = keys + (block * kv_heads + head) * head_size;
+            C* const value_head = values + (block * kv_heads + head) * head_size;
+            C* const key = key_head + offset;
+            const auto scale_in = [&](C* of_head) -> float* {
+                if constexpr (!HAS_SCALES<C>) return nullptr;
+                return reinterpret_cast<float*>(of_head + head_dim * block_size) + offset;
+            };
             // Each number of a key goes to another line, and none of these is in the cache: the
             // next head's lines are prefetched meanwhile.
             for (int64_t d = 0; d < head_dim && head + 1 < kv_heads; d++)
                 __builtin_prefetch(key + head_size + d * block_size, 1);
             for (int64_t d = 0; d < half; d++) {
-                const float first = c ? from[d] * c[d] - from[d + half] * s[d] : from[d];
-                const float second = c ? from[d + half] * c[d] + from[d] * s[d] : from[d + half];
-                narrow(first, key + d * block_size);
-                narrow(second, key + (d + half) * block_size);
+                turned[d] = c ? from[d] * c[d] - from[d + half] * s[d] : from[d];
+                turned[d + half] = c ? from[d + half] * c[d] + from[d] * s[d] : from[d + half];
             }
-            for (int64_t d = 0; d < head_dim; d++)
-                narrow(v[token * v_stride + head * head_dim + d], value + d);
+            write_head(turned, head_dim, key, block_size, scale_in(key_head));
+            write_head(v + token * v_stride + head * head_dim, head_dim,
+                       value_head + offset * head_dim, 1, scale_in(value_head));
         }
     });
 }
@@ -442,6 +499,7 @@ void with_cache_type(int type, Call call) {
     switch (type) {
     case FLOAT32: return call((float*)nullptr);
     case BFLOAT16: return call((BFloat16*)nullptr);
+    case INT8: return call((int8_t*)nullptr);
     default: return call((Float16*)nullptr);
     }
 }
@@ -485,9 +543,7 @@ void attend(int type, const float* q, int64_t q_stride, int64_t num_tokens, cons
         check_ids("seq_lens", seq_lens, row, row + 1, max_blocks * block_size + 1, 1);
         check_ids("query_lens", query_lens, row, row + 1, seq_lens[row] + 1, 1);
         num_queries += query_lens[row];
-        // The tiles of a window begin before it.
-        const int64_t first = a.key_begin(seq_lens[row] - query_lens[row] + 1);
-        const int64_t first_block = first / TILE_KEYS * TILE_KEYS / block_size;
+        const int64_t first_block = a.key_begin(seq_lens[row] - query_lens[row] + 1) / block_size;
         const int64_t end_block = (seq_lens[row] + block_size - 1) / block_size;
         check_ids("block_tables", block_tables, row * max_blocks + first_block,
                   row * max_blocks + end_block, num_blocks);

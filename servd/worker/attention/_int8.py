@@ -1,0 +1,34 @@
+"""Keys and values of 8 bits: whole numbers of at most 127, with a scale for each token and head.
+
+Each differs from what it stands for by at most a 254th of the largest of its token and head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SCALE_BYTES = 4  # a float32 behind the numbers of a head
+SMALLEST = 1e-12  # scale
+
+
+def row_size(kv_dtype: torch.dtype, head_dim: int) -> int:
+    """Numbers of a cache of this type that a token's keys or values of a head take."""
+    return head_dim + SCALE_BYTES if kv_dtype == torch.int8 else head_dim
+
+
+def pack(x: Tensor) -> Tensor:
+    """Floats [..., head_dim] -> int8 [..., head_dim + SCALE_BYTES]. A head with a number that is
+    not finite becomes NaN.
+    """
+    wide = x.float()
+    scale = (wide.abs().amax(-1, keepdim=True) / 127).clamp_(min=SMALLEST)
+    scale = scale.where(scale.isfinite(), torch.nan)
+    codes = (wide / scale).round_().nan_to_num_(0).to(torch.int8)
+    return torch.cat([codes, scale.view(torch.int8)], dim=-1)
+
+
+def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `pack` made -> [..., head_dim] of this type."""
+    codes, scale = packed.split([packed.shape[-1] - SCALE_BYTES, SCALE_BYTES], dim=-1)
+    return (codes.float() * scale.contiguous().view(torch.float32)).to(dtype)
