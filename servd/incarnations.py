@@ -24,7 +24,7 @@ from servd.pulse import Pulse, Watch, make_file
 logger = logging.getLogger("servd.launch")
 
 ENGINE_MODULE = "servd.core.engine_core_proc"
-LOOK_INTERVAL = 0.25  # seconds between two looks at the engine's pulse
+LOOK_INTERVAL = 0.2  # seconds between two looks at the engine's pulse
 STANDBY_DELAY = 10.0  # seconds that an engine serves undisturbed before the next one is prepared
 
 
@@ -194,8 +194,10 @@ class Incarnations:
                 child.stop(timeout)
 
     def count_from(self, number: int) -> None:
-        """Have the next one be of this number, as if it were the first."""
-        self.first = self.number = number
+        """Have the next one be of this number."""
+        if self.child is None:
+            self.first = number
+        self.number = number
 
     def forget(self, timeout: float) -> None:
         """End the engine, as `stop`: nobody waits for it, nor for another one."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
+import struct
 import tempfile
 import threading
 from collections import deque
@@ -32,6 +34,7 @@ CONNECT_TIMEOUT = 1000  # milliseconds, to an inbox that is there
 MAX_FRAME = 1 << 18
 CURVE_OVERHEAD = 256  # bytes of a frame, at most
 HANDSHAKE_TIMEOUT = 5000
+MAX_CONNECTIONS = 256  # of a Listener, also of those who have shown no token; more are cut
 # environment of a child: its parent's folder, which the parent removes in any case
 PARENT_DIR = "SERVD_IPC_DIR"
 
@@ -249,22 +252,17 @@ class Link(Generic[T]):
         """Queue one message; order is kept."""
         self.socket.send_multipart(_frames_of(message), zmq.NOBLOCK)
 
-    def drain(self) -> list[T | None]:
-        """The messages that have arrived; None for one that cannot be read."""
-        return [self._decode(b"".join(frames)) for frames in self._frames()]
-
-    def _frames(self) -> list[list[bytes]]:
-        found: list[list[bytes]] = []
+    def drain(self) -> list[tuple[bytes, T | None]]:
+        """The messages that have arrived, with who sent each; None for one that cannot be read."""
+        found: list[tuple[bytes, T | None]] = []
         with suppress(zmq.Again):
             while True:
-                found.append(self.socket.recv_multipart(zmq.NOBLOCK))
+                frames, message = self.socket.recv_multipart(zmq.NOBLOCK), None
+                peer = frames.pop(0) if self.kind_of_socket == zmq.ROUTER else b""
+                with suppress(ValueError, RecursionError):
+                    message = self.decoder.decode(b"".join(frames))
+                found.append((peer, message))
         return found
-
-    def _decode(self, data: bytes) -> T | None:
-        try:
-            return self.decoder.decode(data)
-        except (ValueError, RecursionError):
-            return None
 
     def close(self, linger: float = 0.0) -> None:
         """Close; queued messages get so many seconds."""
@@ -284,12 +282,15 @@ class Listener(Link[T]):
     def _open(self, to: str, keys: Keys) -> None:
         guard = self._context.socket(zmq.REP)
         guard.bind("inproc://zeromq.zap.01")  # asked for every connection: RFC 27
-        threading.Thread(
-            target=self._let_in, args=[guard, z85.decode(keys.joiner.public)], daemon=True
-        ).start()
+        self.socket.monitor("inproc://events", zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        events = self._context.socket(zmq.PAIR)
+        events.connect("inproc://events")
         self.socket.setsockopt(zmq.ZAP_DOMAIN, b"servd")
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.curve_server = 1
         self.socket.curve_secretkey = keys.listener.secret
+        args = guard, z85.decode(keys.joiner.public), events
+        threading.Thread(target=self._let_in, args=args, daemon=True).start()
         try:
             self.socket.bind(to)
             self.at = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with the port, if it was 0
@@ -297,22 +298,40 @@ class Listener(Link[T]):
             self.close()
             raise ConfigError(f"cannot listen on {to}: {error.strerror}") from None
 
-    def _let_in(self, guard: zmq.Socket[bytes], key: bytes) -> None:
+    def _let_in(self, guard: zmq.Socket[bytes], key: bytes, events: zmq.Socket[bytes]) -> None:
         """In a thread, until `close`."""
-        with guard, suppress(zmq.ContextTerminated):
+        poller, connections = zmq.Poller(), set[int]()
+        poller.register(guard, zmq.POLLIN)
+        poller.register(events, zmq.POLLIN)
+        with guard, events, suppress(zmq.ContextTerminated):
             while True:
-                version, number, _, _, _, mechanism, *credentials = guard.recv_multipart()
-                is_known = mechanism == b"CURVE" and credentials == [key]
-                status = b"200" if is_known else b"400"
-                guard.send_multipart([version, number, status, b"", b"", b""])
+                ready = dict(poller.poll())
+                if events in ready:
+                    event, descriptor = struct.unpack("=Hi", events.recv_multipart()[0])
+                    if event == zmq.EVENT_ACCEPTED:
+                        connections.add(descriptor)
+                        if len(connections) > MAX_CONNECTIONS:
+                            self._hang_up(descriptor)
+                    connections -= {descriptor} if event == zmq.EVENT_DISCONNECTED else set()
+                if guard in ready:
+                    version, number, _, _, _, mechanism, *credentials = guard.recv_multipart()
+                    is_known = mechanism == b"CURVE" and credentials == [key]
+                    status = b"200" if is_known else b"400"
+                    guard.send_multipart([version, number, status, b"", b"", b""])
 
-    def send_to(self, peer: bytes, message: msgspec.Struct) -> None:
-        """Queue a message for one of those who joined; dropped if it has left."""
-        self.socket.send_multipart([peer, *_frames_of(message)], zmq.NOBLOCK)
+    def _hang_up(self, descriptor: int) -> None:
+        """The newest connection, unless it has ended meanwhile and its number is another's."""
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if self.at.endswith(f":{connection.getsockname()[1]}"):
+                connection.shutdown(socket.SHUT_RDWR)
 
-    def drain_all(self) -> list[tuple[bytes, T | None]]:
-        """The messages that have arrived, with the peer that sent each; see `drain`."""
-        return [(who, self._decode(b"".join(frames))) for who, *frames in self._frames()]
+    def send_to(self, peer: bytes, message: msgspec.Struct) -> bool:
+        """Queue a message for one of those who joined; False if its connection is gone."""
+        try:
+            self.socket.send_multipart([peer, *_frames_of(message)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
 
 
 def _frames_of(message: msgspec.Struct) -> list[memoryview]:
@@ -326,9 +345,9 @@ Source = TypeVar("Source", bound="Inbox[Any] | Link[Any]")
 def wait(sources: Iterable[Source], timeout: float) -> list[Source]:
     """Those that something has arrived at, after at most `timeout` seconds."""
     poller, by_socket = zmq.Poller(), {source.socket: source for source in sources}
-    for socket in by_socket:
-        poller.register(socket, zmq.POLLIN)
-    return [by_socket[socket] for socket, _ in poller.poll(int(max(timeout, 0) * 1000))]
+    for each in by_socket:
+        poller.register(each, zmq.POLLIN)
+    return [by_socket[each] for each, _ in poller.poll(int(max(timeout, 0) * 1000))]
 
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)

@@ -1,26 +1,29 @@
-"""Joining: what passes between the host of the API servers and hosts that have engines for them.
+"""Joining: what passes between a host and those that have engines, or workers of an engine, for it.
 
 | border | union | members |
 |---|---|---|
-| engines' host -> API servers' host | ToHead | Join, Beat, ToClient, Restarted, Left |
-| API servers' host -> engines' host | ToNode | Welcome, Refused, Beat, ToRank, ClientLeft |
+| Member -> Head | ToHead | Join, Beat, Carried, Left |
+| Head -> Member | ToMember | Welcome, Refused, Beat, Carried, ClientLeft |
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import msgspec
 
 import servd
+from servd import hf
 from servd.config import Config, flag_of, options_by_name
-from servd.errors import ConfigError
-from servd.hf import ModelSpec
-from servd.messages import EngineRestarting, Message
+from servd.errors import ConfigError, ModelNotFound
+from servd.messages import Message
 
 TOKEN = "SERVD_JOIN_TOKEN"  # the environment's, if there is no file
 MIN_TOKEN = 32  # characters
@@ -31,80 +34,82 @@ SHARED = (
     "block_size", "kv_cache_dtype", "enable_prefix_caching", "max_num_seqs",
     "max_num_batched_tokens", "data_parallel_size",
 )  # fmt: skip
+WEIGHTS = "the model's weights"
+SAMPLES, SAMPLE_SIZE = 16, 4096  # of a file of weights; bytes
 
 
 class Join(Message, tag=True):
-    """A host asks to be joined. Versions of servd may change every message but this one and
-    Refused.
+    """A process of another host asks to be joined. Versions of servd may change every message but
+    this one and Refused.
     """
 
     version: str  # of servd
     host: str  # its name, for the log
     session: int  # chosen at random
-    ranks: list[int]  # of its engines
+    rank: int  # of the engine or worker
     terms: dict[str, str]  # see `terms_of`
+
+    def refusal(self, terms: Mapping[str, str]) -> str | None:
+        """Why it cannot be joined to a host with these terms; None if it can."""
+        if self.version != servd.__version__:
+            return (
+                f"servd {self.version} on the host that joins, {servd.__version__} on the head: "
+                "install the same version"
+            )
+        different = [
+            f"{name}: {theirs} on the host that joins, {value} on the head"
+            for name, value in terms.items()
+            if (theirs := self.terms.get(name)) != value and (name != WEIGHTS or (theirs and value))
+        ]
+        return "; ".join(different) + ": make them equal" if different else None
 
 
 class Beat(Message, tag=True):
     """The host lives; answered by the same."""
 
-    session: int
-    now_ns: int = 0  # in the answer: the clock of the API servers' host
+    session: int  # -1 in the answer: of none that has joined
+    asked_ns: int  # the clock of the host that joins
+    now_ns: int = 0  # in the answer: that of the head
 
 
-class ToClient(Message, tag=True):
-    """What an engine says to an API server: FromEngine."""
+class Carried(Message, tag=True):
+    """What a client says to the process, ToEngine or ToWorker, or it to a client."""
 
-    rank: int
-    client: int
+    client: int  # to which; 0 in the other direction
     message: msgspec.Raw
 
 
-class Restarted(Message, tag=True):
-    """An engine has died, and its host starts the next one."""
-
-    rank: int
-    message: EngineRestarting
-
-
 class Left(Message, tag=True):
-    """The host's last message."""
+    """The process is gone."""
 
     reason: str
+    computing: list[str] = []  # see EngineRestarting
 
 
-ToHead = Join | Beat | ToClient | Restarted | Left
+ToHead = Join | Beat | Carried | Left
 
 
 class Welcome(Message, tag=True):
-    """The engines may start."""
+    """The process may start."""
 
-    incarnations: list[int]  # of each of the ranks, to begin with
-    start: msgspec.Raw  # to workers: StartWorker, but for what is each one's own
+    incarnation: int  # its number
+    start: bytes  # of a worker: StartWorker, but for what is its own
 
 
 class Refused(Message, tag=True):
-    """They may not."""
+    """It may not."""
 
     reason: str
     is_final: bool  # asking again is of no use
 
 
-class ToRank(Message, tag=True):
-    """What an API server says to an engine, ToEngine; nothing to an incarnation after that."""
-
-    rank: int
-    incarnation: int
-    message: msgspec.Raw
-
-
 class ClientLeft(Message, tag=True):
-    """An API server has ended: engines can drop what they do for it."""
+    """An API server has ended: the engine can drop what it does for it."""
 
     client: int
 
 
-ToNode = Welcome | Refused | Beat | ToRank | ClientLeft
+ToMember = Welcome | Refused | Beat | Carried | ClientLeft
 
 
 def read_token(config: Config) -> str:
@@ -137,7 +142,7 @@ def read_token(config: Config) -> str:
     return token
 
 
-def terms_of(config: Config, spec: ModelSpec) -> dict[str, str]:
+def terms_of(config: Config, spec: hf.ModelSpec) -> dict[str, str]:
     """What engines of one server must have in common, in words by name.
 
     Args:
@@ -149,19 +154,27 @@ def terms_of(config: Config, spec: ModelSpec) -> dict[str, str]:
     terms = {flag_of(name): str(msgspec.to_builtins(value)) for name, value in values.items()}
     own = msgspec.json.encode(msgspec.structs.replace(spec, folder=""), order="sorted")
     terms["the model's config.json"] = hashlib.sha256(own).hexdigest()[:12]
+    terms[WEIGHTS] = ""  # not known: they are made up, or downloaded when an engine starts
+    if spec.folder and config.model.load_format != "dummy":
+        with suppress(ModelNotFound):
+            files = hf.weight_files(spec.folder, config.model.load_format)
+            found = [(each.name, _sample(each, each.stat().st_mtime_ns)) for each in files]
+            terms[WEIGHTS] = hashlib.sha256(repr(found).encode()).hexdigest()[:12]
     return terms
 
 
-def refusal(join: Join, terms: Mapping[str, str]) -> str | None:
-    """Why a host cannot be joined to this one, which has these terms; None if it can."""
-    if join.version != servd.__version__:
-        return (
-            f"servd {join.version} on the host that joins, {servd.__version__} on the head: "
-            "install the same version"
-        )
-    different = [
-        f"{name}: {join.terms.get(name)} on the host that joins, {value} on the head"
-        for name, value in terms.items()
-        if join.terms.get(name) != value
-    ]
-    return "; ".join(different) + ": make them equal" if different else None
+@cache
+def _sample(path: Path, changed_ns: int) -> bytes:
+    """Hash of a file's size and of samples all over it: of all bytes it would take minutes."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        digest = hashlib.sha256(str(size).encode())
+        for i in range(SAMPLES):
+            file.seek(max(size - SAMPLE_SIZE, 0) * i // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE_SIZE))
+    return digest.digest()
+
+
+def join_of(config: Config, spec: hf.ModelSpec, rank: int) -> Join:
+    """What this host says for an engine or worker. The session is still to be chosen."""
+    return Join(servd.__version__, socket.gethostname(), 0, rank, terms_of(config, spec))

@@ -15,14 +15,13 @@ from pathlib import Path
 
 import msgspec
 
-from servd import hf, ipc, log, plugins
+from servd import hf, ipc, log, node, plugins
 from servd.config import Config
 from servd.core.client import EngineCoreClient, engine_dir, identity
 from servd.core.executor import EXECUTORS
 from servd.errors import ConfigError, UnsupportedModel
 from servd.incarnations import newest_engine, somebody_listens
 from servd.messages import EngineDead
-from servd.node import Node, serve_workers
 from servd.process_tree import ProcessTree, check_access, url_of
 from servd.resolve import Decision, decide, look_at_machine
 
@@ -62,16 +61,12 @@ def serve(read_config: Callable[[], Config]) -> int:
             logger.info("listening on %s", url_of(listener, config.access))
             return front_server.serve(read_config, listener)
         config, spec, decided = find_and_resolve(config)
-        if config.parallel.node_rank:
-            return serve_workers(config, spec)
         with SocketFolder(config) as ipc_dir:
+            if config.server.headless and config.parallel.has_head:
+                return node.serve(config, spec, ipc_dir)
             if config.server.attach:
                 check_engine(ipc_dir, identity(config, spec))
-            if config.server.headless and config.parallel.data_parallel_address:
-                tree = Node(config, spec, decided, ipc_dir, started_at, read_config)
-            else:
-                args = config, spec, decided, ipc_dir, listener, started_at, read_config
-                tree = ProcessTree(*args)
+            tree = ProcessTree(config, spec, decided, ipc_dir, listener, started_at, read_config)
             tree.hands_over = inherited is not None
             try:
                 tree.start()

@@ -1,114 +1,122 @@
-"""Node: the process tree of a host that has engines for the API servers of another one, or workers
-for its engine.
-"""
+"""Node: a host that has engines for the API servers of another one, or workers for its engine."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-import socket
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from types import FrameType
+from typing import Any
 
-import servd
 from servd import hf
-from servd.child import Child
 from servd.config import Config
 from servd.core.client import engine_dir, identity
-from servd.core.executor._remote import WorkerHost, find_model
+from servd.core.executor._remote import WorkerMember, find_model
 from servd.incarnations import Incarnations
 from servd.ipc import Keys, tcp_address
-from servd.join import Join, read_token, terms_of
-from servd.messages import EngineDead, EngineRestarting
-from servd.node_relay import NodeRelay
-from servd.process_tree import ENGINE_STOP_TIMEOUT, ProcessTree, head_address, logger, places
-from servd.resolve import Decision
+from servd.join import Join, Left, Welcome, join_of, read_token
+from servd.process_tree import ENGINE_STOP_TIMEOUT, has_terminal, head_address, places
+from servd.relay import Member
+
+logger = logging.getLogger("servd.launch")
 
 
-def serve_workers(config: Config, spec: hf.ModelSpec) -> int:
-    """Run this host's workers of an engine on another one, until a signal; returns the exit code.
+class GivenUp(Exception):
+    """An engine dies again and again.
+
+    Attributes:
+        code: that this process is to end with.
+    """
+
+    def __init__(self, why: str, code: int) -> None:
+        super().__init__(why)
+        self.code = code
+
+
+class EngineMember(Member):
+    """An engine of this host. When the head is lost it ends, as nobody knows any more what it does,
+    and starts anew when it has joined again.
+    """
+
+    def __init__(self, engine: Incarnations, join: Join, *args: Any) -> None:
+        self.engine, own = engine, identity(engine.config, engine.spec)
+        where = places({join.rank: engine.ipc_dir})
+        super().__init__(head_address(engine.config), join, where, *args, identity=own)
+
+    def begin(self, welcome: Welcome) -> None:
+        """Start it, or the next one."""
+        self.engine.count_from(welcome.incarnation)
+        self.engine.start(time.monotonic())
+
+    def left(self) -> Left | None:
+        """Why it has ended, unless there is to be no other one."""
+        self.engine.look()
+        if (child := self.engine.child) is None or child.exit_code is None:
+            return None
+        if (why := self.engine.end()) is not None:
+            raise GivenUp(why, 2 if child.exit_code == 2 else 1)
+        logger.error("%s: starting it again", self.engine.reason)
+        return Left(self.engine.reason, child.pulse.computing())
+
+    def end(self) -> None:
+        """Whatever it does."""
+        if self.engine.child is not None and self.engine.child.exit_code is None:
+            self.engine.terminate()
+            self.engine.forget(ENGINE_STOP_TIMEOUT)
+
+
+def members_of(
+    config: Config, spec: hf.ModelSpec, ipc_dir: str, fail: Callable[[Exception], None]
+) -> Iterator[Member]:
+    """Of each engine or worker that this host is to have.
 
     Raises:
-        ConfigError: the engine does not take this host.
+        ConfigError: there is no token, or no model.
     """
-    parallel = config.parallel
-    size = parallel.num_workers // parallel.nnodes
-    ranks = [*range(parallel.node_rank * size, (parallel.node_rank + 1) * size)]
-    at = tcp_address(parallel.master_addr or "", parallel.master_port)
-    join = Join(servd.__version__, socket.gethostname(), 0, ranks, terms_of(config, spec))
-    host = WorkerHost(at, join, Keys(read_token(config)), lambda _: find_model(config))
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda *_: host.stop())
-    logger.info("joining %s with workers %s", at, ranks)
-    host.run()
-    return 0
+    parallel, keys = config.parallel, Keys(read_token(config))
+    if parallel.node_rank:
+        spec, size = find_model(config), parallel.num_workers // parallel.nnodes
+        at = tcp_address(parallel.master_addr or "", parallel.master_port)
+        for rank in range(parallel.node_rank * size, (parallel.node_rank + 1) * size):
+            yield WorkerMember(at, join_of(config, spec, rank), keys, spec, size, fail)
+        return
+    for place in range(parallel.num_engines_here):
+        folder = engine_dir(ipc_dir, place)
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        engine = Incarnations(config, spec, folder, lambda _: None, place)
+        yield EngineMember(engine, join_of(config, spec, engine.rank), keys, fail)
 
 
-class Node(ProcessTree):
-    """Runs engines for as long as it is joined to the host of the API servers. When that is lost
-    they end, as nobody knows any more what they do, and it joins again.
+def serve(config: Config, spec: hf.ModelSpec, ipc_dir: str) -> int:
+    """Run this host's engines or workers until a signal; returns the exit code.
+
+    Raises:
+        ConfigError: the head does not take this host, or see `members_of`.
     """
+    ends: SimpleQueue[int | Exception] = SimpleQueue()
+    members, had_terminal = [*members_of(config, spec, ipc_dir, ends.put)], has_terminal()
 
-    def __init__(
-        self,
-        config: Config,
-        spec: hf.ModelSpec,
-        decided: dict[str, Decision],
-        ipc_dir: str,
-        started_at: float,
-        read_config: Callable[[], Config],
-    ) -> None:
-        super().__init__(config, spec, decided, ipc_dir, None, started_at, read_config)
-        first = config.parallel.first_rank
-        self.folders = [engine_dir(ipc_dir, i) for i in range(config.parallel.num_engines_here)]
-        self.ranks = [*range(first, first + len(self.folders))]
-        join = Join(servd.__version__, socket.gethostname(), 0, self.ranks, terms_of(config, spec))
-        self.relay = NodeRelay(
-            head_address(config), join, places(self.folders, first), identity(config, spec),
-            Keys(read_token(config)),
-            lambda numbers, _: self.events.put(partial(self.begin, numbers)),
-            lambda why: self.events.put(partial(self.end, why)),
-            self.fail,
-        )  # fmt: skip
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        if signum != signal.SIGHUP or (had_terminal and not has_terminal()):
+            ends.put(0)
 
-    def start(self) -> None:
-        """Join."""
-        self.heed_signals()
-        for place, folder in enumerate(self.folders):
-            os.makedirs(folder, mode=0o700, exist_ok=True)
-            one = Incarnations(self.config, self.spec, folder, self.events.put, place)
-            self.engines.append(one)
-        logger.info("joining %s with engines %s", self.relay.head, self.ranks)
-        self.relay.start()
-
-    def begin(self, numbers: list[int]) -> None:
-        """Start the engines: this host has joined."""
-        for engine, number in zip(self.engines, numbers, strict=True):
-            engine.count_from(number)
-            engine.start(time.monotonic())
-
-    def end(self, why: str) -> None:
-        """End the engines, and join again."""
-        logger.error("%s: its engines end, to start when it is there again", why)
-        for engine in self.engines:
-            engine.terminate()
-        for engine in self.engines:
-            engine.forget(ENGINE_STOP_TIMEOUT)
-        self.relay.rejoin()
-
-    def replace_api_server(self, child: Child) -> str | None:
-        """It is none, but an engine that was told to end."""
-        return None
-
-    def tell(self, folder: str, message: EngineDead | EngineRestarting) -> None:
-        """Have the API servers know."""
-        if isinstance(message, EngineRestarting):
-            self.relay.restarted(self.ranks[self.folders.index(folder)], message)
-        else:
-            self.relay.reason = message.reason
-
-    def stop(self) -> None:
-        """End all, after the API servers were told: requests go on elsewhere at once."""
-        self.relay.close()
-        super().stop()
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup
+            signal.signal(signum, on_signal)
+    logger.info("joining %s with numbers %s", members[0].head, [each.rank for each in members])
+    for each in members:
+        each.start()
+    end = ends.get()
+    for each in members:
+        each.closing.set()
+    for each in members:
+        each.close()
+    if isinstance(end, GivenUp):
+        logger.error("%s: stopping", end)
+        return end.code
+    if isinstance(end, Exception):
+        raise end
+    return end

@@ -122,6 +122,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.data_parallel_size if local is None else local
 
     @property
+    def has_head(self) -> bool:
+        """Whether what runs here, if it is headless, is for another host."""
+        return self.node_rank > 0 or self.data_parallel_address is not None
+
+    @property
     def first_rank(self) -> int:
         """Number of this host's first engine."""
         return self.data_parallel_start_rank or 0

@@ -12,7 +12,8 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -27,14 +28,13 @@ from servd.child import Child
 from servd.config import Config
 from servd.core.client import engine_address, engine_dir
 from servd.errors import ConfigError
-from servd.head_relay import HeadRelay
 from servd.incarnations import LOOK_INTERVAL, Deaths, Incarnations, newest_engine
 from servd.ipc import Keys, tcp_address
 from servd.join import read_token, terms_of
 from servd.lora import AdapterFiles, parse_module
 from servd.messages import EngineDead, EngineRestarting
 from servd.pulse import Pulse, Watch, make_file
-from servd.relay import Places
+from servd.relay import Head, Places
 from servd.resolve import Decision
 
 logger = logging.getLogger("servd.launch")
@@ -81,15 +81,14 @@ def url_of(listener: socket.socket, access: AccessConfig) -> str:
 def head_address(config: Config) -> str:
     """Where hosts join that of the API servers."""
     parallel = config.parallel
-    assert parallel.data_parallel_address is not None
-    return tcp_address(parallel.data_parallel_address, parallel.data_parallel_rpc_port)
+    return tcp_address(parallel.data_parallel_address or "", parallel.data_parallel_rpc_port)
 
 
-def places(folders: Sequence[str], first: int = 0) -> Places:
-    """Those in the folders of engines from a rank on."""
+def places(folders: Mapping[int, str]) -> Places:
+    """Those in the folders of engines, by rank."""
     return Places(
-        lambda rank, number: engine_address(folders[rank - first], number),
-        lambda rank, client: ipc.address(folders[rank - first], f"client-{client}"),
+        lambda rank, number: engine_address(folders[rank], number),
+        lambda rank, client: ipc.address(folders[rank], f"client-{client}"),
     )
 
 
@@ -123,7 +122,8 @@ class ProcessTree:
             engine_dir(ipc_dir, rank) for rank in range(size)
         ]  # for their sockets, by rank
         self.routing = routing.make_file() if size > 1 else -1
-        self.head: HeadRelay | None = None  # if there are engines on other hosts
+        self.head: Head | None = None  # if there are engines on other hosts
+        self.elsewhere: dict[int, int] = {}  # their incarnations by rank
         self.api_servers: list[Child] = []
         self.api_deaths = Deaths(config.server)
         self.outboxes: dict[Path, ipc.Outbox] = {}  # to our API servers, by their sockets
@@ -142,7 +142,9 @@ class ProcessTree:
             AdapterStore.beside(self.ipc_dir).clear()
             modules = self.load_adapters(self.config.lora.lora_modules)
             self.config = self.config.replace(lora_modules=modules)
-        self.heed_signals()
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup
+                signal.signal(signum, self.on_signal)
         if not self.config.server.attach:
             self.make_engines()
         if self.listener is not None:
@@ -156,12 +158,6 @@ class ProcessTree:
         for engine in self.engines:
             engine.start(self.started_at)
 
-    def heed_signals(self) -> None:
-        """From now on signals are events."""
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup
-                signal.signal(signum, self.on_signal)
-
     def make_engines(self) -> None:
         """Those of this host, which come first, and the way to those of others.
 
@@ -174,13 +170,20 @@ class ProcessTree:
             if place < num_here:
                 one = Incarnations(self.config, self.spec, folder, self.events.put, place)
                 self.engines.append(one)
-        if num_here < len(self.folders):
-            others = range(num_here, len(self.folders))
-            self.head = HeadRelay(
-                head_address(self.config), terms_of(self.config, self.spec), others,
-                places(self.folders), Keys(read_token(self.config)), self.fail,
+            else:
+                self.elsewhere[place] = 0
+        if self.elsewhere:
+            self.head = Head(
+                head_address(self.config), self.elsewhere, places(dict(enumerate(self.folders))),
+                partial(terms_of, self.config, self.spec), Keys(read_token(self.config)),
+                lambda *lost: self.events.put(partial(self.lose_engine, *lost)), self.fail,
             )  # fmt: skip
             self.head.start()
+
+    def lose_engine(self, rank: int, restarting: EngineRestarting) -> None:
+        """That of another host; it may join again."""
+        self.elsewhere[rank] = restarting.incarnation
+        self.tell(self.folders[rank], restarting)
 
     def fail(self, error: Exception) -> None:
         """Called from a thread that cannot go on, without which nothing can."""
@@ -231,7 +234,7 @@ class ProcessTree:
             name,
             self.listener.fileno(),
             url_of(self.listener, self.config.access) if name == "api-0" else None,
-            self.incarnations(client),
+            self.incarnations(),
             self.hands_over,
             waits,
             pulse,
@@ -250,12 +253,11 @@ class ProcessTree:
         child.on_exit(self.events.put)
         return child
 
-    def incarnations(self, client: int) -> list[int]:
+    def incarnations(self) -> list[int]:
         """Of the engines, by rank, that a new API server is to attach to."""
         if self.config.server.attach:
             return [newest_engine(folder) for folder in self.folders]
-        others = self.head.add(client) if self.head else []
-        return [*(engine.number for engine in self.engines), *others]
+        return [*(engine.number for engine in self.engines), *self.elsewhere.values()]
 
     def inboxes(self, client: int) -> list[Path]:
         """Where an API server hears of each engine."""
@@ -288,9 +290,6 @@ class ProcessTree:
             assert event is not None
             if event is signal.SIGHUP and not self.ends(event):
                 self.reload()
-                continue
-            if not isinstance(event, Child | signal.Signals):
-                event()
                 continue
             if isinstance(event, signal.Signals):
                 seconds = self.config.server.shutdown_timeout
@@ -338,14 +337,17 @@ class ProcessTree:
                 child.post(self.config)
         logger.info("SIGHUP: keys, limits, certificates, log level and adapters were read again")
 
-    def next_event(self, deadline: float = math.inf) -> Event | None:
-        """Wait for a child's end or a signal, and look at the others meanwhile; None after the
-        deadline, on the monotonic clock.
+    def next_event(self, deadline: float = math.inf) -> Child | signal.Signals | None:
+        """Wait for a child's end or a signal; look at the others and do what is to be done
+        meanwhile. None after the deadline, on the monotonic clock.
         """
         while True:
             left = max(deadline - time.monotonic(), 0.0)
             try:
-                return self.events.get(timeout=min(LOOK_INTERVAL, left))
+                event = self.events.get(timeout=min(LOOK_INTERVAL, left))
+                if not callable(event):
+                    return event
+                event()
             except queue.Empty:
                 if not left:
                     return None

@@ -1,19 +1,22 @@
-"""Relays: what carries the messages of engines on other hosts, whose sockets seem to be here.
+"""Relays: what carries the messages of processes on other hosts, whose sockets seem to be here.
 
-API servers and engines know nothing of it. On the host of the API servers a HeadRelay listens where
-those engines would; on the engines' host a NodeRelay does so where the API servers would:
+Their clients and they know nothing of it. On the host of the API servers a Head listens where those
+engines would; on its own host each engine has a Member, which listens where API servers would:
 
-    API server -> engine-0 | HeadRelay -> TCP, encrypted -> NodeRelay | -> engine-0 -> engine
+    API server -> engine-1 | Head -> TCP, encrypted -> Member | -> engine -> the engine
 
-A host that is silent for a second is lost, and may join again. So are workers of other hosts joined
-to their executor, its only client.
+A Member joins, starts the engine, and shows by beats that its host lives. One that is silent for a
+second is lost, and may join again. Just so workers are joined to their executor, the only client.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 from time import monotonic
@@ -21,75 +24,362 @@ from typing import Any
 
 import msgspec
 
-from servd.ipc import Inbox, wait
+import servd
+from servd.errors import ConfigError
+from servd.ipc import Inbox, Keys, Link, Listener, Outbox, wait
+from servd.join import Beat, Carried, ClientLeft, Join, Left, Refused, ToHead, ToMember, Welcome
+from servd.messages import Attach, EngineRestarting
+from servd.tracing import CLOCK_OFFSET, now_ns
 
 log = logging.getLogger("servd.launch")
 
 TICK = 0.2  # seconds between two beats, and two looks for those of others
 MOST_AT_ONCE = 1024  # messages of a source, so that no flood of one keeps the others waiting
 MOST_SILENT = 3  # looks without a beat; another one, and the host is lost
+PATIENCE = 25  # looks without a welcome, until connections are made anew
+PAUSE = 1.0  # seconds until then after a refusal
+LAST_WORDS = 0.3  # seconds in which they may still leave
 
 Bytes = Inbox[msgspec.Raw]
-NOTHING = msgspec.Raw(b"\xc0")
 
 
 @dataclass
 class Places:
     """Addresses of sockets on this host."""
 
-    engine: Callable[[int, int], str]  # of a rank and its incarnation
+    process: Callable[[int, int], str]  # of a rank and its incarnation
     client: Callable[[int, int], str]  # of a rank and a client of it
 
 
 class Relay(threading.Thread):
-    """A thread that owns sockets and carries messages between them.
+    """A thread that owns sockets, and calls `on_failure` with what ends it before `close`."""
 
-    Args:
-        name: of the thread.
-        on_failure: called from it with the reason for which it cannot go on.
-    """
-
-    def __init__(self, name: str, on_failure: Callable[[Exception], None]) -> None:
+    def __init__(self, name: str, places: Places, on_failure: Callable[[Exception], None]) -> None:
         super().__init__(name=name, daemon=True)
-        self.on_failure = on_failure
-        self.orders: SimpleQueue[Callable[[], None]] = SimpleQueue()  # of other threads
-        self.is_closing = False
+        self.places, self.on_failure = places, on_failure
+        self.closing = threading.Event()
 
     def run(self) -> None:
-        """Until `close`."""
+        """Carry messages until `close`."""
         try:
-            due = monotonic() + TICK
-            while not self.is_closing:
-                for source in wait(self.sources(), due - monotonic()):
-                    self.take(source)
-                if monotonic() >= due:  # after what has come: who waits long here is not silent
-                    due = monotonic() + TICK
-                    while not self.orders.empty():
-                        self.orders.get()()
-                    self.tick()
+            while not self.closing.is_set():
+                self.carry()
         except Exception as error:
             self.on_failure(error)
-        finally:
-            self.leave()
+
+    def carry(self) -> None:
+        """Carry messages until a new beginning."""
+        raise NotImplementedError
+
+    def arrivals(self, sources: Callable[[], list[Any]]) -> Iterator[Any]:
+        """Those of the sources that have something, and None every TICK."""
+        due = monotonic()
+        while not self.closing.is_set():
+            yield from wait(sources(), due - monotonic())
+            if monotonic() >= due:  # after what has come: who waits long here is not silent
+                due = monotonic() + TICK
+                yield None
 
     def close(self) -> None:
-        """End the thread."""
-        self.is_closing = True
+        """End the thread, and what it has begun."""
+        self.closing.set()
         if self.is_alive():
-            self.join(10 * TICK)
+            self.join()
 
-    def sources(self) -> list[Any]:
-        """What it waits for."""
+
+@dataclass
+class Seat:
+    """A process elsewhere, or the place for one."""
+
+    number: int  # of its incarnation
+    inbox: Bytes  # where it would listen
+    peer: bytes = b""  # its Member, if that has joined
+    session: int = -1
+    host: str = ""
+    silent: int = 0  # looks since its last beat
+
+
+class Head(Relay):
+    """Listens for Members, and for messages to their processes.
+
+    Args:
+        at: address where to listen.
+        ranks: of the processes.
+        places: where they seem to be, and where their clients are.
+        terms: that those who join must have, too.
+        keys: of the token.
+        on_lost: called from the thread with a rank whose process is gone, and what clients of it
+            are to be told.
+        on_failure: see Relay.
+        start: what those who join are told.
+
+    Raises:
+        ConfigError: it is not an address of this host, or the port is taken.
+    """
+
+    def __init__(
+        self,
+        at: str,
+        ranks: Iterable[int],
+        places: Places,
+        terms: Callable[[], Mapping[str, str]],
+        keys: Keys,
+        on_lost: Callable[[int, EngineRestarting], None],
+        on_failure: Callable[[Exception], None],
+        start: bytes = b"",
+    ) -> None:
+        super().__init__("head", places, on_failure)
+        self.listener: Listener[ToHead] = Listener(at, ToHead, keys)
+        log.info("listening for other hosts on %s", self.listener.at)
+        self.terms, self.on_lost, self.start_message = terms, on_lost, start
+        self.seats = {rank: self._seat(rank, 0) for rank in ranks}
+        self.outboxes: dict[tuple[int, int], Outbox] = {}  # by rank and client
+        self.ended: SimpleQueue[int] = SimpleQueue()  # clients
+
+    def drop(self, client: int) -> None:
+        """Forget an API server that has ended. Called from another thread."""
+        self.ended.put(client)
+
+    def carry(self) -> None:
+        """Until `close`. What is said to a process that has not joined waits; Members notice by
+        themselves that nobody answers any more.
+        """
+        try:
+            seats = self.seats.values()
+            for source in self.arrivals(
+                lambda: [self.listener, *(s.inbox for s in seats if s.peer)]
+            ):
+                if source is None:
+                    self._look()
+                elif source is self.listener:
+                    for peer, message in self.listener.drain():
+                        self._hear(peer, message)
+                for rank in [rank for rank, seat in self.seats.items() if seat.inbox is source]:
+                    for message in source.drain(MOST_AT_ONCE):
+                        self._tell(rank, Carried(0, message))
+        finally:
+            for each in (*(seat.inbox for seat in self.seats.values()), *self.outboxes.values()):
+                each.close()
+            self.listener.close()
+
+    def _look(self) -> None:
+        while not self.ended.empty():
+            client = self.ended.get()
+            for rank in self.seats:
+                if (outbox := self.outboxes.pop((rank, client), None)) is not None:
+                    outbox.close()
+                self._tell(rank, ClientLeft(client))
+        for rank, seat in self.seats.items():
+            seat.silent += 1
+            if seat.peer and seat.silent > MOST_SILENT:
+                self._lose(rank, f"host {seat.host} was silent for {MOST_SILENT * TICK:.1f} s")
+
+    def _hear(self, peer: bytes, message: ToHead | None) -> None:
+        rank = next((rank for rank, seat in self.seats.items() if seat.peer == peer), -1)
+        match message:
+            case Beat(session, asked_ns):
+                known = [seat for seat in self.seats.values() if seat.session == session]
+                for seat in known:
+                    seat.silent = 0
+                self.listener.send_to(peer, Beat(session if known else -1, asked_ns, now_ns()))
+            case Join():
+                self._admit(peer, message)
+            case None:
+                reason = f"servd {servd.__version__} cannot read what comes from there"
+                self.listener.send_to(peer, Refused(reason, True))
+            case _ if rank < 0:  # lost, or on a new connection: the old one may have had something
+                self.listener.send_to(peer, Refused("the connection broke", False))
+            case Carried(client, carried):
+                self._pass_on(rank, client, carried)
+            case Left(reason, computing):
+                self._lose(rank, f"host {self.seats[rank].host} has left: {reason}", computing)
+
+    def _admit(self, peer: bytes, join: Join) -> None:
+        reason, seat = join.refusal(self.terms()), self.seats.get(join.rank)
+        if reason is None and seat is None:
+            reason = (
+                f"number {join.rank} is not of those that may join, {[*self.seats]}: see "
+                "--data-parallel-start-rank and --data-parallel-size-local of both hosts"
+            )
+        is_final = reason is not None
+        if seat is not None and seat.peer and not is_final:
+            reason = f"host {seat.host} has joined with number {join.rank}"
+        if seat is None or reason is not None:
+            log.error("host %s was refused: %s", join.host, reason)
+            self.listener.send_to(peer, Refused(reason or "", is_final))
+            return
+        seat.peer, seat.session, seat.host, seat.silent = peer, join.session, join.host, 0
+        log.info("host %s has joined with number %d", join.host, join.rank)
+        self._tell(join.rank, Welcome(seat.number, self.start_message))
+
+    def _tell(self, rank: int, message: ToMember) -> None:
+        seat = self.seats[rank]
+        if seat.peer and not self.listener.send_to(seat.peer, message):
+            self._lose(rank, f"the connection to host {seat.host} broke")
+
+    def _lose(self, rank: int, why: str, computing: Sequence[str] = ()) -> None:
+        """The next process of a rank listens elsewhere: what was said to this one is for nobody."""
+        log.error("%s: number %d is lost until it joins again", why, rank)
+        self.seats[rank].inbox.close()
+        self.seats[rank] = self._seat(rank, self.seats[rank].number + 1)
+        self.on_lost(rank, EngineRestarting(self.seats[rank].number, why, [*computing]))
+
+    def _seat(self, rank: int, number: int) -> Seat:
+        return Seat(number, Inbox(self.places.process(rank, number), msgspec.Raw))
+
+    def _pass_on(self, rank: int, client: int, carried: msgspec.Raw) -> None:
+        """To a client, if that is still there."""
+        at, key = self.places.client(rank, client), (rank, client)
+        if key not in self.outboxes and os.path.exists(at.removeprefix("ipc://")):
+            self.outboxes[key] = Outbox(at)
+        if key in self.outboxes:
+            self.outboxes[key].send(carried)
+
+
+class Lost(Exception):
+    """The head is gone, or does not take this host yet."""
+
+
+class Member(Relay):
+    """Joins a process of this host to a Head, and the next one when either of them is gone. A
+    subclass says how it starts and ends, in a second thread: starting a process takes long where
+    nothing is idle.
+
+    Args:
+        head: address that it listens at.
+        join: what is said of this host.
+        places: where the process is, and where its clients seem to be.
+        keys: of the token.
+        on_failure: see Relay; also called when joining is refused for good.
+        identity: of the process, see Attach.
+        clients: that need not attach.
+    """
+
+    def __init__(
+        self,
+        head: str,
+        join: Join,
+        places: Places,
+        keys: Keys,
+        on_failure: Callable[[Exception], None],
+        identity: str = "",
+        clients: Sequence[int] = (),
+    ) -> None:
+        super().__init__(f"member-{join.rank}", places, on_failure)
+        self.head, self.wish, self.rank, self.keys = head, join, join.rank, keys
+        self.identity, self.clients = identity, clients
+        self.num_tries = 0
+        self.hands = ThreadPoolExecutor(1)
+
+    def begin(self, welcome: Welcome) -> Left | None:
+        """Start the process."""
         raise NotImplementedError
 
-    def take(self, source: Any) -> None:
-        """Hand on what has arrived at a source."""
+    def left(self) -> Left | None:
+        """What is to be said if the process has ended. Called every TICK after `begin`."""
         raise NotImplementedError
 
-    def tick(self) -> None:
-        """Called every TICK."""
+    def end(self) -> None:
+        """Have the process end, if it was started and still runs."""
         raise NotImplementedError
 
-    def leave(self) -> None:
-        """Say so, and close what is open."""
-        raise NotImplementedError
+    def carry(self) -> None:
+        """From the first beat until the process or the head is gone."""
+        self.session, self.silent, self.num_looks = secrets.randbits(63), 0, 0
+        self.has_asked = False
+        self.process: Outbox | None = None  # the way to it, from Welcome on
+        self.inboxes: dict[int, Bytes] = {}  # by client
+        # Beats have a connection of their own, so that no long prompt makes them late.
+        self.link, self.beats = (Link[ToMember](self.head, ToMember, self.keys) for _ in range(2))
+        links, last_words = [self.link, self.beats], Left("it was stopped")
+        try:
+            for source in self.arrivals(lambda: [*links, *self.inboxes.values()]):
+                if source is None and (left := self._look()):
+                    last_words = left
+                    break
+                for _, message in source.drain() if source in links else ():
+                    self._hear(message)
+                for client in [each for each, inbox in self.inboxes.items() if inbox is source]:
+                    for carried in source.drain(MOST_AT_ONCE):
+                        self.link.send(Carried(client, carried))
+        except Lost as lost:
+            level = logging.DEBUG if self.num_tries % 12 else logging.WARNING
+            log.log(level, "%s %s", self.head, lost)
+            self.num_tries, last_words = self.num_tries + 1, Left(f"the head {lost}")
+        except Exception as error:
+            last_words = Left(str(error))
+            raise
+        finally:
+            if self.process is not None:
+                self.process.close()
+                self.link.send(last_words)
+            for each in (self.beats, *self.inboxes.values()):
+                each.close()
+            self.link.close(LAST_WORDS)
+            self.hands.submit(self.end).result()
+        self.closing.wait(PAUSE if self.process is None else 0)
+
+    def _look(self) -> Left | None:
+        """Show that this host lives, and look whether the other one and the process do."""
+        self.silent += 1
+        self.num_looks += 1
+        self.beats.send(Beat(self.session, now_ns()))
+        if self.process is not None:
+            if self.silent > MOST_SILENT + 1:  # it judges by ours, and so a little earlier
+                raise Lost(f"was silent: number {self.rank} ends, to start when it is there again")
+            if self.work.done():
+                if (left := self.work.result()) is not None:
+                    return left
+                self.work = self.hands.submit(self.left)
+            return None
+        if self.num_looks > PATIENCE:
+            raise Lost("does not answer: is it up, and has it the same token?")
+        return None
+
+    def _hear(self, message: ToMember | None) -> None:
+        match message:
+            case Beat(session, asked_ns, head_ns):
+                self.silent *= session != self.session
+                if not self.has_asked:
+                    self._join(asked_ns, head_ns)
+            case Welcome(incarnation):
+                self.num_tries = self.silent = 0
+                self.process = Outbox(self.places.process(self.rank, incarnation))
+                for client in self.clients:
+                    self._listen(client)
+                self.work = self.hands.submit(self.begin, message)
+            case Refused(reason, True):
+                raise ConfigError(f"{self.head} refuses this host: {reason}")
+            case Refused(reason):
+                raise Lost(f"says: {reason}; asking again")
+            case Carried(_, carried) if self.process is not None:
+                self.process.send(self._localised(carried))
+            case ClientLeft(client) if client in self.inboxes:
+                self.inboxes.pop(client).close()  # which the engine notices
+            case _:
+                pass
+
+    def _join(self, asked_ns: int, head_ns: int) -> None:
+        """Engines and their workers show the time of the head's host, which a beat has told."""
+        if (took := now_ns() - asked_ns) > 1e9:  # it has waited for the head to be there
+            return
+        self.has_asked = True
+        offset = head_ns - asked_ns - took // 2
+        os.environ[CLOCK_OFFSET] = str(offset if abs(offset) > took else 0)  # else it may be ours
+        self.link.send(msgspec.structs.replace(self.wish, session=self.session))
+
+    def _localised(self, carried: msgspec.Raw) -> msgspec.Raw:
+        """An API server that attaches is answered here."""
+        try:
+            attach = msgspec.msgpack.decode(carried, type=Attach)
+        except msgspec.ValidationError:  # it is another message
+            return carried
+        at = self._listen(attach.client)
+        attach = msgspec.structs.replace(attach, inbox=at, identity=self.identity)
+        return msgspec.Raw(msgspec.msgpack.encode(attach))
+
+    def _listen(self, client: int) -> str:
+        at = self.places.client(self.rank, client)
+        if client not in self.inboxes:
+            self.inboxes[client] = Inbox(at, msgspec.Raw)
+        return at

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -215,7 +216,7 @@ def messages(listener, count: int) -> list[tuple[bytes, object]]:
     while len(found) < count:
         assert time.monotonic() < deadline
         ipc.wait([listener], 0.1)
-        found += listener.drain_all()
+        found += listener.drain()
     return found
 
 
@@ -244,7 +245,7 @@ def test_links_carry_messages_both_ways_in_order(listener):
         while len(found) < 100:
             ipc.wait([link], 1)
             found += link.drain()
-        assert [message.request_ids for message in found] == [[name, str(i)] for i in range(100)]
+        assert [message.request_ids for _, message in found] == [[name, str(i)] for i in range(100)]
         link.close()
 
 
@@ -292,6 +293,33 @@ def test_who_says_nothing_is_not_kept(monkeypatch):
     listener.close()
 
 
+def test_strangers_are_not_more_than_there_is_room_for(monkeypatch):
+    """Who has joined stays, and others can join when strangers were cut."""
+    monkeypatch.setattr(ipc, "HANDSHAKE_TIMEOUT", 1000)
+    monkeypatch.setattr(ipc, "MAX_CONNECTIONS", 8)
+    listener = ipc.Listener("tcp://127.0.0.1:0", ToEngine, ipc.Keys(TOKEN))
+    friends = [ipc.Link(listener.at, ToEngine, ipc.Keys(TOKEN))]
+    friends[0].send(AbortRequests(["before"]))
+    messages(listener, 1)
+    port = int(listener.at.rpartition(":")[2])
+    strangers = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(40)]
+    time.sleep(0.3)
+    were_cut = 0
+    for stranger in strangers:
+        stranger.setblocking(False)
+        with suppress(BlockingIOError):
+            while data := stranger.recv(100):
+                assert data
+            were_cut += 1
+    assert were_cut == 40 - 7
+    friends.append(ipc.Link(listener.at, ToEngine, ipc.Keys(TOKEN)))
+    for friend in friends:
+        friend.send(AbortRequests(["after"]))
+    assert len(messages(listener, 2)) == 2
+    for each in (*friends, *strangers, listener):
+        each.close()
+
+
 def test_a_long_message_comes_in_frames(listener):
     link = ipc.Link(listener.at, ToEngine, ipc.Keys(TOKEN))
     for size in (ipc.MAX_FRAME - 100, ipc.MAX_FRAME, 5 * ipc.MAX_FRAME + 7):
@@ -302,7 +330,7 @@ def test_a_long_message_comes_in_frames(listener):
         listener.send_to(peer, message)
         while not (back := link.drain()):
             ipc.wait([link], 1)
-        assert back == [sent]
+        assert back == [(b"", sent)]
     link.close()
 
 

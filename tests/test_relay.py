@@ -10,6 +10,7 @@ import queue
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,9 @@ from servd import ipc, relay
 from servd.config import Config
 from servd.core.client import EngineCoreClient, engine_address, engine_dir
 from servd.errors import ConfigError
-from servd.head_relay import HeadRelay
 from servd.hf import FAKE_SPEC
 from servd.ipc import Inbox, Keys, Outbox
-from servd.join import Beat, Join, Left, ToNode, terms_of
+from servd.join import Beat, Join, Left, ToMember, Welcome, terms_of
 from servd.messages import (
     AbortRequests,
     Attach,
@@ -33,8 +33,8 @@ from servd.messages import (
     ResetPrefixCache,
     ToEngine,
 )
-from servd.node_relay import NodeRelay
 from servd.process_tree import head_address, places
+from servd.relay import Head, Member
 
 KEYS = Keys("a token of these tests, long enough")
 IDENTITY = "an engine of the node"
@@ -45,41 +45,68 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+class Node(Member):
+    """The host of an engine that is this test."""
+
+    def __init__(self, name: str, events: queue.SimpleQueue[Any], *args: Any) -> None:
+        super().__init__(*args, events.put, IDENTITY)
+        self.name, self.events = name, events
+        self.is_here = False
+        self.last: Left | None = None  # the engine dies with this
+
+    def begin(self, welcome: Welcome) -> None:
+        self.events.put((self.name, welcome.incarnation))
+        self.is_here = True
+
+    def left(self) -> Left | None:
+        last, self.last = self.last, None
+        return last
+
+    def end(self) -> None:
+        if self.is_here and not self.closing.is_set():
+            self.events.put((self.name, "has ended"))
+        self.is_here = False
+
+
 @dataclasses.dataclass
 class Hosts:
     """A head and nodes that join it; engine 1 of 2 may be elsewhere."""
 
     folder: Path
     config: Config
-    head: HeadRelay | None = None
-    nodes: list[NodeRelay] = dataclasses.field(default_factory=list)
+    number: int = 0  # of the engine
+    head: Head | None = None
+    nodes: list[Node] = dataclasses.field(default_factory=list)
     clients: list[EngineCoreClient] = dataclasses.field(default_factory=list)
     engines: list[Inbox[Any]] = dataclasses.field(default_factory=list)
     events: queue.SimpleQueue[Any] = dataclasses.field(default_factory=queue.SimpleQueue)
 
-    def start_head(self) -> HeadRelay:
-        terms, folder = terms_of(self.config, FAKE_SPEC), folder_of(self.folder / "head")
+    def start_head(self) -> Head:
+        where = places({1: folder_of(self.folder / "head")})
+        terms = partial(terms_of, self.config, FAKE_SPEC)
         at = head_address(self.config)
-        self.head = HeadRelay(at, terms, [1], places([folder], 1), KEYS, self.events.put)
+        self.head = Head(at, [1], where, terms, KEYS, self.lost, self.events.put)
         self.head.start()
         return self.head
 
-    def start_node(self, name: str = "node", keys: Keys = KEYS, **options: Any) -> NodeRelay:
-        fields = {
-            "version": servd.__version__, "ranks": [1],
-            "terms": terms_of(self.config.replace(**options), FAKE_SPEC),
-        }  # fmt: skip
-        join = Join(host=name, session=0, **fields)
-        one = NodeRelay(
-            head_address(self.config), join, places([folder_of(self.folder / name)], 1), IDENTITY,
-            keys,
-            lambda numbers, _: self.events.put((name, numbers)),
-            lambda why: self.events.put((name, why)),
-            self.events.put,
-        )  # fmt: skip
-        self.nodes.append(one)
-        one.start()
-        return one
+    def lost(self, rank: int, restarting: EngineRestarting) -> None:
+        """As the parent of the API servers."""
+        self.number = restarting.incarnation
+        for client in self.clients:
+            outbox = Outbox(client.inbox.at)
+            outbox.send(restarting)
+            outbox.close()
+
+    def start_node(
+        self, name: str = "node", keys: Keys = KEYS, change: Any = None, **options: Any
+    ) -> Node:
+        terms = terms_of(self.config.replace(**options), FAKE_SPEC)
+        join = Join(servd.__version__, name, 0, 1, terms)
+        join = msgspec.structs.replace(join, **change or {})
+        where = places({join.rank: folder_of(self.folder / name)})
+        self.nodes.append(Node(name, self.events, head_address(self.config), join, where, keys))
+        self.nodes[-1].start()
+        return self.nodes[-1]
 
     def event(self) -> Any:
         """The next thing that a relay has called back."""
@@ -87,10 +114,8 @@ class Hosts:
 
     def client(self, number: int = 7) -> EngineCoreClient:
         """An API server."""
-        assert self.head is not None
-        (incarnation,) = self.head.add(number)
         folder = folder_of(self.folder / "head")
-        self.clients.append(EngineCoreClient(folder, number, "an API server", incarnation))
+        self.clients.append(EngineCoreClient(folder, number, "an API server", self.number))
         return self.clients[-1]
 
     def engine(self, name: str = "node", incarnation: int = 0) -> Inbox[Any]:
@@ -133,7 +158,7 @@ def test_an_api_server_and_an_engine_of_another_host_talk_as_if_they_were_on_one
     client = hosts.client()  # before there is an engine: messages wait
     client.send(AbortRequests(["early"]))
     hosts.start_node()
-    assert hosts.event() == ("node", [0])
+    assert hosts.event() == ("node", 0)
     engine = hosts.engine()
     attach = received(engine, Attach)
     assert attach.client == 7 and attach.identity == IDENTITY
@@ -161,9 +186,13 @@ def test_what_was_said_to_an_engine_that_died_does_not_reach_the_next(hosts):
     hosts.event()
     engine = hosts.engine()
     received(engine, Attach)
-    node.restarted(1, EngineRestarting(1, "it died", ["a prompt"]))
+    client.send(AbortRequests(["a word"]))
+    received(engine, AbortRequests)
+    node.last = Left("it died", ["a prompt"])
+    died = received(client, EngineRestarting)
     client.send(AbortRequests(["late"]))
-    assert received(client, EngineRestarting) == EngineRestarting(1, "it died", ["a prompt"])
+    assert died == EngineRestarting(1, "host node has left: it died", ["a prompt"])
+    assert [hosts.event(), hosts.event()] == [("node", "has ended"), ("node", 1)]
     successor = hosts.engine(incarnation=1)
     client.follow(1)
     client.send(ResetPrefixCache())
@@ -180,19 +209,28 @@ def test_a_silent_host_is_lost_within_a_second_and_may_join_again(hosts, monkeyp
     time.sleep(1.2)
     assert hosts.events.empty(), "neither is lost while beats come"
 
-    monkeypatch.setattr(node, "_beat", lambda: None)
+    monkeypatch.setattr(node.beats, "send", lambda beat: None)
     since = time.monotonic()
     lost = received(client, EngineRestarting)
     assert lost.incarnation == 1 and "silent" in lost.reason and not lost.computing
     assert 2 * relay.TICK < time.monotonic() - since < 1.5  # 0.8 to 1.0 s where nothing waits
-    name, why = hosts.event()  # its own beats are no longer answered
-    assert (name, why.endswith("was silent")) == ("node", True)
+    assert hosts.event() == ("node", "has ended"), "its own beats are no longer answered"
     client.follow(1)
-
-    monkeypatch.undo()
-    node.rejoin()
-    assert hosts.event() == ("node", [1])
+    assert hosts.event() == ("node", 1)
     assert received(hosts.engine(incarnation=1), Attach).client == 7
+
+
+def test_a_host_that_waited_long_for_its_head_is_not_taken_for_silent(hosts, monkeypatch):
+    monkeypatch.setattr(relay, "TICK", 0.05)
+    node = hosts.start_node()
+    time.sleep(0.6)
+    look, looks = node._look, []
+    node._look = lambda: (
+        looks.append(node.process is not None) or (look() if not looks[-1] else None)
+    )
+    hosts.start_head()
+    assert hosts.event() == ("node", 0)
+    assert node.silent <= relay.MOST_SILENT
 
 
 def test_a_host_that_leaves_is_lost_at_once(hosts):
@@ -200,20 +238,18 @@ def test_a_host_that_leaves_is_lost_at_once(hosts):
     client = hosts.client()
     node = hosts.start_node()
     hosts.event()
-    node.reason = "its engine died too often"
     node.close()
-    assert received(client, EngineRestarting).reason.endswith("left: its engine died too often")
+    assert received(client, EngineRestarting).reason.endswith("left: it was stopped")
 
 
 def test_a_head_that_is_gone_is_noticed_and_another_one_is_joined(hosts):
     head = hosts.start_head()
-    node = hosts.start_node()
-    assert hosts.event() == ("node", [0])
+    hosts.start_node()
+    assert hosts.event() == ("node", 0)
     head.close()
-    assert hosts.event()[1].endswith("was silent")
-    node.rejoin()
+    assert hosts.event() == ("node", "has ended")
     hosts.start_head()
-    assert hosts.event() == ("node", [0])
+    assert hosts.event() == ("node", 0)
 
 
 @pytest.mark.parametrize(
@@ -230,23 +266,13 @@ def test_a_head_that_is_gone_is_noticed_and_another_one_is_joined(hosts):
             {"version": "9.9"},
             rf"servd 9.9 on the host that joins, {servd.__version__} on the head",
         ),
-        ({}, {"ranks": [0, 1]}, r"engines \[0\] are not of those that may join, \[1\]"),
+        ({}, {"rank": 2}, r"number 2 is not of those that may join, \[1\]"),
         ({}, {"terms": {}}, r"the model's config.json: None on the host that joins"),
     ],
 )
 def test_a_host_that_does_not_fit_is_told_why(hosts, options, change, reason):
     hosts.start_head()
-    node = hosts.start_node(**options)
-    if change:
-        node.close()
-        hosts.nodes.clear()
-        hosts.events = queue.SimpleQueue()
-        join = msgspec.structs.replace(node.join_message, **change)
-        other = NodeRelay(
-            node.head, join, node.places, IDENTITY, KEYS, print, print, hosts.events.put
-        )
-        hosts.nodes.append(other)
-        other.start()
+    hosts.start_node(change=change, **options)
     error = hosts.event()
     assert isinstance(error, ConfigError)
     with pytest.raises(ConfigError, match=reason):
@@ -255,42 +281,79 @@ def test_a_host_that_does_not_fit_is_told_why(hosts, options, change, reason):
 
 def test_what_another_version_says_is_refused_too(hosts):
     hosts.start_head()
-    link = ipc.Link(hosts.start_node().head, ToNode, KEYS)
+    link = ipc.Link(hosts.start_node().head, ToMember, KEYS)
     link.send(EngineStatus("a message that nobody expects here"))
     deadline = time.monotonic() + 30
     while not (answers := link.drain()):
         assert time.monotonic() < deadline
-    assert "cannot read" in answers[0].reason and answers[0].is_final
+    [(_, answer)] = answers
+    assert "cannot read" in answer.reason and answer.is_final
     link.close()
 
 
-@pytest.mark.parametrize(("ranks", "reason"), [([1, 1], "twice"), ([1, 2], "not of those")])
-def test_ranks_that_make_no_sense_are_refused(hosts, ranks, reason):
+def test_a_rank_that_makes_no_sense_is_refused(hosts):
     head = hosts.start_head()
-    link = ipc.Link(head_address(hosts.config), ToNode, KEYS)
+    link = ipc.Link(head_address(hosts.config), ToMember, KEYS)
     terms = terms_of(hosts.config, FAKE_SPEC)
-    link.send(Join(servd.__version__, "a host", 1, ranks, terms))
+    link.send(Join(servd.__version__, "a host", 1, 2, terms))
     deadline = time.monotonic() + 30
     while not (answers := link.drain()):
         assert time.monotonic() < deadline
-    assert reason in answers[0].reason and answers[0].is_final
+    [(_, answer)] = answers
+    assert "not of those" in answer.reason and answer.is_final
     link.send(Left("it has no more to say"))
     link.close(1.0)
     hosts.start_node("friend")
-    assert hosts.event() == ("friend", [0])
+    assert hosts.event() == ("friend", 0)
     assert head.is_alive()
+
+
+def test_an_engine_whose_connection_breaks_is_lost_though_its_host_still_beats(hosts):
+    """What was on its way is gone: nobody may wait for it."""
+    hosts.start_head()
+    client = hosts.client()
+    node = hosts.start_node()
+    assert hosts.event() == ("node", 0)
+    attach = received(hosts.engine(), Attach)
+    head = node.head
+    node.link.socket.disconnect(head)
+    node.link.socket.connect(head)
+    answers = Outbox(attach.inbox, is_bound=True)
+    answers.send(EngineStatus("for nobody"))
+    assert [hosts.event(), hosts.event()] == [("node", "has ended"), ("node", 1)]
+    assert received(client, EngineRestarting).incarnation == 1
+    answers.close()
+
+
+def test_a_host_is_told_whose_weights_it_has_others_than(tmp_path):
+    """Those of the same shape: samples of the files are compared, where both hosts have them."""
+    config, specs = Config(), []
+    for name in ("head", "same", "other"):
+        (folder := tmp_path / name).mkdir()
+        data = bytearray(1 << 20)
+        data[700_000 : 700_000 + 100_000] = bytes([name == "other"]) * 100_000
+        (folder / "model.safetensors").write_bytes(data)
+        specs.append(msgspec.structs.replace(FAKE_SPEC, folder=str(folder)))
+    head, same, other = (terms_of(config, spec) for spec in specs)
+    unknown = terms_of(config, FAKE_SPEC)
+
+    def why(terms: dict[str, str]) -> str | None:
+        return Join(servd.__version__, "a host", 1, 1, terms).refusal(head)
+
+    assert why(same) is None and why(unknown) is None
+    assert (why(other) or "").startswith("the model's weights: ")
 
 
 def test_two_hosts_with_the_same_engines(hosts):
     """The second one asks again, until the first is lost: it may be the same one, restarted."""
     hosts.start_head()
     first = hosts.start_node("a")
-    assert hosts.event() == ("a", [0])
+    assert hosts.event() == ("a", 0)
     hosts.start_node("b")
     time.sleep(0.5)
     assert hosts.events.empty()
     first.close()
-    assert hosts.event() == ("b", [1])
+    assert hosts.event() == ("b", 1)
 
 
 def test_times_of_another_host_are_on_the_clock_of_the_api_servers(hosts):
@@ -304,7 +367,8 @@ def test_times_of_another_host_are_on_the_clock_of_the_api_servers(hosts):
     def hear_ahead(peer: bytes, message: Any) -> None:
         """As a host whose clock is ahead."""
         if isinstance(message, Beat):
-            head.listener.send_to(peer, Beat(message.session, time.monotonic_ns() + ahead))
+            beat = Beat(message.session, message.asked_ns, time.monotonic_ns() + ahead)
+            head.listener.send_to(peer, beat)
         else:
             hear(peer, message)
 
@@ -318,6 +382,6 @@ def test_without_the_token_nobody_joins(hosts):
     hosts.start_head()
     hosts.start_node("stranger", Keys("another token, which is as long"))
     hosts.start_node("friend")
-    assert hosts.event() == ("friend", [0])
+    assert hosts.event() == ("friend", 0)
     time.sleep(0.5)
     assert hosts.events.empty()

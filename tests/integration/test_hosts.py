@@ -193,7 +193,7 @@ def test_a_slow_cable_a_cut_one_and_a_mended_one(start, network, tmp_path):
         assert [each.result() for each in got] == alone
     assert seconds < 3
     print(f"noticed after {seconds:.2f} s")
-    node.wait_for_line("was silent: its engines end")
+    node.wait_for_line("was silent: number 1 ends")
     assert complete(head, **body) == expected
 
     network.cut(False)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from functools import partial
-from queue import SimpleQueue
 
 import msgspec
 
@@ -15,62 +13,40 @@ from servd.child import Child
 from servd.child_messages import StartWorker
 from servd.config import Config
 from servd.core.executor.multiproc import STOP_TIMEOUT, MultiProcExecutor
-from servd.head_relay import HeadRelay
 from servd.ipc import Keys, address, private_dir
-from servd.join import Join
-from servd.messages import WorkerFailed
-from servd.node_relay import NodeRelay
-from servd.relay import Places
+from servd.join import Join, Left, Welcome
+from servd.relay import Head, Member, Places
 
 ONLY_CLIENT = 0  # of a worker: its executor
-
-
-class WorkersRelay(HeadRelay):
-    """The executor's end. A host that is lost takes the model with it."""
-
-    on_lost: Callable[[str], None]
-
-    def tell_lost(self, rank: int, why: str) -> None:
-        """As the worker would before it ends."""
-        self.tell(rank, ONLY_CLIENT, WorkerFailed(why))
-        self.on_lost(why)
 
 
 class RemoteExecutor(MultiProcExecutor):
     """Workers of other hosts seem to be here. A subclass says where they join, in `start`."""
 
-    relay: WorkersRelay | None = None
+    head: Head | None = None
 
     @classmethod
     def prepare(cls, num_workers: int) -> None:
         """Nothing: their hosts do."""
 
-    def listen(self, at: str, terms: Mapping[str, str], keys: Keys) -> WorkersRelay:
-        """Let hosts join; see HeadRelay."""
-        places = Places(
-            lambda rank, _: address(self.folder, f"worker-{rank}"), lambda *_: self.inbox.at
-        )
-        start = msgspec.Raw(msgspec.msgpack.encode(self.start_message(-1, "")))
+    def listen(self, at: str, terms: Callable[[], Mapping[str, str]], keys: Keys) -> str:
+        """Let workers join; see Head. Returns where. One that is lost takes the model with it."""
+        places = Places(lambda rank, _: self.address_of(rank), lambda *_: self.inbox.at)
+        start = msgspec.msgpack.encode(self.start_message(-1))
         others = range(self.num_here, self.config.parallel.num_workers)
-        self.relay = WorkersRelay(at, terms, others, places, keys, self._relay_failed, start)
-        self.relay.on_lost = self._host_lost
-        self.relay.add(ONLY_CLIENT)
-        self.relay.start()
+        self.head = Head(
+            at, others, places, terms, keys, lambda _, restarting: self.lose(restarting.reason),
+            lambda error: self.lose(f"the link to other hosts failed: {error!r}"), start,
+        )  # fmt: skip
+        self.head.start()
         self.progress("waiting for other hosts", 0.0)
-        return self.relay
-
-    def _relay_failed(self, error: Exception) -> None:
-        self.on_failure(f"the link to other hosts failed: {error!r}")
-
-    def _host_lost(self, why: str) -> None:
-        if not self.is_stopping:
-            self.on_failure(why)
+        return self.head.listener.at
 
     def shutdown(self) -> None:
         """Stop the workers here; those of other hosts end as soon as nobody is there for them."""
         super().shutdown()
-        if self.relay is not None:
-            self.relay.close()
+        if self.head is not None:
+            self.head.close()
 
 
 def find_model(config: Config) -> hf.ModelSpec:
@@ -87,92 +63,58 @@ def find_model(config: Config) -> hf.ModelSpec:
     return spec
 
 
-class WorkerHost:
-    """Workers for an executor on another host, for as long as that is there.
+class WorkerMember(Member):
+    """A worker for an executor on another host, for as long as that is there.
 
     Args:
         at: where it listens.
         join: what is said of this host.
         keys: of the token.
-        find: the model on this host, by the options of the executor or its own.
+        spec: the model on this host.
+        num_here: workers of this host, which share its CPUs.
+        on_failure: see Relay.
     """
 
     def __init__(
-        self, at: str, join: Join, keys: Keys, find: Callable[[Config], hf.ModelSpec] = find_model
+        self,
+        at: str,
+        join: Join,
+        keys: Keys,
+        spec: hf.ModelSpec,
+        num_here: int,
+        on_failure: Callable[[Exception], None],
     ) -> None:
-        self.folder, self.ranks, self.find = private_dir(), join.ranks, find
-        self.events: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self.workers: list[Child] = []
-        self.is_over = False
-        places = Places(
-            lambda rank, _: address(self.folder, f"worker-{rank}"),
-            lambda rank, _: address(self.folder, f"executor-{rank}"),
+        self.folder, self.spec, self.num_here = private_dir(), spec, num_here
+        self.worker: Child | None = None
+        inbox, outbox = address(self.folder, "worker"), address(self.folder, "executor")
+        places = Places(lambda *_: inbox, lambda *_: outbox)
+        super().__init__(at, join, places, keys, on_failure, clients=[ONLY_CLIENT])
+
+    def begin(self, welcome: Welcome) -> None:
+        """With the executor's options, which count all workers."""
+        start = msgspec.msgpack.decode(welcome.start, type=StartWorker)
+        inbox, outbox = self.places.process(0, 0), self.places.client(0, 0)
+        start = msgspec.structs.replace(
+            start, rank=self.rank, spec=self.spec, inbox=inbox, outbox=outbox
         )
-        self.relay = NodeRelay(
-            at, join, places, "", keys,
-            lambda _, start: self.events.put(partial(self._begin, start)),
-            lambda why: self.events.put(self._end),
-            lambda error: self.events.put(partial(_raise, error)),
-            [ONLY_CLIENT],
-        )  # fmt: skip
+        num_threads = str(max((os.cpu_count() or 1) // self.num_here, 1))
+        env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", num_threads)}
+        module = MultiProcExecutor.worker_module
+        self.worker = Child(f"worker-{self.rank}", module, start, env=env)
+
+    def left(self) -> Left | None:
+        """The others wait for it in vain."""
+        if self.worker is None or self.worker.exit_code is None:
+            return None
+        return Left(f"{self.worker.name} ended with exit code {self.worker.exit_code}")
+
+    def end(self) -> None:
+        """Whatever it does: nobody is there for it."""
+        if self.worker is not None:
+            self.worker.stop(STOP_TIMEOUT)
+            self.worker = None
 
     def run(self) -> None:
-        """Until `stop`.
-
-        Raises:
-            ConfigError: the executor does not take this host, or the model is not here.
-        """
-        self.relay.start()
-        try:
-            while not self.is_over:
-                self.events.get()()
-        except Exception as error:
-            self.relay.reason = str(error)
-            raise
-        finally:
-            self.relay.close()
-            self._stop()
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-    def stop(self) -> None:
-        """End `run`; from any thread, and from signal handlers."""
-        self.events.put(partial(setattr, self, "is_over", True))
-
-    def _begin(self, message: msgspec.Raw) -> None:
-        start = msgspec.msgpack.decode(message, type=StartWorker)
-        spec = self.find(start.config)
-        # The executor's options count all workers, and this host has some.
-        num_threads = max((os.cpu_count() or 1) // len(self.ranks), 1)
-        env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(num_threads))}
-        for rank in self.ranks:
-            own = msgspec.structs.replace(
-                start, rank=rank, spec=spec, inbox=address(self.folder, f"worker-{rank}"),
-                outbox=address(self.folder, f"executor-{rank}"),
-            )  # fmt: skip
-            module = MultiProcExecutor.worker_module
-            worker = Child(f"worker-{rank}", module, own, env=env)
-            worker.on_exit(lambda child: self.events.put(partial(self._ended, child)))
-            self.workers.append(worker)
-
-    def _ended(self, worker: Child) -> None:
-        """The others wait for it in vain."""
-        if worker in self.workers:
-            self.relay.reason = f"{worker.name} ended with exit code {worker.exit_code}"
-            self.relay.orders.put(self.relay.leave)
-            self._end()
-
-    def _end(self) -> None:
-        """Nobody is there for the workers; join again."""
-        self._stop()
-        self.relay.rejoin()
-
-    def _stop(self) -> None:
-        workers, self.workers = self.workers, []
-        for worker in workers:
-            worker.terminate()
-        for worker in workers:
-            worker.stop(STOP_TIMEOUT)
-
-
-def _raise(error: Exception) -> None:
-    raise error
+        """See Relay."""
+        super().run()
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -53,8 +53,7 @@ class MultiProcExecutor(executor.Executor):
         self.outputs: list[deque[ModelRunnerOutput]] = []
         self.is_launched = False
         self.is_stopping = False
-        # Workers that ended by themselves.
-        self.ended: queue.SimpleQueue[Child] = queue.SimpleQueue()
+        self.ended: queue.SimpleQueue[str] = queue.SimpleQueue()  # which worker did by itself, how
 
     @classmethod
     def prepare(cls, num_workers: int) -> None:
@@ -68,12 +67,10 @@ class MultiProcExecutor(executor.Executor):
         standby = {worker.name: worker for worker in self.standby}
         self.standby.clear()
         for rank in range(self.config.parallel.num_workers):
-            inbox = address(self.folder, f"worker-{rank}")
-            self.outboxes.append(Outbox(inbox))
+            self.outboxes.append(Outbox(self.address_of(rank)))
             self.outputs.append(deque())
-            if rank >= self.num_here:
-                continue
-            start = self.start_message(rank, inbox)
+        for rank in range(self.num_here):
+            start = self.start_message(rank)
             name = f"worker-{rank}"
             worker = standby.get(name) or Child(name, self.worker_module, None)
             if not worker.send(start):  # it has died while it waited
@@ -98,10 +95,14 @@ class MultiProcExecutor(executor.Executor):
         several = self.config.parallel.num_workers > 1
         return f"file://{self.folder}/rendezvous" if several else None
 
-    def start_message(self, rank: int, inbox: str) -> StartWorker:
+    def address_of(self, rank: int) -> str:
+        """Where a worker listens."""
+        return address(self.folder, f"worker-{rank}")
+
+    def start_message(self, rank: int) -> StartWorker:
         """What a worker must know."""
-        at = self.inbox.at
-        return StartWorker(self.config, self.spec, rank, inbox, at, self.meeting_point)
+        inbox, outbox = self.address_of(rank), self.inbox.at
+        return StartWorker(self.config, self.spec, rank, inbox, outbox, self.meeting_point)
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         """Send the step to the workers."""
@@ -178,16 +179,16 @@ class MultiProcExecutor(executor.Executor):
             if message is not None:
                 return message
             if has_ended:
-                raise EngineDead(_describe(self.ended.get()))
+                raise EngineDead(self.ended.get())
 
     def _on_exit(self, worker: Child) -> None:
+        self.lose(f"{worker.name} ended unexpectedly with exit code {worker.exit_code}")
+
+    def lose(self, why: str) -> None:
+        """A worker is gone. Called from another thread."""
         if not self.is_stopping:
-            self.ended.put(worker)
-            self.on_failure(_describe(worker))
-
-
-def _describe(worker: Child) -> str:
-    return f"{worker.name} ended unexpectedly with exit code {worker.exit_code}"
+            self.ended.put(why)
+            self.on_failure(why)
 
 
 Executor = MultiProcExecutor  # the name that every file of this package has

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from servd.core.executor._remote import RemoteExecutor
 from servd.ipc import Keys, tcp_address
 from servd.join import read_token, terms_of
@@ -24,9 +26,9 @@ class NodesExecutor(RemoteExecutor):
 
     def start(self) -> WorkerReady:
         """Wait for all hosts."""
-        parallel = self.config.parallel
+        parallel, terms = self.config.parallel, partial(terms_of, self.config, self.spec)
         at = tcp_address(parallel.master_addr or "", parallel.master_port)
-        self.listen(at, terms_of(self.config, self.spec), Keys(read_token(self.config)))
+        self.listen(at, terms, Keys(read_token(self.config)))
         return super().start()
 
 

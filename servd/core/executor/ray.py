@@ -7,19 +7,18 @@ answer passes servd's own links, which notice within a second when one is gone.
 from __future__ import annotations
 
 import importlib
-import os
 import secrets
 import socket
 import threading
-from collections import Counter
+from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 import servd
 from servd.config import Config
-from servd.core import executor
-from servd.core.executor._remote import RemoteExecutor, WorkerHost
+from servd.core.executor._remote import RemoteExecutor, WorkerMember, find_model
 from servd.errors import ConfigError
-from servd.hf import ModelSpec
 from servd.ipc import Keys, tcp_address
 from servd.join import Join
 from servd.messages import WorkerReady
@@ -44,33 +43,30 @@ class Bundle:
 
     def meeting_point(self) -> str:
         """A free port of this host, for torch.distributed."""
-        host = library().util.get_node_ip_address()
         with socket.create_server(("", 0)) as probe:
-            return tcp_address(host, probe.getsockname()[1])
+            return tcp_address(library().util.get_node_ip_address(), probe.getsockname()[1])
 
-    def run(self, at: str, token: str, rank: int, num_neighbours: int) -> None:
+    def run(self, at: str, token: str, config: bytes, rank: int, num_here: int) -> None:
         """Be joined to the executor until it is gone.
 
         Args:
             at: where it listens.
             token: of this executor alone.
+            config: its own.
             rank: of the worker.
-            num_neighbours: workers of this host, which share its CPUs.
+            num_here: workers of this host, which share its CPUs.
         """
-        cpus = str(max((os.cpu_count() or 1) // num_neighbours, 1))
-        os.environ.setdefault("OMP_NUM_THREADS", cpus)
-        join = Join(servd.__version__, socket.gethostname(), 0, [rank], {})
-        WorkerHost(at, join, Keys(token)).run()
+        spec = find_model(msgspec.msgpack.decode(config, type=Config))
+        join, errors = Join(servd.__version__, socket.gethostname(), 0, rank, {}), list[Exception]()
+        WorkerMember(at, join, Keys(token), spec, num_here, errors.append).run()
+        raise errors[0]
 
 
 class RayExecutor(RemoteExecutor):
     """Wants a bundle `{"GPU": 1}`, or `{"CPU": 1}` on CPUs, for each worker, on few hosts."""
 
-    def __init__(self, config: Config, spec: ModelSpec, progress: executor.Progress) -> None:
-        super().__init__(config, spec, progress)
-        self.ray, self.groups = library(), library("ray.util.placement_group")
-        self.group: Any = None
-        self.actors: list[Any] = []
+    group: Any = None
+    actors: Sequence[Any] = ()
 
     @property
     def num_here(self) -> int:
@@ -88,19 +84,20 @@ class RayExecutor(RemoteExecutor):
         Raises:
             ConfigError: there is no cluster, or it has not as much free.
         """
-        if not self.ray.is_initialized():
+        ray = self.ray = library()
+        if not ray.is_initialized():
             try:
-                self.ray.init(address="auto", log_to_driver=False, logging_level="warning")
-            except (ConnectionError, self.ray.exceptions.RayError) as error:
+                ray.init(address="auto", log_to_driver=False, logging_level="warning")
+            except (ConnectionError, ray.exceptions.RayError) as error:
                 raise ConfigError(
                     f"--executor ray: {error}; start one with `ray start --head`, and name it in "
                     "$RAY_ADDRESS if it is elsewhere"
                 ) from None
         hosts, token = self._place(), secrets.token_hex(32)
-        relay = self.listen(tcp_address(self.ray.util.get_node_ip_address(), 0), {}, Keys(token))
-        at, neighbours = relay.listener.at, Counter(hosts)
+        at = self.listen(tcp_address(ray.util.get_node_ip_address(), 0), dict, Keys(token))
+        config = msgspec.msgpack.encode(self.config)
         runs = [
-            actor.run.remote(at, token, rank, neighbours[hosts[rank]])
+            actor.run.remote(at, token, config, rank, hosts.count(hosts[rank]))
             for rank, actor in enumerate(self.actors)
         ]
         threading.Thread(target=self._watch, args=[runs], name="ray", daemon=True).start()
@@ -108,54 +105,44 @@ class RayExecutor(RemoteExecutor):
 
     def _place(self) -> list[str]:
         """Start the actors; returns the host of each."""
+        ray, groups = self.ray, library("ray.util.placement_group")
         count = self.config.parallel.num_workers
         kind = "GPU" if self.config.parallel.device == "cuda" else "CPU"
         self.progress("waiting for Ray", 0.0)
-        self.group = self.groups.placement_group([{kind: 1.0}] * count, strategy="PACK")
+        self.group = groups.placement_group([{kind: 1.0}] * count, strategy="PACK")
         if not self.group.wait(PLACEMENT_TIMEOUT):
-            free = {
-                name: free for name, free in self.ray.available_resources().items() if name == kind
-            }
+            free = {name: n for name, n in ray.available_resources().items() if name == kind}
             raise ConfigError(
                 f"--executor ray: {count} workers need as many times {{{kind!r}: 1}}, and the "
                 f"cluster has {free or f'no {kind}'} free: add nodes, or lower "
                 "--tensor-parallel-size or --pipeline-parallel-size"
             )
-        actor = self.ray.remote(Bundle)
         strategies = library("ray.util.scheduling_strategies")
-        for rank in range(count):
-            strategy = strategies.PlacementGroupSchedulingStrategy(
-                self.group, placement_group_bundle_index=rank
-            )
-            self.actors.append(
-                actor.options(
-                    num_cpus=float(kind == "CPU"), num_gpus=float(kind == "GPU"),
-                    scheduling_strategy=strategy, max_concurrency=2,
-                ).remote()
-            )  # fmt: skip
-        table = self.groups.placement_group_table(self.group)["bundles_to_node_id"]
+        options = {"num_cpus": float(kind == "CPU"), "num_gpus": float(kind == "GPU")}
+        bundles = [
+            strategies.PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=i)
+            for i in range(count)
+        ]
+        actor = ray.remote(**options, max_concurrency=2)(Bundle)
+        self.actors = [actor.options(scheduling_strategy=each).remote() for each in bundles]
+        table = groups.placement_group_table(self.group)["bundles_to_node_id"]
         return [table[rank] for rank in range(count)]
 
     def _watch(self, runs: list[Any]) -> None:
         """Thread: an actor that ends before its worker has joined would be waited for."""
         try:
             self.ray.get(self.ray.wait(runs)[0])
-            why = "an actor has ended"
         except Exception as error:
-            why = f"an actor of Ray has ended: {error}"
-        if self.relay is not None and not self.is_stopping:
-            relay = self.relay
-            relay.orders.put(lambda: relay.tell_lost(0, why))
+            self.lose(f"an actor of Ray has ended: {error}")
 
     def shutdown(self) -> None:
         """Give the bundles back."""
         super().shutdown()
         for actor in self.actors:
             self.ray.kill(actor)
-        self.actors.clear()
         if self.group is not None:
-            self.groups.remove_placement_group(self.group)
-            self.group = None
+            library("ray.util.placement_group").remove_placement_group(self.group)
+        self.actors, self.group = (), None
 
 
 Executor = RayExecutor  # the name that every file of this package has

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +12,11 @@ from typing import Any
 import pytest
 
 import servd
-from servd import head_relay
+from servd import relay
 from servd.config import Config
 from servd.core.engine_core import EngineCore
 from servd.core.executor import multiproc
-from servd.core.executor._remote import WorkerHost
+from servd.core.executor._remote import WorkerMember
 from servd.core.executor.nodes import NodesExecutor
 from servd.errors import ConfigError, EngineDead
 from servd.hf import FAKE_SPEC
@@ -40,10 +39,10 @@ class Hosts:
             "tensor_parallel_size": 2, "master_addr": "127.0.0.1", "master_port": port,
         }  # fmt: skip
         self.config = Config.load(options)
-        join = Join(servd.__version__, "other", 0, [1], terms_of(self.config, FAKE_SPEC))
+        join = Join(servd.__version__, "other", 0, 1, terms_of(self.config, FAKE_SPEC))
         at = f"tcp://127.0.0.1:{port}"
-        self.other = WorkerHost(at, join, Keys(TOKEN), lambda config: FAKE_SPEC)
-        self.thread = threading.Thread(target=self.other.run)
+        self.errors: list[Exception] = []
+        self.other = WorkerMember(at, join, Keys(TOKEN), FAKE_SPEC, 1, self.errors.append)
         self.executors: list[NodesExecutor] = []
 
     def start(self) -> tuple[NodesExecutor, Any]:
@@ -52,10 +51,10 @@ class Hosts:
         return executor, executor.start()
 
     def close(self) -> None:
-        self.other.stop()
-        self.thread.join(60)
+        self.other.close()
         for executor in self.executors:
             executor.shutdown()
+        assert not self.errors
 
 
 @pytest.fixture
@@ -65,7 +64,7 @@ def hosts(monkeypatch, tmp_path: Path) -> Iterator[Hosts]:
     monkeypatch.setenv("SERVD_JOIN_TOKEN", TOKEN)
     monkeypatch.setenv("SERVD_CLOCK_OFFSET_NS", "0")
     made = Hosts()
-    made.thread.start()
+    made.other.start()
     yield made
     made.close()
 
@@ -81,7 +80,7 @@ def answers(executor: NodesExecutor, ready: Any) -> None:
 def test_workers_of_two_hosts_run_every_step_and_the_smallest_cache_decides(hosts):
     executor, ready = hosts.start()
     assert ready.num_blocks == 15, "the other host's is the smaller one"
-    assert len(executor.workers) == len(hosts.other.workers) == 1
+    assert len(executor.workers) == 1 and hosts.other.worker
     answers(executor, ready)
     executor.shutdown()
     again, ready = hosts.start()  # as after a sleep, or by the next engine
@@ -93,7 +92,7 @@ def test_a_worker_that_dies_on_another_host_is_noticed_though_nothing_runs(hosts
     reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
     executor.on_failure = reasons.put
     since = time.monotonic()
-    hosts.other.workers[0].process.kill()
+    hosts.other.worker.process.kill()
     assert "worker-1 ended with exit code -9" in reasons.get(timeout=60)
     assert time.monotonic() - since < 3  # about 0.3 s where nothing waits for a CPU
     executor.shutdown()
@@ -103,7 +102,7 @@ def test_a_worker_that_dies_on_another_host_is_noticed_though_nothing_runs(hosts
 def test_a_host_that_is_lost_ends_the_step_that_waits_for_it(hosts):
     executor, ready = hosts.start()
     engine = EngineCore(executor.config, FAKE_SPEC, executor, ready)
-    hosts.other.relay._beat = lambda: None
+    hosts.other.beats.send = lambda beat: None
     engine.handle(make_request("a", [1], 60))
     with pytest.raises(EngineDead, match="host other was silent"):
         for _ in range(10_000):
@@ -115,7 +114,7 @@ def test_a_host_that_is_lost_ends_the_step_that_waits_for_it(hosts):
 def test_an_executor_without_a_token_does_not_listen(monkeypatch):
     monkeypatch.delenv("SERVD_JOIN_TOKEN", raising=False)
     listened: list[Any] = []
-    monkeypatch.setattr(head_relay, "Listener", listened.append)
+    monkeypatch.setattr(relay, "Listener", listened.append)
     config = Config.load(
         {"nnodes": 2, "tensor_parallel_size": 2, "master_addr": "127.0.0.1", "executor": "nodes"}
     )

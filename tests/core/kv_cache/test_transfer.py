@@ -293,10 +293,10 @@ class Hostile:
         asked: dict[bytes, bytes] = {}
         while not self.is_over.is_set():
             wait([listener, link], 0.02)
-            for who, ask in listener.drain_all():
+            for who, ask in listener.drain():
                 asked[ask.block_hash] = who
                 link.send(ask)
-            for give in link.drain():
+            for _, give in link.drain():
                 self.count += 1
                 if (spoiled := self.spoil(give, self.count)) is not None:
                     listener.send_to(asked[give.block_hash], spoiled)

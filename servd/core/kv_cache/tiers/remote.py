@@ -151,7 +151,7 @@ class Exchange:
             wait([listener], PAUSE if waiting else IDLE)
             self._trim()
             until = time.monotonic() + self.extra.timeout / 2  # half: who asks is to hear of it
-            asked = [(until, who, ask) for who, ask in listener.drain_all() if ask is not None]
+            asked = [(until, who, ask) for who, ask in listener.drain() if ask is not None]
             waiting = [each for each in waiting + asked if not self._answer(listener, *each)]
             for _, who, ask in waiting[MAX_WAITING:]:
                 listener.send_to(who, Give(ask.block_hash))
@@ -196,7 +196,7 @@ class Exchange:
         link.send(Ask(self._identity, block_hash))
         while (left := until - time.monotonic()) > 0 and not self._is_closed.is_set():
             wait([link], min(left, IDLE))
-            for give in link.drain():
+            for _, give in link.drain():
                 if give is not None and give.block_hash == block_hash:
                     return self._take(peer, give, buffer)
         if not self._is_closed.is_set():
