@@ -147,11 +147,12 @@ class Head(Relay):
         try:
             seats = self.seats.values()
             for source in self.arrivals(
-                lambda: [self.listener, *(s.inbox for s in seats if s.peer)]
+                lambda: [self.listener, *(seat.inbox for seat in seats if seat.peer)]
             ):
                 if source is None:
                     self._look()
-                elif source is self.listener:
+                    continue
+                if source is self.listener:
                     for peer, message in self.listener.drain():
                         self._hear(peer, message)
                 for rank in [rank for rank, seat in self.seats.items() if seat.inbox is source]:
@@ -294,9 +295,11 @@ class Member(Relay):
         links, last_words = [self.link, self.beats], Left("it was stopped")
         try:
             for source in self.arrivals(lambda: [*links, *self.inboxes.values()]):
-                if source is None and (left := self._look()):
-                    last_words = left
-                    break
+                if source is None:
+                    if (left := self._look()) is not None:
+                        last_words = left
+                        break
+                    continue
                 for _, message in source.drain() if source in links else ():
                     self._hear(message)
                 for client in [each for each, inbox in self.inboxes.items() if inbox is source]:
