@@ -8,8 +8,8 @@ messages, not here.
 
 from __future__ import annotations
 
-import difflib
 import functools
+import logging
 import re
 import typing
 from collections.abc import Mapping
@@ -18,28 +18,29 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from servd import plugins
+from servd import peers, plugins
 from servd.access import AccessConfig
 from servd.batch import BatchConfig
 from servd.cache import CacheConfig
 from servd.errors import ConfigError
+from servd.hf import GenerationDefaults
 from servd.log import ObservabilityConfig
 from servd.lora import LoRAConfig
 from servd.models import ModelsConfig
 from servd.parallel import ParallelConfig
+from servd.scheduling import SchedulerConfig
 from servd.sizes import parse_bytes
 from servd.speculative import SpeculativeConfig, gather
+
+log = logging.getLogger("servd.config")
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
-
-OTHER_BALANCERS = (
-    "engines share a port; for a port for each, start a server for each with --data-parallel-rank, "
-    "behind a load balancer (docs/scale.md)"
-)
+# Options whose value on a command line is a JSON object.
+TABLES = {"default_chat_template_kwargs", "override_generation_config"}
 
 
 def about(description: str, **rules: Any) -> Meta:
@@ -135,6 +136,10 @@ class ModelConfig(Section, frozen=True):
             "(neutral ones) or a folder that holds a generation_config.json."
         ),
     ] = "auto"
+    override_generation_config: Annotated[
+        GenerationDefaults | None,
+        about('Default sampling parameters that win over those, as JSON: `{"temperature": 0.6}`.'),
+    ] = None
     speculative_config: Annotated[
         SpeculativeConfig | None,
         about(
@@ -176,57 +181,14 @@ class ModelConfig(Section, frozen=True):
     ] = True
 
 
-class SchedulerConfig(Section, frozen=True):
-    """Which requests run in a step."""
-
-    max_num_seqs: Annotated[
-        Annotated[int, Meta(ge=1, le=1 << 20)] | None,
-        about("Most requests in one step. Default: 64 on a CPU, 256 on CUDA."),
-    ] = None
-    max_num_batched_tokens: Annotated[
-        Positive | None, about("Token budget of one step. Default: 512 on a CPU, 8192 on CUDA.")
-    ] = None
-    scheduling_policy: Annotated[
-        str,
-        about(
-            "fair: clients share slots and tokens by their weights. priority: the lowest "
-            "`priority` of the request first, fair among equal ones. fcfs: first come, first "
-            "served, whoever sent it.",
-            extra={"plugins": "servd.core.queues"},
-        ),
-    ] = "fair"
-    long_prefill_token_threshold: Annotated[
-        Positive | None,
-        about(
-            "Prompts with more tokens left are long: shorter ones overtake them, and leave them "
-            "so many tokens of each step. Default: half of --max-num-batched-tokens."
-        ),
-    ] = None
-    enable_chunked_prefill: Annotated[
-        bool, about("Prompts may be computed in parts, over several steps. Encoders never do it.")
-    ] = True
-    async_scheduling: Annotated[
-        bool | None,
-        about("Schedule the next step while the device computes this one. Default: on with CUDA."),
-    ] = None
-    max_waiting_requests: Annotated[
-        NotNegative,
-        about(
-            "Unfinished requests of an API server beyond which new ones get 429 with Retry-After, "
-            "but for clients with less than their share. All choices of a prompt count as one, so "
-            "that no request is refused for its `n`.",
-        ),
-    ] = 2048
-    max_waiting_tokens: Annotated[Positive, about("The same for the tokens of their prompts.")] = (
-        4 * 1024 * 1024
-    )
-
-
 class ServerConfig(Section, frozen=True):
     """HTTP server."""
 
     host: Annotated[str, about("Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
     port: Annotated[int, about("TCP port; 0 picks a free one.", ge=0, le=65535)] = 8000
+    enable_force_include_usage: Annotated[
+        bool, about("Every stream tells the usage in a last chunk, whether asked to or not.")
+    ] = False
     strict_fields: Annotated[
         bool,
         about("Refuse request fields without an effect (400), rather than name them in a header."),
@@ -237,6 +199,13 @@ class ServerConfig(Section, frozen=True):
     ] = True
     chat_template: Annotated[
         str | None, about("Jinja chat template (file or text) to use instead of the model's.")
+    ] = None
+    default_chat_template_kwargs: Annotated[
+        dict[str, Any] | None,
+        about(
+            "Variables for the chat template that a request's `chat_template_kwargs` leaves out, "
+            'as JSON: `{"enable_thinking": false}`.'
+        ),
     ] = None
     escape_special_tokens: Annotated[
         bool,
@@ -370,18 +339,19 @@ class Config(Section, frozen=True):
         fields = options_by_name()
         nested: dict[str, dict[str, Any]] = {}
         for name, value in options.items():
-            name = name.replace("-", "_")
+            name, value = peers.translate(name.replace("-", "_"), value)
+            if why := peers.why_needless(name):
+                log.warning("%s has no effect: %s", flag_of(name), why)
+                continue
             if name not in fields:
-                near = difflib.get_close_matches(name, fields, n=1)
-                hint = f"did you mean {flag_of(near[0])}?" if near else "see `servd serve --help`"
-                if name.startswith("data_parallel_"):
-                    hint = OTHER_BALANCERS
-                raise ConfigError(f"unknown option {flag_of(name)}; {hint}")
+                raise peers.unknown(name, fields)
             if name == "kv_cache_memory" and isinstance(value, str):
                 value = parse_bytes(value)
             section, field = fields[name]
             if isinstance(value, str) and field.default_factory is list:
                 value = [value]
+            if isinstance(value, str) and name in TABLES:
+                value = _read_table(name, value)
             nested.setdefault(section, {})[name] = value
         gather(nested.get("model", {}))
         try:
@@ -397,6 +367,13 @@ class Config(Section, frozen=True):
             changed.setdefault(fields[name][0], {})[name] = value
         replace = msgspec.structs.replace
         return replace(self, **{s: replace(getattr(self, s), **v) for s, v in changed.items()})
+
+
+def _read_table(name: str, text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{flag_of(name)} {text}: must be a JSON object: {error}") from None
 
 
 @functools.cache  # which takes milliseconds, and every configuration asks
@@ -428,7 +405,8 @@ def _explain(
     section, name, *key = path.rstrip("`").partition("[")[0].split(".")
     kind, value, label = options_by_name()[name][1].type, nested[section][name], flag_of(name)
     if key:  # in a JSON object
-        kind = typing.get_type_hints(SpeculativeConfig, include_extras=True)[key[0]]
+        keys = SpeculativeConfig if name == "speculative_config" else GenerationDefaults
+        kind = typing.get_type_hints(keys, include_extras=True)[key[0]]
         value, label = value[key[0]], f"{label} {key[0]}"
     # No secret in a log; what is wrong with a whole object names its keys.
     shown = "" if name == "api_key" or isinstance(value, Mapping) else f" {value}"

@@ -11,9 +11,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from servd import gguf
 from servd.errors import ConfigError, ModelNotFound, UnsupportedModel
@@ -331,21 +332,36 @@ def _numbers(total: str) -> range:
     return range(1, min(int(total), MAX_SHARDS) + 1)
 
 
-def read_generation_defaults(spec: ModelSpec, source: str) -> dict[str, Any]:
-    """Default sampling parameters by `--generation-config`: auto, vllm (none) or a folder.
+class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `--override-generation-config` may say, in the words of generation_config.json."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_SIZE)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=1, le=MAX_SIZE)] | None = None
+
+
+def read_generation_defaults(
+    spec: ModelSpec, source: str, override: GenerationDefaults | None = None
+) -> dict[str, Any]:
+    """Default sampling parameters by `--generation-config` (auto, vllm for none, or a folder), with
+    those of `--override-generation-config`.
 
     Raises:
         ConfigError: the folder has no generation_config.json.
     """
-    if source == "vllm":
-        return {}
+    generation = {}
     if source == "auto":
         generation = spec.generation
-    else:
+    elif source != "vllm":
         try:
             generation = read_json(Path(source) / "generation_config.json")
         except ModelNotFound as error:
             raise ConfigError(f"--generation-config {source}: {error}") from None
+    stated = {} if override is None else msgspec.structs.asdict(override)
+    generation = generation | {name: each for name, each in stated.items() if each is not None}
     known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     defaults = {name: generation[name] for name in known if generation.get(name) is not None}
     if "max_new_tokens" in generation:

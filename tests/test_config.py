@@ -103,6 +103,15 @@ def test_strings_are_converted_to_the_type_of_the_option():
             ["--speculative-config: prompt_lookup_min 7 is above prompt_lookup_max 3"],
         ),
         (
+            {"override_generation_config": '{"temperature": -1}'},
+            ["--override-generation-config temperature -1: must be a number >= 0"],
+        ),
+        (
+            {"override_generation_config": '{"do_sample": true}'},
+            ["--override-generation-config", "do_sample"],
+        ),
+        ({"default_chat_template_kwargs": "[1]"}, ["[1]", "must be a JSON object"]),
+        (
             {"speculative_config": {"model": "d", "prompt_lookup_max": 3}},
             ['draft_model does not read "prompt_lookup_max"', "for ngram; leave it out"],
         ),

@@ -67,6 +67,12 @@ kv-cache-memory = "2GiB"
 
 "Default: ..." in a description is decided when the server starts, from the model and the machine,
 and logged.
+
+Command lines of vLLM can be pasted: options have its names where the meaning is the same, and what
+has another name or another word there (`-tp`, `--model`, `--dtype half`, `--max-model-len 8k`,
+underscores in flags) is taken too. A flag that servd needs no word for, such as vLLM's for sleep
+mode or against request logs, is named in the log; every other one is refused with what to do
+instead.
 """
 
 

@@ -79,7 +79,11 @@ class ChatTemplate:
         tool_template: str | None = None,
         special_tokens: dict[str, str] | None = None,
         escaped: Collection[str] = (),
+        defaults: dict[str, Any] | None = None,
     ) -> None:
+        if reserved := RESERVED & (defaults or {}).keys():
+            raise ConfigError(f"--default-chat-template-kwargs may not set {min(reserved)}")
+        self.defaults = defaults or {}
         self.source = template
         self.tool_source = template if tool_template is None else tool_template
         self.special_tokens = special_tokens or {}
@@ -95,13 +99,18 @@ class ChatTemplate:
 
     @classmethod
     def load(
-        cls, tokenizer: Tokenizer, override: str | None = None, escape: bool = True
+        cls,
+        tokenizer: Tokenizer,
+        override: str | None = None,
+        escape: bool = True,
+        defaults: dict[str, Any] | None = None,
     ) -> ChatTemplate:
         """The template to use: `override` (--chat-template: a file or Jinja text), else the
         model's, else the default.
 
         Raises:
-            ConfigError: `override` is neither a file nor Jinja, or the template is not valid.
+            ConfigError: `override` is neither a file nor Jinja, the template is not valid, or
+                `defaults` (--default-chat-template-kwargs) has a reserved name.
         """
         named = _read_override(override) if override else _read_model_templates(tokenizer)
         if not named:
@@ -111,7 +120,8 @@ class ChatTemplate:
             named = {"default": "{{ bos_token }}" + template if tokenizer.adds_bos else template}
         default = named.get("default") or next(iter(named.values()))
         escaped = map(tokenizer.token_string, tokenizer.special_ids) if escape else ()
-        return cls(default, named.get("tool_use"), tokenizer.special_tokens, [*escaped])
+        tools = named.get("tool_use")
+        return cls(default, tools, tokenizer.special_tokens, [*escaped], defaults)
 
     def render(self, chat: Chat) -> str:
         """The prompt, special tokens written out; those in the chat itself have a SPLIT_HERE.
@@ -137,6 +147,7 @@ class ChatTemplate:
                 "this model's chat template does not read documents: write them in a message",
                 param="documents",
             )
+        variables = self.defaults | variables
         chat_messages, tools, variables = map(self._escape, (chat.messages, chat.tools, variables))
         messages = [_normalise(m, compiled.wants_parts, i) for i, m in enumerate(chat_messages)]
         if is_continued:

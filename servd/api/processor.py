@@ -91,7 +91,9 @@ class Processor:
         self.client = client
         server = config.server
         escape = server.escape_special_tokens
-        self.chat_template = ChatTemplate.load(tokenizer, server.chat_template, escape)
+        self.chat_template = ChatTemplate.load(
+            tokenizer, server.chat_template, escape, server.default_chat_template_kwargs
+        )
         if self.chat_template.is_default and self.pooling.is_causal:  # an encoder has no chats
             log.info(
                 "the model has no chat template: using the plain `User: ... Assistant:` one (see "
@@ -104,7 +106,10 @@ class Processor:
         # Sampling defaults of the model for fields that a request leaves out. max_tokens is not
         # among them: where a request has none, `process` takes the smaller of the model's default
         # and the room in the context.
-        self.default_params = hf.read_generation_defaults(spec, config.model.generation_config)
+        model = config.model
+        self.default_params = hf.read_generation_defaults(
+            spec, model.generation_config, model.override_generation_config
+        )
         self.default_max_tokens: int | None = self.default_params.pop("max_tokens", None)
         eos = [
             *spec.eos_token_ids,

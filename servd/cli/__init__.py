@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,15 +76,16 @@ class Parser(argparse.ArgumentParser):
         """Leave nothing over, so that the error comes from the command that was meant."""
         parsed, unknown = super().parse_known_args(*args, **kwargs)
         if unknown:
-            flag, known = unknown[0].partition("=")[0], self._option_string_actions
-            near = difflib.get_close_matches(flag, known, n=1)
-            listed = f"`{self.prog} --help` says what there is"
-            hint = f"did you mean {near[0]}?" if near else listed
-            if flag.startswith("--data-parallel-"):
-                from servd.config import OTHER_BALANCERS
+            from servd import peers
 
-                hint = OTHER_BALANCERS
-            self.error(f"unknown argument {unknown[0]}; {hint}")
+            known, listed = self._option_string_actions, f"`{self.prog} --help` says what there is"
+            flags = [each for each in unknown if each.startswith("-")] or unknown[:1]
+            self.error(
+                "\n".join(
+                    f"unknown argument {flag}; {peers.remedy(flag, known, listed)}"
+                    for flag in flags
+                )
+            )
         return parsed, unknown
 
 
@@ -108,9 +109,18 @@ class Command(Parser):
                 f"{self.prog} needs {error.name}: pip install 'servd[bench]'"
             ) from None
         module.add_options(self)
+        if args and args[0]:  # `--max_model_len`, as vLLM takes it, too
+            args = ([with_dashes(word) for word in args[0]], *args[1:])
         if run := getattr(module, "run", None):  # a package of commands has none of its own
             self.set_defaults(run=run)
         return super().parse_known_args(*args, **kwargs)
+
+
+def with_dashes(word: str) -> str:
+    """A flag, with what belongs to its name; any other word stays as it is."""
+    flag, equals, value = word.partition("=")
+    is_flag = re.fullmatch(r"--\w[\w-]*(\.\w+)*", flag)
+    return flag.replace("_", "-") + equals + value if is_flag else word
 
 
 def wide(prog: str) -> argparse.HelpFormatter:

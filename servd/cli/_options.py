@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from servd import peers
 from servd.config import Config, choices, flag_of, options_by_name
 from servd.errors import ConfigError
 
@@ -20,6 +21,9 @@ OTHER_FLAGS = {  # as vLLM has or had them
     "executor": ["--distributed-executor-backend"],
     "nnodes": ["-n"],
     "node_rank": ["-r"],
+    "quantization": ["-q"],
+    "tensor_parallel_size": ["-tp"],
+    "pipeline_parallel_size": ["-pp"],
     "data_parallel_size": ["-dp"],
     "data_parallel_size_local": ["-dpl"],
     "data_parallel_start_rank": ["-dpr"],
@@ -50,6 +54,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(title)
         for option in msgspec.structs.fields(section.type):
             add_option(group, option.name)
+    add_needless(parser)
+
+
+def add_needless(parser: argparse.ArgumentParser) -> None:
+    """Flags of other servers that --help does not show: `Config.load` says why not."""
+    for name in peers.NEEDLESS:
+        style: dict[str, Any] = {} if name.endswith("=") else {"const": "", "action": "store_const"}
+        name = name.removesuffix("=")
+        parser.add_argument(flag_of(name), dest=name, help=argparse.SUPPRESS, **style)
 
 
 def add_option(group: Any, name: str) -> None:
@@ -60,12 +73,16 @@ def add_option(group: Any, name: str) -> None:
     description = description.replace("%", "%%")
     if name == "model":
         group.add_argument("model", nargs="?", metavar="MODEL", help=description)
+        group.add_argument("--model", "--model-path", dest=name, help=argparse.SUPPRESS)
         return
     if option.default not in (msgspec.NODEFAULT, None, False):
         description += f" [{'on' if option.default is True else option.default}]"
     flags = OTHER_FLAGS.get(name, []) + [flag_of(name)]
     style = argument_style(kind, name)
     group.add_argument(*flags, dest=name, help=description, **style)
+    others = [flag_of(other) for other, same in peers.SAME.items() if same == name]
+    if hidden := [flag for flag in others if flag not in flags]:
+        group.add_argument(*hidden, dest=name, help=argparse.SUPPRESS, **style)
 
 
 def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -77,7 +94,8 @@ def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     given = vars(arguments)
     options = read_config_file(given["config"]) if "config" in given else {}
-    options |= {name: given[name] for name in options_by_name() if name in given}
+    known = [*options_by_name(), *(name.removesuffix("=") for name in peers.NEEDLESS)]
+    options |= {name: given[name] for name in known if name in given}
     if "api_key" not in options and (key := os.environ.get("SERVD_API_KEY")):
         options["api_key"] = [key]
     return options
@@ -128,7 +146,9 @@ def argument_style(kind: Any, name: str) -> dict[str, Any]:
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is Literal:
-        return {"choices": typing.get_args(kind)}
+        same = peers.VALUES.get(name, {})
+        shown = f"{{{','.join(typing.get_args(kind))}}}"
+        return {"choices": [*typing.get_args(kind), *same], "metavar": shown}
     if known := choices(options_by_name()[name][1].type):
         return {"metavar": f"{{{','.join(known)}}}"}  # or "module:attribute", checked later
     metavar = {int: "N", float: "X"}.get(kind, name.rpartition("_")[2].upper())

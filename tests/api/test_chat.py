@@ -356,6 +356,16 @@ async def test_defaults_come_from_the_generation_config():
         assert answer["usage"]["completion_tokens"] == 3
 
 
+async def test_options_win_over_the_generation_config():
+    spec = msgspec.structs.replace(FAKE_SPEC, generation={"temperature": 0.25, "top_k": 9})
+    override = '{"temperature": 0, "max_new_tokens": 3}'
+    async with serve(spec=spec, override_generation_config=override) as served:
+        answer = await ask(served.http, max_tokens=None)
+        params = next(m for m in served.engine.sent if isinstance(m, EngineCoreRequest)).params
+        assert (params.temperature, params.top_k) == (0, 9)
+        assert answer["usage"]["completion_tokens"] == 3
+
+
 async def test_a_stream_joined_is_the_whole_answer(http):
     fields = {
         "n": 3,

@@ -142,6 +142,16 @@ def test_variables_reach_the_template():
     assert refused.value.param == "chat_template_kwargs"
 
 
+def test_a_request_wins_over_the_variables_of_the_server():
+    template = ChatTemplate(CHATML, defaults={"enable_thinking": False})
+    assert template.render(CHAT).endswith("<think></think>")
+    assert not template.render(CHAT, chat_template_kwargs={"enable_thinking": True}).endswith(
+        "<think></think>"
+    )
+    with pytest.raises(ConfigError, match="--default-chat-template-kwargs may not set messages"):
+        ChatTemplate(CHATML, defaults={"messages": []})
+
+
 @pytest.mark.parametrize("template", [CHATML, INST, PARTS_ONLY, PARTS_OR_STRING])
 def test_text_parts_give_the_same_prompt_as_the_string(template: str):
     compiled = ChatTemplate(template, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})

@@ -215,6 +215,14 @@ async def test_no_usage_in_a_stream_unless_asked_for(http, options):
     assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)
 
 
+async def test_usage_in_every_stream_where_the_server_says_so():
+    async with serve(enable_force_include_usage=True) as served:
+        body = {"prompt": "abc", "stream": True, "max_tokens": 4}
+        *chunks, last = events((await served.http.post(COMPLETIONS, json=body)).text)
+        assert (last["choices"], last["usage"]["total_tokens"]) == ([], 7)
+        assert all(chunk["choices"] for chunk in chunks)
+
+
 async def test_the_openai_client(listening_server: Served):
     async with openai.AsyncOpenAI(
         base_url=f"{listening_server.url}/v1", api_key="any", max_retries=0

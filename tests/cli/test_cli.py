@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from servd import cli
+from servd import cli, peers
 from servd.access import AccessConfig, read_keys
 from servd.cli import _options
-from servd.config import Config
+from servd.config import Config, choices, options_by_name
 from servd.errors import ConfigError
 
 
@@ -42,6 +42,60 @@ def test_flags_of_every_kind():
             "kv_cache_memory": 2 << 30,
         }
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("of_vllm", "options"),
+    [
+        ("m -tp 2 -pp 3", {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}),
+        ("--model m --max_model_len=8K", {"max_model_len": 8192}),
+        ("m --max-model-len 1.5k", {"max_model_len": 1500}),
+        ("m --max-model-len auto", {}),
+        ("m --dtype half --load-format safetensors", {"dtype": "float16"}),
+        ("m --kv-cache-dtype fp8_e4m3 -q awq", {"kv_cache_dtype": "fp8", "quantization": "awq"}),
+        ("m --kv-cache-memory-bytes 4G", {"kv_cache_memory": 4 << 30}),
+        ("m --distributed-executor-backend mp", {"executor": "multiproc"}),
+        ("m --tool-call-parser qwen3_xml", {"tool_call_parser": "qwen3_coder"}),
+        ('m --allowed-origins ["*"]', {"allowed_origins": ["*"]}),
+        ("m --disable-log-requests --enable-sleep-mode", {}),
+        ("--task embed m", {}),
+        (
+            'm --default-chat-template-kwargs {"enable_thinking":false}',
+            {"default_chat_template_kwargs": {"enable_thinking": False}},
+        ),
+    ],
+)
+def test_flags_of_other_servers_mean_the_same_here(of_vllm, options):
+    assert load(*of_vllm.split()) == Config.load({"model": "m"} | options)
+
+
+def test_a_flag_without_an_effect_is_told(caplog):
+    load("--disable-log-requests", "--stream-interval", "8")
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "--disable-log-requests has no effect",
+        "--stream-interval has no effect",
+    ]
+
+
+def test_every_flag_that_is_unknown_is_named_with_what_to_do_instead(capsys):
+    line = "m --max-logprobs 20 -ep --compilation-config.level 3 --hf-token x -O3"
+    with pytest.raises(SystemExit):
+        cli.main(["serve", *line.split()])
+    shown = [
+        line.partition("unknown argument ")[2] for line in capsys.readouterr().err.splitlines()
+    ]
+    flags, remedies = zip(*(line.split("; ", 1) for line in shown if line), strict=True)
+    assert [*flags] == ["--max-logprobs", "-ep", "--compilation-config.level", "--hf-token", "-O3"]
+    assert not [each for each in remedies if "did you mean" in each or "--help" in each]
+
+
+def test_no_flag_of_another_server_hides_one_of_ours():
+    ours = set(options_by_name())
+    assert not ours & {name.removesuffix("=") for name in [*peers.SAME, *peers.NEEDLESS]}
+    assert not ours & set(peers.INSTEAD) and set(peers.SAME.values()) <= ours
+    for name, words in peers.VALUES.items():
+        for value in filter(None, words.values()):
+            assert value in choices(options_by_name()[name][1].type)
 
 
 def test_a_repeated_list_flag_adds_to_the_list():

@@ -51,7 +51,8 @@ class ChunkBuilder(ResponseBuilder):
             )
         self.created = int(time.time())
         self.encode = msgspec.json.Encoder().encode
-        self.include_usage = self.asked.include_usage
+        server = self.async_llm.processor.config.server
+        self.include_usage = self.asked.include_usage or server.enable_force_include_usage
         self.continuous_usage = self.asked.continuous_usage
         self.choices = [CompletionOutput(index=i) for i in range(self.n * len(self.prompts))]
         self.has_begun = [False] * len(self.choices)  # by choice
