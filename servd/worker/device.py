@@ -59,6 +59,16 @@ def require_c_compiler() -> None:
         )
 
 
+def cache_folder(name: str) -> Path:
+    """A folder for what could be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "servd", name)
+
+
+def keep_compiled_kernels() -> None:
+    """Let Triton keep what it compiles for the next start, where TRITON_CACHE_DIR does not say."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder("triton")))
+
+
 def keep_freed_memory(largest: int = 32 << 20, most: int = 1 << 30) -> None:
     """Let the C library keep freed memory for the next step, where it is glibc, instead of
     returning it to the system.

@@ -29,6 +29,7 @@ from servd.hf import ModelSpec, quantization_of, read_spec, weight_files
 from servd.messages import NewRequest, ScheduledRequest, SchedulerOutput
 from servd.params import PoolingParams
 from servd.pooling import PoolingSpec
+from servd.worker.device import cache_folder
 
 if TYPE_CHECKING:
     from servd.worker.worker import Worker
@@ -172,8 +173,7 @@ def _cached(spec: ModelSpec, load_format: str, length: int) -> Path:
     ]
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = repr((str(folder.resolve()), stats, servd.__version__, length))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "servd", "references")
-    return cache / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    return cache_folder("references") / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
 # ---- in the other process ----

@@ -16,7 +16,12 @@ from servd.worker import dry_run
 from servd.worker.batch_invariant import make_batch_invariant
 from servd.worker.compile import compile_layers
 from servd.worker.cpu_model_runner import CPUModelRunner
-from servd.worker.device import name_of, require_c_compiler, set_num_threads
+from servd.worker.device import (
+    keep_compiled_kernels,
+    name_of,
+    require_c_compiler,
+    set_num_threads,
+)
 from servd.worker.gpu_model_runner import GPUModelRunner
 from servd.worker.model_runner import AsyncOutput, ModelRunner
 from servd.worker.parallel import Parallel
@@ -51,6 +56,7 @@ class Worker:
         runner_class: type[ModelRunner]
         if config.parallel.device == "cuda":
             require_c_compiler()
+            keep_compiled_kernels()
             # Those of other hosts have numbers of their own.
             self.device = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)

@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from servd.errors import ConfigError
-from servd.worker.device import available_memory, cpu_quota, require_c_compiler, set_num_threads
+from servd.worker.device import (
+    available_memory,
+    cpu_quota,
+    keep_compiled_kernels,
+    require_c_compiler,
+    set_num_threads,
+)
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:
@@ -100,3 +106,13 @@ def test_a_missing_c_compiler_is_named_with_the_remedy(monkeypatch: pytest.Monke
     monkeypatch.setenv("CC", "theirs")
     with pytest.raises(ConfigError, match="no theirs on PATH"):
         require_c_compiler()
+
+
+def test_compiled_kernels_are_kept_beside_what_else_is(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "theirs")
+    keep_compiled_kernels()
+    assert os.environ["TRITON_CACHE_DIR"] == "theirs"
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    keep_compiled_kernels()
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "servd" / "triton")

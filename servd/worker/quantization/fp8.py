@@ -82,6 +82,8 @@ class Fp8Matrix:
             self.scale.t(),
             by_row,
             output_dtype=torch.bfloat16,
+            # Sums of some products in fewer bits: else Hopper's tensor cores wait for other units.
+            use_fast_accum=True,
         )
         out = out.to(x.dtype)
         return out if bias is None else out + bias

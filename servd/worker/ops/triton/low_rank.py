@@ -41,13 +41,13 @@ def tile_of_product(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """left[rows, :size] times right[:size, columns]: [ROWS, COLUMNS] float32, 0 where a row is not
-    `own` and from column `end` on.
+    `own` and from column `end` on. Rows of a step are int64: it can have more than 2**31 numbers.
     """
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for start in range(0, size, DEPTH):
         depth = start + tl.arange(0, DEPTH)
         from_left = tl.load(
-            left + rows[:, None] * left_stride + depth,
+            left + rows.to(tl.int64)[:, None] * left_stride + depth,
             mask=own[:, None] & (depth < size)[None, :],
             other=0.0,
         )
@@ -60,7 +60,7 @@ def tile_of_product(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def shrink_kernel(
     x, a, places, hidden, num_rows, k, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
@@ -75,13 +75,13 @@ def shrink_kernel(
             x, k, a + place * k * width, width, rows, columns, own, k, width, ROWS, COLUMNS, DEPTH
         )
         tl.store(
-            hidden + rows[:, None] * width + columns,
+            hidden + rows.to(tl.int64)[:, None] * width + columns,
             total,
             mask=own[:, None] & (columns < width)[None, :],
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def expand_kernel(
     hidden, b, places, out, num_rows, first, width, max_rank, start, end, n, stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
@@ -96,7 +96,7 @@ def expand_kernel(
             hidden + first, width, b + place * max_rank * n, n, rows, columns, own, max_rank, end,
             ROWS, COLUMNS, DEPTH,
         )  # fmt: skip
-        to = out + rows[:, None] * stride + columns
+        to = out + rows.to(tl.int64)[:, None] * stride + columns
         mask = own[:, None] & (columns < end)[None, :]
         total += tl.load(to, mask=mask, other=0.0).to(tl.float32)
         tl.store(to, total.to(out.dtype.element_ty), mask=mask)
