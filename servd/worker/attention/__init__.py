@@ -19,9 +19,13 @@ from torch import Tensor
 from servd import plugins
 from servd.errors import ConfigError
 from servd.worker.attention import _int8
+from servd.worker.layers.norm import RMSNorm
 from servd.worker.layers.rotary import Rotation, rotate
 
 log = logging.getLogger("servd.worker")
+
+Norms = tuple[RMSNorm, RMSNorm]
+"""Of each head of queries and keys, with the same epsilon."""
 
 
 class StepMetadata(Protocol):
@@ -108,12 +112,14 @@ class Backend(ABC, Generic[Metadata]):
     supports_batch_invariance: ClassVar[bool] = False  # see AttentionSpec.batch_invariant
     supports_soft_cap: ClassVar[bool] = False  # and sinks
     supports_bidirectional: ClassVar[bool] = False  # see AttentionSpec.is_causal
+    fuses_norms = False  # whether `fused_write` takes them
     # Types of device on which "auto" may choose it, and its turn there: the lowest is asked first.
     auto_order: ClassVar[Mapping[str, int]] = {}
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
         self.fused_write = fused_write(spec)
+        self.fuses_norms = self.fused_write is not None
         self.other_windows: dict[int | None, Self] = {}
 
     def with_window(self, sliding_window: int | None) -> Self:
@@ -148,8 +154,10 @@ class Backend(ABC, Generic[Metadata]):
         kv_cache: Tensor,
         metadata: Metadata,
         rotation: Rotation | None,
+        norms: Norms | None = None,
     ) -> Tensor:
-        """Turn queries and keys by their positions, and store keys and values at their slots.
+        """Norm queries and keys, turn them by their positions, and store keys and values at their
+        slots.
 
         Numbers beyond the range of a cache of float8_e4m3fn become its largest; for int8 see
         `_int8`.
@@ -161,14 +169,21 @@ class Backend(ABC, Generic[Metadata]):
             kv_cache: this layer's, see `kv_cache_shape`.
             metadata: this step's.
             rotation: None for a model without rotary positions.
+            norms: of the heads of q and k; None: there are none.
 
         Returns:
             The queries to attend with, like q.
         """
-        if rotation is not None and 2 * rotation[0].shape[-1] < q.shape[-1]:  # a part of each head
+        is_partial = rotation is not None and 2 * rotation[0].shape[-1] < q.shape[-1]
+        fused: list[Any] = []
+        if norms is not None and self.fuses_norms and not is_partial:
+            fused = [(norms[0].weight, norms[1].weight, norms[0].eps)]
+        elif norms is not None:
+            q, k = norms[0](q), norms[1](k)
+        if rotation is not None and is_partial:
             q, k, rotation = rotate(q, rotation), rotate(k, rotation), None
         if self.fused_write is not None:
-            return self.fused_write(q, k, v, kv_cache, metadata.slot_mapping, rotation)
+            return self.fused_write(q, k, v, kv_cache, metadata.slot_mapping, rotation, *fused)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         if kv_cache.dtype == torch.float8_e4m3fn:

@@ -49,7 +49,7 @@ class Backend(AttentionBackend[Metadata]):
         from servd.worker.ops.triton.paged_attention import PagedAttention
         from servd.worker.ops.triton.rotary import rotate_and_store
 
-        self.fused_write = rotate_and_store  # in the interpreter too
+        self.fused_write, self.fuses_norms = rotate_and_store, True  # in the interpreter too
         self.is_batch_invariant = spec.batch_invariant
         self.attention = PagedAttention(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.device,

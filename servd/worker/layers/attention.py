@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from servd.errors import UnsupportedModel
-from servd.worker.attention import AttentionBatch, AttentionSpec, Backend
+from servd.worker.attention import AttentionBatch, AttentionSpec, Backend, Norms
 from servd.worker.layers.rotary import Rotation
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ class Attention(nn.Module):
         ctx: ForwardContext,
         rotation: Rotation | None = None,
         sinks: Tensor | None = None,
+        norms: Norms | None = None,
     ) -> Tensor:
         """q [num_tokens, heads * head_dim], k and v [num_tokens, kv_heads * head_dim] -> like q."""
         backend, metadata = ctx.of_layers(self.sliding_window, self.group)
@@ -103,8 +104,10 @@ class Attention(nn.Module):
         k_scale, v_scale = (
             self.kv_scales.values() if kv_cache.dtype == torch.float8_e4m3fn else (1.0, 1.0)
         )
+        if norms is not None and k_scale != 1.0:  # which comes after
+            q, k, norms = norms[0](q), norms[1](k), None
         k, v = k if k_scale == 1.0 else k / k_scale, v if v_scale == 1.0 else v / v_scale
-        q = backend.write(q, k, v, kv_cache, metadata, rotation)
+        q = backend.write(q, k, v, kv_cache, metadata, rotation, norms)
         out = backend.attend(q, kv_cache, metadata, self.scale * k_scale, sinks).flatten(1)
         return out if v_scale == 1.0 else out.mul_(v_scale)
 

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from servd.hf import ModelSpec
+from servd.worker.attention import Norms
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.norm import OffsetRMSNorm
 from servd.worker.layers.rotary import Rotary, Rotation
@@ -56,9 +57,10 @@ class Gemma3Attention(LlamaAttention):
             "sliding_window": config.get("sliding_window", 4096) if sliding else None,
         }
 
-    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """[num_tokens, heads, head_dim] each."""
-        return self.q_norm(q), self.k_norm(k)
+    @property
+    def norms(self) -> Norms:
+        """See LlamaAttention."""
+        return self.q_norm, self.k_norm
 
     def forward(self, x: Tensor, rotation: Any, ctx: ForwardContext) -> Tensor:
         """`rotation` is that of Gemma3Rotary."""

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from servd.hf import ModelSpec
+from servd.worker.attention import Norms
 from servd.worker.layers.activation import Gate
 from servd.worker.layers.attention import Attention, ForwardContext
 from servd.worker.layers.embedding import VocabEmbedding
@@ -48,8 +49,13 @@ class LlamaAttention(nn.Module):
         """Arguments of `Attention`, for layer number `layer`."""
         return {}
 
+    @property
+    def norms(self) -> Norms | None:
+        """Of the heads, before the rotation: nothing in Llama."""
+        return None
+
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Between projection and rotation: nothing in Llama. [num_tokens, heads, head_dim] each."""
+        """Between projection and those: nothing in Llama. [num_tokens, heads, head_dim] each."""
         return q, k
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
@@ -58,7 +64,7 @@ class LlamaAttention(nn.Module):
         q, k = self.normalize(
             q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
         )
-        out = self.attention(q.flatten(1), k.flatten(1), v, ctx, rotation, self.sinks)
+        out = self.attention(q.flatten(1), k.flatten(1), v, ctx, rotation, self.sinks, self.norms)
         return self.o_proj(out)
 
 

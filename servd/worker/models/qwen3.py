@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from servd.hf import ModelSpec
+from servd.worker.attention import Norms
 from servd.worker.layers.norm import RMSNorm
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
 from servd.worker.models.qwen2 import refuse_mixed_windows
@@ -20,9 +19,10 @@ class Qwen3Attention(LlamaAttention):
         self.q_norm = RMSNorm(spec.head_dim, eps, parallel)
         self.k_norm = RMSNorm(spec.head_dim, eps, parallel)
 
-    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """[num_tokens, heads, head_dim] each."""
-        return self.q_norm(q), self.k_norm(k)
+    @property
+    def norms(self) -> Norms:
+        """See LlamaAttention."""
+        return self.q_norm, self.k_norm
 
 
 class Qwen3Layer(LlamaLayer):

@@ -12,6 +12,9 @@ import torch
 
 from servd.worker.attention import AttentionSpec
 from servd.worker.attention.triton import Backend
+from servd.worker.layers.norm import RMSNorm
+from servd.worker.layers.rotary import rotate
+from servd.worker.parallel import Parallel
 from tests.worker.attention.paged import Rows
 
 pytest.importorskip("triton")
@@ -177,6 +180,42 @@ def test_writing_leaves_everything_else_alone(spec):
     expected = torch.zeros_like(written)
     expected[:, slots[slots >= 0]] = True
     assert torch.equal(written, expected)
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+def test_heads_are_normed_before_they_are_turned(spec, rotary):
+    rows, eps = Rows(spec, [(0, 5), (7, 3)], rotary=rotary), 1e-5
+    q, k, v = (
+        torch.cat([x[first:] for x, first in zip(each, rows.computed, strict=True)])
+        for each in (rows.q, rows.keys, rows.values)
+    )
+    metadata = Backend(spec).build_metadata(rows.batch(rows.computed, rows.seq_lens))
+    generator = torch.Generator().manual_seed(2)
+    weights = [torch.randn(spec.head_dim, generator=generator).to(spec.device) for _ in range(2)]
+    norms = tuple(make_norm(weight, eps) for weight in weights)
+    positions = torch.tensor([0, 1, 2, 3, 4, 7, 8, 9], device=spec.device)
+    rotation = rows.rotation(positions) if rotary else None
+    exact = [
+        x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+        for x, weight in zip((q, k), weights, strict=True)
+    ]
+    if rotation is not None:
+        exact = [rotate(x, tuple(part.double() for part in rotation)) for x in exact]
+    fused, apart = Backend(spec), Backend(spec)
+    apart.fuses_norms = False
+    for backend in (fused, apart):
+        cache = torch.full(backend.kv_cache_shape(rows.num_blocks), torch.nan, device=spec.device)
+        turned = backend.write(q, k, v, cache, metadata, rotation, norms)
+        stored = cache.view(2, -1, *k.shape[1:])[:, metadata.slot_mapping]
+        for got, expected in zip((turned, *stored), (*exact, v.double()), strict=True):
+            torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def make_norm(weight: torch.Tensor, eps: float) -> RMSNorm:
+    with torch.device(weight.device):
+        norm = RMSNorm(len(weight), eps, Parallel())
+    norm.weight.data = weight
+    return norm
 
 
 @pytest.mark.parametrize(

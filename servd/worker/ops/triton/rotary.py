@@ -1,4 +1,6 @@
-"""Rotation fused with the cache write: every number of q, k and v is read and written once."""
+"""Norms of heads and rotation fused with the cache write: every number of q, k and v is read and
+written once.
+"""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ def rotate_and_store(
     kv_cache: Tensor,
     slot_mapping: Tensor,
     rotation: Rotation | None,
+    norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
     """Turn q and k by their positions, and store k and v at their slots, in one kernel.
 
@@ -33,20 +36,24 @@ def rotate_and_store(
         slot_mapping: int64 [num_tokens]: block * block_size + offset; negative: the token is not
             stored.
         rotation: cos and sin, [num_tokens, head_dim / 2] each, or None.
+        norms: weights [head_dim] of q's and k's RMSNorm before, and what is added to the mean
+            square; None: there are none.
 
     Returns:
-        The turned queries, contiguous; q itself without a rotation.
+        The turned queries, contiguous; q itself if nothing is done to it.
     """
     num_tokens, num_heads, head_dim = q.shape
     assert all(x.stride()[1:] == (head_dim, 1) for x in (q, k, v)) and kv_cache.is_contiguous()
     cos, sin = rotation or (None, None)
-    turned = q if rotation is None else torch.empty_like(q, memory_format=torch.contiguous_format)
+    q_weight, k_weight, eps = norms or (None, None, 0.0)
+    is_same = rotation is None and norms is None
+    turned = q if is_same else torch.empty_like(q, memory_format=torch.contiguous_format)
     rows = max(TILE // head_dim, 1)
     # Axis 1 is the tensor: 0 keys, 1 values, 2 queries.
-    grid = (triton.cdiv(num_tokens * num_heads, rows), 2 if rotation is None else 3)
+    grid = (triton.cdiv(num_tokens * num_heads, rows), 2 if is_same else 3)
     rotate_and_store_kernel[grid](
-        q, k, v, turned, kv_cache[0], kv_cache[1], slot_mapping, cos, sin,
-        num_tokens, q.stride(0), k.stride(0), v.stride(0),
+        q, k, v, turned, kv_cache[0], kv_cache[1], slot_mapping, cos, sin, q_weight, k_weight,
+        num_tokens, q.stride(0), k.stride(0), v.stride(0), eps,
         num_heads, k.shape[1], head_dim, rows,
     )  # fmt: skip
     return turned
@@ -55,7 +62,7 @@ def rotate_and_store(
 @triton.jit(do_not_specialize=["num_tokens"])
 def rotate_and_store_kernel(
     q_ptr, k_ptr, v_ptr, turned_ptr, key_ptr, value_ptr, slots_ptr, cos_ptr, sin_ptr,
-    num_tokens, q_stride, k_stride, v_stride,
+    q_weight_ptr, k_weight_ptr, num_tokens, q_stride, k_stride, v_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program per ROWS heads of q, k or v, counted through all tokens."""
@@ -67,17 +74,23 @@ def rotate_and_store_kernel(
         # Pointers of two types cannot be one variable: the cache may be narrower than k and v.
         if tensor == 0:
             from_ptr = k_ptr + token * k_stride + head * HEAD_DIM
-            _turn(from_ptr, key_ptr + to, cos_ptr, sin_ptr, token, slot >= 0, HEAD_DIM)
+            _turn(
+                from_ptr, key_ptr + to, cos_ptr, sin_ptr, k_weight_ptr, eps, token, slot >= 0,
+                HEAD_DIM,
+            )  # fmt: skip
         else:
             from_ptr = v_ptr + token * v_stride + head * HEAD_DIM
-            _turn(from_ptr, value_ptr + to, None, None, token, slot >= 0, HEAD_DIM)
+            _turn(from_ptr, value_ptr + to, None, None, None, eps, token, slot >= 0, HEAD_DIM)
     else:
         token, head = _heads(HEADS, ROWS)
         from_ptr, to_ptr = (
             q_ptr + token * q_stride + head * HEAD_DIM,
             turned_ptr + (token * HEADS + head) * HEAD_DIM,
         )
-        _turn(from_ptr, to_ptr, cos_ptr, sin_ptr, token, token < num_tokens, HEAD_DIM)
+        _turn(
+            from_ptr, to_ptr, cos_ptr, sin_ptr, q_weight_ptr, eps, token, token < num_tokens,
+            HEAD_DIM,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -88,12 +101,19 @@ def _heads(HEADS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _turn(from_ptr, to_ptr, cos_ptr, sin_ptr, token, valid, HEAD_DIM: tl.constexpr):
-    """Copy the heads at `from_ptr` [ROWS, 1], the pairs (i, i + HEAD_DIM / 2) turned."""
+def _turn(
+    from_ptr, to_ptr, cos_ptr, sin_ptr, weight_ptr, eps, token, valid, HEAD_DIM: tl.constexpr
+):
+    """Copy the heads at `from_ptr` [ROWS, 1], normed, the pairs (i, i + HEAD_DIM / 2) turned."""
     HALF: tl.constexpr = HEAD_DIM // 2
     pair = tl.arange(0, HALF)[None, :]
     first = tl.load(from_ptr + pair, mask=valid, other=0.0).to(tl.float32)
     second = tl.load(from_ptr + HALF + pair, mask=valid, other=0.0).to(tl.float32)
+    if weight_ptr is not None:
+        square = tl.sum(first * first + second * second, axis=1, keep_dims=True)
+        factor = 1.0 / tl.sqrt(square / HEAD_DIM + eps)
+        first *= factor * tl.load(weight_ptr + pair).to(tl.float32)
+        second *= factor * tl.load(weight_ptr + HALF + pair).to(tl.float32)
     if cos_ptr is not None:
         cos = tl.load(cos_ptr + token * HALF + pair, mask=valid, other=0.0).to(tl.float32)
         sin = tl.load(sin_ptr + token * HALF + pair, mask=valid, other=0.0).to(tl.float32)
