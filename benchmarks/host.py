@@ -2,8 +2,9 @@
 
 The engine as it serves, two steps in flight: scheduler, messages, rows, block tables and sampler.
 Only the device is missing: hidden states and logits are there, and the vocabulary has 8 tokens. CPU
-time of the engine's thread, medians over steps. With --fake the fake executor, one step after the
-other.
+time of the engine's thread, medians over steps, and the calls of torch in a step. With --graphs
+what a GPU's host does, where graphs that launch nothing compute and sample; copies take no time.
+With --fake the fake executor, one step after the other.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.overrides import TorchFunctionMode
 
 from benchmarks.gpu import shapes
 from benchmarks.gpu.engine import Bench
@@ -28,11 +30,17 @@ from servd.core.executor.fake import FakeExecutor
 from servd.hf import FAKE_SPEC
 from servd.messages import EngineCoreRequest
 from servd.params import SamplingParams
+from servd.worker import worker
+from servd.worker.cpu_model_runner import CPUModelRunner
+from servd.worker.gpu_model_runner import GPUModelRunner
+from servd.worker.ops import native
 
 PARTS = ("schedule", "prepare", "sample", "harvest", "update", "outputs", "other")
 NUM_STEPS, WARM_STEPS = 300, 20
 VOCAB_SIZE = 8
 LONGEST_PROMPT = 64  # so that their blocks end in different steps
+# Questions about a tensor's shape, type or place.
+FREE = {"__get__", "__len__", "data_ptr", "dim", "is_contiguous", "numel", "size", "stride"}
 
 
 class Clock:
@@ -100,6 +108,33 @@ def options(num_rows: int) -> dict[str, Any]:
     }
 
 
+class StubRunner(GPUModelRunner):
+    """Takes the place of a CPUModelRunner; its graphs compute nothing."""
+
+    to_host = CPUModelRunner.to_host
+
+    def load_model(self, progress: Callable[[float], None]) -> None:
+        """And its backend is as good as any."""
+        super().load_model(progress)
+        self.backend.supports_graphs = True  # type: ignore[misc]
+
+    def _captured(self, tokens: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
+        return torch.zeros(tokens.shape[1], self.spec.hidden_size)
+
+    def recorder(self) -> Callable[[Callable[[], object]], Callable[[], None]]:
+        """Of nothing."""
+        return lambda run: lambda: None
+
+
+def with_graphs(num_rows: int) -> EngineCore:
+    """What a GPU's host does."""
+    before, worker.CPUModelRunner = worker.CPUModelRunner, StubRunner  # type: ignore[misc]
+    try:
+        return without_device(num_rows)
+    finally:
+        worker.CPUModelRunner = before  # type: ignore[misc]
+
+
 def without_device(num_rows: int) -> EngineCore:
     """The worker's own steps, but for the forward pass."""
     shape = shapes.tiny(shapes.GPT2_124M) | {"vocab_size": VOCAB_SIZE}
@@ -110,7 +145,8 @@ def without_device(num_rows: int) -> EngineCore:
     runner = bench.worker.runner
     hidden = torch.zeros(runner.max_num_tokens, bench.spec.hidden_size)
     logits = torch.zeros(num_rows, bench.spec.vocab_size)
-    runner.forward = lambda batch: hidden[: batch.tokens.shape[1]]
+    if isinstance(runner, CPUModelRunner):
+        runner.forward = lambda batch: hidden[: batch.tokens.shape[1]]
     runner.model.compute_logits = lambda chosen: logits[: len(chosen)]
     assert bench.engine.depth == 2
     return bench.engine
@@ -123,10 +159,32 @@ def with_fake(num_rows: int) -> EngineCore:
     return EngineCore(config, FAKE_SPEC, executor, executor.start())
 
 
-def measure(engine: EngineCore, num_rows: int) -> dict[str, float]:
-    """Medians over steps in which all rows decode, see `Clock.step`; and how long the whole takes
-    where other processes disturb least: a twentieth of the steps are faster.
-    """
+class Calls(TorchFunctionMode):
+    """Notes what torch is called for, by operators too, and the native library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called in place of every function of torch, and of `native.call`."""
+        if func.__name__ not in FREE:
+            self.names.append(args[0] if func is native.call else func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of_torch(engine: EngineCore, num_steps: int) -> list[list[str]]:
+    """Those of each of some steps."""
+    steps = []
+    for _ in range(num_steps):
+        with Calls() as calls:
+            engine.step()
+        steps.append(calls.names)
+    return steps
+
+
+def let_all_decode(engine: EngineCore, num_rows: int) -> Clock:
+    """Requests come, until they all decode."""
     params = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS + 200, ignore_eos=True)
     for i in range(num_rows):
         prompt = [(3 * i + j) % VOCAB_SIZE for j in range(1 + i % LONGEST_PROMPT)]
@@ -135,6 +193,14 @@ def measure(engine: EngineCore, num_rows: int) -> dict[str, float]:
     while num_decoding < WARM_STEPS:
         clock.step()
         num_decoding += clock.num_tokens == num_rows
+    return clock
+
+
+def measure(engine: EngineCore, num_rows: int) -> dict[str, float]:
+    """Medians over steps in which all rows decode, see `Clock.step`; and how long the whole takes
+    where other processes disturb least: a twentieth of the steps are faster.
+    """
+    clock = let_all_decode(engine, num_rows)
     gc.collect()
     gc.freeze()
     steps = [clock.step() for _ in range(NUM_STEPS)]
@@ -144,6 +210,7 @@ def measure(engine: EngineCore, num_rows: int) -> dict[str, float]:
     parts["**step**"] = statistics.median(wholes)
     parts["least"] = statistics.quantiles(wholes, n=20)[0]
     parts["encoding"] = statistics.median(encoding for _, encoding in steps)
+    parts["torch"] = statistics.mean(map(len, calls_of_torch(engine, 16)))
     return parts
 
 
@@ -152,13 +219,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", type=int, nargs="*", default=[32, 256, 1024])
     parser.add_argument("--fake", action="store_true")
+    parser.add_argument("--graphs", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(f"load {os.getloadavg()[0]:.1f}; microseconds per step")
-    print("| rows | " + " | ".join((*PARTS, "**step**", "least", "encoding")) + " |")
-    print("|---" * (len(PARTS) + 4) + "|")
+    columns = (*PARTS, "**step**", "least", "encoding", "calls of torch")
+    print("| rows | " + " | ".join(columns) + " |")
+    print("|---" * (len(columns) + 1) + "|")
     for num_rows in arguments.rows:
-        engine = with_fake(num_rows) if arguments.fake else without_device(num_rows)
+        make = with_graphs if arguments.graphs else without_device
+        engine = with_fake(num_rows) if arguments.fake else make(num_rows)
         figures = [f"{micros:,.0f}" for micros in measure(engine, num_rows).values()]
         print(f"| {num_rows:,} | " + " | ".join(figures) + " |", flush=True)
 

@@ -13,8 +13,9 @@ import torch
 from servd.errors import ConfigError
 from servd.messages import GrammarBitmask, NewRequest, ScheduledRequest, SchedulerOutput
 from servd.params import SamplingParams
+from servd.worker.decode_inputs import PLACE, Columns
 from servd.worker.graph_runner import CudaRecorder, GraphRunner, GraphSize, Record
-from servd.worker.input_batch import InputBatch, decode_attention, mixed_attention
+from servd.worker.input_batch import InputBatch, captured_attention, mixed_attention
 from servd.worker.memory import CudaMeter, MemoryUse, Meter
 from servd.worker.model_runner import ModelRunner
 from servd.worker.readers import StepPart
@@ -37,8 +38,10 @@ class GPUModelRunner(ModelRunner):
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """One extra block that no request owns: padding is written there."""
         super().allocate_kv_cache(num_blocks + 1)
-        self.states.block_tables.pad(num_blocks)
+        self.states.pad(num_blocks)
         self.graphs = self.make_graphs()
+        if self.graphs is not None:
+            self.states.inputs.sizes = self.graphs.decode_sizes
 
     def warm_up(self, progress: Callable[[float], None]) -> None:
         """Capture all graphs and run each way to sample, so that no request waits for a capture or
@@ -51,11 +54,23 @@ class GPUModelRunner(ModelRunner):
             progress(done / steps)
         if num_graphs:
             log.info("%d CUDA graphs in %.1f s", num_graphs, time.monotonic() - started)
+        else:
+            self._warm_up_columns()
         for done, params in enumerate(ways, num_graphs + 1):
             for has_grammar in (False, True):
                 self._launch(1, 1, 0, params)
                 self._sample_all(1, has_grammar)
             progress(done / steps)
+
+    @torch.inference_mode()
+    def _warm_up_columns(self) -> None:
+        """What graphs begin and end with, of a row of nobody."""
+        inputs = self.states.inputs
+        inputs.clear(1)
+        step = inputs.columns(1)
+        self.states.begin_decode(step)
+        hidden = torch.zeros(1, self.spec.hidden_size, dtype=self.dtype, device=self.device)
+        self.choose(hidden, step)
 
     @property
     def variants(self) -> list[bool]:
@@ -82,32 +97,44 @@ class GPUModelRunner(ModelRunner):
             )
             return None
         num_weights = self.weights_bytes // self.dtype.itemsize
+        self.states.inputs.reserve(self.max_num_samples)
         graphs = GraphRunner(
             self._captured, self.max_num_samples,
-            min(self.max_num_tokens, MOST_PRODUCTS // max(num_weights, 1)), self.states.null_slot,
+            min(self.max_num_tokens, MOST_PRODUCTS // max(num_weights, 1)), self.states.inputs,
             torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.device),
             self.recorder(), 2 if self.states.tree is None else 3,
+            super().choose if self.parallel.is_last_stage else None,
         )  # fmt: skip
         graphs.variant = lambda: self.variant
         return graphs
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """By a graph, or kernel by kernel where the device is the slower one anyway."""
-        if self.graphs is not None:
+        if self.graphs is not None and not batch.is_part:
             ends = None if batch.is_decode else batch.attention_rows.ends
-            if (hidden := self.graphs(batch.tokens, ends)) is not None:
+            if (hidden := self.graphs(batch.tokens, ends, batch.columns)) is not None:
                 return hidden
         return super().forward(batch)
 
     def _captured(self, tokens: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
-        slots, columns, *places = tokens
+        states = self.states
         if ends is None:
-            attention = decode_attention(self.states, slots, columns, *places)
-        else:
-            attention = mixed_attention(self.states, tokens, ends)
-        input_ids = self.states.token_ids[slots, columns].long().clamp_(min=0)  # see InputBatch
-        positions = self.states.positions(columns, *(places or [None]))
-        return self.run(input_ids, positions, attention)
+            step = states.inputs.columns(tokens.shape[1])
+            states.begin_decode(step)
+            attention = captured_attention(states, step)
+            places = None if states.tree is None else step.step[PLACE]
+            return self.run(step.token_ids, states.positions(step.columns, places), attention)
+        slots, columns, *places = tokens
+        input_ids = states.token_ids[slots, columns].long().clamp_(min=0)  # see InputBatch
+        positions = states.positions(columns, *(places or [None]))
+        return self.run(input_ids, positions, mixed_attention(states, tokens, ends))
+
+    def choose(self, hidden: torch.Tensor, columns: Columns) -> torch.Tensor:
+        """By a graph, if one has made the hidden states."""
+        graphs, chosen = self.graphs, None
+        if graphs is not None and hidden.data_ptr() == graphs.hidden.data_ptr():
+            chosen = graphs.chosen_of(columns)
+        return super().choose(hidden, columns) if chosen is None else chosen
 
     @torch.inference_mode()
     def _capture(self, graphs: GraphRunner, size: GraphSize) -> None:
@@ -213,17 +240,18 @@ class GPUModelRunner(ModelRunner):
         self.sample_tokens()
 
     def _graph_bytes(self, meter: Meter) -> int:
-        """The largest graph's memory, and for each further one as much as a second one takes beside
-        it.
+        """The memory of the largest graph and of the one with the largest logits, and for each
+        further one as much as a second one takes beside the first.
         """
         if (graphs := self.make_graphs()) is None:
             return 0
-        taken = [meter.taken()]
-        for size in graphs.sizes[:2]:
+        most = GraphSize(graphs.decode_sizes[-1], is_decode=True)
+        first, taken = [*dict.fromkeys((*graphs.sizes[:2], most))], [meter.taken()]
+        for size in first:
             self._capture(graphs, size)
             taken.append(meter.taken())
-        each = taken[-1] - taken[-2] if len(taken) > 2 else 0
-        one = taken[1] - taken[0] + each * (len(graphs.sizes) - 1)
+        each = taken[2] - taken[1] if len(first) > 1 else 0
+        one = taken[-1] - taken[0] + each * (len(graphs.sizes) - len(first))
         return len(self.variants) * one + graphs.nbytes
 
     # ---- output ----

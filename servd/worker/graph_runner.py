@@ -8,6 +8,10 @@ output have buffers that stay, and a step with fewer tokens than the graph is pa
 There are two kinds. In decode steps each token is a row of the attention, those of padding too. In
 mixed ones rows have any number of tokens: where they end is read from the device. Rows that a graph
 has room for and a step does not need are empty, and tokens of padding belong to none.
+
+Decode steps in which all requests are greedy, and ask for nothing else, have a second graph after
+the first: head, most probable tokens, and their place among those of their requests. It is apart
+since a grammar may come between the two, and is captured in no time.
 """
 
 from __future__ import annotations
@@ -21,16 +25,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from servd.worker.decode_inputs import Columns, DecodeInputs
+
 log = logging.getLogger("servd.worker")
 
 Run = Callable[[], None]
-Record = Callable[[Run], Run]
+Record = Callable[[Callable[[], object]], Run]
 """Records what a call launches on the device; what it returns launches the same again, with the
 same addresses.
 """
 Forward = Callable[[Tensor, Tensor | None], Tensor]
-"""`InputBatch.tokens`, and the index of each row's last token, or None where each token is a row,
-to hidden states [num_tokens, hidden].
+"""`InputBatch.tokens`, and the index of each row's last token, to hidden states [num_tokens,
+hidden]; where each token is a row None, and in place of the tokens `Columns.step`.
+"""
+Choose = Callable[[Tensor, Columns], Tensor]
+"""Hidden states [m, hidden] of a step that is padded to m tokens, to what `SamplingOps.choose`
+makes of them [m].
 """
 
 MOST_MIXED_TOKENS = 2048
@@ -67,10 +77,11 @@ class GraphRunner:
         forward: see `Forward`.
         max_num_rows: the most rows of a step.
         max_mixed_tokens: the most tokens of a mixed step; 0: those have no graphs.
-        null_slot: the slot of padding.
+        decode_inputs: what decode steps are given; has room for the most rows.
         hidden: an empty tensor like hidden states, [0, hidden].
         record: see `Record`.
         num_inputs: rows of `InputBatch.tokens`.
+        choose: see `Choose`; None: no step is sampled by a graph.
     """
 
     def __init__(
@@ -78,22 +89,28 @@ class GraphRunner:
         forward: Forward,
         max_num_rows: int,
         max_mixed_tokens: int,
-        null_slot: int,
+        decode_inputs: DecodeInputs,
         hidden: Tensor,
         record: Record,
         num_inputs: int = 2,
+        choose: Choose | None = None,
     ) -> None:
         self.forward = forward
         self.record = record
+        self.choose = choose
+        self.decode_inputs = decode_inputs
         self.decode_sizes = decode_sizes(max_num_rows)
         self.mixed_sizes = mixed_sizes(max_mixed_tokens)
         most = max(self.decode_sizes + self.mixed_sizes)
         self.hidden = hidden.new_zeros(most, hidden.shape[1])  # where they are written
-        padding = [[null_slot], *[[0]] * (num_inputs - 1)]
+        self.chosen = torch.zeros(max_num_rows, dtype=torch.int64, device=hidden.device)
+        padding = [[decode_inputs.null_slot], *[[0]] * (num_inputs - 1)]
         self.padding = torch.tensor(padding, device=hidden.device)
-        self.inputs = self.padding.repeat(1, most)  # int64 [num_inputs, most]
+        # Of mixed steps, int64 [num_inputs, most].
+        self.inputs = self.padding.repeat(1, max(self.mixed_sizes, default=0))
         self.ends = torch.zeros(max_num_rows, dtype=torch.int64, device=hidden.device)
         self.graphs: dict[tuple[GraphSize, bool], Run] = {}
+        self.heads: dict[tuple[int, bool], Run] = {}  # the second graphs
         self.variant: Callable[[], bool] = lambda: False  # which pass `forward` is now
 
     @property
@@ -105,11 +122,18 @@ class GraphRunner:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
-        return self.hidden.nbytes + self.inputs.nbytes
+        return self.hidden.nbytes + self.inputs.nbytes + self.chosen.nbytes
 
-    def __call__(self, tokens: Tensor, ends: Tensor | None) -> Tensor | None:
-        """Hidden states [num_tokens, hidden] of a step, see `Forward`; until the next call. None
-        where it is larger than the graphs.
+    def __call__(
+        self, tokens: Tensor, ends: Tensor | None, columns: Columns | None = None
+    ) -> Tensor | None:
+        """Hidden states [num_tokens, hidden] of a step, until the next call. None where it is
+        larger than the graphs.
+
+        Args:
+            tokens: see `InputBatch.tokens`.
+            ends: index of each row's last token; None where each token is a row.
+            columns: the step as `decode_inputs` has it already.
         """
         num_tokens = tokens.shape[1]
         sizes = self.decode_sizes if ends is None else self.mixed_sizes
@@ -120,31 +144,61 @@ class GraphRunner:
             return None
         key = size, self.variant()
         if key not in self.graphs:
+            assert columns is None, "captured ahead: this would write over the step"
             self.capture(size)
-        self.inputs[:, :num_tokens] = tokens
-        if num_tokens < size.num_tokens:
-            self.inputs[:, num_tokens : size.num_tokens] = self.padding
         if ends is not None:
-            self.ends[: len(ends)] = ends
-            self.ends[len(ends) : self._num_rows(size)] = ends[-1:]  # rows without a token
+            self._put(tokens, ends, size)
+        elif columns is None:
+            self.decode_inputs.put(tokens, size.num_tokens)
         self.graphs[key]()
         return self.hidden[:num_tokens]
 
+    def chosen_of(self, columns: Columns) -> Tensor | None:
+        """What `Choose` makes of the step that was run last, [num_tokens], until the next one is.
+        None where it is not captured.
+        """
+        if (head := self.heads.get((columns.step.shape[1], self.variant()))) is None:
+            return None
+        head()
+        return self.chosen[: len(columns.slots)]
+
+    def _put(self, tokens: Tensor, ends: Tensor, size: GraphSize) -> None:
+        num_tokens = tokens.shape[1]
+        self.inputs[:, :num_tokens] = tokens
+        if num_tokens < size.num_tokens:
+            self.inputs[:, num_tokens : size.num_tokens] = self.padding
+        self.ends[: len(ends)] = ends
+        self.ends[len(ends) : self._num_rows(size)] = ends[-1:]  # rows without a token
+
     def capture(self, size: GraphSize) -> None:
-        """Make the graph of a size."""
-        started = time.monotonic()
-        self.inputs[:, : size.num_tokens] = self.padding
-        self.ends.zero_()
-        inputs = self.inputs[:, : size.num_tokens]
-        ends = None if size.is_decode else self.ends[: self._num_rows(size)]
+        """Make the graphs of a size."""
+        started, num_tokens = time.monotonic(), size.num_tokens
+        columns, ends = None, None
+        if size.is_decode:
+            self.decode_inputs.clear(num_tokens)
+            columns = self.decode_inputs.columns(num_tokens)
+            inputs = columns.step
+        else:
+            self.inputs[:, :num_tokens] = self.padding
+            self.ends.zero_()
+            inputs, ends = self.inputs[:, :num_tokens], self.ends[: self._num_rows(size)]
 
         def run() -> None:
-            self.hidden[: size.num_tokens] = self.forward(inputs, ends)
+            self.hidden[:num_tokens] = self.forward(inputs, ends)
 
-        # kernels are compiled and libraries set up at their first run, which cannot be captured
-        run()
-        self.graphs[size, self.variant()] = self.record(run)
+        self.graphs[size, self.variant()] = self._recorded(run)
+        if self.choose is not None and columns is not None:
+            choose, chosen = self.choose, self.chosen[:num_tokens]
+            head = self._recorded(lambda: chosen.copy_(choose(self.hidden[:num_tokens], columns)))
+            self.heads[num_tokens, self.variant()] = head
         log.debug("CUDA graph for %s captured in %.2f s", size, time.monotonic() - started)
+
+    def _recorded(self, run: Callable[[], object]) -> Run:
+        """After a first run, in which kernels are compiled and libraries set up: it cannot be
+        captured.
+        """
+        run()
+        return self.record(run)
 
     def _num_rows(self, size: GraphSize) -> int:
         return min(size.num_tokens, len(self.ends))
@@ -158,7 +212,7 @@ class CudaRecorder:
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Run) -> Run:
+    def __call__(self, run: Callable[[], object]) -> Run:
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on allocating memory meanwhile.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):

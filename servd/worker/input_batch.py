@@ -11,6 +11,8 @@ import torch
 
 from servd.messages import Decodes, SchedulerOutput
 from servd.worker.attention import AttentionBatch
+from servd.worker.block_table import NO_CHANGES
+from servd.worker.decode_inputs import PLACE, Columns
 from servd.worker.device import upload
 from servd.worker.request_states import RequestStates
 
@@ -49,6 +51,10 @@ class InputBatch:
     sample_tokens: torch.Tensor  # int64 [m]: index in the step of the token before it
     sample_slots: torch.Tensor  # int64 [m]
     sample_positions: torch.Tensor  # int64 [m]: index in the sequence that it will have
+    # Where each row computes one token and samples: the step as it lies in memory. The tensors of
+    # this batch are views of it, good until the next step is gathered.
+    columns: Columns | None = None
+    is_part: bool = False  # of a step, whose memory is not to be used for it
 
     @classmethod
     def gather(cls, scheduled: SchedulerOutput, states: RequestStates) -> InputBatch:
@@ -120,43 +126,47 @@ class InputBatch:
 
     @classmethod
     def _decode(cls, decodes: Decodes, states: RequestStates) -> InputBatch:
-        """The same where each row computes one token: little is left to find out."""
-        num_rows, device = len(decodes.slots), states.token_ids.device
-        slots = np.array(decodes.slots, dtype=np.int64)
-        seq_lens = np.array(decodes.num_computed_tokens, dtype=np.int64) + 1
+        """The same where each row computes one token: little is left to find out, and that is found
+        in one go; with graphs when the step runs, as they begin with it.
+        """
+        num_rows, tables, inputs = len(decodes.slots), states.block_tables, states.inputs
+        changes = tables.take_changes()
+        if len(changes) > 3 * num_rows:  # what steps without rows have left
+            tables.apply(upload(changes, states.token_ids.device))
+            changes = NO_CHANGES
+        columns, slots = inputs.fill(decodes.slots, changes)
+        if not inputs.sizes:
+            states.begin_decode(columns)
+        if inputs.is_shared and not inputs.sizes:  # at hand, so they need not be bounds
+            seq_lens = columns.next_columns.numpy()
+        else:
+            seq_lens = np.array(decodes.num_computed_tokens, dtype=np.int64) + 1
         indices, ones, zeros = (
             each[:num_rows] for each in (states.indices, states.ones, states.zeros)
         )
-        changes = states.block_tables.take_changes()
-        packed = upload(np.concatenate((slots, zeros, changes)), device)
-        tokens = packed[: 2 * num_rows].view(2, num_rows)
-        states.block_tables.apply(packed[2 * num_rows :])
-        slots_d, columns = tokens.unbind()
-        columns += states.num_computed.index_select(0, slots_d)
-        next_columns = columns + 1
-        states.num_computed.index_copy_(0, slots_d, next_columns)
-        ends = states.indices_d[:num_rows]
-        bounds = next_columns.numpy() if device.type == "cpu" else seq_lens
         return cls(
             states=states,
-            tokens=tokens,
-            positions=columns,
+            tokens=columns.tokens,
+            positions=columns.columns,
             host_slots=slots,
             query_lens=ones,
             seq_lens=seq_lens,
             num_drafts=zeros,
             known_ends=indices,
             max_new_drafts=zeros,
-            attention_rows=AttentionRows(ones, bounds, ends),
+            attention_rows=AttentionRows(ones, seq_lens, columns.indices),
             sample_rows=indices,
             sample_host_slots=slots,
-            sample_tokens=ends,
-            sample_slots=slots_d,
-            sample_positions=next_columns,
+            sample_tokens=columns.indices,
+            sample_slots=columns.slots,
+            sample_positions=columns.next_columns,
+            columns=columns,
         )
 
     def part(self, first: int, end: int) -> InputBatch:
         """What the forward pass needs of the rows [first, end)."""
+        if self.columns is not None:  # the whole may not have begun; if it has, nothing changes
+            self.states.begin_decode(self.columns)
         ends = np.cumsum(self.query_lens)
         begin, stop = int(ends[first] - self.query_lens[first]), int(ends[end - 1])
         return replace(
@@ -167,6 +177,8 @@ class InputBatch:
             query_lens=self.query_lens[first:end],
             num_drafts=self.num_drafts[first:end],
             attention_rows=self.attention_rows.part(begin, stop),
+            columns=None,
+            is_part=True,
         )
 
     @property
@@ -194,6 +206,8 @@ class InputBatch:
     @cached_property
     def token_ids(self) -> torch.Tensor:
         """int64 [num_tokens]; -1 in place of a draft that was not found."""
+        if self.columns is not None:
+            return self.columns.token_ids
         return self.states.token_ids[self.tokens[0], self.tokens[1]].long()
 
     @property
@@ -204,6 +218,8 @@ class InputBatch:
     @cached_property
     def attention(self) -> AttentionBatch:
         """What the attention backend makes its metadata of."""
+        if self.columns is not None:
+            return columns_attention(self.states, self.columns, self.query_lens, self.seq_lens)
         return self.attention_rows.gather(self.states, *self.tokens)
 
 
@@ -258,6 +274,34 @@ def _columns(scheduled: SchedulerOutput) -> np.ndarray:
             for s in scheduled.scheduled
         ]
     return columns
+
+
+def columns_attention(
+    states: RequestStates, columns: Columns, query_lens: np.ndarray, seq_lens: np.ndarray
+) -> AttentionBatch:
+    """The attention of a step that has begun; see `AttentionBatch` for the lengths."""
+    tables, slots = states.block_tables, columns.slots
+    blocks = tables.tables[:, : tables.blocks_for(int(seq_lens.max()))]
+    batch = AttentionBatch(
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        query_start_loc=columns.starts,
+        seq_lens_device=columns.seq_lens[: len(slots)],
+        block_tables=blocks.index_select(0, slots),
+        slot_mapping=columns.kv_slots,
+    )
+    if tables.num_groups == 1:
+        return batch
+    return _of_groups(batch, states, slots, columns.columns, (slots, columns.columns, None))
+
+
+def captured_attention(states: RequestStates, columns: Columns) -> AttentionBatch:
+    """The same in a form that a graph can capture (see `Backend`)."""
+    num_rows = len(columns.slots)
+    if states.tree is not None:
+        return decode_attention(states, columns.slots, columns.columns, columns.step[PLACE])
+    longest = np.full(num_rows, states.max_model_len, dtype=np.int64)
+    return columns_attention(states, columns, np.ones_like(longest), longest)
 
 
 def decode_attention(

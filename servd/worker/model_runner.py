@@ -32,6 +32,7 @@ from servd.tracing import now_ns
 from servd.worker import kv_cache, kv_groups, model_loader, readers, spec_decode
 from servd.worker.attention import AttentionBatch, Backend, make_backend
 from servd.worker.block_store import BlockStore
+from servd.worker.decode_inputs import Columns
 from servd.worker.device import upload
 from servd.worker.draft_chain import Chain, Drafter
 from servd.worker.input_batch import Forward, InputBatch
@@ -42,7 +43,7 @@ from servd.worker.parallel import Parallel
 from servd.worker.readers import StepPart
 from servd.worker.request_states import RequestStates
 from servd.worker.sample.sampled_tokens import SampledTokens
-from servd.worker.sample.sampler import Sampler
+from servd.worker.sample.sampler import Sampler, SamplerOutput
 from servd.worker.sample.verification import SpecDecodeMetadata
 from servd.worker.spec_decode import Target
 
@@ -311,8 +312,7 @@ class ModelRunner(ABC):
             batch, hidden = launched.computed
             num_kept = None
             if len(batch.sample_rows):
-                chosen = hidden if batch.samples_all else hidden[batch.sample_tokens]
-                part = self._sample(batch, chosen, bitmask)
+                part = self._sample(batch, hidden, bitmask)
                 parts.append(part)
                 num_kept = part.sampled.num_kept
                 if part.sampled.order is not None:
@@ -324,7 +324,12 @@ class ModelRunner(ABC):
     def _sample(
         self, batch: InputBatch, hidden: torch.Tensor, bitmask: GrammarBitmask | None
     ) -> SampledTokens:
-        logits = self.model.compute_logits(hidden)  # [m, vocab]
+        columns, slots = batch.columns, batch.host_slots
+        if columns is not None and bitmask is None and self.sampler.is_plain(slots):
+            output = SamplerOutput(self.choose(hidden, columns), None)
+            return SampledTokens(batch.sample_rows, batch.num_drafts, output)
+        chosen = hidden if batch.samples_all else hidden[batch.sample_tokens]
+        logits = self.model.compute_logits(chosen)  # [m, vocab]
         sampled = self.sampler(
             logits,
             batch.sample_slots,
@@ -338,6 +343,14 @@ class ModelRunner(ABC):
             slots = upload(batch.host_slots[batch.sample_rows], self.device)
             self.states.num_computed.index_add_(0, slots, sampled.num_kept)
         return SampledTokens(batch.sample_rows, batch.num_drafts[batch.sample_rows], sampled)
+
+    def choose(self, hidden: torch.Tensor, columns: Columns) -> torch.Tensor:
+        """Sample a step whose requests are all greedy, and ask for nothing else: what
+        `SamplingOps.choose` yields.
+        """
+        logits = self.model.compute_logits(hidden)
+        token_ids = self.states.token_ids
+        return self.sampler.ops.choose(logits, columns.slots, columns.next_columns, token_ids)
 
     def _line_up(
         self, batch: InputBatch, hidden: torch.Tensor, order: torch.Tensor

@@ -8,7 +8,9 @@ import torch
 from servd.errors import InvalidRequest
 from servd.messages import NewRequest, ScheduledRequest
 from servd.speculative import MOST_DRAFTS
+from servd.worker import ops
 from servd.worker.block_table import BlockTables
+from servd.worker.decode_inputs import Columns, DecodeInputs
 from servd.worker.device import upload
 from servd.worker.draft_tree import DraftTree
 
@@ -42,10 +44,11 @@ class RequestStates:
         )
         self.block_tables = BlockTables(max_num_seqs, max_model_len, block_size, device)
         self.num_computed = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
-        # Of steps with one token in each row: indices, on host and device, and two constants.
+        # Of steps with one token in each row: indices, and two constants.
         self.indices = np.arange(max_num_seqs, dtype=np.int64)
         self.ones, self.zeros = np.ones_like(self.indices), np.zeros_like(self.indices)
-        self.indices_d = torch.arange(max_num_seqs, device=device)
+        self.inputs = DecodeInputs(max_num_seqs, self.null_slot, device)
+        self.ops = ops.for_device(device)
         self.tree: DraftTree | None = None  # what the drafts of `is_tree` make; of others a chain
         self.is_tree = np.zeros(max_num_seqs + 1, dtype=bool)  # by slot, on the host
 
@@ -68,6 +71,19 @@ class RequestStates:
         if request.block_ids:
             # Negative: it is not read, but is to be a block.
             self.block_tables.append(slot, [max(block, 0) for block in request.block_ids])
+
+    def pad(self, block_id: int) -> None:
+        """Padding computes in this block."""
+        self.block_tables.pad(block_id)
+        self.inputs.pad(block_id)
+
+    def begin_decode(self, columns: Columns) -> None:
+        """Find on the device what follows from what a step was given."""
+        tables = self.block_tables
+        self.ops.begin_decode(
+            columns.step, columns.seq_lens, self.token_ids, self.num_computed, tables.tables,
+            tables.block_size,
+        )  # fmt: skip
 
     def write(self, slots: torch.Tensor, columns: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Store tokens in the rows of their slots. [n] int64 each."""

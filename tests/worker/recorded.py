@@ -4,6 +4,7 @@ does.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -96,7 +97,9 @@ class GraphBackend(torch_sdpa.Backend):
 class RecordedRunner(GPUModelRunner):
     """Takes the place of a CPUModelRunner."""
 
-    to_host = CPUModelRunner.to_host
+    def to_host(self, parts):
+        """A copy: the next step is sampled to the same memory."""
+        return CPUModelRunner.to_host(self, [copy.deepcopy(part) for part in parts])
 
     def load_model(self, progress: Callable[[float], None]) -> None:
         super().load_model(progress)

@@ -19,7 +19,9 @@ from servd.hf import read_spec
 from servd.messages import AbortRequests, EngineCoreRequest
 from servd.params import SamplingParams
 from servd.speculative import MAX_FORCED_TOKENS
+from servd.worker.decode_inputs import DecodeInputs
 from servd.worker.graph_runner import GraphRunner, GraphSize, decode_sizes, mixed_sizes
+from servd.worker.sample.sampler import Sampler
 from tests.core.engines import Log
 from tests.parity.families import CASES, make_checkpoint
 from tests.worker.driver import Driver, config_for
@@ -64,14 +66,15 @@ def test_a_step_is_padded_with_rows_of_nobody_and_a_size_is_captured_once():
     recorded: list[int] = []
 
     def forward(tokens: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
-        seen.append(tokens.tolist() + ([] if ends is None else [ends.tolist()]))
+        seen.append(tokens[:2].tolist() + ([] if ends is None else [ends.tolist()]))
         return (10 * tokens[0] + tokens[1])[:, None].float()
 
     def count(run):
         recorded.append(1)
         return run
 
-    runner = GraphRunner(forward, 8, 16, NULL, torch.empty(0, 1), count)
+    inputs = DecodeInputs(8, NULL, torch.device("cpu"))
+    runner = GraphRunner(forward, 8, 16, inputs, torch.empty(0, 1), count)
 
     def run(slots: list[int], columns: list[int], ends: list[int] | None = None):
         given = None if ends is None else torch.tensor(ends)
@@ -192,6 +195,85 @@ def test_the_engine_gives_the_same_outputs_with_graphs(folder: Path, depth: int)
         assert bool(steps["eager"]) == enforce_eager, "the budget is a size of a graph"
         results.append([log.token_ids(str(i)) for i in range(8)])
     assert results[0] == results[1]
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=14)
+OTHERS = {
+    "random": SamplingParams(temperature=1.0, seed=1, max_tokens=14),
+    "logprobs": SamplingParams(temperature=0.0, logprobs=1, max_tokens=14),
+    "penalty": SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=14),
+}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("other", [None, *OTHERS])
+def test_greedy_steps_are_sampled_by_a_graph(folder: Path, depth: int, other: str | None):
+    """Requests come, leave in their midst, and are computed again; the last ones ask for more."""
+    results, counts = [], Counter[str]()
+    for enforce_eager in (False, True):
+        spec = read_spec(folder)
+        config = config_for(
+            folder, load_format="dummy", enforce_eager=enforce_eager, async_scheduling=depth == 2,
+            max_num_seqs=6, max_num_batched_tokens=24, max_model_len=64,
+            kv_cache_memory=26 * 4 * spec.kv_bytes_per_token(4),
+        )  # fmt: skip
+        executor = Executor(config, spec, lambda *_: None)
+        engine, log = EngineCore(config, spec, executor, executor.start()), Log()
+        runner = executor.worker.runner
+        if not enforce_eager:
+            for key, head in runner.graphs.heads.items():
+                runner.graphs.heads[key] = lambda head=head: (counts.update(["graph"]), head())
+        sample = runner.sampler
+        runner.sampler = Counting(sample, counts)
+        for i in range(8):
+            params = OTHERS[other] if other is not None and i == 7 else GREEDY
+            engine.handle(EngineCoreRequest(str(i), [i, 8, 9] * (i + 1), params))
+        for _ in range(6):
+            log.step(engine)
+        engine.handle(AbortRequests(["1", "6"]))
+        log.run(engine)
+        assert log.total("num_preemptions") > 0
+        results.append([log.token_ids(str(i)) for i in range(8)])
+    assert results[0] == results[1]
+    assert counts["graph"] >= 10, counts
+    if other is not None:
+        assert counts["sampler"] >= 2 * 13, "each step of that request, in both"
+
+
+class Counting:
+    """Stands before a sampler, and counts the steps that it gets whole."""
+
+    def __init__(self, sampler: Sampler, counts: Counter[str]) -> None:
+        self.sampler, self.counts = sampler, counts
+
+    def __call__(self, *args: object) -> object:
+        self.counts["sampler"] += 1
+        return self.sampler(*args)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.sampler, name)
+
+
+def test_a_failure_in_a_greedy_step_is_told_by_row(folder: Path):
+    """NaN in the logits of one request: its row says so, and the others go on."""
+    spec = read_spec(folder)
+    config = config_for(folder, load_format="dummy", max_num_seqs=4)
+    executor = Executor(config, spec, lambda *_: None)
+    engine, log = EngineCore(config, spec, executor, executor.start()), Log()
+    runner = executor.worker.runner
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    for i in range(3):
+        engine.handle(EngineCoreRequest(str(i), [i + 1, 8, 9], params))
+    for _ in range(3):
+        log.step(engine)
+    slot = engine.scheduler.requests["1"].slot
+    blocks = runner.states.block_tables.tables[slot, :1].long()
+    for cache in runner.kv_caches:
+        cache[:, blocks] = torch.nan
+    log.run(engine)
+    ends = {i: log.outputs[str(i)][-1] for i in range(3)}
+    assert "NaN or infinite" in str(ends[1])
+    assert [len(log.token_ids(str(i))) for i in (0, 2)] == [9, 9]
 
 
 def test_steps_in_the_type_of_a_gpu(folder: Path):

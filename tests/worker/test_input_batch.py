@@ -55,10 +55,12 @@ def test_columns_are_gathered_as_rows_are():
             ]
         one, other = batches
         for field in dataclasses.fields(InputBatch):
-            if field.name != "states":
+            if field.name not in ("states", "columns"):
                 assert plain(getattr(one, field.name)) == plain(getattr(other, field.name)), field
         assert one.states.num_computed.tolist() == other.states.num_computed.tolist()
         assert plain(one.token_ids) == plain(other.token_ids)
+        for name in ("query_start_loc", "seq_lens_device", "block_tables", "slot_mapping"):
+            assert plain(getattr(one.attention, name)) == plain(getattr(other.attention, name))
         assert one.is_decode and one.samples_all
 
 
@@ -71,3 +73,20 @@ def test_columns_come_before_rows():
     assert batch.host_slots.tolist() == [5, 2, 7]
     assert batch.seq_lens.tolist() == [computed[slot] + 1 for slot in (5, 2, 7)]
     assert batch.sample_rows.tolist() == [0, 1, 2]
+
+
+def test_a_part_of_columns_is_computed_though_the_whole_has_not_begun():
+    """As when a graph fails; and that it has begun is no harm."""
+    expected, computed = filled_states(0)
+    decodes = Decodes([5, 2, 7], [computed[slot] for slot in (5, 2, 7)])
+    whole = InputBatch.gather(SchedulerOutput(1, [], decodes=decodes), expected)
+    states, _ = filled_states(0)
+    states.inputs.sizes = [4]  # of graphs
+    batch = InputBatch.gather(SchedulerOutput(1, [], decodes=decodes), states)
+    assert states.num_computed.tolist() != expected.num_computed.tolist()
+    for first, end in ((0, 2), (2, 3)):
+        part, same = batch.part(first, end), whole.part(first, end)
+        assert plain(part.input_ids) == plain(same.input_ids)
+        assert plain(part.positions) == plain(same.positions)
+        assert plain(part.attention.slot_mapping) == plain(same.attention.slot_mapping)
+    assert states.num_computed.tolist() == expected.num_computed.tolist()

@@ -26,14 +26,18 @@ CACHE = "*bf16 *bf16 *bf16 *bf16"
 TREE = HEADS | {"TAIL": 5, "SOFT_CAP": 50.0}  # and sinks
 STEP, SIZES = "*i32 *i32 *i32 *i32", "i32:16 i32 i32 fp32"
 DECODING, PROMPTS = {"num_warps": 4, "num_stages": 5}, {"num_warps": 8, "num_stages": 5}
+EXPERTS = {"num_warps": 4}
 WORK = {"SPLIT_QUERIES": 4, "TILE_QUERIES": 32, "TILE_KEYS": 64, "MIN_SPLIT": 256,
         "MAX_SPLITS": 16, "ROWS": 1024}  # fmt: skip
 ROTARY = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "ROWS": 32}
+NO_NORMS = {"q_weight_ptr": None, "k_weight_ptr": None}
 PRODUCT = {"ROWS": 64, "COLUMNS": 64, "DEPTH": 64}
 LOW_RANK = {"ROWS": 16, "COLUMNS": 64, "DEPTH": 64}
 KERNELS = [
     (f"{OPS}.work_list.work_list_kernel", "*i32 *i32 *i32 i32 i32", WORK | {"WINDOW": None}, 4),
     (f"{OPS}.work_list.work_list_kernel", "*i32 *i32 *i32 i32 i32", WORK | {"WINDOW": 4096}, 4),
+    (f"{OPS}.begin_decode.begin_decode_kernel", "*i64 *i32 *i32 *i64 *i32 i32 i32 i32",
+     {"BLOCK_SIZE": 16, "FIRST_CHANGE": 3, "FIRST_FOUND": 6, "TOKENS": 1024}, 8),
     (f"{OPS}.paged_attention.prefill_kernel", f"{CACHE} {STEP} {SIZES}", PREFILL, PROMPTS),
     (f"{OPS}.paged_attention.prefill_kernel", f"{CACHE} {STEP} *i64 *bf16 {SIZES}",
      TREE | {"TILE_KEYS": 64, "LINES": 128, "WINDOW": 4096}, PROMPTS),
@@ -50,13 +54,17 @@ KERNELS = [
      PRODUCT, {"num_warps": 4, "num_stages": 4}),
     (f"{OPS}.product.product_kernel", "*bf16 *bf16 *bf16 i32 i32 i32:16 i32:16",
      PRODUCT | {"bias_ptr": None}, {"num_warps": 4, "num_stages": 4}),
-    (f"{OPS}.experts.experts_kernel", "*bf16 *i32 *i32 *i64 *bf16 i32 i32 i32",
-     {"HAS_INDEX": True, "ROWS": 16, "COLUMNS": 64, "DEPTH": 64}, 4),
+    (f"{OPS}.experts.experts_kernel", "*bf16 *i32 *i32 *i64 *bf16 i32 i32:16 i32:16",
+     {"HAS_INDEX": True, "ALIGNED": True, "ROWS": 16, "COLUMNS": 64, "DEPTH": 64}, EXPERTS),
     (f"{OPS}.rotary.rotate_and_store_kernel",
-     "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *i64 *bf16 *bf16 i32 i32:16 i32:16 i32:16", ROTARY, 4),
+     "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *i64 *bf16 *bf16 i32 i32:16 i32:16 i32:16 fp32",
+     ROTARY | NO_NORMS, 4),
     (f"{OPS}.rotary.rotate_and_store_kernel",
-     "*bf16 *bf16 *bf16 *bf16 *fp8e4nv *fp8e4nv *i64 i32 i32:16 i32:16 i32:16",
-     ROTARY | {"cos_ptr": None, "sin_ptr": None}, 4),
+     "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *i64 *bf16 *bf16 *bf16 *bf16 i32 i32:16 i32:16 i32:16 "
+     "fp32", ROTARY, 4),
+    (f"{OPS}.rotary.rotate_and_store_kernel",
+     "*bf16 *bf16 *bf16 *bf16 *fp8e4nv *fp8e4nv *i64 i32 i32:16 i32:16 i32:16 fp32",
+     ROTARY | NO_NORMS | {"cos_ptr": None, "sin_ptr": None}, 4),
     (f"{OPS}.norm.norm_kernel", "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32 i32 i32 fp32",
      {"ROWS": 1, "BLOCK": 4096}, 8),
     (f"{OPS}.norm.norm_kernel", "*fp16 *fp16 *fp16 *fp16 i32 i32 i32 i32 i32 fp32",
@@ -71,6 +79,8 @@ KERNELS = [
     (f"{SAMPLE}.shift.shift_kernel", "*fp32 *i64 *i64 *fp32 *i32 *i64 *i32 *fp32 *i64 i32 i32 i32",
         LOGITS, 8),
     (f"{SAMPLE}.shift.shift_kernel", "*fp32 *i64 i32 i32 i32", NO_BIAS | NO_PENALTIES | LOGITS, 8),
+    (f"{SAMPLE}.shift.choose_kernel", "*i64 *i64 *i64 *i32 *i64 i32 i32",
+        {"LAST": 2**31 - 1, "BLOCKS": 32}, 1),
     (f"{SAMPLE}.to_weights.to_weights_kernel", "*fp32 *fp32 *fp32 *fp32 i32 i32",
         {"ONE": 2.0**44, "BLOCK": 4096}, 8),
     (f"{SAMPLE}.narrow.narrow_kernel", "*fp32 *fp32 *i64 *fp64 *i32 *fp32 i32",
@@ -121,6 +131,8 @@ def main() -> None:
         if options is DECODING:  # keys and values of two turns are loaded ahead
             tile_bytes = 64 * 128 * (1 if "*fp8e4nv" in types else 2)
             assert compiled.metadata.shared >= 2 * 2 * tile_bytes, (name, compiled.metadata.shared)
+        if options is EXPERTS:  # weights are not read number by number
+            assert "ld.global.b16" not in compiled.asm["ptx"], name
 
 
 if __name__ == "__main__":

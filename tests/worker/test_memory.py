@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from servd.errors import NotEnoughMemory
 from servd.hf import read_spec
+from servd.speculative import MAX_FORCED_TOKENS
 from servd.worker.graph_runner import mixed_sizes
 from servd.worker.memory import MemoryUse
 from servd.worker.worker import Worker
@@ -62,8 +63,9 @@ class ScriptedMeter:
                 20_000_000,
                 23_000_000,
                 23_500_000,
+                25_000_000,
                 10_000_000,
-            ],  # before graphs, after two, without any
+            ],  # before graphs, after two, after the one of most requests, without any
             "held": [8_000_000],
         }
 
@@ -106,8 +108,9 @@ def test_the_profile_runs_the_largest_steps(worker: Worker, monkeypatch: pytest.
     # For 1, 2, 4, 8, 16 and all requests, one with as many forced tokens as it may; and for steps
     # with prompts.
     num_graphs = 6 + len(mixed_sizes(256))
-    buffers = 256 * (48 * 4 + 2 * 8)  # hidden states, slots and columns
-    assert use.graphs == 3_000_000 + 500_000 * (num_graphs - 1) + buffers
+    # Hidden states, slots and columns, and the tokens of all requests.
+    buffers = 256 * (48 * 4 + 2 * 8) + 8 * (8 + MAX_FORCED_TOKENS)
+    assert use.graphs == 5_000_000 + 500_000 * (num_graphs - 3) + buffers
     assert use.available == 50_000_000 - 2_000_000 - 1_500_000 - 8_000_000 - use.graphs
     block = ready.kv_bytes_per_block
     assert ready.num_blocks == min(use.available // block - 1, 8 * 32)

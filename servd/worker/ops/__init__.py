@@ -34,6 +34,28 @@ class LowRank:
 class Ops(Protocol):
     """What each module of this package has, for contiguous inputs; tests/worker/ops tests all."""
 
+    def begin_decode(
+        self,
+        step: Tensor,
+        seq_lens: Tensor,
+        token_ids: Tensor,
+        num_computed: Tensor,
+        tables: Tensor,
+        block_size: int,
+    ) -> None:
+        """Enter a step's new blocks in the tables, then find what follows from its slots and
+        columns; see `DecodeInputs`.
+
+        Args:
+            step: int64 [NUM_NUMBERS, n]; what is to be found is written here.
+            seq_lens: int32 [n], written.
+            token_ids: int32 [slots, columns]; negative ones count as 0.
+            num_computed: int64 [slots]; one more where a column is NOT_COMPUTED.
+            tables: int32 [rows, blocks]; for the rest the row of a slot has its number.
+            block_size: tokens of a block.
+        """
+        ...
+
     def embed(self, index: Tensor, table: Tensor) -> Tensor:
         """Rows `index` [num_tokens] of a table [num_rows, size]."""
         ...

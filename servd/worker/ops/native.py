@@ -197,6 +197,21 @@ def _fits(*tensors: Tensor | None) -> bool:
 # ---- Ops ----
 
 
+def begin_decode(
+    step: Tensor,
+    seq_lens: Tensor,
+    token_ids: Tensor,
+    num_computed: Tensor,
+    tables: Tensor,
+    block_size: int,
+) -> None:
+    """See `Ops.begin_decode`."""
+    call(
+        "begin_decode", step, step.shape[1], seq_lens, token_ids, *token_ids.shape, num_computed,
+        tables, *tables.shape, block_size,
+    )  # fmt: skip
+
+
 def embed(index: Tensor, table: Tensor) -> Tensor:
     """See `Ops.embed`."""
     if not _fits(table):

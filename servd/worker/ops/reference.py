@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from servd.worker.decode_inputs import KV_SLOT, NEXT_COLUMN, NUM_GIVEN, TOKEN_ID
+
 if TYPE_CHECKING:
     from servd.worker.ops import LowRank
 
@@ -20,6 +22,28 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
 }
+
+
+def begin_decode(
+    step: Tensor,
+    seq_lens: Tensor,
+    token_ids: Tensor,
+    num_computed: Tensor,
+    tables: Tensor,
+    block_size: int,
+) -> None:
+    """See `Ops.begin_decode`."""
+    slots, columns, _, rows, places, blocks = step[:NUM_GIVEN].unbind()
+    tables[rows, places] = blocks.int()
+    known = num_computed[slots]
+    is_next = columns < 0
+    columns.copy_(torch.where(is_next, known, columns))
+    num_computed[slots] = known + is_next  # what a slot has several times is equal
+    step[NEXT_COLUMN] = columns + 1
+    step[TOKEN_ID] = token_ids[slots, columns].clamp(min=0)
+    own = tables[slots, columns // block_size].long()
+    step[KV_SLOT] = own * block_size + columns % block_size
+    seq_lens.copy_(step[NEXT_COLUMN])
 
 
 def embed(index: Tensor, table: Tensor) -> Tensor:

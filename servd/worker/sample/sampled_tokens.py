@@ -26,11 +26,13 @@ class SampledTokens:
 
     def write(self, output: ModelRunnerOutput) -> None:
         sampled, num_decodes = self.sampled, len(output.decoded)
-        token_ids = sampled.token_ids.tolist()
+        numbers = sampled.token_ids.numpy()
+        is_void = numbers < 0 if sampled.best is None else sampled.is_void
+        token_ids = np.where(numbers < 0, ~numbers, numbers).tolist()
         output.decoded = token_ids[:num_decodes]
         for row, part in self._parts(num_decodes) if output.sampled_token_ids else ():
             output.sampled_token_ids[row - num_decodes] = token_ids[part]
-        if (is_void := sampled.is_void).any():
+        if is_void.any():
             void = [row for row, part in self._parts() if is_void[part].any()]
             output.errors = output.errors | dict.fromkeys(void, NOT_FINITE)
         if sampled.logprobs:

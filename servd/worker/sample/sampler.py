@@ -42,7 +42,7 @@ RANDOM, NARROWED, LOGPROBS, FIRST_PROCESSOR = 1, 2, 4, 8
 class SamplerOutput:
     """What a step sampled, still on the device."""
 
-    token_ids: Tensor  # [n] int64
+    token_ids: Tensor  # [n] int64; without `best` as of `SamplingOps.choose`
     logprobs: LogprobsTensors | None  # None if no row asked
     num_kept: Tensor | None = None  # [rows] int64: drafts of each row; None if there were none
     # [n] int64: index in the step of each of these tokens, so that those after kept drafts come
@@ -145,6 +145,10 @@ class Sampler:
             uses |= NARROWED * self.narrowing.add(slot, params)
         self.uses[slot] = uses | LOGPROBS * self.logprobs.add(slot, params)
         return not (uses & self.stateful or params.structured_output)
+
+    def is_plain(self, host_slots: npt.NDArray[np.int64]) -> bool:
+        """Whether all these are greedy, and ask for nothing else."""
+        return not self.uses[host_slots].any()
 
     def remove(self, slot: int) -> None:
         """The request leaves its slot."""

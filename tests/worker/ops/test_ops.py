@@ -10,10 +10,20 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from servd.worker import ops
+from servd.worker.decode_inputs import (
+    COLUMN,
+    KV_SLOT,
+    NEXT_COLUMN,
+    NUM_GIVEN,
+    NUM_NUMBERS,
+    SLOT,
+    TOKEN_ID,
+)
 from servd.worker.ops.reference import ACTIVATIONS, Routing
 
 MODULES = [
@@ -241,3 +251,55 @@ def test_scale(module: ops.Ops, dtype: torch.dtype, device: torch.device):
         exact = x.double() * 0.25 + residual.double()
         terms = x.double().abs() + residual.double().abs()
         check(module.scale(x, 0.25, residual), exact, dtype, terms)
+
+
+# ---- steps ----
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 1500])  # the last one is more than a kernel's turn
+def test_a_decode_step_begins(module: ops.Ops, num_tokens: int, device: torch.device):
+    """Rows that compute their next token, drafts of others, and padding; against Python's lists."""
+    rng, block_size, null = np.random.default_rng(num_tokens), 4, 1600
+    tables = rng.integers(0, 90, (2 * null + 2, 6))  # of two groups
+    token_ids = rng.integers(-1, 100, (null + 1, 24))
+    computed = rng.integers(0, 24, null + 1)
+    computed[null] = 0
+    given = np.zeros((NUM_NUMBERS, num_tokens), dtype=np.int64)
+    slots, columns, places, *changes = given[:NUM_GIVEN]
+    slots[:] = rng.permutation(null)[:num_tokens]
+    columns[:] = -1
+    changes[0][:], changes[1][:], changes[2][:] = null, 0, tables[null, 0]
+    if num_tokens >= 5:
+        slots[-3], columns[-4:-2], places[-4:-2] = slots[-4], (3, 4), (1, 2)  # one row's
+        slots[-2:], columns[-2:] = null, 0
+        rows = rng.permutation(null)[: num_tokens // 2]
+        rows[0] = slots[1]
+        changes[0][: len(rows)] = rows + (null + 1) * (rows % 2)
+        changes[1][: len(rows)] = rng.integers(0, 6, len(rows))
+        changes[1][0], changes[0][0] = computed[slots[1]] // block_size, slots[1]
+        changes[2][: len(rows)] = 100 + np.arange(len(rows))
+    tensors = [
+        torch.from_numpy(array).to(device=device, dtype=dtype)
+        for array, dtype in (
+            (given, torch.int64), (token_ids, torch.int32), (computed, torch.int64),
+            (tables, torch.int32),
+        )
+    ]  # fmt: skip
+    step, *state = tensors
+    seq_lens = torch.empty(num_tokens, dtype=torch.int32, device=device)
+    module.begin_decode(step, seq_lens, *state, block_size)
+
+    for row, place, block in zip(*changes, strict=True):
+        tables[row, place] = block
+    found = []
+    for slot, column in zip(slots.tolist(), columns.tolist(), strict=True):
+        if column < 0:
+            column = int(computed[slot])
+            computed[slot] += 1
+        kv_slot = tables[slot, column // block_size] * block_size + column % block_size
+        found.append([slot, column, column + 1, max(token_ids[slot, column], 0), kv_slot])
+    got = step[[SLOT, COLUMN, NEXT_COLUMN, TOKEN_ID, KV_SLOT]].T.tolist()
+    assert got == found
+    assert seq_lens.tolist() == [each[2] for each in found]
+    assert state[1].tolist() == computed.tolist() and computed[null] == 0
+    assert state[2].tolist() == tables.tolist()

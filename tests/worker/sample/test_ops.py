@@ -55,6 +55,39 @@ def random_weights(shape: tuple[int, int], device: torch.device, scale: float) -
     )
 
 
+# ---- choose ----
+
+
+@each_shape
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_most_probable_token_is_written(module, shape, dtype, device):
+    (n, vocab), draw = shape, np.random.default_rng(shape[1])
+    logits = random_logits(shape, device).to(dtype)
+    logits[0, vocab // 2 :] = logits[0].max()  # the first of equals
+    token_ids = torch.full((n + 2, 9), -5, dtype=torch.int32, device=device)
+    slots, columns = draw.permutation(n + 2)[:n], draw.integers(0, 9, n)
+    given = (torch.from_numpy(each).to(device) for each in (slots, columns))
+    chosen = module.choose(logits, *given, token_ids)
+    expected = logits.double().cpu().numpy().argmax(1)
+    assert chosen.tolist() == expected.tolist() and chosen.dtype == torch.int64
+    written = np.full((n + 2, 9), -5)
+    written[slots, columns] = expected
+    assert token_ids.tolist() == written.tolist()
+
+
+def test_a_token_whose_logit_is_not_finite_is_told(module, device):
+    logits = random_logits((5, 5000), device)
+    logits[0, 4500], logits[1, 3] = torch.inf, torch.nan
+    logits[1, 4700], logits[2, :] = torch.inf, -torch.inf
+    logits[3, :] = -torch.inf
+    logits[3, 4999] = -1e30
+    token_ids = torch.zeros(5, 1, dtype=torch.int32, device=device)
+    zeros = torch.zeros(5, dtype=torch.int64, device=device)
+    chosen = module.choose(logits, torch.arange(5, device=device), zeros, token_ids)
+    assert chosen[:4].tolist() == [~4500, ~3, 0, 4999] and chosen[4] >= 0
+    assert token_ids[:4, 0].tolist() == [4500, 3, 0, 4999]
+
+
 # ---- shift ----
 
 

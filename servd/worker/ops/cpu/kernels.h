@@ -11,6 +11,11 @@ namespace kernels {
 
 void set_threads(int number);
 
+// What a step is given: steps.cpp
+void begin_decode(int64_t* step, int64_t num_tokens, int32_t* seq_lens, const int32_t* token_ids,
+                  int64_t num_slots, int64_t num_columns, int64_t* num_computed, int32_t* tables,
+                  int64_t num_rows, int64_t num_blocks, int64_t block_size);
+
 // Matrices: matrix.cpp
 void pack(int type, int terms, const void* weight, int64_t row_stride, int64_t column_stride, int64_t n,
           int64_t k, void* packed);
@@ -75,6 +80,9 @@ void combine(const float* y, int64_t num_places, const int32_t* places, const fl
 void shift(float* logits, int64_t stride, const void* bitmask, int64_t bitmask_rows, int64_t words,
            const int64_t* slots, int64_t num_slots, const int32_t* counts, const float* factors,
            int64_t rows, int64_t vocab, int64_t* best);
+void choose(const float* logits, int64_t stride, int64_t rows, int64_t vocab, const int64_t* slots,
+            const int64_t* columns, int32_t* token_ids, int64_t num_slots, int64_t num_columns,
+            int64_t* chosen);
 void to_weights(const float* logits, int64_t stride, const float* peaks, const float* temperatures,
                 int64_t rows, int64_t vocab, float* weights);
 void narrow(const float* weights, const float* lowest, const int64_t* top_k, const double* top_p,

@@ -78,7 +78,7 @@ extern const Kernel servd_kernels[] = {
     KERNEL(narrow),      KERNEL(draw),       KERNEL(score),      KERNEL(matmul_grouped),
     KERNEL(gather_grouped), KERNEL(matmul_experts), KERNEL(matmul_experts_grouped),
     KERNEL(route),       KERNEL(combine),    KERNEL(add_low_rank), KERNEL(scale),
-    KERNEL(spread),
+    KERNEL(spread),      KERNEL(begin_decode), KERNEL(choose),
 };
 extern const int servd_num_kernels = std::size(servd_kernels);
 

@@ -246,6 +246,22 @@ void shift(float* logits, int64_t stride, const void* bitmask, int64_t bitmask_r
     });
 }
 
+// chosen [rows]: each row's argmax, which is written to token_ids [num_slots, num_columns] too; with
+// all bits turned where its logit is NaN or infinite.
+void choose(const float* logits, int64_t stride, int64_t rows, int64_t vocab, const int64_t* slots,
+            const int64_t* columns, int32_t* token_ids, int64_t num_slots, int64_t num_columns,
+            int64_t* chosen) {
+    check_ids("slots", slots, 0, rows, num_slots);
+    check_ids("columns", columns, 0, rows, num_columns);
+    const int64_t grain = 1 + 16384 / vocab;  // one thread for a vocabulary of tests
+    parallel_for(rows, grain, [&](int64_t row) {
+        const float* x = logits + row * stride;
+        const int64_t best = argmax(x, vocab);
+        token_ids[slots[row] * num_columns + columns[row]] = int32_t(best);
+        chosen[row] = x[best] < INFINITY ? best : ~best;
+    });
+}
+
 // peaks and temperatures [rows]; weights [rows, vocab].
 void to_weights(const float* logits, int64_t stride, const float* peaks, const float* temperatures,
                 int64_t rows, int64_t vocab, float* weights) {

@@ -22,6 +22,7 @@ class ExpertMatrices:
     def __init__(self, matrices: Sequence[Tensor]) -> None:
         self.matrices = matrices  # which the table points to
         addresses = [matrix.data_ptr() for matrix in matrices]
+        self.is_aligned = not any(address % 16 for address in addresses)
         self.addresses = torch.tensor(addresses, device=matrices[0].device)
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
@@ -33,7 +34,8 @@ class ExpertMatrices:
         grid = num_rows // rows + num_experts, triton.cdiv(out_features, COLUMNS)
         experts_kernel[grid](
             x.contiguous(), index, starts, self.addresses, out, num_experts, out_features, size,
-            HAS_INDEX=index is not None, ROWS=rows, COLUMNS=COLUMNS, DEPTH=DEPTH,
+            HAS_INDEX=index is not None, ALIGNED=self.is_aligned, ROWS=rows, COLUMNS=COLUMNS,
+            DEPTH=DEPTH,
         )  # fmt: skip
         return out
 
@@ -41,7 +43,8 @@ class ExpertMatrices:
 @triton.jit
 def experts_kernel(
     x_ptr, index_ptr, starts_ptr, addresses_ptr, out_ptr, num_experts, out_features, size,
-    HAS_INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    HAS_INDEX: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     """One program per tile of rows of an expert (axis 0) and of columns (axis 1).
 
@@ -63,6 +66,8 @@ def experts_kernel(
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         address = tl.load(addresses_ptr + expert)
         matrix_ptr = address.to(tl.pointer_type(out_ptr.dtype.element_ty))
+        if ALIGNED:  # of an address from a table Triton knows nothing, and reads number by number
+            matrix_ptr = tl.multiple_of(matrix_ptr, 16)
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         for begin in range(0, size, DEPTH):
             depth = begin + tl.arange(0, DEPTH)

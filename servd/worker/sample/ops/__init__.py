@@ -35,6 +35,21 @@ class SamplingOps(Protocol):
         """
         ...
 
+    def choose(self, logits: Tensor, slots: Tensor, columns: Tensor, token_ids: Tensor) -> Tensor:
+        """The most probable token of each row, as of `shift`; it is written to `token_ids`, too.
+
+        Args:
+            logits: of any floating type.
+            slots: [n] int64, a row of `token_ids` each.
+            columns: [n] int64.
+            token_ids: int32 [slots, columns], each row contiguous.
+
+        Returns:
+            [n] int64: the token, or ~token, which is negative, where its logit is NaN or infinite.
+            A row of -inf is none of these.
+        """
+        ...
+
     def to_weights(self, logits: Tensor, peaks: Tensor, temperatures: Tensor) -> Tensor:
         """Weights [n, vocab] of logits whose row maxima are `peaks` [n], at `temperatures` [n]."""
         ...

@@ -28,6 +28,19 @@ def shift(logits: Tensor, changes: Shift) -> Tensor:
     return best
 
 
+def choose(logits: Tensor, slots: Tensor, columns: Tensor, token_ids: Tensor) -> Tensor:
+    """See `SamplingOps.choose`."""
+    if logits.dtype != torch.float32:
+        logits = logits.float()
+    chosen = torch.empty(len(logits), dtype=torch.int64)
+    assert slots.is_contiguous() and columns.is_contiguous() and token_ids.is_contiguous()
+    call(
+        "choose", logits, logits.stride(0), *logits.shape, slots, columns, token_ids,
+        *token_ids.shape, chosen,
+    )  # fmt: skip
+    return chosen
+
+
 def to_weights(logits: Tensor, peaks: Tensor, temperatures: Tensor) -> Tensor:
     """See `SamplingOps.to_weights`."""
     weights = torch.empty(logits.shape)

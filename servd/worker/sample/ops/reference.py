@@ -28,6 +28,13 @@ def shift(logits: Tensor, changes: Shift) -> Tensor:
     return logits.argmax(dim=-1)
 
 
+def choose(logits: Tensor, slots: Tensor, columns: Tensor, token_ids: Tensor) -> Tensor:
+    """See `SamplingOps.choose`."""
+    best, chosen = logits.max(dim=-1)
+    token_ids[slots, columns] = chosen.int()
+    return torch.where(best < torch.inf, chosen, ~chosen)
+
+
 def add_biases(logits: Tensor, biased: Biased) -> None:
     """To logits [n, vocab], in place."""
     num_entries = len(biased.token_ids)  # given, so that the device is not asked for it

@@ -65,6 +65,38 @@ def shift_kernel(
 
 def shift(logits: Tensor, changes: Shift) -> Tensor:
     """See `SamplingOps.shift`."""
+    return LAST - (best_of_blocks(logits, changes).amax(dim=-1) & 0xFFFFFFFF)
+
+
+def choose(logits: Tensor, slots: Tensor, columns: Tensor, token_ids: Tensor) -> Tensor:
+    """See `SamplingOps.choose`."""
+    best = best_of_blocks(logits, Shift())
+    (num_rows, num_blocks), chosen = best.shape, torch.empty_like(slots)
+    choose_kernel[(num_rows,)](
+        best, slots, columns, token_ids, chosen, num_blocks, token_ids.stride(0),
+        LAST, triton.next_power_of_2(num_blocks), num_warps=1,
+    )  # fmt: skip
+    return chosen
+
+
+@triton.jit
+def choose_kernel(
+    best_ptr, slots_ptr, columns_ptr, token_ids_ptr, chosen_ptr, num_blocks, token_stride,
+    LAST: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One program per row: the best of its blocks."""
+    row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
+    found = tl.load(best_ptr + row * num_blocks + block, mask=block < num_blocks, other=-(2**63))
+    best = tl.max(found, axis=0)
+    token = LAST - (best & 0xFFFFFFFF)
+    at = tl.load(slots_ptr + row) * token_stride + tl.load(columns_ptr + row)
+    tl.store(token_ids_ptr + at, token.to(tl.int32))
+    # The order of infinity's bits; those of NaN are above.
+    tl.store(chosen_ptr + row, tl.where((best >> 32) >= 0x7F800000, -1 - token, token))
+
+
+def best_of_blocks(logits: Tensor, changes: Shift) -> Tensor:
+    """[n, blocks] int64, which orders as (logit, -token) does."""
     num_rows, vocab = logits.shape
     biased, bitmask, penalized = changes.biased, changes.bitmask, changes.penalized
     starts = token_ids = biases = slots = counts = factors = None
@@ -80,4 +112,4 @@ def shift(logits: Tensor, changes: Shift) -> Tensor:
         best, vocab, logits.stride(0), words,
         IN_PROMPT - 1, LAST, ENTRIES, BLOCK, num_warps=8,
     )  # fmt: skip
-    return LAST - (best.amax(dim=-1) & 0xFFFFFFFF)
+    return best

@@ -1,0 +1,69 @@
+"""What follows from the slots of a decode step, in one kernel."""
+# pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from servd.worker import decode_inputs
+
+TOKENS = 1024  # at a time
+
+
+def begin_decode(
+    step: Tensor,
+    seq_lens: Tensor,
+    token_ids: Tensor,
+    num_computed: Tensor,
+    tables: Tensor,
+    block_size: int,
+) -> None:
+    """See `Ops.begin_decode`."""
+    assert step.is_contiguous() and token_ids.stride(1) == tables.stride(1) == 1
+    if num_tokens := step.shape[1]:
+        begin_decode_kernel[(1,)](
+            step, seq_lens, token_ids, num_computed, tables, num_tokens, token_ids.stride(0),
+            tables.stride(0), block_size, decode_inputs.TABLE_ROW, decode_inputs.NEXT_COLUMN,
+            TOKENS, num_warps=8,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def begin_decode_kernel(
+    step_ptr, seq_lens_ptr, token_ids_ptr, num_computed_ptr, tables_ptr, num_tokens, token_stride,
+    table_stride, BLOCK_SIZE: tl.constexpr, FIRST_CHANGE: tl.constexpr, FIRST_FOUND: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """One program: all new blocks are in the tables before any of them is read."""
+    for first in range(0, num_tokens, TOKENS):
+        token = first + tl.arange(0, TOKENS)
+        valid = token < num_tokens
+        row_ptr = step_ptr + FIRST_CHANGE * num_tokens + token
+        row = tl.load(row_ptr, mask=valid, other=0)
+        column = tl.load(row_ptr + num_tokens, mask=valid, other=0)
+        block = tl.load(row_ptr + 2 * num_tokens, mask=valid, other=0)
+        tl.store(tables_ptr + row * table_stride + column, block.to(tl.int32), mask=valid)
+    tl.debug_barrier()  # what one thread wrote is read by others
+    for first in range(0, num_tokens, TOKENS):
+        token = first + tl.arange(0, TOKENS)
+        valid = token < num_tokens
+        slot_ptr = step_ptr + token
+        slot = tl.load(slot_ptr, mask=valid, other=0)
+        column = tl.load(slot_ptr + num_tokens, mask=valid, other=0)
+        is_next = valid & (column < 0)
+        column = tl.load(num_computed_ptr + slot, mask=is_next, other=0) + tl.where(
+            is_next, 0, column
+        )
+        tl.store(num_computed_ptr + slot, column + 1, mask=is_next)
+        token_id = tl.load(token_ids_ptr + slot * token_stride + column, mask=valid, other=0)
+        at = tables_ptr + slot * table_stride + column // BLOCK_SIZE
+        block = tl.load(at, mask=valid, other=0).to(tl.int64)
+        tl.store(slot_ptr + num_tokens, column, mask=valid)
+        found_ptr = slot_ptr + FIRST_FOUND * num_tokens
+        tl.store(found_ptr, column + 1, mask=valid)
+        tl.store(found_ptr + num_tokens, tl.maximum(token_id, 0).to(tl.int64), mask=valid)
+        kv_slot = block * BLOCK_SIZE + column % BLOCK_SIZE
+        tl.store(found_ptr + 2 * num_tokens, kv_slot, mask=valid)
+        tl.store(seq_lens_ptr + token, (column + 1).to(tl.int32), mask=valid)
