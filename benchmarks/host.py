@@ -15,8 +15,9 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -34,6 +35,7 @@ from servd.worker import worker
 from servd.worker.cpu_model_runner import CPUModelRunner
 from servd.worker.gpu_model_runner import GPUModelRunner
 from servd.worker.ops import native
+from servd.worker.readers import StepPart
 
 PARTS = ("schedule", "prepare", "sample", "harvest", "update", "outputs", "other")
 NUM_STEPS, WARM_STEPS = 300, 20
@@ -111,7 +113,9 @@ def options(num_rows: int) -> dict[str, Any]:
 class StubRunner(GPUModelRunner):
     """Takes the place of a CPUModelRunner; its graphs compute nothing."""
 
-    to_host = CPUModelRunner.to_host
+    def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
+        """It is there."""
+        return parts, lambda: None
 
     def load_model(self, progress: Callable[[float], None]) -> None:
         """And its backend is as good as any."""
@@ -128,11 +132,8 @@ class StubRunner(GPUModelRunner):
 
 def with_graphs(num_rows: int) -> EngineCore:
     """What a GPU's host does."""
-    before, worker.CPUModelRunner = worker.CPUModelRunner, StubRunner  # type: ignore[misc]
-    try:
+    with patch.object(worker, "CPUModelRunner", StubRunner):
         return without_device(num_rows)
-    finally:
-        worker.CPUModelRunner = before  # type: ignore[misc]
 
 
 def without_device(num_rows: int) -> EngineCore:
@@ -147,7 +148,7 @@ def without_device(num_rows: int) -> EngineCore:
     logits = torch.zeros(num_rows, bench.spec.vocab_size)
     if isinstance(runner, CPUModelRunner):
         runner.forward = lambda batch: hidden[: batch.tokens.shape[1]]
-    runner.model.compute_logits = lambda chosen: logits[: len(chosen)]
+    runner.model.compute_logits = lambda hidden: logits[: len(hidden)]
     assert bench.engine.depth == 2
     return bench.engine
 

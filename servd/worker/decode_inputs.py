@@ -90,11 +90,18 @@ class DecodeInputs:
         if (found := self.views.get((num_tokens, size))) is None:
             step = self.memory[: NUM_NUMBERS * size].view(NUM_NUMBERS, size)
             own = step[:, :num_tokens]
-            numbers = (own[row] for row in (SLOT, COLUMN, NEXT_COLUMN, TOKEN_ID, KV_SLOT))
             found = self.views[num_tokens, size] = Columns(
-                step, self.seq_lens[:size], own[: COLUMN + 1], *numbers, self.indices[:num_tokens],
-                self.starts[: num_tokens + 1],
-            )  # fmt: skip
+                step,
+                self.seq_lens[:size],
+                tokens=own[: COLUMN + 1],
+                slots=own[SLOT],
+                columns=own[COLUMN],
+                next_columns=own[NEXT_COLUMN],
+                token_ids=own[TOKEN_ID],
+                kv_slots=own[KV_SLOT],
+                indices=self.indices[:num_tokens],
+                starts=self.starts[: num_tokens + 1],
+            )
         return found
 
     def fill(self, slots: Sequence[int], changes: np.ndarray) -> tuple[Columns, np.ndarray]:

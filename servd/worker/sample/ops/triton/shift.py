@@ -1,5 +1,6 @@
 """Biases, bitmask, penalties and argmax in one pass over the logits."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 
