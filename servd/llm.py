@@ -8,7 +8,7 @@ import queue
 import shutil
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from tqdm import tqdm
@@ -47,6 +47,7 @@ from servd.process_tree import ENGINE_STOP_TIMEOUT
 TextOrIds = str | list[int]
 Messages = list[dict[str, Any]]
 Params = SamplingParams | PoolingParams
+OnePrompt = TextOrIds | Mapping[str, Any]
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
@@ -80,29 +81,33 @@ class LLM:
 
     def generate(
         self,
-        prompts: TextOrIds | Sequence[TextOrIds],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: OnePrompt | Sequence[OnePrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
         lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
-        """Complete one prompt or several (strings, or lists of token ids), in order, with an
-        adapter for all or one for each.
+        """Complete one prompt or several, in order, with an adapter for all or one for each.
+
+        Args:
+            prompts: strings, lists of token ids, or as in vLLM `{"prompt": "text"}` and
+                `{"prompt_token_ids": [1, 2]}`.
+            sampling_params: for all prompts, or one for each.
+            use_tqdm: overrides the setting of this LLM.
+            lora_request: an adapter for all, or one for each.
 
         Raises:
             InvalidRequest: a prompt, parameter or adapter is not acceptable; nothing has been
                 computed.
             EngineError: a request failed in the engine; the others are dropped.
         """
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
-        requests = [(prompt, True) for prompt in prompts]
-        return self._run(requests, params, use_tqdm, lora_request)  # type: ignore[misc]
+        requests = [(prompt, True) for prompt in listed(prompts)]
+        return self._run(requests, sampling_params, use_tqdm, lora_request)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: list[dict[str, Any]] | None = None,
         use_tqdm: bool | None = None,
@@ -113,7 +118,7 @@ class LLM:
 
         Args:
             messages: OpenAI-style messages.
-            params: for all conversations, or one for each.
+            sampling_params: for all conversations, or one for each.
             tools: in OpenAI's form; the model sees them.
             use_tqdm: overrides the setting of this LLM.
             lora_request: an adapter for all, or one for each.
@@ -124,12 +129,12 @@ class LLM:
         # The template writes its own beginning-of-sequence token.
         options = {"tool_options": ToolOptions(tools) if tools else None, **template_options}
         prompts = [(render(Chat(messages=c, **options)), False) for c in conversations]  # type: ignore[arg-type]
-        return self._run(prompts, params, use_tqdm, lora_request)
+        return self._run(prompts, sampling_params, use_tqdm, lora_request)
 
     def embed(
         self,
-        prompts: TextOrIds | Sequence[TextOrIds],
-        params: PoolingParams | Sequence[PoolingParams] | None = None,
+        prompts: OnePrompt | Sequence[OnePrompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
         lora_request: LoRARequests = None,
@@ -139,11 +144,9 @@ class LLM:
         Raises:
             InvalidRequest: a prompt or parameter is not acceptable; nothing has been computed.
         """
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
-        requests = [(prompt, True) for prompt in prompts]
-        params = params or PoolingParams()
-        outputs = self._run(requests, params, use_tqdm, lora_request)  # type: ignore[misc]
+        requests = [(prompt, True) for prompt in listed(prompts)]
+        params = pooling_params or PoolingParams()
+        outputs = self._run(requests, params, use_tqdm, lora_request)
         return [unpack_vector(output.outputs[0].pooled or b"") for output in outputs]
 
     def close(self) -> None:
@@ -316,6 +319,24 @@ class LLMEngine:
     def close(self) -> None:
         """Stop the engine and free its memory. May be called more than once."""
         self._close()
+
+
+def listed(prompts: OnePrompt | Sequence[OnePrompt]) -> list[TextOrIds]:
+    """One prompt or several as a list of texts and lists of ids.
+
+    Raises:
+        InvalidRequest: a mapping has neither text nor ids.
+    """
+    is_one = isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int))
+    texts: list[TextOrIds] = []
+    for prompt in [prompts] if is_one else prompts:
+        if isinstance(prompt, Mapping):
+            given = prompt.get("prompt_token_ids", prompt.get("prompt"))
+            if given is None:
+                raise InvalidRequest('a prompt needs "prompt" or "prompt_token_ids"')
+            prompt = given
+        texts.append(prompt)  # type: ignore[arg-type]
+    return texts
 
 
 def _close(grammars: GrammarChecker, port: Port, adapters: AdapterStore | None) -> None:

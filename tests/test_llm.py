@@ -122,6 +122,21 @@ def test_a_request_whose_grammar_fails_ends_alone(monkeypatch):
         llm.close()
 
 
+def test_prompts_and_keywords_of_vllm():
+    llm = LLM(executor="fake", use_tqdm=False)
+    try:
+        params = SamplingParams(max_tokens=5)
+        plain = llm.generate(["abc", [97, 98]], params)
+        as_dicts = [{"prompt": "abc"}, {"prompt_token_ids": [97, 98]}]
+        outputs = llm.generate(as_dicts, sampling_params=params)
+        assert [output.outputs for output in outputs] == [output.outputs for output in plain]
+        assert llm.generate({"prompt": "abc"}, params)[0].outputs == plain[0].outputs
+        with pytest.raises(InvalidRequest, match="prompt_token_ids"):
+            llm.generate([{"text": "abc"}])
+    finally:
+        llm.close()
+
+
 def test_the_id_of_a_choice_is_no_other_request_s():
     """In the engine every choice is a request: `a` with n = 2 is `a_0` and `a_1`."""
     llm = LLM(executor="fake", use_tqdm=False, separate_process=False)

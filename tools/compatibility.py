@@ -105,6 +105,7 @@ CHAT: dict[str, Any] = OPENAI | {
     "functions": [FUNCTION], "function_call": "auto", "modalities": ["text", "audio"],
     "audio": {"voice": "a"}, "prediction": {"type": "content", "content": "a"},
     "web_search_options": {"search_context_size": "low"}, "verbosity": "low", "echo": True,
+    "regex": "[ab]", "ebnf": 'root ::= "a"', "grammar": 'root ::= "a"', "json_schema": SCHEMA,
 }  # fmt: skip
 COMPLETIONS: dict[str, Any] = {
     "prompt": "hi", "echo": True, "logprobs": 2, "best_of": 2, "suffix": "x",

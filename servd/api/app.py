@@ -141,13 +141,25 @@ async def answer_error(request: Request, error: Exception) -> Response:
     """Errors of the router, and those that a route raised, as OpenAI's."""
     method, path = request.method, request.scope["path"][:200]
     if isinstance(error, HTTPException) and error.status_code == 404:  # the router's
-        error = NotFound(f"there is no route {method} {path}")
+        error = NotFound(f"there is no route {method} {path}{_what_was_meant(request)}")
     elif isinstance(error, HTTPException) and error.status_code == 405:
         error.detail = (
             f"{method} is not possible on {path}, only {(error.headers or {}).get('Allow')}"
         )
     reply = error_reply(error, request.state.request_id, request.scope["path"])
     return Response(reply.body, reply.status, reply.headers, media_type="application/json")
+
+
+def _what_was_meant(request: Request) -> str:
+    """What to change in the address that a client was given, where its routes tell that."""
+    path, known = request.scope["path"], {getattr(each, "path", "") for each in request.app.routes}
+    if path.startswith("/v1/v1/"):
+        return ": the base URL of this client ends without /v1"
+    if f"/v1{path}" in known:
+        return f": it is /v1{path}; the base URL of OpenAI's clients ends with /v1"
+    if path.startswith("/api/"):
+        return ": Ollama's routes are not here; use OpenAI's, under /v1"
+    return ""
 
 
 def _fingerprint(config: Config) -> str:

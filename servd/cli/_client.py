@@ -25,11 +25,16 @@ REOPEN = (ConnectionError, http.client.ImproperConnectionState)
 def add_server_options(parser: argparse.ArgumentParser) -> None:
     """Flags that name a running server."""
     parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="any OpenAI-compatible server [%(default)s]"
+        "--url",
+        "--base-url",
+        default="http://127.0.0.1:8000",
+        help="any OpenAI-compatible server [%(default)s]",
     )
     key = os.environ.get("SERVD_API_KEY")
     parser.add_argument("--api-key", default=key, metavar="KEY", help="default: $SERVD_API_KEY")
-    parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
+    parser.add_argument(
+        "--model", "--model-name", metavar="NAME", help="default: the first that the server lists"
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -142,6 +142,17 @@ def test_variables_reach_the_template():
     assert refused.value.param == "chat_template_kwargs"
 
 
+def test_thinking_parts_are_reasoning_and_parts_of_responses_are_text():
+    thought = {"type": "thinking", "thinking": "hm"}
+    text = {"type": "output_text", "text": "yes"}
+    answers = [
+        {"role": "assistant", "content": [thought, text]},
+        {"role": "assistant", "content": "yes", "reasoning": "hm"},
+    ]
+    template = ChatTemplate("{{ messages[0].reasoning_content }}/{{ messages[0].content }}")
+    assert {template.render([each]) for each in answers} == {"hm/yes"}
+
+
 def test_a_request_wins_over_the_variables_of_the_server():
     template = ChatTemplate(CHATML, defaults={"enable_thinking": False})
     assert template.render(CHAT).endswith("<think></think>")

@@ -60,6 +60,9 @@ def check(answer, status: int, param: str | None = None, code: str | None = None
 async def test_routes_and_methods(http):
     assert "/v1/nothing" in check(await http.post("/v1/nothing"), 404)
     check(await http.get("/v1/models/"), 404, "model", "model_not_found")
+    assert "ends with /v1" in check(await http.post("/chat/completions"), 404)
+    assert "ends without /v1" in check(await http.post("/v1/v1/messages"), 404)
+    assert "Ollama" in check(await http.post("/api/chat"), 404)
     answer = await http.get(CHAT)
     assert check(answer, 405) == f"GET is not possible on {CHAT}, only POST"
     assert answer.headers["allow"] == "POST"

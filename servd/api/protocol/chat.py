@@ -29,11 +29,21 @@ from servd.params import MAX_LOGPROBS
 # ---- request ----
 
 
+TEXT_PARTS = ("text", "input_text", "output_text")  # the latter are those of /v1/responses
+
+
 class TextPart(TypedDict):
     """Text in the content of a message."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
+
+
+class ThinkingPart(TypedDict):
+    """Reasoning in the content of an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
 
 
 class RefusalPart(TypedDict):
@@ -44,7 +54,8 @@ class RefusalPart(TypedDict):
 
 
 def check_parts(content: Any, *kinds: str) -> Any:
-    """Check that a content is text, or parts that are text of one of `kinds`, or a refusal.
+    """Check that a content is text, or parts that are text of one of `kinds`, or a refusal. A part
+    has its text under "text", but for refusals and thinking.
 
     Raises:
         PydanticCustomError: it is not; names the first of `kinds` as the one to send.
@@ -60,7 +71,7 @@ def check_parts(content: Any, *kinds: str) -> Any:
         if kind not in (*kinds, "refusal"):
             message = "parts of type {kind} are not supported: send {send}"
             raise PydanticCustomError("content", message, {"kind": kind[:32], "send": kinds[0]})
-        key = "refusal" if kind == "refusal" else "text"
+        key = kind if kind in ("refusal", "thinking") else "text"
         if not isinstance(part.get(key), str):
             raise PydanticCustomError(
                 "content", "a {kind} part must have a string `{key}`", {"kind": kind, "key": key}
@@ -69,10 +80,10 @@ def check_parts(content: Any, *kinds: str) -> Any:
 
 
 def _check_content(content: Any) -> Any:
-    return None if content is None else check_parts(content, "text")
+    return None if content is None else check_parts(content, *TEXT_PARTS, "thinking")
 
 
-ChatContent = str | list[TextPart | RefusalPart] | None
+ChatContent = str | list[TextPart | RefusalPart | ThinkingPart] | None
 
 
 class FunctionCall(OpenObject):

@@ -21,9 +21,11 @@ from servd.params import MAX_BEAMS, MAX_STOP, RepetitionDetection, SamplingParam
 # Fields that would change the answer in a way that servd cannot honour, so a client that sends one
 # must know. All other unknown fields are accepted and named in the header X-Servd-Ignored.
 UNSUPPORTED = (
-    "audio", "chat_template", "function_call", "functions", "modalities", "prompt_embeds",
-    "web_search_options",
+    "audio", "chat_template", "ebnf", "function_call", "functions", "grammar", "json_schema",
+    "modalities", "prompt_embeds", "regex", "web_search_options",
 )  # fmt: skip
+# Of those, SGLang's and llama-server's names of what `structured_outputs` has.
+FORMS = {"ebnf": "grammar", "grammar": "grammar", "json_schema": "json", "regex": "regex"}
 # The sampling parameters that beam search looks at, and those that mean nothing to it. Any other
 # would change the answer and is refused.
 WITH_BEAMS = {
@@ -226,6 +228,8 @@ class GenerationRequest(StructuredRequest):
         for name in UNSUPPORTED:
             if not _is_neutral(name, extra.get(name)):
                 hint = f"only {json.dumps(NEUTRAL[name])} is" if name in NEUTRAL else "leave it out"
+                if form := FORMS.get(name):
+                    hint = f'use `structured_outputs`: {{"{form}": ...}}'
                 raise InvalidRequest(f"`{name}` is not supported: {hint}", param=name)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream`: true", param="stream_options")

@@ -29,13 +29,24 @@ def add_options(
     """Flags that describe a workload, with these defaults."""
     group = parser.add_argument_group("workload")
     group.add_argument(
-        "--num-prompts", type=int, default=num_prompts, metavar="N", help="requests [%(default)s]"
+        "--num-prompts",
+        "--batch-size",
+        type=int,
+        default=num_prompts,
+        metavar="N",
+        help="requests [%(default)s]",
     )
     group.add_argument(
-        "--input-len", type=int, default=input_len, metavar="N", help="prompt tokens [%(default)s]"
+        "--input-len",
+        "--random-input-len",
+        type=int,
+        default=input_len,
+        metavar="N",
+        help="prompt tokens [%(default)s]",
     )
     group.add_argument(
         "--output-len",
+        "--random-output-len",
         type=int,
         default=output_len,
         metavar="N",

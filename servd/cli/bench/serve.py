@@ -13,7 +13,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
     _client.add_server_options(parser)
     parser.add_argument(
-        "--concurrency", type=int, metavar="N", help="most requests at once [no limit]"
+        "--concurrency",
+        "--max-concurrency",
+        type=int,
+        metavar="N",
+        help="most requests at once [no limit]",
     )
     parser.add_argument(
         "--request-rate", type=float, metavar="X", help="requests a second, Poisson [all at once]"
