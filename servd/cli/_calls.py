@@ -1,18 +1,35 @@
-"""Calls of servd's functions as a tree, for a terminal or as a page."""
+"""A timeline of a server as a tree of calls: what lies between two of its marks has the name of the
+function that does it.
+"""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Iterator
 from itertools import groupby
+from typing import Any
 
 import msgspec
 
-STYLE = """<style>
-:root { color-scheme: light dark } body { font: 14px ui-monospace, monospace; margin: 2em }
-details, .leaf { margin-left: 1.5em } summary { cursor: pointer } pre { overflow: auto }
-i { font-style: normal; opacity: .6 } em { font-style: normal; color: light-dark(#06603a, #7fd8a8) }
-</style>"""
+# Stage of a mark -> the way to what was done until then: before the engine has the request, in it,
+# and after it.
+WAYS = {
+    "API server": {
+        "parsed": ["context.read_body"],
+        "adapted": ["context.read_body", "Adapters.find"],
+        "templated": ["AsyncLLM.prepare", "Processor.process", "ChatTemplate.render"],
+        "tokenised": ["AsyncLLM.prepare", "Processor.process", "Tokenizer.encode"],
+        "checked": ["AsyncLLM.prepare", "Processor.check_structured_output"],
+        "sent": ["AsyncLLM.generate", "EngineCoreClient.send"],
+    },
+    "engine": {"compiled": ["GrammarManager.take"], "queued": ["EngineCoreProc.receive"]},
+    "API server, after": {
+        "returned": ["EngineCoreClient.drain"],
+        "detokenised": ["OutputProcessor.process"],
+        "written": ["RequestContext.__call__"],
+    },
+}
+TIMES = ("schedule_ms", "prepare_ms", "forward_ms", "sample_ms")  # of a step
+MOST_IDS = 12
 
 
 class Call(msgspec.Struct):
@@ -22,12 +39,21 @@ class Call(msgspec.Struct):
     seconds: float = 0.0  # 0 if unknown
     text: str = ""  # what it tells
     calls: list[Call] = []
-    place: str = ""  # its file
 
     @property
     def took(self) -> str:
         """Nothing if unknown."""
         return f"{1000 * self.seconds:.3f} ms" if self.seconds else ""
+
+    def add(self, way: list[str], seconds: float, text: str) -> None:
+        """Put a call where its way leads, and its time into all calls on it."""
+        call = self
+        for name in way:
+            if not call.calls or call.calls[-1].name != name:
+                call.calls.append(Call(name))
+            call = call.calls[-1]
+            call.seconds += seconds
+        call.text = text
 
     def folded(self) -> Iterator[Call]:
         """The calls in it; of those of one name in a row the first two, and the rest as one."""
@@ -40,6 +66,77 @@ class Call(msgspec.Struct):
                 yield Call(name, seconds, mean)
 
 
+def of_timeline(
+    timeline: dict[str, Any],
+    prompt: list[int],
+    sampled: list[int],
+    runner: str = "ModelRunner",
+    model: str = "",
+) -> list[Call]:
+    """The way of a request with one choice, and where its time went.
+
+    Args:
+        timeline: with the header X-Servd-Watch, so that it has messages and blocks.
+        prompt: token ids.
+        sampled: token ids.
+        runner: which kind of it the engine has, if that is known.
+        model: its class, if that is known.
+    """
+    told = {
+        "tokenised": f"{len(prompt)} prompt tokens {shorten(prompt)}",
+        "sent": f"EngineCoreRequest{_bytes(timeline)}",
+        "detokenised": f"{len(sampled)} tokens {shorten(sampled)}",
+    }
+    processes = [Call(name) for name in WAYS]
+    for process in processes:
+        for mark in timeline["marks"]:
+            if way := WAYS[process.name].get(mark["stage"]):
+                process.add(way, mark["took_ms"] / 1000, told.get(mark["stage"], ""))
+    steps = [*_steps(timeline, sampled, runner, model)]
+    processes[1].calls.append(Call("EngineCoreProc.busy_loop", calls=steps))
+    causes = [Call(c["cause"], c["ms"] / 1000, c["meaning"]) for c in timeline["causes"] if c["ms"]]
+    whole = Call(timeline["id"], timeline["wall_ms"] / 1000, timeline["explanation"], causes)
+    return [*processes, whole]
+
+
+def _steps(timeline: dict[str, Any], sampled: list[int], runner: str, model: str) -> Iterator[Call]:
+    """From a request's first step to its last, as far as the timeline has them. Tokens are told
+    where none of others can be among them.
+    """
+    stages = {mark["stage"]: mark["step"] for mark in timeline["marks"] if "step" in mark}
+    first, last = min(stages.values(), default=0), max(stages.values(), default=-1)
+    steps = [step for step in timeline["steps"] if first <= step["step"] <= last]
+    is_alone = {step["num_requests"] for step in steps} == {1} and len(steps) == last - first + 1
+    [blocks] = timeline.get("block_ids") or [[]]
+    for step in steps:
+        about = "step {step}: {num_tokens} tokens of {num_requests} requests".format_map(step)
+        if step["step"] == first and blocks:
+            about += f"; its blocks in the end: {shorten(blocks)}"
+        tokens: list[int] = []
+        if is_alone and step["step"] >= stages.get("first_token", last + 1):
+            end = 1 + step["num_accepted"]
+            tokens, sampled = sampled[:end], sampled[end:]
+        schedule, gather, forward, sample = (step[time] / 1000 for time in TIMES)
+        execute = [Call("InputBatch.gather", gather), Call(f"{runner}.forward", forward, model)]
+        calls = [
+            Call("Scheduler.schedule", schedule),
+            Call(f"{runner}.execute_model", gather + forward, calls=execute),
+            Call(f"{runner}.sample_tokens", sample, f"sampled {shorten(tokens)}" * bool(tokens)),
+        ]
+        if message := _bytes(step):
+            calls.append(Call("Outbox.send", text=f"EngineCoreOutputs{message}"))
+        yield Call("EngineCore.step", (step["end_ms"] - step["begin_ms"]) / 1000, about, calls)
+
+
+def _bytes(told: dict[str, Any]) -> str:
+    return f", {told['message_bytes']} bytes" if "message_bytes" in told else ""
+
+
+def shorten(ids: list[int]) -> str:
+    """The first of them."""
+    return str(ids[:MOST_IDS])[:-1] + (", ...]" if len(ids) > MOST_IDS else "]")
+
+
 def draw(calls: Iterable[Call], prefix: str = "") -> Iterator[str]:
     """Lines for a terminal."""
     calls = [*calls]
@@ -47,12 +144,3 @@ def draw(calls: Iterable[Call], prefix: str = "") -> Iterator[str]:
         branch, beside = ("└─ ", "   ") if call is calls[-1] else ("├─ ", "│  ")
         yield f"{prefix + branch + call.name:<60}{call.took:>13}  {call.text}".rstrip()
         yield from draw(call.folded(), prefix + beside)
-
-
-def to_html(call: Call) -> str:
-    """The same, to open and close."""
-    name, text, place = map(html.escape, (call.name, call.text, call.place))
-    line = f"<b>{name}</b> {call.took} <em>{text}</em> <i>{place}</i>"
-    if not (inner := "".join(map(to_html, call.folded()))):
-        return f'<div class="leaf">{line}</div>'
-    return f"<details open><summary>{line}</summary>{inner}</details>"

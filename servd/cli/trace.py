@@ -10,7 +10,7 @@ from math import exp
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from servd.cli import _calls, _options, _timeline
+from servd.cli import _calls, _options
 from servd.cli._client import Client
 from servd.cli._server import key_of, own_server
 from servd.config import Config
@@ -18,6 +18,9 @@ from servd.errors import ConfigError
 
 NUM_CANDIDATES = 4
 WARM_UP = "What is new takes longer."
+PAGE = """<!doctype html><meta charset="utf-8"><title>servd trace</title>
+<meta name="color-scheme" content="light dark"><h1>{}</h1><pre>{}</pre>
+"""
 ACCESS = ("api_key", "api_key_file")  # nobody else reaches a server of its own
 
 
@@ -46,18 +49,17 @@ def run(arguments: argparse.Namespace) -> int:
         with own_server({"log_level": "error", **private}) as connect:
             ask(connect(), WARM_UP, raw, 2)
             calls, tokens = ask(connect(), prompt, raw, max_tokens)
-    lines = [f"{'came after':>12}  {'token':<24}candidates", *map(str, tokens)]
-    if arguments.html:
-        tree, text = "".join(map(_calls.to_html, calls)), html.escape("\n".join(lines))
-        head = f'<!doctype html><meta charset="utf-8"><title>servd trace</title>{_calls.STYLE}'
-        page = f"<h1>{html.escape(prompt)}</h1><h2>Calls</h2>{tree}<h2>Tokens</h2>"
-        try:
-            Path(arguments.html).write_text(f"{head}{page}<pre>{text}</pre>", encoding="utf8")
-        except OSError as error:
-            raise ConfigError(f"--html {arguments.html}: {error.strerror}") from None
-        print(f"written to {arguments.html}")
-    else:
-        print("\n".join([*_calls.draw(calls), "", *lines]))
+    head = f"{'came after':>12}  {'token':<24}candidates"
+    text = "\n".join([*_calls.draw(calls), "", head, *map(str, tokens)])
+    if not arguments.html:
+        print(text)
+        return 0
+    try:
+        page = PAGE.format(html.escape(prompt), html.escape(text))
+        Path(arguments.html).write_text(page, encoding="utf8")
+    except OSError as error:
+        raise ConfigError(f"--html {arguments.html}: {error.strerror}") from None
+    print(f"written to {arguments.html}")
     return 0
 
 
@@ -112,7 +114,7 @@ def ask(
         runner = "CPUModelRunner" if device == "cpu" else "GPUModelRunner"
         model = info.body["architecture"]
     sampled = [token.id for token in tokens if token.id is not None]
-    return _timeline.calls_of(timeline, prompt, sampled, runner, model), tokens
+    return _calls.of_timeline(timeline, prompt, sampled, runner, model), tokens
 
 
 def _candidates(choice: dict[str, Any]) -> list[list[tuple[str, float]]]:

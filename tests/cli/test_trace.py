@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 import servd
-from servd.cli import _calls, _timeline, main, trace
+from servd.cli import _calls, main, trace
 from servd.cli._calls import Call
 from servd.cli._client import Client
 from servd.errors import ConfigError
@@ -79,11 +79,14 @@ def functions(path: Path) -> set[str]:
 
 
 def test_functions_of_a_timeline_exist():
-    root = Path(servd.__file__).parent
-    for name, file in _timeline.FILES.items():
-        assert name in functions(root / file)
-    ways = {stage: way for ways in _timeline.WAYS.values() for stage, way in ways.items()}
-    assert {name for way in ways.values() for name in way} <= _timeline.FILES.keys()
+    ways = {stage: way for ways in _calls.WAYS.values() for stage, way in ways.items()}
+    step = dict.fromkeys([*_calls.TIMES, "begin_ms", "end_ms", "step", "message_bytes"], 0)
+    step |= {"num_tokens": 1, "num_requests": 1}
+    timeline = {"marks": [{"stage": "scheduled", "step": 0}], "steps": [step]}
+    [drawn] = _calls._steps(timeline, [], "ModelRunner", "")
+    names = {call.name for call in walk(drawn)} | {*chain(*ways.values())}
+    files = Path(servd.__file__).parent.rglob("*.py")
+    assert len(names) > 15 and names <= {*chain.from_iterable(map(functions, files))}
     assert ways.keys() <= {*STAGES}
 
 
@@ -109,7 +112,7 @@ async def test_a_running_server_is_asked(raw):
     assert times == sorted(times)
     own = sent.prompt_token_ids
     assert [call.text for call in named(calls, "Tokenizer.encode")] == [
-        f"{len(own)} prompt tokens {_timeline.shorten(own)}"
+        f"{len(own)} prompt tokens {_calls.shorten(own)}"
     ]
     was = msgspec.structs.replace(sent, block_hashes=[], marks=[])  # the engine fills them in
     size = len(msgspec.msgpack.encode(was))
@@ -119,7 +122,7 @@ async def test_a_running_server_is_asked(raw):
     [first, *_] = named(calls, "EngineCore.step")
     blocks = request.choices[0].block_ids
     assert len(blocks) == -(-(len(own) + NUM_TOKENS - 1) // 4)
-    assert first.text.endswith(f"its blocks in the end: {_timeline.shorten(blocks)}")
+    assert first.text.endswith(f"its blocks in the end: {_calls.shorten(blocks)}")
     assert first.text.startswith(f"step 0: {len(own)} tokens of 1 requests")
     sampled = [call.text for call in named(calls, "ModelRunner.sample_tokens")]
     assert sampled == [f"sampled [{token.id}]" for token in tokens]
@@ -150,8 +153,9 @@ async def test_a_page_of_it(tmp_path, capsys):
             names.append(data)
 
     Page().feed(text)
-    assert names.index(PROMPT) < names.index("Calls") < names.index("Tokens")
-    assert "Scheduler.schedule" in names and "core/scheduler.py" in names and "url(" not in text
+    shown = "".join(names)
+    parts = [shown.index(part) for part in (PROMPT, "─ Scheduler.schedule", "candidates")]
+    assert parts == sorted(parts) and "url(" not in text
 
 
 def test_drawing_folds_what_repeats():
