@@ -449,7 +449,7 @@ class ModelRunnerOutput(Message, tag=True):
     errors: dict[int, str] = {}  # index in `rows` -> why its request could not enter
     # Index in `rows` -> what was drafted for the next step.
     draft_token_ids: dict[int, list[int]] = {}
-    times_ns: list[int] = []  # see StepRecord.worker_ns
+    times_ns: tuple[int, ...] = ()  # see StepRecord.worker_ns
     rank: int = 0  # the worker's; of those above 0 the times count
     decoded: list[int] = []  # the token of each of SchedulerOutput.decodes
 

@@ -319,6 +319,7 @@ class AsyncLLM:
             log_request(one, self.config.observability.max_log_len)
         if not one.part_of:
             timeline.choices, timeline.params = choices, one.params
+            timeline.reads_prompt = one.params.prompt_logprobs is not None
             timeline.prompt = array("I", one.prompt_token_ids)
             timeline.salt = one.request.options.cache_keys
         timeline.marks += [*one.marks, Mark("sent", sent)]

@@ -1,131 +1,107 @@
-"""Metrics of engines that each of several API servers answers for, rather than their sum."""
+"""What /metrics says beside what is counted: the state of the engines, and exemplars."""
 
 from __future__ import annotations
 
-import os
 import time
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from itertools import chain
 
 import msgspec
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar, Sample
-from prometheus_client.utils import floatToGoString
 
-from servd.messages import SchedulerStats
+from servd.api.metric_names import GAUGES
+from servd.stats import SchedulerStats
+from servd.tracing import unix_time
 
 
-class SharedMetrics(Collector):
-    """Those that all API servers keep in a folder; with the exemplars of this one, as the library
-    keeps none there.
+class EngineState(msgspec.Struct):
+    """What an API server knows of an engine."""
+
+    stats: SchedulerStats = msgspec.field(default_factory=SchedulerStats)  # its newest report
+    num_restarts: int = 0
+    is_asleep: bool | None = None  # None while it loads
+    cache: dict[str, str] = {}  # labels of vllm:cache_config_info
+    max_loras: int = 0  # 0: there are no adapters
+
+    def samples(self) -> Iterator[tuple[str, float, dict[str, str]]]:
+        """Names, values, and labels beside those that all have."""
+        stats = self.stats
+        yield "vllm:num_requests_running", stats.num_running, {}
+        yield "vllm:num_requests_waiting", stats.num_waiting + stats.num_deferred, {}
+        for reason, count in (("capacity", stats.num_waiting), ("deferred", stats.num_deferred)):
+            yield "vllm:num_requests_waiting_by_reason", count, {"reason": reason}
+        yield "vllm:num_requests_swapped", stats.num_swapped, {}
+        for stage, count in (
+            ("waiting_to_start", 0),  # they begin at once
+            ("in_progress", stats.num_reading),
+            ("completed_waiting", stats.num_read),
+        ):
+            yield "vllm:num_requests_kv_fetch_by_stage", count, {"stage": stage}
+        yield "vllm:kv_cache_usage_perc", stats.kv_cache_usage, {}
+        in_host_memory = [tier.num_blocks / tier.max_blocks for tier in stats.tiers[:1]]
+        yield "vllm:kv_offload_cpu_cache_usage_perc", sum(in_host_memory), {}
+        if self.is_asleep is not None:
+            for state, is_so in (("awake", not self.is_asleep), ("discard_all", self.is_asleep)):
+                yield "vllm:engine_sleep_state", is_so, {"sleep_state": state}
+            yield "vllm:cache_config_info", 1, self.cache
+        if self.max_loras and stats.at_ns:
+            names = {
+                "max_lora": str(self.max_loras),
+                "running_lora_adapters": ",".join(sorted(stats.running_adapters)),
+                "waiting_lora_adapters": ",".join(sorted(stats.waiting_adapters)),
+            }
+            yield "vllm:lora_requests_info", unix_time(stats.at_ns), names
+
+
+class EngineCollector(Collector):
+    """The state of all engines, which each API server knows: of these values a sum over API servers
+    would be wrong.
     """
 
-    def __init__(self) -> None:
-        self.exemplars: dict[tuple[str, str, str], Exemplar] = {}  # by sample, engine and bucket
-
-    def note(self, name: str, engine: str, bounds: Sequence[float], exemplar: Exemplar) -> None:
-        """This leads to a value that a histogram with these buckets has just got."""
-        bucket = bisect_left(bounds, exemplar.value)
-        bound = floatToGoString(bounds[bucket] if bucket < len(bounds) else float("inf"))
-        self.exemplars[f"{name}_bucket", engine, bound] = exemplar
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
+        self.states: dict[int, EngineState] = {}  # by rank
 
     def collect(self) -> Iterator[Metric]:
         """Called by the library."""
-        for family in MultiProcessCollector(None).collect():
+        families = {name: GaugeMetricFamily(name, text) for name, text in GAUGES.items()}
+        restarts = CounterMetricFamily(
+            "servd:engine_restarts", "Times the engine died and was started again."
+        )
+        for rank, state in self.states.items():
+            labels = {"model_name": self.model_name, "engine": str(rank)}
+            for name, value, own in state.samples():
+                families[name].add_sample(name, labels | own, value)
+            restarts.add_sample("servd:engine_restarts_total", labels, state.num_restarts)
+        yield from families.values()
+        yield restarts
+
+
+class WithExemplars(Collector):
+    """What others collect, with exemplars in the histograms: the library keeps none where several
+    API servers count together.
+    """
+
+    def __init__(self, sources: Sequence[Collector]) -> None:
+        self.sources = sources
+        self._exemplars: dict[tuple[str, str, str], Exemplar] = {}  # by sample, engine and bucket
+
+    def note(
+        self, name: str, engine: str, bucket: str, value: float, leads_to: dict[str, str]
+    ) -> None:
+        """A histogram has got a value; `leads_to` labels its trace."""
+        exemplar = Exemplar(leads_to, value, time.time())
+        self._exemplars[f"{name}_bucket", engine, bucket] = exemplar
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the library."""
+        for family in chain.from_iterable(source.collect() for source in self.sources):
             if family.type == "histogram":
                 family.samples = [self._with_exemplar(sample) for sample in family.samples]
             yield family
 
     def _with_exemplar(self, sample: Sample) -> Sample:
         key = sample.name, sample.labels.get("engine", ""), sample.labels.get("le", "")
-        return sample._replace(exemplar=self.exemplars.get(key))
-
-
-class EngineRestarts(Collector):
-    """How often each engine was started again. Every API server knows the whole number: a sum over
-    them would count each restart several times.
-    """
-
-    def __init__(self, model_name: str) -> None:
-        self.model_name = model_name
-        self.counts: dict[int, int] = {}  # by engine
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        """Called by the library."""
-        family = CounterMetricFamily(
-            "servd:engine_restarts",
-            "Times the engine died and was started again.",
-            labels=["model_name", "engine"],
-        )
-        for engine, count in self.counts.items():
-            family.add_metric([self.model_name, str(engine)], count)
-        yield family
-
-
-class AdapterState(msgspec.Struct, array_like=True):
-    """Names of the adapters of an engine, and when it was so: Unix time, and its own clock's."""
-
-    running: str
-    waiting: str
-    seconds: float
-    at_ns: int
-
-
-class AdapterGauge(Collector):
-    """Which adapters run and wait; its value is the Unix time at which it was so.
-
-    With several API servers the library would keep a series for each set of names that there ever
-    was. So the newest state of any of them is in a file that they share, one of each engine.
-    """
-
-    def __init__(self, model_name: str) -> None:
-        self.model_name = model_name
-        self.max_loras = 0  # 0: there are none
-        self._states: dict[str, AdapterState] = {}  # by engine
-        folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
-        self._shared = Path(folder) if folder else None
-
-    def write(self, engine: int, stats: SchedulerStats) -> None:
-        """Publish an engine's last report."""
-        if not self.max_loras:
-            return
-        running, waiting = sorted(stats.running_adapters), sorted(stats.waiting_adapters)
-        state = AdapterState(",".join(running), ",".join(waiting), time.time(), stats.at_ns)
-        self._states[str(engine)] = state
-        if self._shared is not None:
-            path = self._shared / f"adapters-{engine}.json"
-            if path.exists() and self._read(path).at_ns > state.at_ns:
-                return  # another API server has heard of a later one
-            new = path.with_suffix(f".{os.getpid()}")
-            new.write_bytes(msgspec.json.encode(state))
-            new.replace(path)
-
-    def _read(self, path: Path) -> AdapterState:
-        return msgspec.json.decode(path.read_bytes(), type=AdapterState)
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Called by the library."""
-        family = GaugeMetricFamily(
-            "vllm:lora_requests_info",
-            "Adapters of requests that run, and of those that wait for a place; the time of it.",
-            labels=[
-                "model_name",
-                "engine",
-                "max_lora",
-                "running_lora_adapters",
-                "waiting_lora_adapters",
-            ],
-        )
-        states = self._states
-        if self._shared is not None:
-            states = {
-                path.stem.partition("-")[2]: self._read(path)
-                for path in sorted(self._shared.glob("adapters-*.json"))
-            }
-        for engine, state in states.items():
-            labels = [self.model_name, engine, str(self.max_loras), state.running, state.waiting]
-            family.add_metric(labels, state.seconds)
-        yield family
+        return sample._replace(exemplar=self._exemplars.get(key))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from servd.messages import FinishReason
+from servd.stats import SchedulerStats
 
 Buckets = tuple[float, ...]
 
@@ -31,13 +33,21 @@ ITERATION_BUCKETS: Buckets = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096,
 N_BUCKETS: Buckets = (1, 2, 5, 10, 20)
 PREEMPTION_BUCKETS: Buckets = (0, 1, 2, 5, 10, 20)
 
-GAUGES = {
+GAUGES = {  # see `EngineState.samples`
     "vllm:num_requests_running": "Requests in the current batch.",
     "vllm:num_requests_waiting": "Requests that wait to be scheduled.",
+    "vllm:num_requests_waiting_by_reason":
+        "Requests that wait to be scheduled: for room, or (deferred) for their grammar.",
     "vllm:num_requests_swapped": "Of those that wait, those whose blocks are in lower tiers.",
+    "vllm:num_requests_kv_fetch_by_stage":
+        "Waiting requests with blocks that are read from files, or have been.",
     "vllm:kv_cache_usage_perc": "Share of the KV cache in use; 1 is all of it.",
     "vllm:kv_offload_cpu_cache_usage_perc": "Share of the KV cache in host memory that has blocks.",
-}
+    "vllm:engine_sleep_state": "1 for the state it is in.",
+    "vllm:cache_config_info": "The KV cache; always 1.",
+    "vllm:lora_requests_info":
+        "Adapters of requests that run, and of those that wait for a place; the time of it.",
+}  # fmt: skip
 COUNTERS = {
     "vllm:prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "vllm:prefix_cache_hits": "Prompt tokens found in the prefix cache.",
@@ -55,6 +65,24 @@ COUNTERS = {
     "vllm:spec_decode_num_draft_tokens": "Drafts that were verified.",
     "vllm:spec_decode_num_accepted_tokens": "Drafts that were what the model says.",
 }
+# Counters of what an engine reports -> where the report has it.
+OF_STEPS: dict[str, Callable[[SchedulerStats], int]] = {
+    f"vllm:{name}": attrgetter(field)
+    for name, field in {
+        "prefix_cache_queries": "prefix_cache_queries",
+        "prefix_cache_hits": "prefix_cache_hits",
+        "external_prefix_cache_queries": "external_prefix_cache_queries",
+        "external_prefix_cache_hits": "external_prefix_cache_hits",
+        "kv_offload_store_bytes": "num_bytes_stored",
+        "kv_offload_load_bytes": "num_bytes_loaded",
+        "kv_offload_stores_skipped": "num_stores_skipped",
+        "num_preemptions": "num_preemptions",
+        "corrupted_requests": "num_failed",
+        "spec_decode_num_drafts": "drafts.num_drafts",
+        "spec_decode_num_draft_tokens": "drafts.num_draft_tokens",
+        "spec_decode_num_accepted_tokens": "drafts.num_accepted_tokens",
+    }.items()
+}
 # Name -> text, and for each label the values that it has.
 LABELLED: dict[str, tuple[str, dict[str, Sequence[str]]]] = {
     "vllm:request_success": ("Ended requests.", {"finished_reason": [*FinishReason]}),
@@ -68,18 +96,10 @@ LABELLED: dict[str, tuple[str, dict[str, Sequence[str]]]] = {
     ),
     "vllm:admission_rejections": (
         "Requests that were refused before anything was done for them, by the limit.",
-        {
-            "reason": [
-                "loading",
-                "draining",
-                "max_waiting_requests",
-                "max_waiting_tokens",
-                "max_connections",
-                "max_concurrency",
-                "requests_per_minute",
-                "deadline",
-            ]
-        },
+        {"reason": [
+            "loading", "draining", "max_waiting_requests", "max_waiting_tokens",
+            "max_connections", "max_concurrency", "requests_per_minute", "deadline",
+        ]},
     ),
     "vllm:tool_call_parser_invocations": (
         "Choices that were searched for tool calls.",
@@ -89,7 +109,7 @@ LABELLED: dict[str, tuple[str, dict[str, Sequence[str]]]] = {
             "request_type": ["chat_completions", "responses", "other"],
         },
     ),
-}
+}  # fmt: skip
 HISTOGRAMS: dict[str, tuple[str, Buckets | None]] = {  # None: up to the context's length
     "vllm:time_to_first_token_seconds": ("Arrival to first token.", TTFT_BUCKETS),
     "vllm:inter_token_latency_seconds": ("Time between tokens of a request.", ITL_BUCKETS),
@@ -120,12 +140,6 @@ HISTOGRAMS: dict[str, tuple[str, Buckets | None]] = {  # None: up to the context
         "How late an API server's event loop came to a timer, sampled ten times a second.",
         LAG_BUCKETS),
 }  # fmt: skip
-CACHE_FACTS = (
-    "block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching",
-    "gpu_memory_utilization", "kv_cache_size_tokens", "kv_cache_max_concurrency",
-)  # fmt: skip
-WAITING = ("capacity", "deferred")
-FETCHING = ("waiting_to_start", "in_progress", "completed_waiting")  # the first begin at once
 SLEEP_OPERATIONS = ("sleep", "wake")
 STAGES = {  # histogram -> the marks that it lies between
     "vllm:request_queue_time_seconds": ("queued", "scheduled"),

@@ -7,32 +7,28 @@ prometheus-client then keeps all values in files there, and each server's /metri
 from __future__ import annotations
 
 import os
-import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from itertools import product
-from typing import Any, TypeVar
+from operator import attrgetter
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.samples import Exemplar
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.utils import floatToGoString
 
-from servd.api.collectors import AdapterGauge, EngineRestarts, SharedMetrics
+from servd.api.collectors import EngineCollector, EngineState, WithExemplars
 from servd.api.metric_names import (
-    CACHE_FACTS,
     COUNTERS,
-    FETCHING,
-    GAUGES,
     HISTOGRAMS,
     HTTP_BUCKETS,
     LABELLED,
+    OF_STEPS,
     SLEEP_BUCKETS,
     SLEEP_OPERATIONS,
     STAGES,
-    WAITING,
 )
 from servd.config import Config
 from servd.kv_layout import KVLayout
@@ -40,14 +36,12 @@ from servd.messages import EngineCoreOutput, EngineReady, FinishReason
 from servd.params import SamplingParams
 from servd.stats import SchedulerStats
 
-T = TypeVar("T")
-
 SECOND = 1e9  # nanoseconds
 OPEN_METRICS = "application/openmetrics-text"
 LAGS_PER_WRITE = 10  # as many are a second
 
 
-class ChoiceTimes(msgspec.Struct):
+class ChoiceTimes(msgspec.Struct, gc=False):
     """What is known so far of one running choice. All times are CLOCK_MONOTONIC nanoseconds."""
 
     arrival_ns: int
@@ -59,7 +53,7 @@ class ChoiceTimes(msgspec.Struct):
     evicted_at_ns: int = 0  # see EngineCoreOutput
     last_ns: int = 0  # when the latest tokens came
     finish_reason: FinishReason | None = None  # None also if its client left
-    block_ids: list[int] = []  # if it is watched
+    block_ids: Sequence[int] = ()  # if it is watched
     marks: dict[str, int] = {}  # the engine's stages of this choice
     exemplar: dict[str, str] | None = None  # for OpenMetrics: what leads to its trace
 
@@ -96,66 +90,73 @@ class TalliedHistogram(Histogram):
         self._sum.inc(sum(values))
         values.clear()
 
-
-class ReportedGauge(Gauge):
-    """Of what an engine reports to one API server at a time: the newest report is right, a sum is
-    not, and a busy server may write an older one later.
-    """
-
-    def report(self, value: float, at_ns: int) -> None:
-        """The engine was in this state then."""
-        self._value.set(float(value), timestamp=at_ns / SECOND)
+    def bucket_of(self, value: float) -> str:
+        """As its label says."""
+        return floatToGoString(self._upper_bounds[bisect_left(self._upper_bounds, value)])
 
 
 class Families:
-    """Makes each metric once, for all engines."""
+    """Every metric, once for all engines, without values for the labels `model_name` and `engine`
+    that most of them have.
+    """
 
     def __init__(self, model_name: str, max_model_len: int) -> None:
-        self.registry = CollectorRegistry()
-        self.is_shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ  # with other API servers
-        self.token_buckets = _one_two_five(max_model_len)
-        self.shared = SharedMetrics()
-        self.restarts, self.adapters = EngineRestarts(model_name), AdapterGauge(model_name)
-        for collector in (self.restarts, self.adapters):
-            self.registry.register(collector)
-        self.made: dict[str, Any] = {}
-        # Under the names of prometheus-fastapi-instrumentator, without the labels of a model.
-        self.http_requests = self(
-            Counter, "http_requests", "Answers.", ["handler", "method", "status"]
+        self.registry = registry = CollectorRegistry()
+        self.engines = EngineCollector(model_name)
+        registry.register(self.engines)
+        is_shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ  # with other API servers
+        self.all = WithExemplars(
+            [MultiProcessCollector(None), self.engines] if is_shared else [registry]
         )
-        self.http_seconds = self(
-            TalliedHistogram,
+        labels, lengths = ["model_name", "engine"], _one_two_five(max_model_len)
+        self.counters = {
+            name: Counter(name, text, labels, registry=registry) for name, text in COUNTERS.items()
+        }
+        self.labelled = {
+            name: Counter(name, text, [*labels, *own], registry=registry)
+            for name, (text, own) in LABELLED.items()
+        }
+        self.histograms = {
+            name: TalliedHistogram(name, text, labels, buckets=own or lengths, registry=registry)
+            for name, (text, own) in HISTOGRAMS.items()
+        }
+        self.accepted_by_position = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted drafts by their number in the step, from 0.",
+            [*labels, "position"],
+            registry=registry,
+        )
+        # Under the names of prometheus-fastapi-instrumentator, without the labels of a model.
+        self.http_requests = Counter(
+            "http_requests", "Answers.", ["handler", "method", "status"], registry=registry
+        )
+        self.http_seconds = TalliedHistogram(
             "http_request_duration_seconds",
             "From the head of a request to the last byte of its answer.",
             ["handler", "method"],
             buckets=HTTP_BUCKETS,
+            registry=registry,
         )
         # Seconds of answers that the two do not show yet, by the labels of the first.
         self.answers = defaultdict[tuple[str, str, int], list[float]](list)
         # Without any labels but their own, as vLLM has them.
-        self.sleep_seconds = self(
-            Histogram,
+        self.sleep_seconds = Histogram(
             "vllm:sleep_mode_operation_duration_seconds",
             "From a request to sleep or wake up to its answer.",
             ["operation"],
             buckets=SLEEP_BUCKETS,
+            registry=registry,
         )
-        self.sleeping = self(
-            Gauge,
+        self.sleeping = Gauge(
             "vllm:sleep_mode_operations_in_flight",
             "Requests to sleep or wake up that are not answered yet.",
             ["operation"],
             multiprocess_mode="livesum",
+            registry=registry,
         )
         for operation in SLEEP_OPERATIONS:
             self.sleep_seconds.labels(operation)
             self.sleeping.labels(operation)
-
-    def __call__(self, kind: Callable[..., T], name: str, *args: Any, **options: Any) -> T:
-        """The metric of a name, which is made where there is none yet."""
-        if name not in self.made:
-            self.made[name] = kind(name, *args, registry=self.registry, **options)
-        return self.made[name]
 
     def write(self) -> None:
         """Publish the answers."""
@@ -190,78 +191,48 @@ class Metrics:
         self.engines.append(self)
         families = beside.families if beside else Families(model_name, max_model_len)
         self.families, self.registry = families, families.registry
-        self.observe_restarts(0)
+        self.state = families.engines.states[self.rank] = EngineState()
         labels = self.labels = {"model_name": model_name, "engine": str(self.rank)}
-        gauge = partial(families, ReportedGauge, multiprocess_mode="livemostrecent")
-        self.gauges: dict[str, ReportedGauge] = {
-            name: gauge(name, text, labels).labels(**labels) for name, text in GAUGES.items()
-        }
         self.counters = {
-            name: families(Counter, name, text, labels).labels(**labels)
-            for name, text in COUNTERS.items()
+            name: family.labels(**labels) for name, family in families.counters.items()
         }
         self.histograms: dict[str, TalliedHistogram] = {
-            name: families(
-                TalliedHistogram, name, text, labels, buckets=buckets or families.token_buckets
-            ).labels(**labels)
-            for name, (text, buckets) in HISTOGRAMS.items()
+            name: family.labels(**labels) for name, family in families.histograms.items()
+        }
+        self.labelled = {
+            (name, *own): family.labels(*labels.values(), *own)
+            for name, family in families.labelled.items()
+            for own in product(*LABELLED[name][1].values())
         }
         self._gaps = self.histograms["vllm:inter_token_latency_seconds"]
         self._note_gap = self._gaps.values.append
         self._note_steps = self.histograms["vllm:iteration_tokens_total"].values.extend
         # Tokens that no counter shows yet; those of prompts: all, cached ones, from lower tiers.
         self._num_generated = self._num_prompt = self._num_cached = self._num_external = 0
-        self.labelled = {
-            (name, *values): counter.labels(*labels.values(), *values)
-            for name, (text, own) in LABELLED.items()
-            for counter in [families(Counter, name, text, [*labels, *own])]
-            for values in product(*own.values())
-        }
-        self.accepted_by_position = families(
-            Counter,
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted drafts by their number in the step, from 0.",
-            [*labels, "position"],
-        )
-
-        def by(label: str, values: Sequence[str], name: str, text: str) -> dict[str, ReportedGauge]:
-            whole = gauge(name, text, [*labels, label])
-            return {each: whole.labels(**labels, **{label: each}) for each in values}
-
-        text = "Requests that wait to be scheduled: for room, or (deferred) for their grammar."
-        self.waiting = by("reason", WAITING, "vllm:num_requests_waiting_by_reason", text)
-        text = "Waiting requests with blocks that are read from files, or have been."
-        self.fetching = by("stage", FETCHING, "vllm:num_requests_kv_fetch_by_stage", text)
-        # The last report, if no gauge shows it yet; at first one that any other replaces.
-        self._unwritten: SchedulerStats | None = SchedulerStats(at_ns=1)
-        facts, states = [*labels, *CACHE_FACTS], [*labels, "sleep_state"]
-        self.cache_config = gauge("vllm:cache_config_info", "The KV cache; always 1.", facts)
-        self.sleep_state = gauge("vllm:engine_sleep_state", "1 for the state it is in.", states)
 
     def observe_ready(self, ready: EngineReady, config: Config) -> None:
         """Record the configuration of the KV cache, how many adapters run at once, and whether the
         model is loaded.
         """
-        for state, is_so in (("awake", not ready.is_asleep), ("discard_all", ready.is_asleep)):
-            self.sleep_state.labels(**self.labels, sleep_state=state).set(is_so)
-        self.families.adapters.max_loras, cache = config.lora.num_places, config.cache
-        most = config.scheduler.max_num_batched_tokens or 1
+        cache, most = config.cache, config.scheduler.max_num_batched_tokens or 1
         layout = KVLayout(ready.block_size, most, ready.worker.kv_windows)
         num_tokens = layout.num_tokens(ready.worker.num_blocks, ready.max_model_len)
-        self.cache_config.labels(
-            **self.labels,
-            block_size=ready.block_size,
-            num_gpu_blocks=ready.worker.num_blocks,
-            cache_dtype=cache.kv_cache_dtype,
-            enable_prefix_caching=cache.enable_prefix_caching,
-            gpu_memory_utilization=cache.gpu_memory_utilization,
-            kv_cache_size_tokens=num_tokens,
-            kv_cache_max_concurrency=round(num_tokens / ready.max_model_len, 2),
-        ).set(1)
+        facts = {
+            "block_size": ready.block_size,
+            "num_gpu_blocks": ready.worker.num_blocks,
+            "cache_dtype": cache.kv_cache_dtype,
+            "enable_prefix_caching": cache.enable_prefix_caching,
+            "gpu_memory_utilization": cache.gpu_memory_utilization,
+            "kv_cache_size_tokens": num_tokens,
+            "kv_cache_max_concurrency": round(num_tokens / ready.max_model_len, 2),
+        }
+        self.state.cache = {name: str(fact) for name, fact in facts.items()}
+        self.state.is_asleep = ready.is_asleep
+        self.state.max_loras = config.lora.num_places
 
     def observe_restarts(self, count: int) -> None:
         """So often the engine was started again."""
-        self.families.restarts.counts[self.rank] = count
+        self.state.num_restarts = count
 
     def observe_answer(self, handler: str, method: str, status: int, seconds: float) -> None:
         """An HTTP request was answered. `handler` is the template of its route."""
@@ -282,7 +253,7 @@ class Metrics:
 
     def observe_step(self, stats: SchedulerStats) -> None:
         """Record the engine's state after a step; its counters are since the last report."""
-        self._unwritten = stats
+        self.state.stats = stats
         self._note_steps(filter(None, stats.step_tokens))
         # In most steps there is nothing else to count, and the library takes its time.
         if (
@@ -303,25 +274,12 @@ class Metrics:
                 histogram.values += [ns / SECOND for ns in times]
 
     def _count(self, stats: SchedulerStats) -> None:
-        drafts = stats.drafts
-        for name, count in (
-            ("vllm:prefix_cache_queries", stats.prefix_cache_queries),
-            ("vllm:prefix_cache_hits", stats.prefix_cache_hits),
-            ("vllm:external_prefix_cache_queries", stats.external_prefix_cache_queries),
-            ("vllm:external_prefix_cache_hits", stats.external_prefix_cache_hits),
-            ("vllm:kv_offload_store_bytes", stats.num_bytes_stored),
-            ("vllm:kv_offload_load_bytes", stats.num_bytes_loaded),
-            ("vllm:kv_offload_stores_skipped", stats.num_stores_skipped),
-            ("vllm:num_preemptions", stats.num_preemptions),
-            ("vllm:corrupted_requests", stats.num_failed),
-            ("vllm:spec_decode_num_drafts", drafts.num_drafts),
-            ("vllm:spec_decode_num_draft_tokens", drafts.num_draft_tokens),
-            ("vllm:spec_decode_num_accepted_tokens", drafts.num_accepted_tokens),
-        ):
-            if count:
+        for name, count_of in OF_STEPS.items():
+            if count := count_of(stats):
                 self.counters[name].inc(count)
-        for position, count in enumerate(drafts.num_accepted_tokens_per_pos):
-            self.accepted_by_position.labels(**self.labels, position=position).inc(count)
+        for position, count in enumerate(stats.drafts.num_accepted_tokens_per_pos):
+            accepted = self.families.accepted_by_position
+            accepted.labels(**self.labels, position=position).inc(count)
 
     def write(self) -> None:
         """Publish what changes with tokens and requests: before a scrape, and once a second so that
@@ -330,7 +288,6 @@ class Metrics:
         self.families.write()
         for each in self.engines:
             each._write_tokens()
-            each._write_state()
             for histogram in each.histograms.values():
                 histogram.flush()
 
@@ -345,29 +302,6 @@ class Metrics:
         for source, count in {**sources, "local_compute": prompt - cached}.items():
             self.labelled["vllm:prompt_tokens_by_source", source].inc(count)
         self._num_generated = self._num_prompt = self._num_cached = self._num_external = 0
-
-    def _write_state(self) -> None:
-        stats, self._unwritten = self._unwritten, None
-        if stats is None:
-            return
-        gauges, waiting = self.gauges, self.waiting
-        for gauge, value in (
-            (gauges["vllm:num_requests_running"], stats.num_running),
-            (gauges["vllm:num_requests_waiting"], stats.num_waiting + stats.num_deferred),
-            (waiting["capacity"], stats.num_waiting),
-            (waiting["deferred"], stats.num_deferred),
-            (gauges["vllm:num_requests_swapped"], stats.num_swapped),
-            (gauges["vllm:kv_cache_usage_perc"], stats.kv_cache_usage),
-            (
-                gauges["vllm:kv_offload_cpu_cache_usage_perc"],
-                max((t.num_blocks / t.max_blocks for t in stats.tiers[:1]), default=0),
-            ),
-            (self.fetching["waiting_to_start"], 0),
-            (self.fetching["in_progress"], stats.num_reading),
-            (self.fetching["completed_waiting"], stats.num_read),
-        ):
-            gauge.report(value, stats.at_ns)
-        self.families.adapters.write(self.rank, stats)
 
     def observe_tokens(self, choice: ChoiceTimes, num_tokens: int, now_ns: int) -> None:
         """`num_tokens` new tokens of a choice came together at `now_ns`."""
@@ -415,14 +349,11 @@ class Metrics:
     def _observe(self, values: dict[str, float], leads_to: dict[str, str] | None) -> None:
         """Values by histogram, all of one request."""
         for name, value in values.items():
-            if leads_to is None:
-                self.histograms[name].values.append(value)
-                continue
-            self.histograms[name].observe(value, leads_to)
-            if self.families.is_shared:
-                bounds = HISTOGRAMS[name][1] or self.families.token_buckets
-                exemplar = Exemplar(leads_to, value, time.time())
-                self.families.shared.note(name, str(self.rank), bounds, exemplar)
+            histogram = self.histograms[name]
+            histogram.values.append(value)
+            if leads_to is not None:
+                bucket = histogram.bucket_of(value)
+                self.families.all.note(name, str(self.rank), bucket, value, leads_to)
 
     def observe_request(self, params: SamplingParams, choices: Sequence[ChoiceTimes]) -> None:
         """A request ended with all its choices."""
@@ -435,19 +366,27 @@ class Metrics:
             values["vllm:request_params_max_tokens"] = params.max_tokens
         self._observe(values, None)
 
-    def render(self, accept: str = "") -> tuple[bytes, str]:
-        """Body and content type of GET /metrics, in the format that an Accept header asks for."""
+    def report(self) -> list[SchedulerStats]:
+        """The state of all engines, by rank, as last heard of."""
+        return [each.state.stats for each in self.engines]
+
+    def render(
+        self, accept: str = "", reports: Iterable[list[SchedulerStats]] = ()
+    ) -> tuple[bytes, str]:
+        """Body and content type of GET /metrics.
+
+        Args:
+            accept: the header of that name, which asks for a format.
+            reports: of other API servers. An engine tells one at a time: the newest is right.
+        """
         self.write()
-        registry = self.registry
-        if self.families.is_shared:
-            registry = CollectorRegistry()
-            registry.register(self.families.shared)
-            registry.register(self.families.restarts)
-            registry.register(self.families.adapters)
+        for report in reports:
+            for each, stats in zip(self.engines, report, strict=True):
+                each.state.stats = max(each.state.stats, stats, key=attrgetter("at_ns"))
         encode, content_type = choose_encoder(accept)
         if content_type.startswith(OPEN_METRICS):  # what others escape, colons, is in our names
             encode, _ = choose_encoder(f"{OPEN_METRICS};version=1.0.0;escaping=allow-utf-8")
-        return encode(registry), content_type
+        return encode(self.families.all), content_type
 
 
 def _one_two_five(largest: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from operator import attrgetter
 
 import msgspec
 
@@ -25,9 +25,14 @@ class Likeness(msgspec.Struct):
     """How an earlier prompt is like another one."""
 
     length: int  # tokens with which both begin
-    could_be_found: tuple[bool, ...]  # see REASONS
+    obstacles: list[str]  # keys of REASONS
     id: str
     next_token: int | None  # the first that differs, if it goes on
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Of prompts that share as much, the one that could have been found says more."""
+        return self.length, -len(self.obstacles)
 
 
 def explain_prefix(
@@ -40,7 +45,7 @@ def explain_prefix(
 
     Args:
         timeline: a request whose prompt is kept and scheduled.
-        nearest: see `FindPrompt`.
+        nearest: see `Sought`.
         config: of the cache.
         token_text: shows a token.
     """
@@ -54,7 +59,7 @@ def explain_prefix(
     evicted = timeline.choices[0].evicted_at_ns
     if not config.enable_prefix_caching:
         found.reason, found.text = "disabled", "--no-enable-prefix-caching: nothing is kept"
-    elif timeline.params is not None and timeline.params.prompt_logprobs is not None:
+    elif timeline.reads_prompt:
         found.reason = "prompt_is_read"
         found.text = "something of every prompt token was asked for, so all were computed"
     elif num_matched >= num_blocks:
@@ -82,9 +87,8 @@ def _compare(
         return
     most, other = nearest.length, nearest.next_token
     if most >= (found.num_matched + 1) * found.block_size:
-        lost = "which the cache has lost since"
-        reasons = zip(REASONS.items(), nearest.could_be_found, strict=True)
-        found.reason, why = next((r for r, is_so in reasons if not is_so), (found.reason, lost))
+        found.reason = next(iter(nearest.obstacles), "unknown")
+        why = REASONS.get(found.reason, "which the cache has lost since")
         found.text = f"{nearest.id} shares {most} tokens, {why}"
     elif other is None:
         found.reason = "last_block"
@@ -101,10 +105,9 @@ def _compare(
         )
 
 
-class FindPrompt(msgspec.Struct, tag=True):
-    """The earlier prompt of an owner that begins most like this one; None if none is known."""
+class Sought(msgspec.Struct):
+    """A prompt for which the earlier one of its owner is sought that begins most like it."""
 
-    answer: ClassVar[Any] = Likeness | None
     owner: str
     request_id: str
     prompt: bytes  # of array("I")
@@ -114,8 +117,8 @@ class FindPrompt(msgspec.Struct, tag=True):
     cache_number: int | None = None  # None: of another API process, which counts by itself
 
     @classmethod
-    def of(cls, timeline: Timeline) -> FindPrompt:
-        """For a request whose prompt is kept."""
+    def of(cls, timeline: Timeline) -> Sought:
+        """That of a request."""
         scheduled = next((m.at_ns for m in timeline.marks if m.stage == "scheduled"), 0)
         return cls(
             timeline.owner, timeline.id, timeline.prompt.tobytes(), timeline.salt,
@@ -123,29 +126,28 @@ class FindPrompt(msgspec.Struct, tag=True):
         )  # fmt: skip
 
     def search(self, others: Iterable[Timeline]) -> Likeness | None:
-        """Among these. Of prompts that share as much, the one that could have been found says
-        more.
-        """
-        prompt = array("I", self.prompt)
-        known = [
-            (common_length(prompt, tokens), self._could_find(other), other.id, tokens)
-            for other in others
-            if other.id != self.request_id
-            and (tokens := other.prompt)  # which may be dropped meanwhile
-            and other.marks[0].at_ns < self.before_ns
-        ]
-        if not known:
-            return None
-        length, could, name, tokens = max(known, key=lambda each: (each[0], sum(each[1])))
-        return Likeness(length, could, name, tokens[length] if length < len(tokens) else None)
+        """Among these; None if none of them came before."""
+        prompt, found = array("I", self.prompt), list[Likeness]()
+        for other in others:
+            tokens = other.prompt  # which may be dropped meanwhile
+            if tokens and other.id != self.request_id and other.marks[0].at_ns < self.before_ns:
+                length = common_length(prompt, tokens)
+                following = tokens[length] if length < len(tokens) else None
+                found.append(Likeness(length, self._obstacles(other), other.id, following))
+        return max(found, key=attrgetter("rank"), default=None)
 
-    def _could_find(self, earlier: Timeline) -> tuple[bool, ...]:
-        """What keeps its blocks from this prompt where it is not so, as in REASONS."""
+    def _obstacles(self, earlier: Timeline) -> list[str]:
+        """What keeps the blocks of an earlier prompt from this one."""
         (salt, adapter), (own_salt, own_adapter) = earlier.salt, self.salt
-        same_engine = earlier.engine == self.engine
-        counts = same_engine and self.cache_number is not None
-        same_cache = not counts or earlier.cache_number == self.cache_number
-        return salt == own_salt, adapter == own_adapter, same_engine, same_cache
+        is_elsewhere = earlier.engine != self.engine
+        was_emptied = self.cache_number not in (None, earlier.cache_number)
+        applies = {
+            "salt": salt != own_salt,
+            "adapter": adapter != own_adapter,
+            "engine": is_elsewhere,
+            "emptied": was_emptied and not is_elsewhere,
+        }
+        return [reason for reason in REASONS if applies[reason]]
 
 
 def common_length(a: array[int], b: array[int]) -> int:

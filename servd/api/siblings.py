@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterable
 from contextlib import closing
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -19,9 +20,10 @@ import msgspec
 
 from servd.api.async_llm import AsyncLLM
 from servd.api.explanation import Ran, explain, ran, summarize
-from servd.api.prefix_explanation import FindPrompt, Likeness, explain_prefix
+from servd.api.prefix_explanation import Likeness, Sought, explain_prefix
 from servd.api.protocol.requests import RequestSummary, RequestTimeline
-from servd.api.timeline import Inquiry, Timeline
+from servd.api.timeline import Inquiry
+from servd.stats import SchedulerStats
 from servd.tracing import StepRecord
 
 log = logging.getLogger("servd.api")
@@ -38,6 +40,16 @@ class ListRequests(msgspec.Struct, tag=True):
     order: Literal["recent", "slowest"]
     count: int
 
+    async def answered_by(self, server: Siblings) -> list[RequestSummary]:
+        """What this server knows."""
+        tracer = server.async_llm.tracer
+        find = tracer.longest if self.order == "slowest" else tracer.latest
+        inquiries = tracer.inquiries(find(self.owner, self.count))
+        size = _size(each for each in inquiries if each.timeline.summary is None)
+        return await server.async_llm.offload(
+            self.owner, size, lambda: [summarize(each) for each in inquiries]
+        )
+
 
 class FindTimeline(msgspec.Struct, tag=True):
     """Where the time of a request went; None if there is no such request of this owner."""
@@ -46,13 +58,58 @@ class FindTimeline(msgspec.Struct, tag=True):
     owner: str
     request_id: str
 
+    async def answered_by(self, server: Siblings) -> RequestTimeline | None:
+        """What this server knows, with what others know of the owner's other requests."""
+        async_llm = server.async_llm
+        timeline = async_llm.tracer.get(self.request_id, self.owner)
+        if timeline is None:
+            return None
+        question = FindOthers(Sought.of(timeline))
+        own = await question.answered_by(server)
+        question.sought.cache_number = None
+        found = [own, *await server.ask_others(question)]
+        others = {name: when for each in found for name, when in each.ran.items()}
+        nearest = [each.nearest for each in found if each.nearest is not None]
+        (inquiry,) = async_llm.tracer.inquiries([timeline])
 
-class WhenRan(msgspec.Struct, tag=True):
-    """When the requests of an owner ran on an engine, by id."""
+        def explained() -> RequestTimeline:
+            result = explain(inquiry, others)
+            if timeline.prompt and any(mark.stage == "scheduled" for mark in inquiry.marks):
+                result.prefix_cache = explain_prefix(
+                    timeline,
+                    max(nearest, key=attrgetter("rank"), default=None),
+                    async_llm.config.cache,
+                    async_llm.processor.tokenizer.token_string,
+                )
+            return result
 
-    answer: ClassVar[Any] = dict[str, Ran | None]
-    owner: str
-    engine: int
+        return await async_llm.offload(self.owner, _size([inquiry]), explained)
+
+
+class Others(msgspec.Struct):
+    """What the requests of an owner beside one tell about it."""
+
+    ran: dict[str, Ran | None]  # when those of its engine ran, by id
+    nearest: Likeness | None  # the earlier prompt that begins most like its own
+
+
+class FindOthers(msgspec.Struct, tag=True):
+    """The requests of an owner beside one."""
+
+    answer: ClassVar[Any] = Others
+    sought: Sought  # the one
+
+    async def answered_by(self, server: Siblings) -> Others:
+        """What this server knows."""
+        sought, tracer = self.sought, server.async_llm.tracer
+        timelines = tracer.of_owner(sought.owner)
+        size = sum(CHARS_PER_STEP + len(each.prompt) for each in timelines)
+
+        def found() -> Others:
+            own = [each for each in timelines if each.engine == sought.engine]
+            return Others({each.id: ran([*each.marks]) for each in own}, sought.search(timelines))
+
+        return await server.async_llm.offload(sought.owner, size, found)
 
 
 class ListSteps(msgspec.Struct, tag=True):
@@ -61,14 +118,26 @@ class ListSteps(msgspec.Struct, tag=True):
     answer: ClassVar[Any] = list[StepRecord]
     count: int
 
+    async def answered_by(self, server: Siblings) -> list[StepRecord]:
+        """What this server has heard of."""
+        tracer = server.async_llm.tracer
+        return [step for each in [*tracer.steps] for step in tracer.latest_steps(self.count, each)]
+
 
 class WriteMetrics(msgspec.Struct, tag=True):
-    """Publish what is counted, for who reads all API servers' counts."""
+    """Publish what is counted, for who reads all API servers' counts; and tell the state of the
+    engines.
+    """
 
-    answer: ClassVar[Any] = None
+    answer: ClassVar[Any] = list[SchedulerStats]
+
+    async def answered_by(self, server: Siblings) -> list[SchedulerStats]:
+        """What this server has heard of."""
+        server.async_llm.metrics.write()
+        return server.async_llm.metrics.report()
 
 
-Question = ListRequests | FindTimeline | WhenRan | FindPrompt | ListSteps | WriteMetrics
+Question = ListRequests | FindTimeline | FindOthers | ListSteps | WriteMetrics
 
 
 class Siblings:
@@ -80,7 +149,6 @@ class Siblings:
 
     def __init__(self, async_llm: AsyncLLM) -> None:
         self.async_llm = async_llm
-        self.tracer = async_llm.tracer
         self.path: Path | None = None
         self._server: asyncio.Server | None = None
 
@@ -96,37 +164,27 @@ class Siblings:
             self.path.unlink(missing_ok=True)
             self.path = None
 
-    # ---- for routes ----
-
     async def list_requests(self, question: ListRequests) -> list[RequestSummary]:
         """Those of all siblings."""
-        found = chain.from_iterable(await self._ask_all(question))
-        key = _slowness if question.order == "slowest" else _recency
+        own = await question.answered_by(self)
+        found = chain(own, *await self.ask_others(question))
+        key = attrgetter("wall_ms") if question.order == "slowest" else _recency
         return sorted(found, key=key, reverse=True)[: question.count]
 
     async def find_timeline(self, question: FindTimeline) -> RequestTimeline | None:
         """That of the sibling that has it."""
-        if (own := await self._answer(question)) is not None:
+        if (own := await question.answered_by(self)) is not None:
             return own
-        return next((each for each in await self._ask_others(question) if each is not None), None)
+        return next(filter(None, await self.ask_others(question)), None)
 
     async def list_steps(self, question: ListSteps) -> list[StepRecord]:
         """Those of which any has heard."""
-        steps = chain.from_iterable(await self._ask_all(question))
+        steps = chain(await question.answered_by(self), *await self.ask_others(question))
         by_start = {(step.started_ns, step.engine): step for step in steps}
         return [by_start[start] for start in sorted(by_start)][-question.count :]
 
-    async def write_metrics(self) -> None:
-        """Have the others publish theirs."""
-        await self._ask_others(WriteMetrics())
-
-    # ---- between siblings ----
-
-    async def _ask_all(self, question: Question) -> list[Any]:
-        """The answers of all, this one's first."""
-        return [await self._answer(question), *await self._ask_others(question)]
-
-    async def _ask_others(self, question: Question) -> list[Any]:
+    async def ask_others(self, question: Question) -> list[Any]:
+        """The answers of all who give one."""
         if self.path is None:
             return []
         others = [path for path in self.path.parent.glob("api-*") if path != self.path]
@@ -136,7 +194,7 @@ class Siblings:
     async def _ask(self, path: Path, question: Question) -> list[Any]:
         """The answer of one, if it gives any."""
         try:
-            is_second = isinstance(question, WhenRan | FindPrompt | WriteMetrics)
+            is_second = isinstance(question, FindOthers | WriteMetrics)
             async with asyncio.timeout(PATIENCE / (1 + is_second)):
                 reader, writer = await asyncio.open_unix_connection(path)
                 with closing(writer):
@@ -151,74 +209,10 @@ class Siblings:
         with closing(writer):
             try:
                 question = msgspec.msgpack.decode(await reader.read(), type=Question)
-                writer.write(msgspec.msgpack.encode(await self._answer(question)))
+                writer.write(msgspec.msgpack.encode(await question.answered_by(self)))
                 await writer.drain()
             except Exception:
                 log.exception("a sibling's question could not be answered")
-
-    async def _answer(self, question: Question) -> Any:
-        """What this one knows."""
-        match question:
-            case ListRequests():
-                return await self._summaries(question)
-            case FindTimeline():
-                return await self._timeline(question)
-            case WhenRan(owner, engine):
-                timelines = [t for t in self.tracer.of_owner(owner) if t.engine == engine]
-                size = len(timelines) * CHARS_PER_STEP
-                return await self.async_llm.offload(
-                    owner, size, lambda: {each.id: ran([*each.marks]) for each in timelines}
-                )
-            case FindPrompt(owner):
-                prompts = self.tracer.latest(owner, self.tracer.keep)
-                size = sum(len(other.prompt) for other in prompts)
-                return await self.async_llm.offload(owner, size, lambda: question.search(prompts))
-            case ListSteps(count):
-                engines = [*self.tracer.steps]
-                return [step for each in engines for step in self.tracer.latest_steps(count, each)]
-            case WriteMetrics():
-                return self.async_llm.metrics.write()
-
-    async def _summaries(self, question: ListRequests) -> list[RequestSummary]:
-        find = self.tracer.longest if question.order == "slowest" else self.tracer.latest
-        inquiries = self.tracer.inquiries(find(question.owner, question.count))
-        size = _size(each for each in inquiries if each.timeline.summary is None)
-        return await self.async_llm.offload(
-            question.owner, size, lambda: list(map(summarize, inquiries))
-        )
-
-    async def _timeline(self, question: FindTimeline) -> RequestTimeline | None:
-        tracer, owner = self.tracer, question.owner
-        timeline = tracer.get(question.request_id, owner)
-        if timeline is None:
-            return None
-        times, nearest = await asyncio.gather(
-            self._ask_all(WhenRan(owner, timeline.engine)), self._nearest(timeline)
-        )
-        others = {name: when for each in times for name, when in each.items()}
-        (inquiry,) = tracer.inquiries([timeline])
-
-        def explained() -> RequestTimeline:
-            found = explain(inquiry, others)
-            if timeline.prompt and any(mark.stage == "scheduled" for mark in inquiry.marks):
-                cache = self.async_llm.config.cache
-                token_text = self.async_llm.processor.tokenizer.token_string
-                found.prefix_cache = explain_prefix(timeline, nearest, cache, token_text)
-            return found
-
-        return await self.async_llm.offload(owner, _size([inquiry]), explained)
-
-    async def _nearest(self, timeline: Timeline) -> Likeness | None:
-        """The earlier prompt that begins most like this one's, whoever has it."""
-        question = FindPrompt.of(timeline)
-        own = await self._answer(question)
-        question.cache_number = None
-        found = filter(None, [own, *await self._ask_others(question)])
-        return max(found, key=lambda each: (each.length, sum(each.could_be_found)), default=None)
-
-
-def _slowness(request: RequestSummary) -> float:
-    return request.wall_ms
 
 
 def _recency(request: RequestSummary) -> tuple[bool, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict, defaultdict, deque
@@ -19,7 +18,7 @@ from servd.account import Account, account
 from servd.api.metrics import ChoiceTimes
 from servd.api.protocol.requests import RequestSummary
 from servd.params import SamplingParams
-from servd.tracing import Mark, StepRecord, now_ns
+from servd.tracing import Mark, StepRecord, now_ns, unix_time
 
 if TYPE_CHECKING:
     from servd.api.otel import Spans  # an extra, imported where it is asked for
@@ -35,8 +34,10 @@ STEPS_BEFORE = 256  # which tell what is normal
 BY_TIME = attrgetter("at_ns")
 
 
-class Timeline(msgspec.Struct):
-    """One request, or one prompt of a request with several."""
+class Timeline(msgspec.Struct, gc=False):
+    """One request, or one prompt of a request with several. Thousands are kept, so that each should
+    be few objects to the garbage collector, which looks at all of them now and then.
+    """
 
     id: str
     owner: str = ""
@@ -44,7 +45,8 @@ class Timeline(msgspec.Struct):
     model: str = ""  # as the answer names it
     marks: list[Mark] = []
     choices: Sequence[ChoiceTimes] = ()
-    params: SamplingParams | None = None
+    params: SamplingParams | None = None  # while it runs, and where spans tell of them
+    reads_prompt: bool = False  # something of every prompt token was asked for
     prompt: array[int] = array("I")  # token ids; empty when it is no longer kept
     salt: tuple[str | None, ...] = ()  # see `RequestOptions.cache_keys`
     # From its first tool call to its end, and how long the parser worked in it.
@@ -53,7 +55,7 @@ class Timeline(msgspec.Struct):
     parsing_ns: int = 0
     num_bytes: int = 0  # of its message to the engine, if it is watched
     engine: int = 0  # the rank of the one that has it, or had it
-    earlier: list[tuple[int, int]] = []  # those that had it before, and until when
+    earlier: tuple[tuple[int, int], ...] = ()  # those that had it before, and until when
     cache_number: int = 0  # how often the engine's cache had been emptied before
     is_finished: bool = False
     account: Account | None = None  # of one of the slowest, whose steps were about to be forgotten
@@ -61,7 +63,7 @@ class Timeline(msgspec.Struct):
 
     def move(self, engine: int, cache_number: int) -> None:
         """Another engine goes on with it."""
-        self.earlier = [*self.earlier, (self.engine, now_ns())]
+        self.earlier = (*self.earlier, (self.engine, now_ns()))
         self.engine, self.cache_number = engine, cache_number
 
     @property
@@ -73,6 +75,12 @@ class Timeline(msgspec.Struct):
     def wall_ns(self) -> int:
         """Nanoseconds from its first mark to its last, or to now."""
         return (self.marks[-1].at_ns if self.is_finished else now_ns()) - self.marks[0].at_ns
+
+    @property
+    def ttft_ns(self) -> int | None:
+        """Nanoseconds from its first mark to its first token."""
+        first = next((mark.at_ns for mark in self.marks if mark.stage == "first_token"), None)
+        return None if first is None else first - self.marks[0].at_ns
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -88,15 +96,6 @@ class Timeline(msgspec.Struct):
     def num_output_tokens(self) -> int:
         """Tokens of all its choices so far."""
         return sum(choice.num_tokens for choice in self.choices)
-
-
-def unix_time(at_ns: int) -> float:
-    """When that was. Requests are sorted by it, so the shortest of three looks at both clocks
-    counts, which nobody has interrupted.
-    """
-    looks = [(now_ns(), time.time(), now_ns()) for _ in range(3)]
-    before, seconds, _ = min(looks, key=lambda look: look[2] - look[0])
-    return seconds - (before - at_ns) * 1e-9
 
 
 class Inquiry(msgspec.Struct):
@@ -175,6 +174,8 @@ class Tracer:
         # Other threads may read the list.
         timeline.marks = sorted([*timeline.marks, *marks], key=BY_TIME)
         timeline.is_finished = True
+        if self.spans is None:
+            timeline.params = None  # a dozen lists, most of them empty
         before = self.recent.pop(request_id, None)
         self.recent[request_id] = timeline
         self._num_marks += len(timeline.marks) - (len(before.marks) if before else 0)

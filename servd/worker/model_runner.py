@@ -76,7 +76,7 @@ class AsyncOutput:
         output = ModelRunnerOutput([[] for _ in range(num_others)], decoded=[-1] * num_decodes)
         for part in self.parts:
             part.write(output)
-        output.times_ns = [*self.times_ns, now_ns()] if self.times_ns else []
+        output.times_ns = (*self.times_ns, now_ns()) if self.times_ns else ()
         return output
 
 

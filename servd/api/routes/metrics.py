@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from servd.api.context import context_of
 from servd.api.openapi import describes
+from servd.api.siblings import WriteMetrics
 
 router = APIRouter()
 
@@ -18,6 +19,6 @@ async def metrics(request: Request) -> Response:
     """What Prometheus collects, as its text or as OpenMetrics."""
     accept = request.headers.get("accept", "")
     context = context_of(request)
-    await context.siblings.write_metrics()
-    body, content_type = context.async_llm.metrics.render(accept)
+    reports = await context.siblings.ask_others(WriteMetrics())
+    body, content_type = context.async_llm.metrics.render(accept, reports)
     return Response(body, headers={"content-type": content_type})

@@ -254,7 +254,7 @@ class FakeExecutor(executor.Executor):
         num_decodes = len(scheduled.decodes.slots)
         output.decoded = [token_id for [token_id] in sampled[:num_decodes]]
         output.sampled_token_ids = sampled[num_decodes:]
-        output.times_ns = [*self.times_ns, now_ns()]
+        output.times_ns = (*self.times_ns, now_ns())
         return output
 
     def _make(self, copies: BlockCopies) -> None:

@@ -131,7 +131,7 @@ class MultiProcExecutor(executor.Executor):
             self.outputs[message.rank].append(message)
         outputs, speaker = [each.popleft() for each in self.outputs], self.config.parallel.speaker
         output = outputs[speaker]
-        output.times_ns = [time for each in outputs for time in each.times_ns]
+        output.times_ns = tuple(time for each in outputs for time in each.times_ns)
         for outbox in self.outboxes[:speaker]:
             outbox.send(TakeTokens(output.rows))
         return output
