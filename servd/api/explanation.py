@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from servd.account import CAUSES, OWN_WORK, Account, busy_times
 from servd.api.protocol.requests import (
@@ -17,7 +17,6 @@ from servd.api.protocol.requests import (
     TimelineNeighbour,
     TimelineSpan,
     TimelineStep,
-    Trace,
 )
 from servd.api.timeline import Inquiry, Timeline
 from servd.tracing import Mark, StepRecord, now_ns
@@ -28,6 +27,7 @@ SECOND = 1_000_000_000  # nanoseconds
 Ran = tuple[int, int]  # from when to when a request ran, 0 for still
 QUEUES = ("queue_slots", "queue_blocks", "queue_budget", "queue_adapters")  # causes
 BLOCKING = ("blocked", "resumed")  # stages
+AS_RECORDED = {*TimelineStep.__struct_fields__} & {*StepRecord.__struct_fields__}
 
 
 def summarize(inquiry: Inquiry) -> RequestSummary:
@@ -90,13 +90,12 @@ def explain(inquiry: Inquiry, others: Mapping[str, Ran | None]) -> RequestTimeli
         behind=_behind(inquiry, account, others),
         blocked_ms=_ms(blocked["resumed"] - blocked["blocked"]),
         message_bytes=timeline.num_bytes or UNSET,
-        block_ids=[each.block_ids for each in timeline.choices] if timeline.num_bytes else UNSET,
+        block_ids=[[*each.block_ids] for each in timeline.choices] if timeline.num_bytes else UNSET,
     )
 
 
 def _summary(timeline: Timeline, account: Account) -> dict[str, Any]:
-    stages = {mark.stage: mark.at_ns for mark in reversed(timeline.marks)}  # the first of each
-    cause = account.largest_wait
+    cause, ttft = account.largest_wait, timeline.ttft_ns
     summary: dict[str, Any] = {
         "id": timeline.id,
         "route": timeline.route,
@@ -110,8 +109,8 @@ def _summary(timeline: Timeline, account: Account) -> dict[str, Any]:
         "num_output_tokens": timeline.num_output_tokens,
         "num_preemptions": sum(mark.stage == "preempted" for mark in timeline.marks),
     }
-    if "first_token" in stages:
-        summary["ttft_ms"] = _ms(stages["first_token"] - account.begin_ns)
+    if ttft is not None:
+        summary["ttft_ms"] = _ms(ttft)
     if cause:
         summary |= {"cause": cause, "cause_ms": _ms(account.causes[cause])}
     return summary
@@ -162,23 +161,13 @@ def steps_of(records: list[StepRecord], origin: int) -> list[TimelineStep]:
     """Steps in order; their times count from `origin`."""
     steps = [
         TimelineStep(
-            step=record.step,
-            engine=record.engine,
             begin_ms=_ms(begin - origin),
             end_ms=_ms(end - origin),
             schedule_ms=_ms(record.scheduled_ns - record.started_ns),
-            **_phases(record),
-            rank_forward_ms=_ranks(record.worker_ns),
-            num_tokens=record.num_tokens,
             num_prompt_tokens=sum(record.prefills.values()),
-            num_requests=record.num_requests,
-            num_waiting=record.num_waiting,
-            waits_for=record.waits_for,
-            num_preempted=record.num_preempted,
-            num_cached_tokens=record.num_cached_tokens,
-            num_drafts=record.num_drafts,
-            num_accepted=record.num_accepted,
             message_bytes=record.num_bytes or UNSET,
+            **_phases(record),
+            **{name: getattr(record, name) for name in AS_RECORDED},
         )
         for engine in sorted({record.engine for record in records})
         for begin, end, record, _ in busy_times([r for r in records if r.engine == engine])
@@ -186,25 +175,25 @@ def steps_of(records: list[StepRecord], origin: int) -> list[TimelineStep]:
     return sorted(steps, key=lambda step: step.begin_ms)
 
 
-def _phases(record: StepRecord) -> dict[str, float]:
-    """The worker's phases or, if it reports none, the engine's view of them."""
+def _phases(record: StepRecord) -> dict[str, Any]:
+    """The worker's phases or, if it reports none, the engine's view of them; of several workers
+    also how long the forward pass took on each.
+    """
     times = record.worker_ns
     if len(times) < 4:
-        times = [record.scheduled_ns, record.scheduled_ns, record.executed_ns, record.harvested_ns]
-    names = ("prepare_ms", "forward_ms", "sample_ms")
+        times = (record.scheduled_ns, record.scheduled_ns, record.executed_ns, record.harvested_ns)
+    begin, gathered, computed, sampled = times[:4]
+    passes = [_ms(e - b) for b, e in zip(times[1::4], times[2::4], strict=False)]
     return {
-        name: _ms(end - begin) for name, begin, end in zip(names, times, times[1:], strict=False)
+        "prepare_ms": _ms(gathered - begin),
+        "forward_ms": _ms(computed - gathered),
+        "sample_ms": _ms(sampled - computed),
+        "rank_forward_ms": passes if len(passes) > 1 else UNSET,
     }
 
 
-def _ranks(times: list[int]) -> list[float] | UnsetType:
-    """How long the forward pass took on each of several workers."""
-    passes = zip(times[1::4], times[2::4], strict=False)
-    return UNSET if len(times) <= 4 else [_ms(end - begin) for begin, end in passes]
-
-
-def stage_times(timelines: Iterable[Timeline]) -> dict[str, float]:
-    """Milliseconds of the stages of a request with these prompts, or the first of them, as far as
+def stage_ns(timelines: Iterable[Timeline]) -> dict[str, int]:
+    """Nanoseconds of the stages of a request with these prompts, or the first of them, as far as
     their marks tell.
     """
     first: dict[str, int] = {}
@@ -215,7 +204,7 @@ def stage_times(timelines: Iterable[Timeline]) -> dict[str, float]:
             last[mark.stage] = max(mark.at_ns, last.get(mark.stage, 0))
     last.setdefault("finished", last.get("returned", 0))  # a stop string ended it
     return {
-        name: _ms(max(end, first[begin]) - first[begin])
+        name: max(end, first[begin]) - first[begin]
         for name, begin, end in (
             ("prepare", "received", first.get("sent")),
             ("queue", "queued", first.get("scheduled")),
@@ -229,10 +218,10 @@ def stage_times(timelines: Iterable[Timeline]) -> dict[str, float]:
 
 def server_timing(timelines: Iterable[Timeline]) -> str:
     """The header Server-Timing, which browsers show."""
-    return ", ".join(f"{name};dur={ms}" for name, ms in stage_times(timelines).items())
+    return ", ".join(f"{name};dur={_ms(ns)}" for name, ns in stage_ns(timelines).items())
 
 
-def trace_of(timeline: RequestTimeline) -> Trace:
+def trace_of(timeline: RequestTimeline) -> dict[str, Any]:
     """The timeline in Chrome's trace-event format, which ui.perfetto.dev draws."""
 
     def event(lane: int, name: str, begin_ms: float, end_ms: float, args: Any) -> dict[str, Any]:
@@ -254,7 +243,7 @@ def trace_of(timeline: RequestTimeline) -> Trace:
     steps = [
         event(2, f"step {step.step}", step.begin_ms, step.end_ms, step) for step in timeline.steps
     ]
-    return Trace([process, *named, *spans, *steps])
+    return {"displayTimeUnit": "ms", "traceEvents": [process, *named, *spans, *steps]}
 
 
 def _ms(ns: float) -> float:

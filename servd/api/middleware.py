@@ -183,9 +183,12 @@ class RequestContext:
         if state["span"]:
             yield b"traceresponse", state["span"].traceparent.encode()
         if state["traced"] and any(name == b"content-length" for name, _ in start["headers"]):
-            running = self.tracer.running
-            timelines = [running[name] for name in state["traced"] if name in running]
-            yield b"server-timing", server_timing(timelines).encode()
+            yield b"server-timing", server_timing(self._running(state)).encode()
+
+    def _running(self, state: dict[str, Any]) -> list[Timeline]:
+        """Timelines of the prompts that have not ended."""
+        running = self.tracer.running
+        return [running[name] for name in state["traced"] if name in running]
 
     def _observe(self, scope: Scope, status: int, seconds: float) -> None:
         """Count and log the answer."""
@@ -194,9 +197,7 @@ class RequestContext:
             self.access_log == "requests" and path not in MONITORING
         )
         if is_wanted and not scope["state"].get("is_logged"):
-            running = self.tracer.running
-            traced = [running[n] for n in scope["state"]["traced"] if n in running]
-            _log_answer(scope, status, seconds, traced)
+            _log_answer(scope, status, seconds, self._running(scope["state"]))
         if status and self.metrics is not None:  # else the client left before
             route = scope.get("route")  # none if it was refused before it reached the router
             handler = route.path if route else handler_of(scope["path"], scope["app"])
@@ -228,15 +229,13 @@ def _timeout(text: str) -> float:
 
 def _log_answer(scope: Scope, status: int, seconds: float, timelines: list[Timeline]) -> None:
     """A line without the query, which may hold a secret."""
-    choices = [choice for timeline in timelines for choice in timeline.choices]
-    num_prompt = sum(t.choices[0].num_prompt_tokens for t in timelines if t.choices)
     fields = {
         "method": scope["method"],
         "path": quote(scope["path"]),
         "status": status or LEFT,
         "seconds": round(seconds, 6),
-        "num_prompt_tokens": num_prompt,
-        "num_output_tokens": sum(choice.num_tokens for choice in choices),
+        "num_prompt_tokens": sum(each.num_prompt_tokens for each in timelines),
+        "num_output_tokens": sum(each.num_output_tokens for each in timelines),
         "key": scope["state"]["owner"],
         "client": scope["client"][0] if scope.get("client") else "",  # not a Unix socket's
         "request_id": scope["state"]["request_id"],  # the body may have named it

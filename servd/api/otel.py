@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,6 +21,7 @@ from opentelemetry.util.types import AttributeValue
 
 import servd
 from servd.account import phases
+from servd.api.explanation import stage_ns
 from servd.api.timeline import Timeline
 from servd.messages import FinishReason
 from servd.tracing import now_ns
@@ -114,7 +114,7 @@ class RequestSpan:
     def _end(self, timelines: Sequence[Timeline], status: int, ended_at: int) -> None:
         span = self._span
         span.set_attribute("http.response.status_code", status)
-        span.set_attributes(dict(_attributes(timelines)))
+        span.set_attributes(_attributes(timelines))
         reasons = [choice.finish_reason for one in timelines for choice in one.choices]
         if status >= 500 or FinishReason.ERROR in reasons:
             span.set_status(StatusCode.ERROR)
@@ -140,48 +140,43 @@ def _children(timeline: Timeline) -> Iterator[tuple[str, int, int]]:
         yield "tool_parsing", timeline.parsed_from_ns, timeline.parsed_to_ns
 
 
-def _attributes(timelines: Sequence[Timeline]) -> Iterator[tuple[str, AttributeValue]]:
+def _attributes(timelines: Sequence[Timeline]) -> dict[str, AttributeValue]:
     """Those of the conventions for generative AI, and of vLLM and SGLang where these differ."""
-    first = timelines[0]
-    choices = [choice for one in timelines for choice in one.choices]
-    yield "http.route", first.route
-    yield "gen_ai.provider.name", "servd"
-    yield "gen_ai.operation.name", OPERATIONS.get(first.route, "chat")
-    yield "gen_ai.request.model", first.model
-    yield "gen_ai.response.model", first.model
-    yield "gen_ai.request.id", first.id
-    yield "gen_ai.response.id", first.id
-    for name in PARAMS:
-        value = getattr(first.params, name, None)
-        if value is not None:
-            yield f"gen_ai.request.{name}", value
+    first, choices = timelines[0], [choice for one in timelines for choice in one.choices]
     reasons = [choice.finish_reason or FinishReason.ABORT for choice in choices]
-    yield "gen_ai.response.finish_reasons", [str(reason) for reason in reasons]
     num_prompt = sum(one.num_prompt_tokens for one in timelines)
     num_output = sum(one.num_output_tokens for one in timelines)
     num_cached = sum(one.num_cached_tokens for one in timelines)
-    for names, count in (
-        (("prompt_tokens", "input_tokens"), num_prompt),
-        (("completion_tokens", "output_tokens"), num_output),
-        (("cached_tokens", "cache_read.input_tokens"), num_cached),
-    ):
-        for name in names:
-            yield f"gen_ai.usage.{name}", count
-    for name, ns in _latencies(first).items():
-        yield f"gen_ai.latency.{name}", ns / SECOND
+    params = {name: getattr(first.params, name, None) for name in PARAMS}
+    values: dict[str, AttributeValue | None] = {
+        "provider.name": "servd",
+        "operation.name": OPERATIONS.get(first.route, "chat"),
+        "request.model": first.model,
+        "response.model": first.model,
+        "request.id": first.id,
+        "response.id": first.id,
+        **{f"request.{name}": value for name, value in params.items()},
+        "response.finish_reasons": [str(reason) for reason in reasons],
+        "usage.prompt_tokens": num_prompt,
+        "usage.input_tokens": num_prompt,
+        "usage.completion_tokens": num_output,
+        "usage.output_tokens": num_output,
+        "usage.cached_tokens": num_cached,
+        "usage.cache_read.input_tokens": num_cached,
+        **{f"latency.{name}": ns / SECOND for name, ns in _latencies(first).items()},
+    }
+    known = {f"gen_ai.{name}": value for name, value in values.items() if value is not None}
+    return {"http.route": first.route, **known}
 
 
 def _latencies(timeline: Timeline) -> dict[str, int]:
     """Nanoseconds under vLLM's names."""
-    took: Counter[str] = Counter()
-    for name, begin, end in _children(timeline):
-        took[name] += end - begin
-    begin, end = timeline.marks[0].at_ns, timeline.marks[-1].at_ns
-    tokens = [mark.at_ns for mark in timeline.marks if mark.stage == "first_token"]
+    times, ttft = stage_ns([timeline]), timeline.ttft_ns
+    prefill, decode = times.get("prefill", 0), times.get("decode", 0)
     return {
-        "time_in_queue": took["queue"],
-        "time_in_model_prefill": took["prefill"],
-        "time_in_model_decode": took["decode"],
-        "time_in_model_inference": took["prefill"] + took["decode"],
-        "e2e": end - begin,
-    } | ({"time_to_first_token": tokens[0] - begin} if tokens else {})
+        "time_in_queue": times.get("queue", 0),
+        "time_in_model_prefill": prefill,
+        "time_in_model_decode": decode,
+        "time_in_model_inference": prefill + decode,
+        "e2e": timeline.wall_ns,
+    } | ({} if ttft is None else {"time_to_first_token": ttft})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -138,13 +136,6 @@ class RequestTimeline(RequestSummary, kw_only=True):
     # With the header X-Servd-Watch: of its message to the engine; the block table of each choice.
     message_bytes: int | UnsetType = UNSET
     block_ids: list[list[int]] | UnsetType = UNSET
-
-
-class Trace(msgspec.Struct, rename="camel"):
-    """A timeline in Chrome's trace-event format."""
-
-    trace_events: list[dict[str, Any]]
-    display_time_unit: str = "ms"
 
 
 class StepList(msgspec.Struct):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -9,7 +11,7 @@ from starlette.responses import Response
 from servd.api.context import context_of, json_response, offload
 from servd.api.explanation import steps_of, trace_of
 from servd.api.openapi import describes
-from servd.api.protocol.requests import RequestList, RequestTimeline, StepList, Trace
+from servd.api.protocol.requests import RequestList, RequestTimeline, StepList
 from servd.api.siblings import CHARS_PER_STEP, FindTimeline, ListRequests, ListSteps
 from servd.errors import InvalidRequest, NotFound
 from servd.tracing import now_ns
@@ -38,8 +40,9 @@ async def list_requests(request: Request) -> Response:
 @router.get("/v1/requests/{request_id}/timeline")
 @router.get("/debug/requests/{request_id}")
 @describes(
-    RequestTimeline, Trace, query={"format": {"enum": ["json", "perfetto"], "default": "json"}}
-)
+    RequestTimeline, dict[str, Any],
+    query={"format": {"enum": ["json", "perfetto"], "default": "json"}},
+)  # fmt: skip
 async def request_timeline(request: Request, request_id: str) -> Response:
     """Where the time of a running, recent or slow request went, by the `id` of its answer: every
     millisecond has a cause. `format=perfetto` gives it as trace events for ui.perfetto.dev.
