@@ -386,6 +386,11 @@ def options_by_name() -> Mapping[str, tuple[str, msgspec.structs.FieldInfo]]:
     }
 
 
+def title_of(section: type) -> str:
+    """What a section of Config is about."""
+    return (section.__doc__ or "").splitlines()[0].rstrip(".")
+
+
 def flag_of(option: str) -> str:
     """The command-line spelling of an option."""
     return f"--{option.replace('_', '-')}"

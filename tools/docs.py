@@ -19,7 +19,7 @@ import msgspec
 
 from servd.api.protocol.generation import GenerationRequest
 from servd.bounds import INT32_MAX, INT64_MAX
-from servd.config import Config, choices
+from servd.config import Config, choices, title_of
 from servd.params import SamplingParams
 from tools import boards, limits, picture, speed
 
@@ -80,7 +80,7 @@ def config_page() -> str:
     """docs/config.md."""
     parts = [CONFIG_HEAD]
     for section in msgspec.structs.fields(Config):
-        parts.append(f"\n## {(section.type.__doc__ or '').splitlines()[0].rstrip('.')}\n\n")
+        parts.append(f"\n## {title_of(section.type)}\n\n")
         parts.append("| flag | values | default | |\n|---|---|---|---|\n")
         hints = typing.get_type_hints(section.type, include_extras=True)
         for option in msgspec.structs.fields(section.type):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from servd import peers
-from servd.config import Config, choices, flag_of, options_by_name
+from servd.config import Config, choices, flag_of, options_by_name, title_of
 from servd.errors import ConfigError
 
 OTHER_FLAGS = {  # as vLLM has or had them
@@ -50,8 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="options from a .toml, .yaml or .json file; flags win over it",
     )
     for section in msgspec.structs.fields(Config):
-        title = (section.type.__doc__ or "").splitlines()[0].rstrip(".")
-        group = parser.add_argument_group(title)
+        group = parser.add_argument_group(title_of(section.type))
         for option in msgspec.structs.fields(section.type):
             add_option(group, option.name)
     add_needless(parser)

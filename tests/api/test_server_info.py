@@ -28,7 +28,8 @@ async def test_every_option_is_shown_with_where_its_value_comes_from(http: httpx
     assert options["--max-model-len"]["value"] == 4096
     assert options["--max-model-len"]["source"] == "given"
     assert options["--block-size"] | {"about": ""} == {
-        "flag": "--block-size", "section": "cache", "value": 16, "source": "default", "about": "",
+        "flag": "--block-size", "section": "KV cache", "value": 16, "source": "default",
+        "about": "",
     }  # fmt: skip
 
 

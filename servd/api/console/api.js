@@ -9,19 +9,10 @@ export const needsKey = () => key !== "";
 export const chosenModel = () => model;
 export const choose = (name) => (model = name);
 
-/** What went wrong, as the server says it. */
-export class Failure extends Error {
-  constructor(message, status) {
-    super(message);
-    this.status = status;
-  }
-}
-
 /** What the server says is wrong. */
 async function failure(response) {
   const reply = await response.json().catch(() => null);
-  const text = reply?.error?.message ?? `The server answered ${response.status}.`;
-  return new Failure(text, response.status);
+  return new Error(reply?.error?.message ?? `The server answered ${response.status}.`);
 }
 
 /** A whole URL, for people to copy. */
@@ -43,7 +34,7 @@ export async function send(path, { body, signal, accept } = {}) {
       response = await fetch(target, init);
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      throw new Failure("The server cannot be reached. Is it still running?", 0);
+      throw new Error("The server cannot be reached. Is it still running?");
     }
     if (response.status === 401) {
       if (used === key) await (asking ??= askForKey(used !== "").finally(() => (asking = null)));
@@ -75,7 +66,7 @@ export async function* events(path, body, signal) {
       const data = part.match(/^data: ?(.*)$/m)?.[1];
       if (!data || data === "[DONE]") continue;
       const event = JSON.parse(data);
-      if (event.error) throw new Failure(event.error.message, event.error.code);
+      if (event.error) throw new Error(event.error.message);
       yield event;
     }
   }

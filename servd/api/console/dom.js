@@ -63,6 +63,13 @@ export const facts = (entries, style = "") => h("dl.facts", { class: `facts ${st
   Object.entries(entries).filter(([, value]) => value != null).map(([name, value]) =>
     h("div", {}, h("dt", {}, name), h("dd", {}, value))));
 
+/** Bars beside each other, each with what it tells and the heights of its parts, by class. */
+export const bars = (label, all) => h("div.steps", { role: "img", "aria-label": label },
+  all.map(([title, parts]) => h("div", { title }, Object.entries(parts).map(([name, share]) =>
+    h(`i.${name}`, { "--share": share })))));
+
+export const gib = (bytes) => `${(bytes / 2 ** 30).toFixed(2)} GiB`;
+
 /** A table whose rows are lists of cells. */
 export function table(label, heads, rows) {
   const head = h("tr", {}, heads.map((name) => h("th", { scope: "col" }, name)));

@@ -4,8 +4,8 @@ import { h } from "./dom.js";
 
 const REFRESH = 1000; // milliseconds
 
-/** Panels export `title`, `order`, and by default a function of their element, which returns a
- * function that draws what `take` found. */
+/** Panels export `title`, `order`, and by default a function that returns one which makes elements
+ * of what `take` found; where it makes none, the panel is hidden. */
 export default function live(root) {
   const problem = h("p.problem", { role: "alert", hidden: true });
   const grid = h("div.panels");
@@ -13,10 +13,15 @@ export default function live(root) {
   const links = [...document.querySelectorAll('link[href^="console/panels/"]')];
   const panels = Promise.all(links.map((link) => import(link.href))).then((modules) =>
     modules.sort((a, b) => a.order - b.order).map((panel) => {
-      const place = h("div");
-      const head = h("h2", {}, panel.title);
-      grid.append(h("section.panel", { "aria-label": panel.title }, head, place));
-      return panel.default(place);
+      const place = h("div"), draw = panel.default();
+      const section = h("section.panel", { "aria-label": panel.title }, h("h2", {}, panel.title),
+        place);
+      grid.append(section);
+      return async (sample) => {
+        const parts = await draw(sample);
+        section.hidden = !parts;
+        place.replaceChildren(...[parts ?? []].flat());
+      };
     }));
   let timer = null;
 

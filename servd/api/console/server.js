@@ -1,12 +1,8 @@
 // How the server is set up, and why.
 import { json } from "./api.js";
-import { count, facts, h, problem, span, table } from "./dom.js";
+import { count, facts, gib, h, problem, span, table } from "./dom.js";
+import { bar } from "./timeline.js";
 
-const SECTIONS = {
-  model: "Model", cache: "KV cache", scheduler: "Scheduler", parallel: "Devices and processes",
-  server: "HTTP server", access: "Who may reach the server", lora: "LoRA adapters",
-  batches: "Files and batches", models: "Several models", observability: "Logs and metrics",
-};
 const SOURCES = { decided: "Decided by servd", given: "Given at the start", default: "Default" };
 
 export default function server(root) {
@@ -25,12 +21,12 @@ export default function server(root) {
 
 function parts(info, health) {
   const decided = info.options.filter((option) => option.source === "decided");
-  const sections = Object.keys(SECTIONS).map((section) => {
+  const sections = [...new Set(info.options.map((option) => option.section))].map((section) => {
     const options = info.options.filter((option) => option.section === section);
     const changed = options.filter((option) => option.source !== "default").length;
-    return h("details", {}, h("summary", {}, SECTIONS[section] ?? section,
+    return h("details", {}, h("summary", {}, section,
       h("span.hint", {}, ` ${options.length} options, ${changed} not at their default`)),
-    optionTable(SECTIONS[section] ?? section, options));
+    optionTable(section, options));
   });
   return [
     h("h2", {}, info.model[0]),
@@ -61,7 +57,6 @@ function describe(health) {
 
 function engineFacts(engine) {
   if (!engine) return { Engine: "still loading" };
-  const gib = (bytes) => `${(bytes / 2 ** 30).toFixed(2)} GiB`;
   const tokens = engine.num_blocks * engine.block_size;
   return {
     Device: `${engine.device}, ${engine.dtype}`,
@@ -78,11 +73,8 @@ function startup(seconds) {
   const whole = phases.reduce((sum, [, spent]) => sum + spent, 0);
   let before = 0;
   const rows = phases.map(([phase, spent]) => {
-    const bar = h("i", { "--from": before / whole, "--share": spent / whole });
-    const row = h("li.computes", {}, h("span", {}, phase),
-      h("span.track", { "aria-hidden": "true" }, bar), h("span.figure", {}, span(spent * 1000)));
     before += spent;
-    return row;
+    return bar("computes", phase, [[before - spent, before]], whole, spent * 1000);
   });
   if (!rows.length) return h("p.hint", {}, "The model is still loading.");
   return h("div.timeline", {},

@@ -9,21 +9,13 @@ const NUMBERS = [
   ["frequency_penalty", "Frequency penalty", "Above 0: fewer repetitions.", 0.1],
   ["seed", "Seed", "The same seed gives the same answer.", 1, "random"],
 ];
-const TOOLS = [{
-  type: "function",
-  function: {
-    name: "get_weather",
-    description: "The weather in a city.",
-    parameters: {
-      type: "object", properties: { city: { type: "string" } }, required: ["city"],
-    },
-  },
-}];
-const SCHEMA = {
-  type: "object",
-  properties: { name: { type: "string" }, age: { type: "integer", minimum: 0, maximum: 150 } },
-  required: ["name", "age"],
-};
+const TOOLS = [{ type: "function", function: {
+  name: "get_weather", description: "The weather in a city.",
+  parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] },
+} }];
+const SCHEMA = { type: "object", required: ["name", "age"], properties: {
+  name: { type: "string" }, age: { type: "integer", minimum: 0, maximum: 150 },
+} };
 
 /** The form; `names` are those of the model. */
 export function settingsForm(names) {

@@ -49,15 +49,17 @@ function waterfall({ wall_ms: wall, causes, spans }) {
   const rest = small.map(({ cause, ms }) => `${causeName(cause)} ${span(ms)}`).join(", ");
   return [h("ol", {}, rows.map(({ cause, ms, share, meaning }) => {
     const kind = COMPUTES.includes(cause) ? "computes" : cause in OWN ? "works" : "waits";
-    const parts = spans.filter((part) => part.cause === cause).map((part) => h("i", {
-      "--from": part.begin_ms / wall, "--share": (part.end_ms - part.begin_ms) / wall,
-    }));
-    return h(`li.${kind}`, { title: meaning },
-      h("span", {}, causeName(cause)), h("span.track", { "aria-hidden": "true" }, parts),
-      h("span.figure", {}, span(ms)),
-      kind === "waits" && share >= 0.05 && h("span.hint", {}, meaning));
+    const own = spans.filter((part) => part.cause === cause);
+    return bar(kind, causeName(cause), own.map((part) => [part.begin_ms, part.end_ms]), wall, ms,
+      meaning, kind === "waits" && share >= 0.05 && h("span.hint", {}, meaning));
   })), rest && h("p.hint", {}, `Too short to draw: ${rest}.`)];
 }
+
+/** A row of a waterfall, with parts from and to times of `whole`. */
+export const bar = (kind, name, parts, whole, ms, title, ...notes) => h(`li.${kind}`, { title },
+  h("span", {}, name), h("span.track", { "aria-hidden": "true" }, parts.map(([from, to]) =>
+    h("i", { "--from": from / whole, "--share": (to - from) / whole }))),
+  h("span.figure", {}, span(ms)), notes);
 
 function prefix({ num_blocks: all, num_matched: matched, num_external: lower, block_size: size,
   text }) {

@@ -15,7 +15,7 @@ from starlette.responses import Response
 import servd
 from servd.api.context import Context, context_of, json_response
 from servd.api.openapi import describes
-from servd.config import flag_of, options_by_name
+from servd.config import flag_of, options_by_name, title_of
 from servd.messages import EngineReady
 from servd.receipt import versions
 
@@ -26,7 +26,7 @@ class Option(msgspec.Struct):
     """An option, its value, and where that comes from: `default`, `given` or `decided`."""
 
     flag: str
-    section: str
+    section: str  # its title
     value: Any
     source: str
     about: str
@@ -83,7 +83,8 @@ async def server_info(request: Request) -> Response:
 
 def _options(context: Context) -> Iterator[Option]:
     for name, (section, field) in options_by_name().items():
-        value = getattr(getattr(context.config, section), name)
+        options = getattr(context.config, section)
+        value, title = getattr(options, name), title_of(type(options))
         about = next((m.description for m in field.type.__metadata__ if m.description), "")
         default = field.default_factory() if field.default_factory is list else field.default
         source = "decided" if name in context.reasons else "given"
@@ -92,4 +93,4 @@ def _options(context: Context) -> Iterator[Option]:
         if name == "api_key":  # no secret leaves the server
             value = [f"{len(value)} of them"] if value else []
         why = context.reasons.get(name, UNSET)
-        yield Option(flag_of(name), section, value, source, about, why)
+        yield Option(flag_of(name), title, value, source, about, why)

@@ -5,7 +5,7 @@ import { facts, span } from "../dom.js";
 export const title = "Engine and workers";
 export const order = 5;
 
-export default function panel(place) {
+export default function panel() {
   let info = null;
   return async ({ metrics, health, steps }) => {
     info = info?.engine ? info : await json("server_info");
@@ -14,7 +14,7 @@ export default function panel(place) {
     const last = steps.at(-1);
     const sleeping = metrics.all("vllm:engine_sleep_state")
       .some(({ labels, value }) => labels.sleep_state === "discard_all" && value);
-    place.replaceChildren(facts({
+    return facts({
       Engine: [health.status, sleeping ? "asleep" : health.activity].filter(Boolean).join(", "),
       Engines: health.engines?.join(", "),
       "Last step": health.seconds_since_step == null ? null
@@ -24,6 +24,6 @@ export default function panel(place) {
         + option("--executor"),
       "API servers": option("--api-server-count"),
       "Their lag": span((metrics.sum(`${lag}_sum`) / metrics.sum(`${lag}_count`)) * 1000),
-    }));
+    });
   };
 }

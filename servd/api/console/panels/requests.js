@@ -5,18 +5,17 @@ import { requestLink } from "../timeline.js";
 export const title = "Requests now";
 export const order = 2;
 
-export default function panel(place) {
-  return ({ metrics, requests }) => {
-    place.replaceChildren(facts({
-      Running: count(metrics.sum("vllm:num_requests_running")),
-      Waiting: count(metrics.sum("vllm:num_requests_waiting")),
-      Preemptions: count(metrics.sum("vllm:num_preemptions_total")),
-    }, "big"),
-    requests.length ? table("Running requests", ["Request", "For", "Tokens"],
-      requests.slice(0, 8).map((request) => [requestLink(request.id), span(request.wall_ms),
-        `${count(request.num_prompt_tokens)} + ${count(request.num_output_tokens)}`]))
-      : h("p.hint", {}, "Nothing runs."));
-    const others = requests.length - 8;
-    if (others > 0) place.append(h("p.hint", {}, `and ${counted(others, "other")}`));
-  };
-}
+const SHOWN = 8;
+
+export default () => ({ metrics, requests }) => [
+  facts({
+    Running: count(metrics.sum("vllm:num_requests_running")),
+    Waiting: count(metrics.sum("vllm:num_requests_waiting")),
+    Preemptions: count(metrics.sum("vllm:num_preemptions_total")),
+  }, "big"),
+  requests.length ? table("Running requests", ["Request", "For", "Tokens"],
+    requests.slice(0, SHOWN).map((request) => [requestLink(request.id), span(request.wall_ms),
+      `${count(request.num_prompt_tokens)} + ${count(request.num_output_tokens)}`]))
+    : h("p.hint", {}, "Nothing runs."),
+  requests.length > SHOWN ? h("p.hint", {}, `and ${counted(requests.length - SHOWN, "other")}`) : [],
+].flat();

@@ -9,7 +9,7 @@ const GENERATED = "vllm:generation_tokens_total";
 const PROMPT = "vllm:prompt_tokens_total";
 const ITL = "vllm:inter_token_latency_seconds";
 
-export default function panel(place) {
+export default function panel() {
   const rates = [];
   let last = null;
   return ({ metrics, seconds }) => {
@@ -21,11 +21,11 @@ export default function panel(place) {
     rates.push(per("generated"));
     if (rates.length > KEPT) rates.shift();
     const gap = (now.gapSeconds - before.gapSeconds) / (now.gaps - before.gaps);
-    place.replaceChildren(facts({
+    return [facts({
       "Tokens/s": short(rates.at(-1)),
       "Prompt tokens/s": short(per("prompt")),
       "Between tokens": span(gap * 1000),
-    }, "big"), chart(rates));
+    }, "big"), chart(rates)];
   };
 }
 
