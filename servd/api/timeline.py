@@ -8,6 +8,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from heapq import nlargest
 from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -200,12 +201,11 @@ class Tracer:
         """Keep a finished request if it is among the slowest."""
         if timeline.wall_ns <= self._fastest_ns:
             return
-        self.slowest[timeline.id] = timeline
-        by_length = sorted(self.slowest.values(), key=lambda each: -each.wall_ns)
-        for fastest in by_length[MAX_SLOWEST:]:
-            del self.slowest[fastest.id]
-        if len(by_length) >= MAX_SLOWEST:
-            self._fastest_ns = by_length[MAX_SLOWEST - 1].wall_ns
+        all_slow = {**self.slowest, timeline.id: timeline}.values()
+        slowest = nlargest(MAX_SLOWEST, all_slow, key=attrgetter("wall_ns"))
+        self.slowest = {each.id: each for each in slowest}
+        if len(slowest) == MAX_SLOWEST:
+            self._fastest_ns = slowest[-1].wall_ns
         if len(self.steps[timeline.engine]) == MAX_STEPS:
             self._keep_accounts([timeline])
 
