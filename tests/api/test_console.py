@@ -9,7 +9,6 @@ import pytest
 
 from servd.account import CAUSES
 from servd.api.console import FOLDER, files
-from servd.config import Config
 from tests.api.harness import MODEL, serve
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
@@ -67,12 +66,6 @@ def test_no_script_makes_markup_of_text_or_keeps_a_key(path):
 def test_every_cause_has_a_name_for_people():
     text = (FOLDER / "timeline.js").read_text(encoding="utf8")
     assert {*re.findall(r"(\w+): \"[A-Z]", text)} == {*CAUSES}
-
-
-def test_every_section_of_the_configuration_is_shown():
-    text = (FOLDER / "server.js").read_text(encoding="utf8")
-    shown = text.partition("const SECTIONS = {")[2].partition("}")[0]
-    assert re.findall(r"(\w+): \"", shown) == [*Config.__struct_fields__]
 
 
 OF_FEATURES = {"adapters.js", "drafts.js", "tiers.js"}  # panels; each feature brings its own

@@ -17,5 +17,6 @@ export default () => ({ metrics, requests }) => [
     requests.slice(0, SHOWN).map((request) => [requestLink(request.id), span(request.wall_ms),
       `${count(request.num_prompt_tokens)} + ${count(request.num_output_tokens)}`]))
     : h("p.hint", {}, "Nothing runs."),
-  requests.length > SHOWN ? h("p.hint", {}, `and ${counted(requests.length - SHOWN, "other")}`) : [],
-].flat();
+  h("p.hint", { hidden: requests.length <= SHOWN },
+    `and ${counted(requests.length - SHOWN, "other")}`),
+];
