@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import queue
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent import futures
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,4 +126,73 @@ def test_an_executor_without_a_token_does_not_listen(monkeypatch):
     with pytest.raises(ConfigError, match="need a token that they share"):
         executor.start()
     assert not listened
+    executor.shutdown()
+
+
+class Remote:
+    """A class or method as Ray calls it from elsewhere: in a thread."""
+
+    def __init__(self, called: Any) -> None:
+        self.called = called
+
+    def options(self, **_: Any) -> Remote:
+        return self
+
+    def remote(self, *args: Any) -> Any:
+        if isinstance(self.called, type):
+            made = self.called()
+            methods = [name for name in vars(self.called) if not name.startswith("_")]
+            return SimpleNamespace(**{name: Remote(getattr(made, name)) for name in methods})
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self.called(*args))
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future
+
+
+def test_workers_join_from_where_ray_puts_them_and_one_that_cannot_is_noticed(monkeypatch):
+    """Ray itself is a fake here; test_ray.py has the real one."""
+    from servd.core.executor import ray as module
+
+    free: list[Any] = []
+    group = SimpleNamespace(wait=lambda timeout: True)
+    fakes = {
+        "ray": SimpleNamespace(
+            is_initialized=lambda: True, kill=free.append, remote=lambda **_: Remote,
+            util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"),
+            get=lambda found: (found[0] if isinstance(found, list) else found).result(),
+            wait=lambda runs: ([next(futures.as_completed(runs))], []),
+        ),
+        "ray.util.placement_group": SimpleNamespace(
+            placement_group=lambda bundles, strategy: group, remove_placement_group=free.append,
+            placement_group_table=lambda _: {"bundles_to_node_id": {0: "a", 1: "b"}},
+        ),
+        "ray.util.scheduling_strategies": SimpleNamespace(
+            PlacementGroupSchedulingStrategy=lambda group, placement_group_bundle_index: None
+        ),
+    }  # fmt: skip
+    monkeypatch.setattr(module, "library", lambda name="ray": fakes[name])
+    monkeypatch.setattr(module, "find_model", lambda config: FAKE_SPEC)
+    monkeypatch.setattr(multiproc.MultiProcExecutor, "worker_module", TOY_WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("SERVD_CLOCK_OFFSET_NS", "0")
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64}
+    config = Config.load(options | {"tensor_parallel_size": 2, "executor": "ray", "device": "cpu"})
+    executor = module.RayExecutor(config, FAKE_SPEC, lambda phase, fraction: None)
+    answers(executor, executor.start())
+    executor.shutdown()
+    assert len(free) == 3 and free[-1] is group
+
+    def fail(config: Config) -> None:
+        raise ConfigError("there is no such model here")
+
+    monkeypatch.setattr(module, "find_model", fail)
+    executor = module.RayExecutor(config, FAKE_SPEC, lambda phase, fraction: None)
+    with pytest.raises(EngineDead, match="an actor of Ray has ended: there is no such model here"):
+        executor.start()
     executor.shutdown()
