@@ -63,7 +63,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of keys and values that one token takes over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+        numbers = 2 * self.num_kv_heads * self.head_dim
+        if (latent := self.config.get("kv_lora_rank")) is not None:  # that is all which is kept
+            numbers = latent + self.config["qk_rope_head_dim"]
+        return self.num_layers * numbers * dtype_bytes
 
 
 # A model for `--executor fake`: one token per byte plus an end-of-sequence token.

@@ -30,6 +30,10 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tensor_parallel_size: Annotated[
         Positive, Meta(description="Devices that each hold a slice of every layer.")
     ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        Meta(description="They hold whole experts of a layer, in place of a slice of each."),
+    ] = False
     pipeline_parallel_size: Annotated[
         Positive,
         Meta(

@@ -28,11 +28,12 @@ METHODS_BY_NAME = {
     "dflash": "dflash", "dspark": "dspark",
 }  # fmt: skip
 NEEDS_MODEL = {"draft_model", "eagle", "eagle3", "medusa"}
+READS_MODEL = NEEDS_MODEL | {"mtp"}
 # Beginning of a key -> the methods that read it; one from outside servd may read any.
 READ_BY = {
-    "prompt_lookup_": {"ngram"}, "suffix_decoding_": {"suffix"}, "model": NEEDS_MODEL,
-    "revision": NEEDS_MODEL, "quantization": NEEDS_MODEL, "max_model_len": NEEDS_MODEL,
-    "draft_": NEEDS_MODEL,
+    "prompt_lookup_": {"ngram"}, "suffix_decoding_": {"suffix"}, "model": READS_MODEL,
+    "revision": READS_MODEL, "quantization": READS_MODEL, "max_model_len": READS_MODEL,
+    "draft_": READS_MODEL,
 }  # fmt: skip
 
 
@@ -44,7 +45,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """
 
     method: str = ""  # a file of servd/worker/spec_decode; else what the name of `model` says
-    model: str | None = None  # folder or id of the draft
+    model: str | None = None  # folder or id of the draft; of mtp the model's own, unless given
     # Most drafts of a request in a step; how many it gets is measured. Of medusa it stays 0 until
     # the heads are found.
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=MOST_DRAFTS)] = 0

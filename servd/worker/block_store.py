@@ -21,7 +21,7 @@ class BlockStore:
 
     Args:
         path: the file; see `BlockCopies.memory`.
-        caches: the layers', [2, num_blocks, ...] each.
+        caches: the layers', [2, num_blocks, ...] or [1, num_blocks, ...] each.
         parallel: the ranks.
     """
 
@@ -32,12 +32,12 @@ class BlockStore:
         bytes_each = [cache[0, 0].numel() * cache.itemsize for cache in caches]
         dtype = torch.uint8 if any(size % 8 for size in bytes_each) else torch.int64
         memory = torch.frombuffer(self._memory, dtype=dtype)
-        blocks = [cache.view(2, cache.shape[1], -1).view(dtype) for cache in caches]
-        sizes = [2 * each.shape[2] for each in blocks]
+        blocks = [cache.flatten(2).view(dtype) for cache in caches]
+        sizes = [len(each) * each.shape[2] for each in blocks]
         slots = memory.view(-1, parallel.size, sum(sizes))[:, parallel.rank]
-        # By layer: its cache [2, num_blocks, bytes], and the slots [num_slots, 2, bytes].
+        # By layer: its cache [2, num_blocks, bytes], and the slots [num_slots, 2, bytes]; or 1.
         self._layers = [
-            (device, host.unflatten(1, (2, -1)))
+            (device, host.unflatten(1, (len(device), -1)))
             for device, host in zip(blocks, slots.split(sizes, dim=1), strict=True)
         ]
         if caches[0].is_cuda:  # copies do not wait, where the memory is pinned

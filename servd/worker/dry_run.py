@@ -149,7 +149,9 @@ def load(
     """
     with Weightless(device):
         options = config.parallel
-        first = Parallel(0, options.tensor_parallel_size, 0, options.pipeline_parallel_size)
+        size, num_stages = options.tensor_parallel_size, options.pipeline_parallel_size
+        whole = options.enable_expert_parallel
+        first = Parallel(0, size, 0, num_stages, has_whole_experts=whole)
         runner = runner_class(config, spec, device, parallel or first)
         runner.load_model(lambda _: None)
     return runner

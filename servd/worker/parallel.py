@@ -25,6 +25,7 @@ class Parallel:
     stage: int = 0
     num_stages: int = 1
     group: Any = None  # torch's, of the stage's ranks; None: they are all there are
+    has_whole_experts: bool = False  # a rank has some of a layer's experts, not a slice of each
 
     @classmethod
     def connect(
@@ -34,6 +35,7 @@ class Parallel:
         device: torch.device,
         init_method: str | None,
         num_stages: int = 1,
+        has_whole_experts: bool = False,
     ) -> Parallel:
         """Join the others at `init_method` ("tcp://127.0.0.1:29500"), as number `rank` of all;
         blocks until they are there.
@@ -47,7 +49,7 @@ class Parallel:
             if size < total:  # everyone takes part in the making of every group
                 groups = [dist.new_group(range(i, i + size)) for i in range(0, total, size)]
                 group = groups[stage]
-        return cls(rank % size, size, stage, num_stages, group)
+        return cls(rank % size, size, stage, num_stages, group, has_whole_experts)
 
     @property
     def is_first_stage(self) -> bool:
@@ -92,6 +94,10 @@ class Parallel:
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, dim=-1)
+
+    def own(self, total: int) -> range:
+        """This rank's of things that stay whole."""
+        return range(total * self.rank // self.size, total * (self.rank + 1) // self.size)
 
     def share(self, total: int) -> int:
         """Each rank's part of `total`, rounded up."""

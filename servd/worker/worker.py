@@ -66,7 +66,9 @@ class Worker:
             self.num_threads = set_num_threads(options.num_workers * options.num_engines_here)
             runner_class = CPUModelRunner
         size, num_stages = options.tensor_parallel_size, options.pipeline_parallel_size
-        self.parallel = Parallel.connect(rank, size, self.device, distributed_init, num_stages)
+        self.parallel = Parallel.connect(
+            rank, size, self.device, distributed_init, num_stages, options.enable_expert_parallel
+        )
         self.runner = runner_class(config, spec, self.device, self.parallel)
 
     def load_model(self) -> WorkerReady:

@@ -100,8 +100,37 @@ GPT_OSS = LLAMA | {
 }
 PHI3 = LLAMA | {"hidden_size": 64, "num_attention_heads": 4, "pad_token_id": None}
 
+DEEPSEEK = LLAMA | {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.9},
+    "pad_token_id": None,
+}
+
 # model_type -> variants of its config.json, by name.
 CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "deepseek_v2": {
+        "any group": DEEPSEEK,
+        "groups, short queries": DEEPSEEK
+        | {"topk_method": "group_limited_greedy", "q_lora_rank": 28, "attention_bias": True},
+    },
+    "deepseek_v3": {
+        "renormalized": DEEPSEEK | {"q_lora_rank": 28, "norm_topk_prob": True},
+        "halves turned": DEEPSEEK | {"rope_interleave": False, "norm_topk_prob": False},
+    },
     "gpt2": {
         "tied": GPT2 | {"n_embd": 64, "n_head": 4},
         "untied, relu, n_inner": GPT2
@@ -251,5 +280,8 @@ def make_checkpoint(
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.data.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(folder)
     return folder

@@ -19,6 +19,8 @@ from tests.worker.driver import Driver, config_for
 
 SWITCHES = [*native.CAPABILITIES, "off"]
 FAMILIES = [
+    ("deepseek_v2", "groups, short queries"),
+    ("deepseek_v3", "renormalized"),
     ("gemma2", "caps"),
     ("gemma3_text", "layer types"),
     ("gpt2", "tied"),

@@ -23,11 +23,17 @@ NUM_OUTPUTS = 8
 
 
 def generate(
-    rank: int, size: int, folder: str, adapter: Adapter | None, address: str | None, result: str
+    rank: int,
+    size: int,
+    folder: str,
+    adapter: Adapter | None,
+    address: str | None,
+    result: str,
+    given: dict[str, object],
 ) -> None:
     """Run one rank of a model, then with an adapter; write tokens and logits of the first steps."""
     impl = "transformers" if folder.endswith("through") else "auto"
-    options = {"enable_lora": adapter is not None, "model_impl": impl}
+    options = {"enable_lora": adapter is not None, "model_impl": impl} | given
     worker = Worker(
         config_for(folder, tensor_parallel_size=size, **options),
         read_spec(folder),
@@ -89,6 +95,7 @@ def adapter_of(folder: Path) -> Adapter:
         *(
             pytest.param(name, next(iter(CASES[name].values())), marks=pytest.mark.slow)
             for name in (
+                "deepseek_v3",
                 "gemma2",
                 "gemma3_text",
                 "gpt_oss",
@@ -104,6 +111,27 @@ def adapter_of(folder: Path) -> Adapter:
 def test_two_ranks_equal_one(tmp_path: Path, model_type: str, options: dict[str, object]):
     folder = make_checkpoint(tmp_path / "model", model_type, options)
     check(folder, adapter_of(tmp_path) if model_type == "llama" else None)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("deepseek_v2", CASES["deepseek_v2"]["any group"]),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("deepseek_v3", CASES["deepseek_v3"]["renormalized"]),
+                ("gpt_oss", CASES["gpt_oss"]["sinks"]),
+                ("mixtral", CASES["mixtral"]["experts"]),  # 2 and 3 of them
+                ("qwen3_moe", QWEN3_MOE),
+            )
+        ),
+    ],
+)
+def test_two_ranks_with_experts_of_their_own_equal_one(
+    tmp_path: Path, model_type: str, options: dict[str, object]
+):
+    check(make_checkpoint(tmp_path / "model", model_type, options), enable_expert_parallel=True)
 
 
 @pytest.mark.parametrize(
@@ -127,12 +155,12 @@ def test_two_ranks_equal_one_through_transformers(
     check(make(tmp_path / "through", model_type, architecture))
 
 
-def check(folder: Path, adapter: Adapter | None = None) -> None:
+def check(folder: Path, adapter: Adapter | None = None, **options: object) -> None:
     """Tokens and logits of two ranks are those of one; of greedy tokens, transformers' own."""
     tmp_path = folder.parent
-    generate(0, 1, str(folder), adapter, None, str(tmp_path / "one"))
+    generate(0, 1, str(folder), adapter, None, str(tmp_path / "one"), options)
     address, two = f"file://{tmp_path}/rendezvous", str(tmp_path / "two")
-    mp.spawn(generate, (2, str(folder), adapter, address, two), nprocs=2)
+    mp.spawn(generate, (2, str(folder), adapter, address, two, options), nprocs=2)
     expected = torch.load(tmp_path / "one.0")
     assert PROMPT + expected[0][0] == greedy(folder, PROMPT, NUM_OUTPUTS)
     assert adapter is None or not torch.allclose(expected[1][1], expected[0][1], atol=0.1)

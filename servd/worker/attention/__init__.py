@@ -61,6 +61,14 @@ class AttentionSpec:
     # False: a token sees those after it too; all tokens of a row are computed in one step.
     is_causal: bool = True
     batch_invariant: bool = False  # see Backend.is_batch_invariant; where it costs something
+    # Values are the last so many numbers of the keys, of which there is one head; None: they are
+    # stored beside them and as long.
+    value_dim: int | None = None
+
+    @property
+    def num_stored(self) -> int:
+        """Tensors of a layer's cache: keys and values, or keys that have the values."""
+        return 2 if self.value_dim is None else 1
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,7 @@ class Backend(ABC, Generic[Metadata]):
     supports_soft_cap: ClassVar[bool] = False  # and sinks
     supports_bidirectional: ClassVar[bool] = False  # see AttentionSpec.is_causal
     fuses_norms = False  # whether `fused_write` takes them
+    supports_values_in_keys: ClassVar[bool] = False  # see AttentionSpec.value_dim
     # Types of device on which "auto" may choose it, and its turn there: the lowest is asked first.
     auto_order: ClassVar[Mapping[str, int]] = {}
 
@@ -137,10 +146,10 @@ class Backend(ABC, Generic[Metadata]):
         """None if the backend can run this here, otherwise the reason why not."""
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Shape of one layer's cache: keys and values, then blocks."""
+        """Shape of one layer's cache: keys and values, or keys alone; then blocks."""
         spec = self.spec
         size = _int8.row_size(spec.kv_dtype, spec.head_dim)
-        return (2, num_blocks, spec.block_size, spec.num_kv_heads, size)
+        return (spec.num_stored, num_blocks, spec.block_size, spec.num_kv_heads, size)
 
     @abstractmethod
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
@@ -150,7 +159,7 @@ class Backend(ABC, Generic[Metadata]):
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         kv_cache: Tensor,
         metadata: Metadata,
         rotation: Rotation | None,
@@ -165,7 +174,7 @@ class Backend(ABC, Generic[Metadata]):
         Args:
             q: [num_tokens, num_heads, head_dim].
             k: [num_tokens, num_kv_heads, head_dim].
-            v: like k.
+            v: like k; None: see AttentionSpec.value_dim.
             kv_cache: this layer's, see `kv_cache_shape`.
             metadata: this step's.
             rotation: None for a model without rotary positions.
@@ -186,19 +195,19 @@ class Backend(ABC, Generic[Metadata]):
             return self.fused_write(q, k, v, kv_cache, metadata.slot_mapping, rotation, *fused)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        if kv_cache.dtype == torch.float8_e4m3fn:
-            largest = torch.finfo(kv_cache.dtype).max
-            k, v = k.clamp(-largest, largest), v.clamp(-largest, largest)
-        if kv_cache.dtype == torch.int8:
-            k, v = _int8.pack(k), _int8.pack(v)
-        cache = kv_cache.view(2, -1, *k.shape[1:])
-        cache[0, metadata.slot_mapping] = k.to(cache.dtype)
-        cache[1, metadata.slot_mapping] = v.to(cache.dtype)
+        for stored, x in zip(kv_cache, (k, v), strict=False):
+            assert x is not None, "the cache has a place for values"
+            if kv_cache.dtype == torch.float8_e4m3fn:
+                largest = torch.finfo(kv_cache.dtype).max
+                x = x.clamp(-largest, largest)
+            if kv_cache.dtype == torch.int8:
+                x = _int8.pack(x)
+            stored.view(-1, *x.shape[1:])[metadata.slot_mapping] = x.to(kv_cache.dtype)
         return q
 
     def move(self, kv_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
         """Copy keys and values of a layer from slots to slots, int64 [n] each."""
-        cache = kv_cache.view(2, -1, *kv_cache.shape[3:])
+        cache = kv_cache.flatten(1, 2)
         cache[:, targets] = cache[:, sources]
 
     @abstractmethod
@@ -217,7 +226,7 @@ class Backend(ABC, Generic[Metadata]):
                 `supports_soft_cap`.
 
         Returns:
-            [num_tokens, num_heads, head_dim], contiguous.
+            [num_tokens, num_heads, head_dim], or value_dim in its place; contiguous.
         """
 
 
@@ -228,6 +237,7 @@ def fused_write(spec: AttentionSpec) -> Callable[..., Tensor] | None:
     if (
         spec.device.type != "cuda"
         or spec.head_dim & (spec.head_dim - 1)
+        or spec.value_dim is not None
         or find_spec("triton") is None
     ):
         return None
@@ -261,6 +271,8 @@ def make_backend(name: str, spec: AttentionSpec) -> tuple[str, Backend[Any]]:
             reason = "the model caps its scores or has attention sinks, which it does not compute"
         if not (spec.is_causal or backend.supports_bidirectional):
             reason = "an encoder's tokens see those after them: only native and torch_sdpa do that"
+        if spec.value_dim is not None and not backend.supports_values_in_keys:
+            reason = "the model has its values in its keys, where it does not read them"
         if reason is None:
             return candidate, backend(spec)
         if name != "auto":

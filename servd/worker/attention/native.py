@@ -14,7 +14,7 @@ from servd.worker.attention import Backend as AttentionBackend
 from servd.worker.layers.rotary import Rotation
 from servd.worker.ops.native import TYPES, call, library
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM, MAX_VALUE_DIM = 256, 512
 # That the kernels are compiled for.
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 VECTOR = 16  # elements of the widest vector: block size and head dimension are multiples of it
@@ -41,12 +41,14 @@ class Backend(AttentionBackend[Metadata]):
     num_read_before = 0
     supports_bidirectional = True
     supports_soft_cap = True
+    supports_values_in_keys = True
     is_batch_invariant = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
         self.type = TYPES[spec.kv_dtype]
-        self.fused_write = self.rotate_and_store
+        if spec.value_dim is None:
+            self.fused_write = self.rotate_and_store
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -62,7 +64,15 @@ class Backend(AttentionBackend[Metadata]):
             return f"computes in float32, not {spec.dtype}"
         if spec.kv_dtype not in KV_DTYPES:
             return f"needs a cache of int8, or of floats of 16 or 32 bits, not {spec.kv_dtype}"
-        if spec.head_dim % VECTOR or spec.head_dim > MAX_HEAD_DIM:
+        if spec.value_dim is not None:
+            if spec.head_dim % VECTOR or spec.value_dim % VECTOR or spec.value_dim > MAX_VALUE_DIM:
+                return (
+                    f"needs keys and values of multiples of {VECTOR} numbers, values of up to "
+                    f"{MAX_VALUE_DIM}, not {spec.head_dim} and {spec.value_dim}"
+                )
+            if spec.kv_dtype == torch.int8:
+                return "needs a cache of floats where values are a part of the keys"
+        elif spec.head_dim % VECTOR or spec.head_dim > MAX_HEAD_DIM:
             return (
                 f"needs a head_dim that is a multiple of {VECTOR} up to {MAX_HEAD_DIM}, not "
                 f"{spec.head_dim}"
@@ -73,9 +83,12 @@ class Backend(AttentionBackend[Metadata]):
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Keys are [blocks, kv_heads, head_dim, block_size] in it, values [blocks, kv_heads,
-        block_size, head_dim]; of int8, each head is followed by scales, float32 [block_size].
+        block_size, head_dim]; of int8, each head is followed by scales, float32 [block_size]. Where
+        values are a part of the keys, these are as values are.
         """
         spec = self.spec
+        if spec.value_dim is not None:
+            return super().kv_cache_shape(num_blocks)
         size = spec.block_size * _int8.row_size(spec.kv_dtype, spec.head_dim)
         return (2, num_blocks, spec.num_kv_heads, size)
 
@@ -89,13 +102,14 @@ class Backend(AttentionBackend[Metadata]):
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         kv_cache: Tensor,
         slots: Tensor,
         rotation: Rotation | None,
     ) -> Tensor:
         """Both in one pass; see ops/cpu/attention.cpp."""
         spec = self.spec
+        assert v is not None
         q, k, v = (
             x if x.stride(2) == 1 and x.stride(1) == spec.head_dim else x.contiguous()
             for x in (q, k, v)
@@ -111,6 +125,8 @@ class Backend(AttentionBackend[Metadata]):
 
     def move(self, kv_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
         """In the layout of `kv_cache_shape`."""
+        if self.spec.value_dim is not None:
+            return super().move(kv_cache, sources, targets)
         size = self.spec.block_size
         numbers, scales = kv_cache.tensor_split([size * self.spec.head_dim], dim=-1)
         keys, *rows = numbers[0].unflatten(-1, (-1, size)), numbers[1].unflatten(-1, (size, -1))
@@ -128,11 +144,13 @@ class Backend(AttentionBackend[Metadata]):
     ) -> Tensor:
         """See ops/cpu/attention.cpp."""
         spec, tables, tails = self.spec, metadata.block_tables, metadata.tails
-        out = torch.empty(q.shape)
+        size = spec.value_dim or spec.head_dim
+        keys, values = kv_cache if spec.value_dim is None else (kv_cache[0], None)
+        out = torch.empty(*q.shape[:2], size)
         call(
-            "attend", self.type, q, q.stride(0), len(q), *kv_cache, kv_cache.shape[1],
+            "attend", self.type, q, q.stride(0), len(q), keys, values, kv_cache.shape[1],
             tables, tables.shape[1], metadata.query_lens, metadata.seq_lens, len(tables),
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size,
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, size, spec.block_size,
             spec.sliding_window or 0, int(spec.is_causal), tails,
             0 if tails is None else tails.shape[1], scale, spec.soft_cap or 0.0, sinks, out,
         )  # fmt: skip

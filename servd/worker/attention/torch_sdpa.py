@@ -56,6 +56,7 @@ class Backend(AttentionBackend[Metadata]):
     num_read_before = 0
     supports_bidirectional = True
     supports_soft_cap = True
+    supports_values_in_keys = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
@@ -144,21 +145,22 @@ class Backend(AttentionBackend[Metadata]):
         self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
     ) -> Tensor:
         """Group by group."""
-        # [num_blocks, block_size * kv_heads * numbers of a head]
-        key_blocks, value_blocks = kv_cache.flatten(2)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        blocks = kv_cache.flatten(2)  # [1 or 2, num_blocks, block_size * kv_heads * numbers of one]
+        size = self.spec.value_dim or self.spec.head_dim
+        out = q.new_empty(*q.shape[:2], size)
         for group in metadata.groups:
             queries = q if group.tokens is None else q[group.tokens]
+            found = [self._gather(each, group) for each in blocks]
             attended = self._attention(
                 queries.unflatten(0, (group.num_rows, -1)).transpose(1, 2),
-                self._gather(key_blocks, group),
-                self._gather(value_blocks, group),
+                found[0],
+                found[-1][..., -size:],
                 group.mask,
                 scale,
                 sinks,
-            ).transpose(1, 2)  # [num_rows, query_len, num_heads, head_dim]
+            ).transpose(1, 2)  # [num_rows, query_len, num_heads, size]
             if group.tokens is None:
-                return attended.reshape(q.shape)
+                return attended.reshape(out.shape)
             out[group.tokens] = attended.flatten(0, 1)
         return out
 
@@ -174,6 +176,10 @@ class Backend(AttentionBackend[Metadata]):
         """[num_rows, num_heads, query_len, head_dim], from keys and values of num_kv_heads."""
         spec = self.spec
         group = spec.num_heads // spec.num_kv_heads
+        if spec.value_dim is not None:  # heads are further queries: torch would copy the keys
+            q, mask = q.flatten(1, 2).unsqueeze(1), mask.repeat(1, 1, group, 1)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+            return out.squeeze(1).unflatten(1, (group, -1))
         if sinks is None and spec.soft_cap is None:
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, scale=scale, enable_gqa=group > 1

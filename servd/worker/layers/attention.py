@@ -57,6 +57,7 @@ class Attention(nn.Module):
         soft_cap: see AttentionSpec.
         has_sinks: see AttentionSpec.
         is_causal: see AttentionSpec.
+        value_dim: see AttentionSpec.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Attention(nn.Module):
         soft_cap: float | None = None,
         has_sinks: bool = False,
         is_causal: bool = True,
+        value_dim: int | None = None,
     ) -> None:
         super().__init__()
         self.layer, self.group = layer, 0
@@ -85,28 +87,36 @@ class Attention(nn.Module):
             "soft_cap": soft_cap,
             "has_sinks": has_sinks,
             "is_causal": is_causal,
+            "value_dim": value_dim,
         }
 
     def forward(
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         ctx: ForwardContext,
         rotation: Rotation | None = None,
         sinks: Tensor | None = None,
         norms: Norms | None = None,
     ) -> Tensor:
-        """q [num_tokens, heads * head_dim], k and v [num_tokens, kv_heads * head_dim] -> like q."""
+        """q [num_tokens, heads * head_dim], k and v [num_tokens, kv_heads * head_dim] -> like q; or
+        with values in k, [num_tokens, heads * value_dim].
+        """
         backend, metadata = ctx.of_layers(self.sliding_window, self.group)
         kv_cache = ctx.kv_caches[self.layer]
-        q, k, v = q.view(self.query_shape), k.view(self.kv_shape), v.view(self.kv_shape)
+        q, k = q.view(self.query_shape), k.view(self.kv_shape)
         k_scale, v_scale = (
             self.kv_scales.values() if kv_cache.dtype == torch.float8_e4m3fn else (1.0, 1.0)
         )
         if norms is not None and k_scale != 1.0:  # which comes after
             q, k, norms = norms[0](q), norms[1](k), None
-        k, v = k if k_scale == 1.0 else k / k_scale, v if v_scale == 1.0 else v / v_scale
+        k = k if k_scale == 1.0 else k / k_scale
+        if v is None:
+            v_scale = k_scale
+        else:
+            v = v.view(self.kv_shape)
+            v = v if v_scale == 1.0 else v / v_scale
         q = backend.write(q, k, v, kv_cache, metadata, rotation, norms)
         out = backend.attend(q, kv_cache, metadata, self.scale * k_scale, sinks).flatten(1)
         return out if v_scale == 1.0 else out.mul_(v_scale)

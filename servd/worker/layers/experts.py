@@ -14,8 +14,10 @@ from servd.worker.layers import packed
 from servd.worker.layers._matrix import MakeForm, Matrix
 from servd.worker.layers.activation import Gate
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
-from servd.worker.layers.weight import Weight
+from servd.worker.layers.quantized import Quantized
+from servd.worker.layers.weight import Copy, Weight
 from servd.worker.ops import native
+from servd.worker.ops.reference import Routing
 from servd.worker.parallel import Parallel
 
 
@@ -25,7 +27,7 @@ class GroupedForm(Protocol):
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
         """Row `index[r]` of x [n, in], or row r if `index` is None, times the matrix of the expert
         that row r is of: from starts[expert] to starts[expert + 1]. int32 [num_rows] and
-        [num_experts + 1] -> [num_rows, out].
+        [num_experts + 1] -> [num_rows, out]. Rows of no expert, before all or after all, are any.
         """
         ...
 
@@ -38,10 +40,13 @@ class OneByOne:
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
         """See `GroupedForm`."""
-        rows = x if index is None else x[index]
-        parts = rows.split(starts.diff().tolist())
-        pairs = zip(self.matrices, parts, strict=True)
-        return torch.cat([matrix.product(part) for matrix, part in pairs if len(part)])
+        rows, bounds = x if index is None else x[index], starts.tolist()
+        first = self.matrices[0]
+        out = x.new_empty(len(rows), first.rows_of(len(first.part_shapes) - 1).stop)
+        for matrix, start, end in zip(self.matrices, bounds, bounds[1:], strict=False):
+            if end > start:
+                out[start:end] = matrix.product(rows[start:end])
+        return out
 
 
 def grouped_form(matrices: Sequence[Matrix]) -> GroupedForm:
@@ -67,8 +72,8 @@ class WithBiases:
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
         """See `GroupedForm`."""
         out = self.form.multiply(x, index, starts)
-        # Its size stated, nothing waits for the device.
-        return out.add_(self.biases.repeat_interleave(starts.diff(), 0, output_size=len(out)))
+        rows = torch.arange(len(out), dtype=starts.dtype, device=starts.device)
+        return out.add_(self.biases[torch.bucketize(rows, starts[1:-1], right=True)])
 
 
 class RouterMatrix(Matrix):
@@ -102,8 +107,33 @@ class Expert(nn.Module):
         self.down_proj = RowParallelLinear(size, hidden_size, parallel, bias=bias)
 
 
+class Elsewhere(Weight):
+    """In place of a weight that another rank has."""
+
+    def __init__(self, shape: Sequence[int], parallel: Parallel) -> None:
+        super().__init__(shape, parallel)
+        self.missing.clear()
+
+    def load(
+        self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
+    ) -> None:
+        """Nothing is kept."""
+
+
+class ExpertElsewhere(nn.Module):
+    """In place of an expert that another rank has."""
+
+    def __init__(self, parallel: Parallel, bias: bool) -> None:
+        super().__init__()
+        for name in ("gate_up_proj", "down_proj"):
+            leaves = ("weight", "bias") if bias else ("weight",)
+            weights = {leaf: Elsewhere((0,), parallel) for leaf in leaves}
+            self.add_module(name, nn.ParameterDict(weights))
+
+
 class SparseMoE(nn.Module):
-    """Router and experts. Each rank has a slice of every expert.
+    """Router and experts. Each rank has a slice of every expert, or whole ones with
+    `Parallel.has_whole_experts`.
 
     Args:
         hidden_size: of the tokens.
@@ -129,12 +159,18 @@ class SparseMoE(nn.Module):
     ) -> None:
         super().__init__()
         self.gate = Router(hidden_size, num_experts, parallel, bias)
-        experts = [Expert(hidden_size, size, parallel, bias) for _ in range(num_experts)]
-        self.experts = nn.ModuleList(experts)
-        self.layers = (
-            [expert.gate_up_proj for expert in experts],
-            [expert.down_proj for expert in experts],
+        own, slices = range(num_experts), parallel
+        if parallel.has_whole_experts:
+            own, slices = parallel.own(num_experts), Parallel()
+        experts = {number: Expert(hidden_size, size, slices, bias) for number in own}
+        self.experts = nn.ModuleList(
+            experts.get(number) or ExpertElsewhere(parallel, bias) for number in range(num_experts)
         )
+        self.layers = (
+            [expert.gate_up_proj for expert in experts.values()],
+            [expert.down_proj for expert in experts.values()],
+        )
+        self.own, self.has_all = slice(own.start, own.stop + 1), len(own) == num_experts
         self.activation = Gate(activation) if isinstance(activation, str) else activation
         self.top_k, self.renormalize, self.parallel = top_k, renormalize, parallel
 
@@ -145,16 +181,23 @@ class SparseMoE(nn.Module):
         if self.gate.bias is None:
             return first, second
         biases = [[each.bias for each in layers if each.bias is not None] for layers in self.layers]
-        # What the ranks yield is added up: one of them has the bias.
-        second = WithBiases(second, biases[1]) if self.parallel.rank == 0 else second
+        # What the ranks yield of an expert is added up: one of them has the bias.
+        if self.parallel.rank == 0 or self.parallel.has_whole_experts:
+            second = WithBiases(second, biases[1])
         return WithBiases(first, biases[0]), second
+
+    def route(self, x: Tensor) -> Routing:
+        """The experts of tokens [num_tokens, hidden]."""
+        return self.activation.ops.route(self.gate(x), self.top_k, self.renormalize)
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden], the same on every rank."""
-        ops = self.activation.ops
         gate_up, down = self.grouped
-        routing = ops.route(self.gate(x), self.top_k, self.renormalize)
-        y = self.activation(gate_up.multiply(x, routing.tokens, routing.starts))
-        return self.parallel.all_reduce(
-            ops.combine(down.multiply(y, None, routing.starts), routing)
-        )
+        routing = self.route(x)
+        starts = routing.starts if self.has_all else routing.starts[self.own]
+        y = self.activation(gate_up.multiply(x, routing.tokens, starts))
+        y = down.multiply(y, None, starts)
+        if not self.has_all:  # the other ranks' are added
+            rows = torch.arange(len(y), device=y.device)
+            y.masked_fill_(((rows < starts[0]) | (rows >= starts[-1])).unsqueeze(1), 0)
+        return self.parallel.all_reduce(self.activation.ops.combine(y, routing))

@@ -104,15 +104,19 @@ class Routing(NamedTuple):
 
 def route(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
     """See `Ops.route`."""
-    num_experts = logits.shape[1]
     weights, experts = logits.float().softmax(dim=-1).topk(top_k)
     if renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
+    return placed(experts, weights, logits.shape[1])
+
+
+def placed(experts: Tensor, weights: Tensor, num_experts: int) -> Routing:
+    """The routing of tokens to these experts, with these weights; [num_tokens, top_k] each."""
     sorted_experts, order = experts.flatten().sort(stable=True)
-    bounds = torch.arange(num_experts + 1, device=logits.device)
+    bounds = torch.arange(num_experts + 1, device=experts.device)
     starts = torch.searchsorted(sorted_experts, bounds)
     places = order.argsort().view(experts.shape)
-    return Routing((order // top_k).int(), starts.int(), places.int(), weights)
+    return Routing((order // experts.shape[1]).int(), starts.int(), places.int(), weights)
 
 
 def combine(y: Tensor, routing: Routing) -> Tensor:

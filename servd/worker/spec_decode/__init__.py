@@ -110,7 +110,7 @@ class Proposer(ABC):
     def __str__(self) -> str:
         parts: list[Any] = [part for part in vars(self).values() if isinstance(part, nn.Module)]
         size = format_bytes(sum(map(model_loader.count_bytes, parts)))
-        draft = f"{self.config.model}, {size}" if parts else "no model"
+        draft = f"{self.config.model or 'a part of the model'}, {size}" if parts else "no model"
         most = self.config.num_speculative_tokens
         return f"drafts by {self.config.method} ({draft}), up to {most} in a step of a request"
 

@@ -119,6 +119,10 @@ class EagleHead(nn.Module):
         for layer in self.layers:
             x, residual = layer(x, residual, rotation, ctx)
         assert residual is not None
+        return self.leave(x, residual)
+
+    def leave(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Features, of what the last layer yields and the stream, [num_tokens, hidden] each."""
         return x + residual
 
     def enter(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -149,14 +153,17 @@ class EagleProposer(Proposer):
     """
 
     head_class: ClassVar[type[EagleHead]] = EagleHead
+    rename = staticmethod(rename)
 
     def __init__(self, config: SpeculativeConfig, target: Target) -> None:
         super().__init__(config, target)
-        folder = target.find_draft()
+        folder = self.find_folder(target)
         self.spec = read_spec(folder)
-        names = {rename(name) for name in tensor_shapes(folder)}
+        names = self.find_names(folder)
         self.check(names)
-        self.head = target.load(lambda: self.head_class(self.spec, names, target), folder, rename)
+        self.head = target.load(
+            lambda: self.head_class(self.spec, names, target), folder, self.rename
+        )
         self.backend = target.make_backend(self.head)
         num_slots = self.states.max_num_seqs + 1
         # Tokens that the target has computed and the head has not: [slot, position % kept].
@@ -172,6 +179,14 @@ class EagleProposer(Proposer):
         self.num_skipped: Tensor | None = None  # of the rows that draft; None: nothing
         # How many of each slot, and how many it never will.
         self.behind, self.skipped = np.zeros((2, num_slots), dtype=np.int64)
+
+    def find_folder(self, target: Target) -> str:
+        """Where the head's checkpoint is."""
+        return target.find_draft()
+
+    def find_names(self, folder: str) -> set[str]:
+        """Those that the head's tensors have here."""
+        return {self.rename(name) for name in tensor_shapes(folder)}
 
     def check(self, names: Set[str]) -> None:
         """See that the head is for the target.

@@ -45,16 +45,17 @@ def dense(
 
 
 def rotated(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-    """[tokens, heads, head_dim], as pairs times complex numbers in float64; rounded to the type of
-    x.
+    """[tokens, heads, head_dim], as pairs times complex numbers in float64, what is behind them as
+    it is; rounded to the type of x.
     """
     if rotation is None:
         return x
-    first, second = x.double().chunk(2, -1)
+    num_pairs = rotation[0].shape[-1]
+    first, second, rest = x.double().tensor_split((num_pairs, 2 * num_pairs), -1)
     turned = (
         torch.complex(first, second) * torch.complex(*(part.double() for part in rotation))[:, None]
     )
-    return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
+    return torch.cat((turned.real, turned.imag, rest), -1).to(x.dtype)
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -119,9 +120,9 @@ class Rows:
             self.sinks = self._random(generators[0], spec.num_heads) * 3
         self.angles = None
         if rotary:
+            turned = spec.head_dim - (spec.value_dim or 0)
             self.angles = (
-                torch.rand(int(self.seq_lens.max()), spec.head_dim // 2, generator=generators[0])
-                * 6.3
+                torch.rand(int(self.seq_lens.max()), turned // 2, generator=generators[0]) * 6.3
             )
 
     def _random(self, generator: torch.Generator, *size: int) -> torch.Tensor:
@@ -188,7 +189,7 @@ class Rows:
         ]
         q, k, v = (x.unflatten(1, (-1, spec.head_dim)) for x in qkv.split(sizes, dim=1))
         rotation = self.rotation(torch.cat([torch.arange(*span) for span in spans]))
-        return backend.write(q, k, v, cache, metadata, rotation)
+        return backend.write(q, k, v if spec.value_dim is None else None, cache, metadata, rotation)
 
     def step(
         self, backend: Backend, cache: torch.Tensor, first: np.ndarray, last: np.ndarray
@@ -224,6 +225,8 @@ class Rows:
             values = self.values[row]
             if spec.kv_dtype == torch.int8 and rounds:
                 keys, values = rounded(keys), rounded(values)
+            if spec.value_dim is not None:
+                values = keys[..., -spec.value_dim :]
             outputs.append(
                 dense(
                     q[computed:],

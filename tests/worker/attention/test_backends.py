@@ -150,6 +150,40 @@ def test_the_last_tokens_of_rows_may_lie_anywhere(name, device, tail, window):
 
 @pytest.mark.filterwarnings("ignore:.*deterministic")
 @pytest.mark.parametrize(
+    ("batch", "tail", "block_size", "kv_dtype"),
+    [
+        ("mixed", 0, 16, torch.float32),
+        ("mixed", 5, 16, torch.float16),
+        ("mixed", 0, 1, torch.float32),
+        ("long", 0, 16, torch.bfloat16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_values_may_be_a_part_of_the_keys(name, device, batch, tail, block_size, kv_dtype):
+    dtype = torch.float32
+    spec = AttentionSpec(
+        *(17, 1, 304, block_size, None, dtype, kv_dtype, torch.device(device)), value_dim=288
+    )
+    backend_class = plugins.load("servd.worker.attention", name, "Backend")
+    if not backend_class.supports_values_in_keys:
+        with pytest.raises(ConfigError):
+            make_backend(name, spec)
+        return
+    if (reason := backend_class.supports(spec)) is not None:
+        pytest.skip(f"{name}: {reason}")
+    rows, backend = Rows(spec, BATCHES[batch], rotary=True, tail=tail), backend_class(spec)
+    if kv_dtype != dtype:  # keys are rounded after they are turned, where tests do not round
+        rows.angles = None
+    out = rows.run(backend)
+    assert out.shape == (rows.query_lens.sum(), 17, 288)
+    torch.testing.assert_close(out.double(), rows.expected(), atol=1e-5, rtol=0)
+    assert backend.kv_cache_shape(1)[0] == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize(
     "kv_dtype", [torch.float32, torch.float16, torch.float8_e4m3fn, torch.int8], ids=str
 )
 @pytest.mark.parametrize("name", BACKENDS)

@@ -56,6 +56,8 @@ def test_each_expert_multiplies_its_own_rows(form: str):
         parts = x[index].split(counts)
         for part, alone, matrix in zip(got.split(counts), parts, matrices, strict=True):
             assert torch.equal(part, matrix.multiply(alone, None))
+        some = packed.ExpertMatrices(matrices[1:4]).multiply(given, rows, starts[1:5])  # type: ignore[arg-type]
+        assert torch.equal(some[starts[1] : starts[4]], got[starts[1] : starts[4]])
 
 
 def test_kinds_differ_by_what_a_call_has_once():
@@ -92,6 +94,10 @@ def test_triton_multiplies_the_rows_of_each(dtype: torch.dtype, counts: tuple[in
         torch.testing.assert_close(
             got.float(), expected, atol=2e-2 if dtype.itemsize == 2 else 1e-4, rtol=0
         )
+        some = ExpertMatrices(matrices[1:3]).multiply(
+            x if rows is not None else x[index], rows, starts[1:4]
+        )
+        assert torch.equal(some[starts[1] : starts[3]], got[starts[1] : starts[3]])
 
 
 def test_one_by_one_is_the_same():
@@ -105,3 +111,5 @@ def test_one_by_one_is_the_same():
     got = OneByOne(matrices).multiply(x, index, bounds(2, 0, 3))
     expected = torch.cat([x[[3, 0]] @ matrices[0].T, x[[1, 1, 2]] @ matrices[2].T])
     torch.testing.assert_close(got, expected)
+    of_last = OneByOne(matrices[2:]).multiply(x, index, bounds(2, 0, 3)[2:])
+    torch.testing.assert_close(of_last[2:], expected[2:])

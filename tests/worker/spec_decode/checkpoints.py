@@ -113,6 +113,25 @@ def eagle3(target: Path, folder: Path, **options: Any) -> dict[str, Any]:
     return write(folder, config | options, tensors)
 
 
+def mtp(target: Path, folder: Path) -> dict[str, Any]:
+    """One layer more than the target has, with what stands before and behind it."""
+    config = json.loads((target / "config.json").read_text())
+    number = config["num_hidden_layers"]
+    kept = config.keys() - {"model_type", "architectures", "transformers_version", "dtype"}
+    options = {key: config[key] for key in kept} | {"num_hidden_layers": number + 1}
+    make_checkpoint(folder, config["model_type"], options)
+    (folder / "config.json").write_text(json.dumps(config))
+    size, prefix = config["hidden_size"], f"model.layers.{number}"
+    tensors = {
+        f"{prefix}.eh_proj.weight": draw(size, 2 * size),
+        f"{prefix}.shared_head.head.weight": draw(3, size),
+    }
+    for seed, norm in enumerate(("enorm", "hnorm", "shared_head.norm")):
+        tensors[f"{prefix}.{norm}.weight"] = 1 + draw(size, seed=seed)
+    save_file(tensors, folder / "mtp.safetensors")
+    return {"model": str(folder)}
+
+
 def draft_model(target: Path, folder: Path) -> dict[str, Any]:
     """A smaller model of another family, with the same vocabulary."""
     options = {"vocab_size": read_spec(target).vocab_size, "n_layer": 1}

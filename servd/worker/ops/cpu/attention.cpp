@@ -3,7 +3,8 @@
 // The cache of a layer is keys [blocks, kv_heads, head_dim, block_size], then values
 // [blocks, kv_heads, block_size, head_dim]: a vector of keys holds one dimension of neighbouring
 // tokens, so that scores need no sums across a vector. Of int8, what a head has of a block is
-// followed by a float for each token, its scale.
+// followed by a float for each token, its scale. Where the values are a part of the keys, there are
+// only keys, [blocks, kv_heads, block_size, head_dim]: they are read in both ways.
 //
 // As in FlashAttention, a tile of queries reads a tile of keys at a time, with an online softmax.
 // As in FlashDecoding, a long context is split, and the partial results are merged.
@@ -24,7 +25,7 @@ constexpr int64_t SPLIT_KEYS = 1024;  // whatever the batch, so that a request g
 // A row with fewer tiles has its splits divided over the threads. With more tiles, the partial
 // results of all splits would fill memory.
 constexpr int64_t MIN_TILES = 64;
-constexpr int MAX_HEAD_DIM = 256;
+constexpr int MAX_HEAD_DIM = 256, MAX_VALUE_DIM = 512;  // the latter where keys have the values
 constexpr int MIN_BLOCK_SIZE = 16;
 constexpr int MAX_TAIL = 64;
 constexpr float SMALLEST_SCALE = 1e-12f;
@@ -33,8 +34,8 @@ struct Attention {
     const float* q;  // [num_tokens, num_heads, head_dim]
     int64_t q_stride;
     const void* keys;
-    const void* values;
-    int64_t num_heads, kv_heads, head_dim, block_size, window, max_blocks;
+    const void* values;  // or null: they are the last numbers of the keys
+    int64_t num_heads, kv_heads, head_dim, value_dim, block_size, window, max_blocks;
     bool causal;
     const int32_t* block_tables;  // [num_rows, max_blocks]
     const int64_t* tails;  // [num_rows, tail_size]
@@ -62,7 +63,7 @@ struct QueryTile {
     const float* q[MAX_TILE_QUERIES];
     int64_t key_begin[MAX_TILE_QUERIES], key_end[MAX_TILE_QUERIES];  // what each may see
     float max[MAX_TILE_QUERIES], sum[MAX_TILE_QUERIES];  // max score; sum of e^(score - max)
-    alignas(64) float acc[MAX_TILE_QUERIES][MAX_HEAD_DIM];  // values times e^(score - max)
+    alignas(64) float acc[MAX_TILE_QUERIES][MAX_VALUE_DIM];  // values times e^(score - max)
     int64_t tail_begin;   // keys from it on are not where the block table says,
     const int64_t* tail;  // but at these slots of the cache
 };
@@ -109,6 +110,36 @@ inline void compute_scores(const Attention& a, const QueryTile& tile, int from, 
     }
 }
 
+// The sum of a vector, by halves.
+inline float sum_halves(Vec x) {
+    float numbers[WIDTH];
+    store(numbers, x);
+#pragma GCC unroll 4
+    for (int half = WIDTH / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) numbers[i] += numbers[i + half];
+    return numbers[0];
+}
+
+// Scores of ROWS queries, from `from` on, with two keys that lie each in one piece.
+template <int ROWS, typename C>
+inline void compute_dots(const Attention& a, const QueryTile& tile, int from, KeyVectors<C> keys,
+                         float (*scores)[TILE_KEYS], int at) {
+    Vec acc[ROWS][2] = {};
+    for (int64_t d = 0; d < a.head_dim; d += WIDTH) {
+        const Vec k0 = load(keys.first + d), k1 = load(keys.second + d);
+#pragma GCC unroll 8
+        for (int row = 0; row < ROWS; row++) {
+            const Vec q = load(tile.q[from + row] + d);
+            acc[row][0] += q * k0;
+            acc[row][1] += q * k1;
+        }
+    }
+    for (int row = 0; row < ROWS; row++) {
+        scores[from + row][at] = sum_halves(acc[row][0]) * a.scale;
+        scores[from + row][at + 1] = sum_halves(acc[row][1]) * a.scale;
+    }
+}
+
 // Adds weights times values to VECTORS vectors, from dimension d on, of the sums of ROWS queries.
 template <int ROWS, int VECTORS, typename C>
 inline void accumulate_dims(const Attention& a, QueryTile& tile, int from, int64_t d,
@@ -142,9 +173,9 @@ void accumulate_values(const Attention& a, QueryTile& tile, int from, const Valu
                        int num_spans, const float (*weights)[TILE_KEYS]) {
     constexpr int VECTORS = ROWS == 1 ? 4 : 2;
     int64_t d = 0;
-    for (; d + VECTORS * WIDTH <= a.head_dim; d += VECTORS * WIDTH)
+    for (; d + VECTORS * WIDTH <= a.value_dim; d += VECTORS * WIDTH)
         accumulate_dims<ROWS, VECTORS>(a, tile, from, d, spans, num_spans, weights);
-    for (; d < a.head_dim; d += WIDTH)
+    for (; d < a.value_dim; d += WIDTH)
         accumulate_dims<ROWS, 1>(a, tile, from, d, spans, num_spans, weights);
 }
 
@@ -180,7 +211,7 @@ void cap_scores(float* scores, int count, float cap) {
 // Turns a query's scores with the keys [start, start + count) into weights e^(score - max). If the
 // maximum rises, what was summed up so far is rescaled.
 void online_softmax(QueryTile& tile, int row, float* scores, int64_t start, int count,
-                    int64_t head_dim) {
+                    int64_t value_dim) {
     const int64_t low = std::max<int64_t>(tile.key_begin[row] - start, 0);
     const int64_t high = std::min<int64_t>(tile.key_end[row] - start, count);
     const int padded = (count + WIDTH - 1) / WIDTH * WIDTH;
@@ -205,7 +236,7 @@ void online_softmax(QueryTile& tile, int row, float* scores, int64_t start, int 
     tile.sum[row] = tile.sum[row] * rescale + sum(sums);
     tile.max[row] = max;
     if (rescale != 1.0f)
-        for (int64_t d = 0; d < head_dim; d += WIDTH)
+        for (int64_t d = 0; d < value_dim; d += WIDTH)
             store(&tile.acc[row][d], load(&tile.acc[row][d]) * rescale);
 }
 
@@ -223,6 +254,7 @@ void attend_keys(const Attention& a, QueryTile& tile, const int32_t* block_table
     const auto head_of = [&](const void* cache, int64_t key) {  // in the key's block
         return head_in(cache, block_table[key / a.block_size]);
     };
+    const void* const value_cache = a.values ? a.values : a.keys;
     for (int64_t start = begin, stop; start < end; start = stop) {
         stop = std::min((start / TILE_KEYS + 1) * TILE_KEYS, end);
         const int count = int(stop - start);
@@ -236,12 +268,13 @@ void attend_keys(const Attention& a, QueryTile& tile, const int32_t* block_table
             const int size = j < tail ? int(std::min<int64_t>(a.block_size - offset, tail - j)) : 1;
             const int64_t block = j < tail ? block_table[(start + j) / a.block_size]
                                            : slot_of(j) / a.block_size;
-            const C* values = head_in(a.values, block) + offset * a.head_dim;
+            const C* values =
+                head_in(value_cache, block) + (offset + 1) * a.head_dim - a.value_dim;
             spans[num_spans] = {values, j, size, nullptr};
             if constexpr (HAS_SCALES<C>) {
                 const int64_t at = a.head_dim * a.block_size + offset * sizeof(float);
                 memcpy(key_scales + j, head_in(a.keys, block) + at, size * sizeof(float));
-                memcpy(value_scales + j, head_in(a.values, block) + at, size * sizeof(float));
+                memcpy(value_scales + j, head_in(value_cache, block) + at, size * sizeof(float));
             }
             if (num_spans > 0) spans[num_spans - 1].next = values;
             j += size;
@@ -257,8 +290,19 @@ void attend_keys(const Attention& a, QueryTile& tile, const int32_t* block_table
         const auto keys_at = [&](int j) -> KeyVectors<C> {  // the same twice if there is no second
             return {key_at(j), key_at(j + WIDTH < count ? j + WIDTH : j)};
         };
+        const auto whole_key_at = [&](int j) {
+            const int64_t offset = (j < tail ? start + j : slot_of(j)) % a.block_size;
+            return (j < tail ? head_of(a.keys, start + j) : head_in(a.keys, slot_of(j) / a.block_size)) +
+                   offset * a.head_dim;
+        };
+        for (int j = 0; j < count && !a.values; j += 2) {
+            const KeyVectors<C> both{whole_key_at(j), whole_key_at(std::min(j + 1, count - 1))};
+            for_rows(tile.count, [&](auto rows, int row) {
+                compute_dots<rows.value>(a, tile, row, both, scores, j);
+            });
+        }
         KeyVectors<C> keys = keys_at(0);
-        for (int j = 0; j < count; j += 2 * WIDTH) {
+        for (int j = 0; j < count && a.values; j += 2 * WIDTH) {
             const KeyVectors<C> values{spans[0].values, spans[std::min(1, num_spans - 1)].values};
             const KeyVectors<C> next = j + 2 * WIDTH < count ? keys_at(j + 2 * WIDTH) : values;
             for_rows(tile.count, [&](auto rows, int row) {
@@ -266,7 +310,7 @@ void attend_keys(const Attention& a, QueryTile& tile, const int32_t* block_table
             });
             keys = next;
         }
-        for (int j = tail; j < count; j++) {  // again, with the vector that the key is in
+        for (int j = tail; j < count && a.values; j++) {  // again, with the vector that the key is in
             alignas(64) float found[MAX_TILE_QUERIES][TILE_KEYS];
             const int64_t offset = slot_of(j) % a.block_size;
             const C* key = head_in(a.keys, slot_of(j) / a.block_size) + offset / WIDTH * WIDTH;
@@ -278,7 +322,7 @@ void attend_keys(const Attention& a, QueryTile& tile, const int32_t* block_table
         for (int row = 0; row < tile.count; row++) {
             if constexpr (HAS_SCALES<C>) multiply(scores[row], key_scales, count);
             if (a.soft_cap > 0) cap_scores(scores[row], count, a.soft_cap);
-            online_softmax(tile, row, scores[row], start, count, a.head_dim);
+            online_softmax(tile, row, scores[row], start, count, a.value_dim);
             if constexpr (HAS_SCALES<C>) multiply(scores[row], value_scales, count);
         }
         for_rows(tile.count, [&](auto rows, int row) {
@@ -292,24 +336,24 @@ struct Task {
     int32_t row, kv_head, query, split, num_splits;
 };
 
-// Merges the partial results of a query's splits, [splits][head_dim + 2]: acc, max and sum of each.
+// Merges the partial results of a query's splits, [splits][value_dim + 2]: acc, max and sum of each.
 // A sink is the score of one more key, whose value is zero; -INFINITY: there is none.
-void merge_partials(const float* partials, int64_t num_splits, int64_t head_dim, float sink,
+void merge_partials(const float* partials, int64_t num_splits, int64_t value_dim, float sink,
                     float* out) {
-    const int64_t partial_size = head_dim + 2;
+    const int64_t partial_size = value_dim + 2;
     float max = sink;
     for (int64_t split = 0; split < num_splits; split++)
-        max = std::max(max, partials[split * partial_size + head_dim]);
-    memset(out, 0, head_dim * 4);
+        max = std::max(max, partials[split * partial_size + value_dim]);
+    memset(out, 0, value_dim * 4);
     float sum = expf(sink - max);
     for (int64_t split = 0; split < num_splits; split++, partials += partial_size) {
-        const float factor = expf(partials[head_dim] - max);
+        const float factor = expf(partials[value_dim] - max);
         if (factor == 0) continue;  // none of its keys was seen
-        sum += partials[head_dim + 1] * factor;
-        for (int64_t d = 0; d < head_dim; d += WIDTH)
+        sum += partials[value_dim + 1] * factor;
+        for (int64_t d = 0; d < value_dim; d += WIDTH)
             store(out + d, load(out + d) + load(partials + d) * factor);
     }
-    for (int64_t d = 0; d < head_dim; d += WIDTH) store(out + d, load(out + d) / sum);
+    for (int64_t d = 0; d < value_dim; d += WIDTH) store(out + d, load(out + d) / sum);
 }
 
 // Computes the splits of a task. Queries of the tile, and what they see, are set;
@@ -323,7 +367,7 @@ void attend_splits(const Attention& a, QueryTile& tile, const int32_t* block_tab
         for (int i = 0; i < tile.count; i++) {
             tile.max[i] = -INFINITY;
             tile.sum[i] = 0;
-            memset(tile.acc[i], 0, a.head_dim * 4);
+            memset(tile.acc[i], 0, a.value_dim * 4);
         }
         // Tiles end at multiples of TILE_KEYS and begin with a vector, so that a key is in the same
         // tile and lane for every query of the sequence. Blocks before a window are not read.
@@ -333,9 +377,9 @@ void attend_splits(const Attention& a, QueryTile& tile, const int32_t* block_tab
         if (begin < end) attend_keys<C>(a, tile, block_table, task.kv_head, begin, end);
         for (int i = 0; i < tile.count; i++) {
             float* partial = partial_of(i, split);
-            memcpy(partial, tile.acc[i], a.head_dim * 4);
-            partial[a.head_dim] = tile.max[i];
-            partial[a.head_dim + 1] = tile.sum[i];
+            memcpy(partial, tile.acc[i], a.value_dim * 4);
+            partial[a.value_dim] = tile.max[i];
+            partial[a.value_dim + 1] = tile.sum[i];
         }
     }
 }
@@ -346,7 +390,7 @@ void attend_batch(const Attention& a, const int64_t* query_lens, const int64_t* 
     const int64_t group = a.num_heads / a.kv_heads;  // query heads that share a kv head
     const int64_t tile_size =
         group >= MAX_TILE_QUERIES ? MAX_TILE_QUERIES : MAX_TILE_QUERIES / group * group;
-    const int64_t partial_size = a.head_dim + 2;
+    const int64_t partial_size = a.value_dim + 2;
     // Sequences are split from their beginning.
     const auto splits_of = [&](int64_t row) {
         return (seq_lens[row] + SPLIT_KEYS - 1) / SPLIT_KEYS;
@@ -408,15 +452,15 @@ void attend_batch(const Attention& a, const int64_t* query_lens, const int64_t* 
         };
         attend_splits<C>(a, tile, a.block_tables + row * a.max_blocks, task, partial_of);
         for (int i = 0; i < tile.count && !shares; i++)
-            merge_partials(partial_of(i, 0), num_splits, a.head_dim, a.sink_of(places[i]),
-                           out + places[i] * a.head_dim);
+            merge_partials(partial_of(i, 0), num_splits, a.value_dim, a.sink_of(places[i]),
+                           out + places[i] * a.value_dim);
     });
     parallel_for(num_partials > 0 ? num_rows : 0, 1, [&](int64_t row) {
         const int64_t num_queries = is_divided(row) ? query_lens[row] * a.num_heads : 0;
         for (int64_t query = 0; query < num_queries; query++)
             merge_partials(shared.get() + (partials[row] + query * splits_of(row)) * partial_size,
-                           splits_of(row), a.head_dim, a.sink_of(query),
-                           out + (tokens[row] * a.num_heads + query) * a.head_dim);
+                           splits_of(row), a.value_dim, a.sink_of(query),
+                           out + (tokens[row] * a.num_heads + query) * a.value_dim);
     });
 }
 
@@ -526,17 +570,20 @@ void write_kv(int type, const float* q, int64_t q_stride, const float* k, int64_
 // those of another. A query sees the keys before its own, and all after it too if not `causal`; of
 // either at most window - 1, unless that is 0. The last tail_size tokens of a row are not where its
 // block table says, but at the slots tails[row] of the cache; those before its first may be any.
-// A soft cap of 0 is none; sinks [num_heads] may be null.
+// A soft cap of 0 is none; sinks [num_heads] may be null. Values may be null: they are the last
+// value_dim numbers of the keys; else value_dim is head_dim.
 void attend(int type, const float* q, int64_t q_stride, int64_t num_tokens, const void* keys,
             const void* values, int64_t num_blocks, const int32_t* block_tables,
             int64_t max_blocks, const int64_t* query_lens, const int64_t* seq_lens,
             int64_t num_rows, int64_t num_heads, int64_t kv_heads, int64_t head_dim,
-            int64_t block_size, int64_t window, int causal, const int64_t* tails,
-            int64_t tail_size, float scale, float soft_cap, const float* sinks, float* out) {
-    const Attention a{q,        q_stride,   keys,   values,     num_heads,   kv_heads,
-                      head_dim, block_size, window, max_blocks, causal != 0, block_tables,
-                      tails,    tail_size,  scale,  soft_cap,   sinks};
+            int64_t value_dim, int64_t block_size, int64_t window, int causal,
+            const int64_t* tails, int64_t tail_size, float scale, float soft_cap,
+            const float* sinks, float* out) {
+    const Attention a{q,         q_stride,   keys,        values,       num_heads, kv_heads,
+                      head_dim,  value_dim,  block_size,  window,       max_blocks, causal != 0,
+                      block_tables, tails,   tail_size,   scale,        soft_cap,  sinks};
     check_at_most("tail_size", tail_size, MAX_TAIL);
+    check_at_most("value_dim", value_dim, MAX_VALUE_DIM);
     check_ids("tails", tails, 0, num_rows * tail_size, num_blocks * block_size);
     int64_t num_queries = 0;
     for (int64_t row = 0; row < num_rows; row++) {

@@ -55,8 +55,9 @@ void attend(int type, const float* q, int64_t q_stride, int64_t num_tokens, cons
             const void* values, int64_t num_blocks, const int32_t* block_tables,
             int64_t max_blocks, const int64_t* query_lens, const int64_t* seq_lens,
             int64_t num_rows, int64_t num_heads, int64_t kv_heads, int64_t head_dim,
-            int64_t block_size, int64_t window, int causal, const int64_t* tails,
-            int64_t tail_size, float scale, float soft_cap, const float* sinks, float* out);
+            int64_t value_dim, int64_t block_size, int64_t window, int causal,
+            const int64_t* tails, int64_t tail_size, float scale, float soft_cap,
+            const float* sinks, float* out);
 
 // Other layers: layers.cpp
 void embed(const float* table, int64_t num_rows, int64_t size, const int64_t* index, int64_t count,

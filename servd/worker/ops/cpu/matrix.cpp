@@ -146,17 +146,28 @@ void multiply_experts(const float* x, const int32_t* index, int64_t x_rows, cons
         multiply_each(&products[0], number, x, index, rows, k, nullptr, y, n, n);
 }
 
+// A panel of up to NR rows, a square at a time: so lines of both stay in the cache, whatever the
+// strides are.
+template <int NEXT, typename W>
+void pack_panel(const W* weight, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t k,
+                W* packed) {
+    constexpr int64_t SIDE = LINE / sizeof(W);
+    if (rows < NR || padded(k, NEXT) > k) std::fill_n(packed, NR * padded(k, NEXT), W{});
+    for (int64_t start = 0; start < k; start += SIDE)
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t i = start; i < std::min(k, start + SIDE); i++)
+                packed[place_of(row, i, k, NEXT)] = weight[row * row_stride + i * column_stride];
+}
+
 template <typename W>
 void pack_panels(const W* weight, int64_t row_stride, int64_t column_stride, int64_t n, int64_t k,
                  int terms, W* packed) {
     const int next = neighbours<W>(terms);
+    const auto pack = next == 1 ? pack_panel<1, W> : next == 2 ? pack_panel<2, W> : pack_panel<4, W>;
     const int64_t size = NR * padded(k, next);
     parallel_for((n + NR - 1) / NR, 1, [&](int64_t panel) {
-        std::fill_n(packed + panel * size, size, W{});
-        const int64_t end = std::min(n, (panel + 1) * NR);
-        for (int64_t i = 0; i < k; i++)
-            for (int64_t row = panel * NR; row < end; row++)
-                packed[place_of(row, i, k, next)] = weight[row * row_stride + i * column_stride];
+        pack(weight + panel * NR * row_stride, row_stride, column_stride,
+             std::min<int64_t>(NR, n - panel * NR), k, packed + panel * size);
     });
 }
 

@@ -60,7 +60,7 @@ def experts_kernel(
         after = tl.where(is_before, after, middle)
     start, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
     first = start + (tile - start // ROWS - expert) * ROWS
-    if first < end:
+    if (first >= start) & (first < end):
         row = first + tl.arange(0, ROWS)
         row_of_x = tl.load(index_ptr + row, mask=row < end, other=0) if HAS_INDEX else row
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -1,0 +1,229 @@
+"""DeepSeek V2 (https://arxiv.org/abs/2405.04434): one short key for all heads, of which the values
+are a part; experts beside a feed-forward that all tokens go through.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor, nn
+
+from servd.hf import ModelSpec
+from servd.worker.cut import LAYER
+from servd.worker.layers._matrix import Matrix
+from servd.worker.layers.attention import Attention, ForwardContext
+from servd.worker.layers.experts import GroupedForm, SparseMoE, grouped_form
+from servd.worker.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from servd.worker.layers.norm import RMSNorm
+from servd.worker.layers.quantized import Quantized
+from servd.worker.layers.rotary import Rotation, rope_parameters
+from servd.worker.models.llama import LlamaForCausalLM, LlamaLayer, LlamaMLP
+from servd.worker.ops.reference import Routing, placed
+from servd.worker.parallel import Parallel
+
+NORM_EPS = 1e-6  # between the two halves of a projection, whatever config.json says
+
+
+class OfHeads(nn.Module):
+    """A matrix [out, in] for each of this rank's heads, in their order."""
+
+    def __init__(self, num_heads: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        shape = out_features, in_features
+        self.weights = nn.ParameterList(Matrix(shape, Parallel()) for _ in range(num_heads))
+
+    @cached_property
+    def grouped(self) -> GroupedForm:
+        """To multiply with all at once, as experts do."""
+        return grouped_form([*self.weights])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[num_tokens, heads, in] -> [num_tokens, heads, out]."""
+        num_tokens, num_heads, _ = x.shape
+        rows = x.transpose(0, 1).flatten(0, 1)
+        starts = torch.arange(num_heads + 1, dtype=torch.int32, device=x.device) * num_tokens
+        y = self.grouped.multiply(rows, None, starts)
+        return y.unflatten(0, (num_heads, num_tokens)).transpose(0, 1)
+
+
+class DeepseekV2Attention(nn.Module):
+    """A token has one key [rotated | latent], of which all heads make their keys and values: each
+    by a matrix on the latent. Here the matrix of keys is applied to the queries instead, and that
+    of values to what attention yields, so that nothing of a head's is computed or kept for a token.
+    """
+
+    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
+        super().__init__()
+        config, hidden_size = spec.config, spec.hidden_size
+        bias, num_heads = config.get("attention_bias", False), parallel.share(spec.num_heads)
+        self.sizes = config["qk_rope_head_dim"], config["qk_nope_head_dim"]
+        self.latent_sizes = config["qk_rope_head_dim"], config["kv_lora_rank"]
+        (rope, own), (_, latent), value = self.sizes, self.latent_sizes, config["v_head_dim"]
+        self.num_heads, self.parallel = num_heads, parallel
+        self.has_neighbours = config.get("rope_interleave", True)
+        q_rank, q_size = config.get("q_lora_rank"), [spec.num_heads * (rope + own)]
+        self.has_short_queries = q_rank is not None
+        if q_rank is None:
+            self.q_proj = ColumnParallelLinear(hidden_size, q_size, parallel, bias=False)
+        else:
+            self.q_a_proj = ReplicatedLinear(hidden_size, q_rank, parallel, bias=bias)
+            self.q_a_layernorm = RMSNorm(q_rank, NORM_EPS, parallel)
+            self.q_b_proj = ColumnParallelLinear(q_rank, q_size, parallel, bias=False)
+        self.kv_a_proj_with_mqa = ReplicatedLinear(hidden_size, rope + latent, parallel, bias=bias)
+        self.kv_a_layernorm = RMSNorm(latent, NORM_EPS, parallel)
+        self.keys = OfHeads(num_heads, own, latent)
+        self.values = OfHeads(num_heads, latent, value)
+        self.o_proj = RowParallelLinear(spec.num_heads * value, hidden_size, parallel, bias=bias)
+        scale = scale_of(spec, rope + own)
+        self.attention = Attention(layer, num_heads, 1, rope + latent, scale, value_dim=latent)
+
+    def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        if self.has_short_queries:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        else:
+            q = self.q_proj(x)
+        turned, own = q.unflatten(-1, (self.num_heads, -1)).split(self.sizes, dim=-1)
+        k, latent = self.kv_a_proj_with_mqa(x).split(self.latent_sizes, dim=-1)
+        k = torch.cat((k, self.kv_a_layernorm(latent)), dim=-1)
+        q = torch.cat((turned, self.keys(own)), dim=-1)
+        out = self.attention(q, k, None, ctx, rotation)
+        out = self.values(out.unflatten(-1, (self.num_heads, -1)))
+        return self.o_proj(out.flatten(1))
+
+    def convert(
+        self, name: str, tensor: Tensor | Quantized
+    ) -> Iterator[tuple[str, Tensor | Quantized]]:
+        """A tensor of the checkpoint, by its name in the layer, as the parameters here.
+
+        What is turned comes first, and of its pairs, if they are neighbours, all first numbers
+        before all second ones.
+        """
+        (rope, own), (_, latent) = self.sizes, self.latent_sizes
+        pairs = torch.arange(rope)
+        if self.has_neighbours:
+            pairs = pairs.view(-1, 2).T.flatten()
+        match name.partition(".")[0]:
+            case "q_proj" | "q_b_proj":
+                order = torch.cat((own + pairs, torch.arange(own)))
+                firsts = torch.arange(0, tensor.shape[0], rope + own)
+                yield name, take(tensor, (firsts[:, None] + order).flatten())
+            case "kv_a_proj_with_mqa":
+                yield name, take(tensor, torch.cat((latent + pairs, torch.arange(latent))))
+            case "kv_b_proj":
+                whole = tensor.dequantize() if isinstance(tensor, Quantized) else tensor
+                heads = whole.unflatten(0, (self.num_heads * self.parallel.size, -1))
+                for number, head in enumerate(heads.split(self.num_heads)[self.parallel.rank]):
+                    yield f"keys.weights.{number}", head[:own].T
+                    yield f"values.weights.{number}", head[own:]
+            case _:
+                yield name, tensor
+
+
+def take(rows: Tensor | Quantized, order: Tensor) -> Tensor | Quantized:
+    """rows[order]"""
+    return rows.map(lambda x: x[order]) if isinstance(rows, Quantized) else rows[order]
+
+
+def scale_of(spec: ModelSpec, size: int) -> float:
+    """The factor on scores of queries of this size: larger with YaRN."""
+    rope, scale = rope_parameters(spec), size**-0.5
+    if rope.get("mscale_all_dim") and (factor := rope.get("factor", 1.0)) > 1:
+        scale *= (0.1 * rope["mscale_all_dim"] * math.log(factor) + 1.0) ** 2
+    return scale
+
+
+class DeepseekV2MoE(SparseMoE):
+    """Experts of a few groups of them, by the best of each; beside those, a feed-forward of all
+    tokens.
+    """
+
+    is_biased: ClassVar[bool] = False  # see DeepSeek V3
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        config, size = spec.config, spec.config["moe_intermediate_size"]
+        super().__init__(
+            spec.hidden_size,
+            size,
+            config["n_routed_experts"],
+            config["num_experts_per_tok"],
+            renormalize=self.is_biased and config.get("norm_topk_prob", True),
+            activation=config.get("hidden_act", "silu"),
+            parallel=parallel,
+        )
+        self.num_experts = config["n_routed_experts"]
+        self.num_groups, self.num_chosen = config.get("n_group"), config.get("topk_group")
+        self.is_grouped = self.is_biased or config.get("topk_method") == "group_limited_greedy"
+        self.factor = config.get("routed_scaling_factor", 1.0)
+        shared = config | {"intermediate_size": size * config["n_shared_experts"]}
+        self.shared_experts = LlamaMLP(replace(spec, config=shared), parallel)
+
+    def score(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of logits [num_tokens, num_experts]: the experts' weights, by what they are chosen, and
+        by what groups are, [num_tokens, groups].
+        """
+        weights = logits.softmax(dim=-1)
+        return weights, weights, weights.unflatten(1, (self.num_groups, -1)).amax(dim=2)
+
+    def route(self, x: Tensor) -> Routing:
+        """See `SparseMoE`."""
+        if not self.is_grouped:
+            return super().route(x)
+        weights, scores, of_groups = self.score(self.gate(x).float())
+        others = torch.ones_like(of_groups, dtype=torch.bool)
+        others.scatter_(1, of_groups.topk(self.num_chosen).indices, False)
+        scores = scores.unflatten(1, (self.num_groups, -1))
+        scores = scores.masked_fill(others.unsqueeze(2), -torch.inf).flatten(1)
+        experts = scores.topk(self.top_k).indices
+        weights = weights.gather(1, experts)
+        if self.renormalize:
+            weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
+        return placed(experts, weights, self.num_experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See `SparseMoE`."""
+        shared = self.shared_experts(x)
+        return self.activation.ops.scale(super().forward(x), self.factor, shared)
+
+
+class DeepseekV2Layer(LlamaLayer):
+    """Has experts from one layer on."""
+
+    attention = DeepseekV2Attention
+    experts: ClassVar[type[DeepseekV2MoE]] = DeepseekV2MoE
+
+    def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+        """See LlamaLayer."""
+        if layer < spec.config.get("first_k_dense_replace", 0):
+            return super().feed_forward(spec, layer, parallel)
+        return self.experts(spec, parallel)
+
+
+class DeepseekV2ForCausalLM(LlamaForCausalLM):
+    """See DeepseekV2Layer."""
+
+    layer = DeepseekV2Layer
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        super().__init__(replace(spec, head_dim=spec.config["qk_rope_head_dim"]), parallel)
+
+    def convert(
+        self, tensors: Iterator[tuple[str, Tensor | Quantized]]
+    ) -> Iterator[tuple[str, Tensor | Quantized]]:
+        """Of the layers that are here, without those that guess further tokens."""
+        layers = dict(self.model.layers.named_children())
+        for name, tensor in tensors:
+            number = LAYER.search(name)
+            prefix, _, rest = name.rpartition(".self_attn.")
+            if number is None:
+                yield name, tensor
+            elif number[1] in layers and prefix:
+                for found, part in layers[number[1]].self_attn.convert(rest, tensor):
+                    yield f"{prefix}.self_attn.{found}", part
+            elif number[1] in layers:
+                yield name, tensor

@@ -1,0 +1,117 @@
+"""mtp: the layer that DeepSeek V3 and others were trained with to guess one token more
+(https://arxiv.org/abs/2412.19437). It lies behind the model's own layers in the same checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from servd.errors import ConfigError
+from servd.hf import ModelSpec
+from servd.worker.layers.attention import attention_layers
+from servd.worker.layers.linear import ReplicatedLinear
+from servd.worker.layers.quantized import Quantized
+from servd.worker.model_loader import tensor_shapes
+from servd.worker.models.llama import LlamaForCausalLM
+from servd.worker.spec_decode import Target
+from servd.worker.spec_decode.eagle import EagleHead, EagleProposer
+
+# Beginnings of names in the layer of a checkpoint, and here; others are of the decoder layer. None:
+# the model has the same.
+NAMES = {
+    "eh_proj.": "fc.", "enorm.": "enorm.", "hnorm.": "hnorm.", "shared_head.norm.": "norm.",
+    "shared_head.head.": None, "embed_tokens.": None,
+}  # fmt: skip
+
+
+def rename(name: str, layer: int) -> str | None:
+    """The name here of a checkpoint's tensor; None: it is not of the layer with this number."""
+    _, is_own, rest = name.partition(f"layers.{layer}.")
+    for theirs, ours in NAMES.items():
+        if rest.startswith(theirs):
+            return None if ours is None else ours + rest.removeprefix(theirs)
+    return f"layers.0.{rest}" if is_own else None
+
+
+class MtpHead(EagleHead):
+    """A layer as the target's last one. Embeddings and features are normed each for itself, and the
+    features that it makes are, as the target's.
+    """
+
+    def __init__(self, spec: ModelSpec, names: Set[str], target: Target) -> None:
+        super().__init__(spec, names, target)
+        model: Any = target.model
+        self.rotary, self.packed, self.ignored = model.model.rotary, model.packed, model.ignored
+
+    def make_layers(self, spec: ModelSpec, names: Set[str], target: Target) -> None:
+        """See `EagleHead`."""
+        model: Any = target.model
+        size, parallel, norm = spec.hidden_size, target.parallel, type(model.model.norm)
+        self.fc = ReplicatedLinear(2 * size, size, parallel, bias=False)
+        self.enorm, self.hnorm, self.norm = (
+            norm(size, model.model.norm.eps, parallel) for _ in range(3)
+        )
+        self.number = spec.num_layers
+        self.layers = nn.ModuleList([model.layer(spec, self.number, parallel)])
+        for layer in attention_layers(self):
+            layer.layer = 0  # of its own cache
+
+    def convert(
+        self, tensors: Iterator[tuple[str, Tensor | Quantized]]
+    ) -> Iterator[tuple[str, Tensor | Quantized]]:
+        """Those of its layer."""
+        for name, tensor in tensors:
+            if (found := rename(name, self.number)) is None:
+                continue
+            prefix, is_attention, rest = found.partition(".self_attn.")
+            convert = getattr(self.layers[0].self_attn, "convert", None)
+            if not is_attention or convert is None:
+                yield found, tensor
+                continue
+            for part, of_part in convert(rest, tensor):
+                yield f"{prefix}.self_attn.{part}", of_part
+
+    def enter(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `EagleHead`."""
+        return self.fc(torch.cat((self.enorm(embedded), self.hnorm(features)), dim=-1)), None
+
+    def leave(self, x: Tensor, residual: Tensor) -> Tensor:
+        """See `EagleHead`."""
+        return self.norm.add(x, residual)[0]
+
+
+class MtpProposer(EagleProposer):
+    """EAGLE with another head, of the model's folder unless another one is named."""
+
+    head_class: ClassVar[type[EagleHead]] = MtpHead
+    rename = staticmethod(str)
+
+    def find_folder(self, target: Target) -> str:
+        """See `EagleProposer`."""
+        if not isinstance(target.model, LlamaForCausalLM):
+            raise ConfigError(
+                f"--speculative-config: {target.spec.model_type} has no layers that method mtp "
+                "knows; leave it out"
+            )
+        return target.spec.folder if self.config.model is None else super().find_folder(target)
+
+    def find_names(self, folder: str) -> set[str]:
+        """See `EagleProposer`."""
+        found = {rename(name, self.spec.num_layers) for name in tensor_shapes(folder)}
+        return {name for name in found if name is not None}
+
+    def check(self, names: Set[str]) -> None:
+        """See `EagleProposer`."""
+        super().check(names)
+        if not names:
+            raise ConfigError(
+                f"--speculative-config: {self.spec.folder} has no layer {self.spec.num_layers} "
+                "that guesses tokens, behind those of the model; leave method mtp out"
+            )
+
+
+Proposer = MtpProposer  # the name that every file of this package has
