@@ -121,7 +121,7 @@ def test_strings_are_converted_to_the_type_of_the_option():
         ),
         (
             {"spec_method": "suffix", "spec_model": "a-draft"},
-            ['suffix does not read "model"', "for draft_model, eagle, eagle3, medusa;"],
+            ['suffix does not read "model"', "for draft_model, eagle, eagle3, medusa, mtp;"],
         ),
         (
             {"speculative_config": {"method": "ngram", "rejection_sample_method": "synthetic"}},
