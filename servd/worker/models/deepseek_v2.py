@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from msgspec.structs import replace
@@ -157,7 +157,8 @@ class DeepseekV2MoE(SparseMoE):
             parallel=parallel,
         )
         self.num_experts = config["n_routed_experts"]
-        self.num_groups, self.num_chosen = config.get("n_group"), config.get("topk_group")
+        self.num_groups: int = config.get("n_group") or 1
+        self.num_chosen: int = config.get("topk_group") or 1
         self.is_grouped = self.is_biased or config.get("topk_method") == "group_limited_greedy"
         self.factor = config.get("routed_scaling_factor", 1.0)
         shared = config | {"intermediate_size": size * config["n_shared_experts"]}
@@ -216,7 +217,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         self, tensors: Iterator[tuple[str, Tensor | Quantized]]
     ) -> Iterator[tuple[str, Tensor | Quantized]]:
         """Of the layers that are here, without those that guess further tokens."""
-        layers = dict(self.model.layers.named_children())
+        layers: dict[str, Any] = dict(self.model.layers.named_children())
         for name, tensor in tensors:
             number = LAYER.search(name)
             prefix, _, rest = name.rpartition(".self_attn.")

@@ -23,13 +23,14 @@ class DeepseekV3MoE(DeepseekV2MoE):
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__(spec, parallel)
-        self.gate.e_score_correction_bias = Weight((self.num_experts,), parallel)
-        self.gate.e_score_correction_bias.data = self.gate.e_score_correction_bias.data.float()
+        bias = Weight((self.num_experts,), parallel)
+        bias.data = bias.data.float()  # 16 bits would choose other experts
+        self.gate.register_parameter("e_score_correction_bias", bias)
 
     def score(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See DeepseekV2MoE."""
         weights = logits.sigmoid()
-        scores = weights + self.gate.e_score_correction_bias
+        scores = weights + self.gate.get_parameter("e_score_correction_bias")
         groups = scores.unflatten(1, (self.num_groups, -1))
         return weights, scores, groups.topk(2).values.sum(dim=2)
 

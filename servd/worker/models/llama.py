@@ -89,7 +89,7 @@ class LlamaMLP(nn.Module):
 class LlamaLayer(nn.Module):
     """Attention and feed-forward; what they yield is added to the residual by the next norm."""
 
-    attention: ClassVar[type[LlamaAttention]] = LlamaAttention
+    attention: ClassVar[type[Any]] = LlamaAttention
 
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__()

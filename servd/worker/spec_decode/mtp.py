@@ -45,7 +45,7 @@ class MtpHead(EagleHead):
     def __init__(self, spec: ModelSpec, names: Set[str], target: Target) -> None:
         super().__init__(spec, names, target)
         model: Any = target.model
-        self.rotary, self.packed, self.ignored = model.model.rotary, model.packed, model.ignored
+        self.rotary = model.model.rotary
 
     def make_layers(self, spec: ModelSpec, names: Set[str], target: Target) -> None:
         """See `EagleHead`."""
