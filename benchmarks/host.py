@@ -123,6 +123,8 @@ class StubRunner(GPUModelRunner):
         self.backend.supports_graphs = True  # type: ignore[misc]
 
     def _captured(self, tokens: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
+        if ends is None:  # where sampled tokens go is read
+            self.states.begin_decode(self.states.inputs.columns(tokens.shape[1]))
         return torch.zeros(tokens.shape[1], self.spec.hidden_size)
 
     def recorder(self) -> Callable[[Callable[[], object]], Callable[[], None]]:
