@@ -47,6 +47,7 @@ OTHER_FLAGS = {
     "--state-cache-gib", "--draft-vocab-size",  # the same
     "--temperature", "--num", "--seed",  # tools.train_speculator, tools.demo_model.corpus
     "--parts",  # benchmarks.gpu
+    "--graphs",  # benchmarks.host
     "--parallel",  # llama-server
     "--methods", "--depths", "--batches",  # servd bench spec
     "--lengths",  # servd plan
