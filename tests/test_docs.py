@@ -36,6 +36,8 @@ OTHER_FLAGS = {
     "--rm", "--gpus", "--restart", "--user", "--build-arg", "--build", "--profile",  # docker
     "--check",  # tools.docs
     "--swap-space", "--distributed-executor-backend",  # other names of options
+    "--max-concurrency", "--random-input-len", "--batch-size",  # the same
+    "--base-url", "--model-name",  # the same
     "--head", "--address",  # ray start
     "--url", "--concurrency",  # servd run-batch
     "--num-prompts", "--input-len", "--output-len", "--prefix-len", "--request-rate",  # servd bench
