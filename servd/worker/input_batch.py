@@ -61,13 +61,17 @@ class InputBatch:
         """Make the batch of a step and bring the block tables up to date. Counts its tokens but the
         drafts as computed.
         """
-        if scheduled.scheduled or states.tree is not None:
-            return cls._gather(scheduled, states)
-        return cls._decode(scheduled.decodes, states)
+        if not scheduled.scheduled and states.tree is None:
+            return cls._decode(scheduled.decodes, states)
+        rows = _columns(scheduled)
+        slots, query_lens, computed, num_drafts, max_new_drafts, samples = rows
+        if samples.all() and (query_lens - num_drafts).max() == 1:
+            return cls._verify(slots, computed, num_drafts, max_new_drafts, states)
+        return cls._gather(rows, states)
 
     @classmethod
-    def _gather(cls, scheduled: SchedulerOutput, states: RequestStates) -> InputBatch:
-        slots, query_lens, computed, num_drafts, max_new_drafts, samples = _columns(scheduled)
+    def _gather(cls, rows: np.ndarray, states: RequestStates) -> InputBatch:
+        slots, query_lens, computed, num_drafts, max_new_drafts, samples = rows
         ends = np.cumsum(query_lens)
         token_slots = np.repeat(slots, query_lens)
         offsets = np.arange(ends[-1]) - np.repeat(ends - query_lens, query_lens)
@@ -163,6 +167,58 @@ class InputBatch:
             columns=columns,
         )
 
+    @classmethod
+    def _verify(
+        cls,
+        slots: np.ndarray,
+        computed: np.ndarray,
+        num_drafts: np.ndarray,
+        max_new_drafts: np.ndarray,
+        states: RequestStates,
+    ) -> InputBatch:
+        """The same where each row computes one known token, and its drafts: little is left to find
+        out. int64 [num_rows] each, on the host.
+        """
+        query_lens, device = num_drafts + 1, states.token_ids.device
+        indices, known_ends = states.indices[: len(slots)], query_lens.cumsum() - query_lens
+        rows = indices.repeat(query_lens)
+        offsets = np.arange(len(rows)) - known_ends[rows]
+        token_slots = slots[rows]
+        bounds, places = computed[rows] + offsets + 1, offsets[:0]
+        if states.tree is not None:
+            places = offsets * states.is_tree[token_slots]
+            bounds += states.tree.host_shifts[places]
+        num_tokens, changes = len(token_slots), states.block_tables.take_changes()
+        packed = upload(np.concatenate((token_slots, offsets, places, changes)), device)
+        tokens = packed[: 2 * num_tokens + len(places)].view(-1, num_tokens)
+        states.block_tables.apply(packed[2 * num_tokens + len(places) :])
+        slots_d, columns, *rest = tokens.unbind()
+        is_known = columns.eq(0).long()
+        columns += states.num_computed.index_select(0, slots_d)
+        states.num_computed.index_add_(0, slots_d, is_known)
+        positions = states.positions(columns, rest[0]) if rest else columns
+        next_positions = positions + 1
+        if device.type == "cpu":
+            bounds = next_positions.numpy()  # at hand, so they need not be bounds
+        ones, ends = np.ones_like(offsets), torch.arange(num_tokens, device=device)
+        return cls(
+            states=states,
+            tokens=tokens,
+            positions=positions,
+            host_slots=slots,
+            query_lens=query_lens,
+            seq_lens=computed + query_lens,
+            num_drafts=num_drafts,
+            known_ends=known_ends,
+            max_new_drafts=max_new_drafts,
+            attention_rows=AttentionRows(ones, bounds, None),
+            sample_rows=indices,
+            sample_host_slots=token_slots,
+            sample_tokens=ends,
+            sample_slots=slots_d,
+            sample_positions=next_positions,
+        )
+
     def part(self, first: int, end: int) -> InputBatch:
         """What the forward pass needs of the rows [first, end)."""
         if self.columns is not None:  # the whole may not have begun; if it has, nothing changes
@@ -229,13 +285,15 @@ class AttentionRows:
 
     query_lens: np.ndarray  # int64 [num_rows], on the host
     seq_lens: np.ndarray  # int64 [num_rows], on the host: at most
-    ends: torch.Tensor  # int64 [num_rows]: index in the step of the last token
+    # int64 [num_rows]: index in the step of the last token; None: each token is a row.
+    ends: torch.Tensor | None
 
     def part(self, begin: int, stop: int) -> AttentionRows:
         """The rows of the tokens [begin, stop), none of which is cut."""
         ends = np.cumsum(self.query_lens)
         rows = slice(*np.searchsorted(ends, [begin, stop], side="right").tolist())
-        return AttentionRows(self.query_lens[rows], self.seq_lens[rows], self.ends[rows] - begin)
+        own = None if self.ends is None else self.ends[rows] - begin
+        return AttentionRows(self.query_lens[rows], self.seq_lens[rows], own)
 
     def gather(
         self,
@@ -246,9 +304,13 @@ class AttentionRows:
     ) -> AttentionBatch:
         """The attention of tokens, see `InputBatch.tokens`."""
         tables, ends = states.block_tables, self.ends
-        last = slots[ends], columns[ends], None if places is None else places[ends]
-        starts = ends.new_zeros(len(ends) + 1, dtype=torch.int32)
-        starts[1:] = ends + 1
+        if ends is None:
+            last = slots, columns, places
+            starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device)
+        else:
+            last = slots[ends], columns[ends], None if places is None else places[ends]
+            starts = ends.new_zeros(len(ends) + 1, dtype=torch.int32)
+            starts[1:] = ends + 1
         batch = AttentionBatch(
             query_lens=self.query_lens,
             seq_lens=self.seq_lens,

@@ -33,9 +33,20 @@ class Places:
     """Buffers that say where keys and values of one group of layers lie; see AttentionBatch."""
 
     def __init__(self, max_num_rows: int, max_num_blocks: int) -> None:
-        self.slot_mapping = torch.zeros(max_num_rows, dtype=torch.int64)
-        self.block_tables = torch.zeros(max_num_rows, max_num_blocks, dtype=torch.int32)
-        self.tails: Tensor | None = None
+        self.slot_mapping = np.zeros(max_num_rows, dtype=np.int64)
+        self.block_tables = np.zeros((max_num_rows, max_num_blocks), dtype=np.int32)
+        self.tails: np.ndarray | None = None
+
+    def fill(self, group: AttentionBatch, num_rows: int) -> None:
+        """With those of a step."""
+        self.slot_mapping[:num_rows] = group.slot_mapping.numpy()
+        tables = group.block_tables.numpy()
+        self.block_tables[:num_rows, : tables.shape[1]] = tables
+        if group.tails is not None:
+            if self.tails is None:
+                shape = len(self.slot_mapping), group.tails.shape[1]
+                self.tails = np.zeros(shape, dtype=np.int64)
+            self.tails[:num_rows] = group.tails.numpy()
 
 
 class ProgramRunner:
@@ -55,11 +66,11 @@ class ProgramRunner:
         self, forward: Forward, max_num_rows: int, max_num_blocks: int, num_groups: int = 1
     ) -> None:
         self.forward = forward
-        self.tokens = torch.zeros(2, max_num_rows, dtype=torch.int64)  # ids, positions
-        self.query_lens = np.ones(max_num_rows, dtype=np.int64)
-        self.seq_lens = torch.ones(max_num_rows, dtype=torch.int64)
+        # Inputs, by numpy: torch takes four times as long to copy a few numbers.
+        self.tokens = np.zeros((2, max_num_rows), dtype=np.int64)  # ids, positions
+        self.query_lens, self.seq_lens = np.ones((2, max_num_rows), dtype=np.int64)
         self.places = [Places(max_num_rows, max_num_blocks) for _ in range(num_groups)]
-        self.others: list[Tensor] = []
+        self.others: list[np.ndarray] = []
         self.memory = Memory(max_num_rows)
         self.programs: dict[tuple[int, bool], Program] = {}
         self.variant: Callable[[], bool] = lambda: False  # which pass `forward` is now
@@ -82,20 +93,16 @@ class ProgramRunner:
         self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *others: Tensor
     ) -> Tensor:
         num_rows = len(input_ids)
-        self.tokens[0, :num_rows] = input_ids
-        self.tokens[1, :num_rows] = positions
-        self.seq_lens[:num_rows] = attention.seq_lens_device
+        self.tokens[0, :num_rows] = input_ids.numpy()
+        self.tokens[1, :num_rows] = positions.numpy()
+        self.seq_lens[:num_rows] = attention.seq_lens
         for places, group in zip(self.places, (attention, *attention.others), strict=True):
-            places.slot_mapping[:num_rows] = group.slot_mapping
-            places.block_tables[:num_rows, : group.block_tables.shape[1]] = group.block_tables
-            if group.tails is not None:
-                if places.tails is None:
-                    places.tails = group.tails.new_zeros(len(self.seq_lens), group.tails.shape[1])
-                places.tails[:num_rows] = group.tails
+            places.fill(group, num_rows)
         for number, other in enumerate(others):
             if number == len(self.others):
-                self.others.append(torch.zeros(len(self.seq_lens), other.shape[1]))
-            self.others[number][:num_rows] = other
+                shape = len(self.seq_lens), other.shape[1]
+                self.others.append(np.zeros(shape, dtype=np.float32))
+            self.others[number][:num_rows] = other.numpy()
         key = num_rows, self.variant()
         if (program := self.programs.get(key)) is None:
             program = self.programs[key] = self._record(num_rows)
@@ -104,23 +111,24 @@ class ProgramRunner:
         return program.results[0]
 
     def _record(self, num_rows: int) -> Program:
-        input_ids, positions = self.tokens[:, :num_rows]
+        input_ids, positions = torch.from_numpy(self.tokens)[:, :num_rows]
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
+        seq_lens = self.seq_lens[:num_rows]
         attention, *others = [
             AttentionBatch(
                 query_lens=self.query_lens[:num_rows],
-                seq_lens=self.seq_lens[:num_rows].numpy(),
+                seq_lens=seq_lens,
                 query_start_loc=starts,
-                seq_lens_device=self.seq_lens[:num_rows],
-                block_tables=places.block_tables[:num_rows],
-                slot_mapping=places.slot_mapping[:num_rows],
-                tails=None if places.tails is None else places.tails[:num_rows],
+                seq_lens_device=torch.from_numpy(seq_lens),
+                block_tables=torch.from_numpy(places.block_tables[:num_rows]),
+                slot_mapping=torch.from_numpy(places.slot_mapping[:num_rows]),
+                tails=None if places.tails is None else torch.from_numpy(places.tails[:num_rows]),
             )
             for places in self.places
         ]
         attention = replace(attention, others=others)
+        inputs = [torch.from_numpy(other[:num_rows]) for other in self.others]
         with Recorder(self.memory, num_rows) as recorder, OnlyViews():
-            inputs = [other[:num_rows] for other in self.others]
             hidden = self.forward(input_ids, positions, attention, *inputs)
         return Program(b"".join(recorder.calls), [self.memory.lend(hidden)])
 
@@ -135,13 +143,13 @@ class ChainRunner(Chain):
         self.max_passes = max_drafts - 1
         self.memory = Memory(max_num_rows)
         max_num_blocks = self.states.block_tables.tables.shape[1]
-        self.block_tables = torch.zeros(max_num_rows, max_num_blocks, dtype=torch.int32)
+        self.block_tables = np.zeros((max_num_rows, max_num_blocks), dtype=np.int32)
         self.query_lens = np.ones(max_num_rows, dtype=np.int64)
         self.is_recordable = True
-        self.features: Tensor | None = None  # [max_num_rows, hidden]
+        self.features: np.ndarray | None = None  # [max_num_rows, hidden]
         # By rows: positions, cache slots and lengths of all passes, [max_passes, 3, num_rows], and
         # programs, by passes.
-        self.programs: dict[int, tuple[Tensor, list[Program]]] = {}
+        self.programs: dict[int, tuple[np.ndarray, list[Program]]] = {}
 
     def __call__(
         self, features: Tensor, slots: Tensor, positions: Tensor, columns: Tensor
@@ -157,39 +165,42 @@ class ChainRunner(Chain):
 
     def _run(self, features: Tensor, slots: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
         tables, num_rows, num_passes = self.states.block_tables, len(slots), len(positions)
-        mapping = tables.slot_mapping(slots, columns)
-        torch.index_select(tables.tables, 0, slots, out=self.block_tables[:num_rows])
+        mapping = tables.host_slot_mapping(slots, columns)
+        self.block_tables[:num_rows] = tables.tables.numpy()[slots.numpy()]
         if self.features is None:
-            self.features = features.new_zeros(len(self.block_tables), features.shape[1])
-        self.features[:num_rows] = features
-        given = torch.stack((positions, mapping, columns + 1), dim=1)
+            self.features = np.zeros((len(self.block_tables), features.shape[1]), np.float32)
+        self.features[:num_rows] = features.numpy()
+        given = positions.numpy(), mapping, columns.numpy() + 1
         if found := self.programs.get(num_rows):
             numbers, programs = found
-            numbers[:num_passes] = given
+            for kind, each in enumerate(given):
+                numbers[:num_passes, kind] = each
             programs[num_passes].run()
         else:  # what is made beyond stays in the last place that there is
-            numbers = given[torch.arange(self.max_passes).clamp(max=num_passes - 1)]
+            places = np.arange(self.max_passes).clip(max=num_passes - 1)
+            numbers = np.stack(given, axis=1)[places]
             programs = self._record(self.features[:num_rows], numbers)
             self.programs[num_rows] = numbers, programs
         return torch.stack(programs[num_passes].results, dim=1)
 
-    def _record(self, features: Tensor, numbers: Tensor) -> list[Program]:
+    def _record(self, features: np.ndarray, numbers: np.ndarray) -> list[Program]:
         num_rows = len(features)
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
+        tables = torch.from_numpy(self.block_tables[:num_rows])
         passes = [
             (
                 position,
                 AttentionBatch(
-                    self.query_lens[:num_rows], lens.numpy(), starts, lens,
-                    self.block_tables[:num_rows], mapping,
+                    self.query_lens[:num_rows], lens.numpy(), starts, lens, tables, mapping
                 ),
             )
-            for position, mapping, lens in numbers
-        ]  # fmt: skip
+            for position, mapping, lens in torch.from_numpy(numbers)
+        ]
         made: list[Tensor] = []
         programs: list[Program] = []
+        first = torch.from_numpy(features)
         with Recorder(self.memory, num_rows) as recorder, OnlyViews():
-            for draft in self.draft(features, passes):
+            for draft in self.draft(first, passes):
                 made.append(draft)
                 programs.append(
                     Program(b"".join(recorder.calls), [self.memory.lend(each) for each in made])
