@@ -4,8 +4,8 @@ A step that verifies drafts yields more tokens and takes longer, as does one tha
 the chance that the next draft of a request is kept, its draft number j is worth a ** j tokens. It
 pays while that is more than what the whole step would yield in the same time: tokens of the step *
 seconds that one more token takes / seconds of the step. What it takes to draft counts as often as
-anything is found. Chances are counted for each request; the seconds are a plane through the steps
-of late.
+anything is found. And all drafts of a step together have to be worth what it takes to draft and
+verify at all. Chances are counted for each request; for the seconds see `StepCost`.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from servd.core.step_cost import StepCost
 from servd.messages import ScheduledRequest
 
 MEMORY = 0.97  # weight that a sample of a request has left after another one
-COST_MEMORY = 0.995  # share of the past that each step keeps
-# Before anything is known, a token more costs 1/128 of a step, and every second draft is kept.
-TOKENS_PER_STEP = 128
-LEAST_SHARE = 1 / 500  # share of a step: noise may make a token look free
+# Before anything is known, every second draft is kept.
 FIRST_GUESS, GUESS_WEIGHT = 0.6, 2.0
 FIRST_TRIALS = 2  # per request, whatever became of others' drafts
-LONGEST = 3.0  # a step counts at most so many times what was expected: others may have run
 MARGIN = 1.15  # estimates are noisy, and too many drafts are worse than too few
 # Costs change, and steps of one size teach nothing. At first, and now and then, some steps in a row
-# draft nothing: one of them still verifies, and the first without drafts may record a program.
-PAUSE_INTERVAL, PAUSE_STEPS = 96, 4
-# And in one step a few requests try what seems not to pay, and forget what they knew; the more
-# seldom the longer nothing has paid, as a try takes as long as two other steps. With one draft it
-# would look too dear: some of what drafting costs is the same for one and for several.
-TRY_INTERVAL, MAX_TRY_INTERVAL, TRY_MEMORY, TRY_DRAFTS = 32, 256, 0.5, 4
+# draft nothing, and after them some draft half as much: one of each still verifies what was drafted
+# before, and the first of its size may record a program.
+PAUSE_INTERVAL, PAUSE_STEPS, HALF_STEPS = 96, 4, 4
+# And in a few steps a few requests try what seems not to pay, and forget what they knew; the more
+# seldom the longer nothing has paid. The first of these steps is not counted where a draft has to
+# catch up with what was computed without it.
+TRY_INTERVAL, MAX_TRY_INTERVAL, TRY_STEPS, TRY_MEMORY, TRY_DRAFTS = 32, 256, 2, 0.5, 4
+MOST_BEHIND = 4  # steps without drafts after which a request's next ones are a beginning
 # While nothing is drafted, requests are asked in one step of so many, and its time counts: all this
 # takes 5 us for each of them, and a step of a small model a millisecond.
 IDLE_INTERVAL = 8
@@ -45,6 +44,7 @@ class Acceptance:
     num_tried: float = 0.0
     num_found: float = 0.0  # steps whose workers had a draft
     num_asked: float = 0.0  # steps that wanted one
+    asked_in: int = -PAUSE_INTERVAL  # number of the last step that did
 
     def count(self, num_drafts: int, num_kept: int, num_asked: int, num_found: int) -> None:
         """Take in a step: its first `num_kept` drafts were kept, the next one was tried in vain;
@@ -76,59 +76,36 @@ class Acceptance:
         return (self.num_found + guess * GUESS_WEIGHT) / (self.num_asked + GUESS_WEIGHT)
 
 
-class StepCost:
-    """Seconds of a step as a plane over its tokens and the drafts that are asked for in it: least
-    squares, exponentially weighted.
+class Wishes:
+    """What the drafts would gain and take that the requests of a step want, whether or not they get
+    them.
     """
 
     def __init__(self) -> None:
-        self.weight = self.y = 0.0
-        self.x = self.xx = self.xy = 0.0  # tokens
-        self.z = self.zz = self.zy = self.xz = 0.0  # drafts asked for
-        self._sizes: set[int] = set()
+        self.num_requests = 0
+        self.gain = self.price = 0.0  # sums
+        self._means = 0.0, 0.0  # of a request, when last asked
 
-    def count(self, num_tokens: int, num_asked: int, seconds: float) -> None:
-        """Take in a step, unless it is the first of its size: it may have recorded a program."""
-        if num_tokens not in self._sizes:
-            self._sizes.add(num_tokens)
-            return
-        if self.weight:
-            slope, slope_asked = self._slopes()
-            mean = self.y + slope * (num_tokens * self.weight - self.x)
-            mean += slope_asked * (num_asked * self.weight - self.z)
-            seconds = min(seconds, LONGEST * max(mean, self.y) / self.weight)
-        memory = COST_MEMORY
-        self.weight = self.weight * memory + 1
-        self.y = self.y * memory + seconds
-        self.x = self.x * memory + num_tokens
-        self.xx = self.xx * memory + num_tokens * num_tokens
-        self.xy = self.xy * memory + num_tokens * seconds
-        self.z = self.z * memory + num_asked
-        self.zz = self.zz * memory + num_asked * num_asked
-        self.zy = self.zy * memory + num_asked * seconds
-        self.xz = self.xz * memory + num_asked * num_tokens
+    def add(
+        self, num_drafts: int, chance: float, hit_rate: float, token: float, draft: float
+    ) -> None:
+        """A request wants so many; `token` and `draft` are what `StepCost.shares` says."""
+        self.num_requests += 1
+        if chance < 1:
+            self.gain += hit_rate * chance * (1 - chance**num_drafts) / (1 - chance)
+        else:
+            self.gain += hit_rate * num_drafts
+        self.price += (hit_rate * token + draft) * num_drafts
 
-    def _slopes(self) -> tuple[float, float]:
-        """Seconds of one token, and of asking for one draft."""
-        mean_x, mean_y, mean_z = (each / self.weight for each in (self.x, self.y, self.z))
-        # One sample's worth of belief: in TOKENS_PER_STEP, and that drafting costs nothing.
-        xx, zz = self.xx - self.x * mean_x + 1, self.zz - self.z * mean_z + 1
-        xz = self.xz - self.x * mean_z
-        xy = self.xy - self.x * mean_y + mean_y / TOKENS_PER_STEP
-        zy = self.zy - self.z * mean_y
-        determinant = xx * zz - xz * xz
-        return (xy * zz - zy * xz) / determinant, (zy * xx - xy * xz) / determinant
-
-    def shares(self, num_tokens: int) -> tuple[float, float]:
-        """Seconds of one token more, and of one draft more to ask for, over those of a step with so
-        many tokens that asks for none.
+    def take(self, num_requests: int) -> tuple[float, float]:
+        """Tokens that drafts would gain so many requests, and what they would take, over what a
+        plain step does; then others are asked.
         """
-        if not self.weight:
-            return 1 / TOKENS_PER_STEP, 0.0
-        slope, slope_asked = self._slopes()
-        seconds = (self.y + slope * (num_tokens * self.weight - self.x)) / self.weight
-        seconds = max(seconds - slope_asked * self.z / self.weight, 1e-9)
-        return min(max(slope / seconds, LEAST_SHARE), 1.0), max(slope_asked / seconds, 0.0)
+        if self.num_requests:
+            self._means = self.gain / self.num_requests, self.price / self.num_requests
+            self.num_requests, self.gain, self.price = 0, 0.0, 0.0
+        gain, price = self._means
+        return num_requests * gain, num_requests * price
 
 
 class Lookahead:
@@ -143,24 +120,30 @@ class Lookahead:
         self.cost = StepCost()
         self.overall = Acceptance()
         self.guess = self.guess_found = FIRST_GUESS
-        # What verifying and making a draft costs in the step that is put together, in tokens.
+        self.step = 0  # the one that is put together
+        # What verifying and making a draft costs in it, over what a plain one takes, and how many
+        # tokens each has to be worth.
+        self.shares = (0.0, 0.0)
         self.least_gain = self.least_gain_asked = 0.0
+        self.pays = True  # whether drafts are worth what drafting at all costs
+        self.wishes = Wishes()  # of the requests of this step
         self.num_requests = 0  # for which they were last weighed
         self.num_steps = 0
         self.num_idle = 0  # steps since a request was to be drafted for
         self.is_open = False  # whether any may be drafted for in this step
         self.try_interval = self.next_try = TRY_INTERVAL
-        self.num_tries = 0  # left in this step
+        self.tries_until = self.num_tries = 0  # the step in which they end; left in this one
+        self.try_drafts = 1  # in the latest
+        self.beginnings: set[int] = set()  # steps in flight in which a request begins to draft
 
-    def begin_step(self, num_requests: int) -> None:
-        """A step of so many requests is put together."""
+    def begin_step(self, step: int, num_requests: int) -> None:
+        """A step of so many requests is put together; its number comes again if none was."""
         if not self.max_drafts:
             return
-        num_requests = max(num_requests, 1)
+        self.step, num_requests = step, max(num_requests, 1)
         if num_requests != self.num_requests or self._counts:
-            shares, self.num_requests = self.cost.shares(num_requests), num_requests
-            self.least_gain, self.least_gain_asked = (MARGIN * num_requests * x for x in shares)
-            self.guess, self.guess_found = self.overall.chance(), self.overall.hit_rate()
+            self.num_requests = num_requests
+            self._weigh()
         self.num_tries = 0
         if self.num_steps % PAUSE_INTERVAL < PAUSE_STEPS:
             self.is_open = False
@@ -168,31 +151,56 @@ class Lookahead:
         if self.num_steps >= self.next_try:
             self.try_interval = min(2 * self.try_interval, MAX_TRY_INTERVAL)
             self.next_try = self.num_steps + self.try_interval
+            self.tries_until = self.num_steps + TRY_STEPS
+            # In turns, to tell what drafting costs from what a draft does.
+            self.try_drafts = 1 if self.try_drafts > 1 else min(TRY_DRAFTS, self.max_drafts)
+        if self.num_steps < self.tries_until:
             self.num_tries = 1 + num_requests // 16
         self.is_open = self._counts or self.num_tries > 0
 
+    def _weigh(self) -> None:
+        """What drafts cost in this step, and whether those of the step before are worth it."""
+        num_requests = self.num_requests
+        token, draft, drafting = self.cost.shares(num_requests)
+        gain, price = self.wishes.take(num_requests)
+        rate = MARGIN * num_requests  # tokens of a plain step
+        self.pays = gain >= rate * (drafting + price)
+        if self.pays:  # then a draft more has to be worth more than in a plain step
+            rate = max(rate, (num_requests + gain) / (1 + drafting + price))
+        self.shares = token, draft
+        self.least_gain, self.least_gain_asked = rate * token, rate * draft
+        self.guess, self.guess_found = self.overall.chance(), self.overall.hit_rate()
+
     def num_drafts(self, acceptance: Acceptance | None) -> int:
         """How many drafts of a request are worth their time in this step, if it wants any."""
-        num_drafts = self._num_drafts(acceptance) if acceptance and self.is_open else 0
+        if not acceptance or not self.is_open:
+            return 0
+        num_drafts = self._num_drafts(acceptance)
         if num_drafts:
             self.num_idle = 0
+            if acceptance.asked_in < self.step - MOST_BEHIND:
+                self.beginnings.add(self.step)
+            acceptance.asked_in = self.step
         return num_drafts
 
     def _num_drafts(self, acceptance: Acceptance) -> int:
-        chance, least_gain = acceptance.chance(self.guess), self.least_gain
-        if least_gain < chance and self.least_gain_asked:
-            least_gain += self.least_gain_asked / acceptance.hit_rate(self.guess_found)
-        if least_gain >= chance:
-            if not self.num_tries:
-                return 0
-            self.num_tries -= 1
+        chance, hit_rate = acceptance.chance(self.guess), acceptance.hit_rate(self.guess_found)
+        least_gain, num_drafts = self.least_gain + self.least_gain_asked / hit_rate, 0
+        if least_gain < chance:
+            most = math.log(least_gain) / math.log(chance) if chance < 1 else self.max_drafts
+            num_drafts = min(self.max_drafts, int(most))
+        self.wishes.add(num_drafts, chance, hit_rate, *self.shares)
+        if num_drafts and self.pays:
+            if acceptance.num_tried >= FIRST_TRIALS:  # it pays, and is not only hoped to
+                self.try_interval = TRY_INTERVAL
+            is_half = self.num_steps % PAUSE_INTERVAL < PAUSE_STEPS + HALF_STEPS
+            return (num_drafts + 1) // 2 if is_half else num_drafts
+        if not self.num_tries:
+            return 0
+        self.num_tries -= 1
+        if self.num_steps == self.tries_until - TRY_STEPS:
             acceptance.forget(TRY_MEMORY)
-            return min(self.max_drafts, TRY_DRAFTS)
-        if acceptance.num_tried >= FIRST_TRIALS:  # it pays, and is not only hoped to
-            self.try_interval = TRY_INTERVAL
-        if chance >= 1:
-            return self.max_drafts
-        return min(self.max_drafts, int(math.log(least_gain) / math.log(chance)))
+        return self.try_drafts
 
     def count(self, acceptance: Acceptance | None, *counts: int) -> None:
         """A request's step is over; see `Acceptance.count`."""
@@ -201,23 +209,33 @@ class Lookahead:
             self.overall.count(*counts)
 
     def time(
-        self, scheduled: Sequence[ScheduledRequest], nanoseconds: int, num_others: int = 0
+        self,
+        step: int,
+        scheduled: Sequence[ScheduledRequest],
+        nanoseconds: int,
+        num_others: int = 0,
     ) -> None:
         """A step is over, so long after the one before; `num_others` of its rows decoded one token
-        and drafted nothing. What one with prompts takes says nothing of drafts.
+        and drafted nothing. What one with prompts takes says nothing of drafts, nor one in which a
+        draft caught up with what was computed without it.
         """
         counts = self._counts
         self.num_steps += 1
         self.num_idle += 1
-        if not counts:
+        is_beginning = step in self.beginnings
+        self.beginnings.discard(step)
+        if not counts or is_beginning:
             return
-        num_tokens, num_asked = num_others, 0
+        num_tokens, num_drafts, num_asked = num_others, 0, 0
         for item in scheduled:
             if not item.samples or item.num_tokens > item.num_drafts + 1:
                 return
             num_tokens += item.num_tokens
+            num_drafts += item.num_drafts
             num_asked += item.max_new_drafts
-        self.cost.count(num_tokens, num_asked, nanoseconds * 1e-9)
+        drafting = ((num_drafts > 0) + (num_asked > 0)) / 2
+        num_rows = len(scheduled) + num_others
+        self.cost.count(num_rows, num_tokens, num_asked, drafting, nanoseconds * 1e-9)
 
     @property
     def _counts(self) -> bool:

@@ -136,7 +136,7 @@ class Scheduler:
         self.waiting.begin_step()
         for request, error in self.kv_cache.take_lost():
             self._end(request, error)
-        self.lookahead.begin_step(len(self.running))
+        self.lookahead.begin_step(record.step, len(self.running))
         self._make_room(step)
         budget = self.max_num_batched_tokens
         for lane, first, end in self.waiting.lanes(self.running):
@@ -384,7 +384,7 @@ class Scheduler:
                 self.outputs.report_to(request.client)
         self.kv_cache.harvest(step)
         if self.lookahead.max_drafts:
-            self.lookahead.time(step.scheduled, took_ns, len(step.decoding))
+            self.lookahead.time(record.step, step.scheduled, took_ns, len(step.decoding))
         decoded, rows = step.go_on(result, ends)
         self.outputs.go_on(decoded)
         for row in rows:

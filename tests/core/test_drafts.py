@@ -6,8 +6,8 @@ from collections import deque
 import pytest
 
 from servd.core import lookahead, stats_line
-from servd.core.lookahead import StepCost
 from servd.core.stats_line import StatsLine
+from servd.core.step_cost import StepCost
 from servd.messages import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput
 from servd.stats import DraftStats, SchedulerStats
 from tests.core.engines import generate, make_engine, make_request
@@ -19,7 +19,7 @@ PROMPT = [1, 2, 3]
 @pytest.fixture(autouse=True)
 def eager_lookahead(monkeypatch):
     """Every draft is worth its time: steps of a fake device take none, or any."""
-    monkeypatch.setattr(StepCost, "shares", lambda *_: (1e-9, 0.0))
+    monkeypatch.setattr(StepCost, "shares", lambda *_: (1e-9, 0.0, 0.0))
 
 
 def total(log):

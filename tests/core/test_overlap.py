@@ -12,7 +12,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from servd.core import lookahead
-from servd.core.lookahead import StepCost
+from servd.core.step_cost import StepCost
 from servd.messages import AbortRequests, EngineCoreRequest
 from servd.params import StructuredOutput
 from servd.speculative import MAX_FORCED_TOKENS
@@ -134,7 +134,7 @@ def drafting(max_drafts: int) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def eager_lookahead(monkeypatch):
     """Every draft is worth its time: steps of a fake device take none, or any."""
-    monkeypatch.setattr(StepCost, "shares", lambda *_: (1e-9, 0.0))
+    monkeypatch.setattr(StepCost, "shares", lambda *_: (1e-9, 0.0, 0.0))
     monkeypatch.setattr(lookahead, "PAUSE_STEPS", 0)
 
 

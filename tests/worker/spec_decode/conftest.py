@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from servd.core import lookahead
-from servd.core.lookahead import Lookahead, StepCost
+from servd.core.lookahead import Lookahead
+from servd.core.step_cost import StepCost
 
 
 @pytest.fixture
@@ -14,7 +15,7 @@ def counts(monkeypatch) -> list[tuple[int, int]]:
     step does without.
     """
     counted: list[tuple[int, int]] = []
-    monkeypatch.setattr(StepCost, "shares", lambda *_: (1e-9, 0.0))
+    monkeypatch.setattr(StepCost, "shares", lambda *_: (1e-9, 0.0, 0.0))
     monkeypatch.setattr(lookahead, "PAUSE_STEPS", 0)
     count = Lookahead.count
 
