@@ -23,7 +23,7 @@ log = logging.getLogger("servd.hf")
 
 DEMO_MODEL = "demo"  # what is served without MODEL
 DEMO_FOLDER = Path(__file__).with_name("demo_model")
-DEMO_HEAD = DEMO_FOLDER / "medusa"  # drafts for it
+DEMO_HEAD = DEMO_FOLDER / "eagle3"  # drafts for it, by this method
 METADATA_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
 WEIGHT_FILES = ["*.safetensors"]
 # Any of these can be converted to tokenizer.json by transformers.

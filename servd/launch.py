@@ -169,7 +169,7 @@ def find_draft(config: Config) -> Config:
     if speculative is None or speculative.model is None:
         return config
     draft = speculative.model
-    if draft == hf.DEMO_MODEL and speculative.method == "medusa":
+    if draft == hf.DEMO_MODEL and speculative.method == hf.DEMO_HEAD.name:
         model = config.model.model
         assert model is not None
         if hf.local_folder(model) != hf.DEMO_FOLDER:

@@ -14,7 +14,7 @@ from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from servd.errors import ConfigError
-from servd.hf import DEMO_MODEL
+from servd.hf import DEMO_HEAD, DEMO_MODEL
 
 MAX_FORCED_TOKENS = 16  # computed with the token before them, for one request in one step
 
@@ -192,7 +192,7 @@ REFUSED = {
 
 
 FLAG = "--speculative-config"
-DEMO_KEYS = {"method": "medusa", "model": DEMO_MODEL}
+DEMO_KEYS = {"method": DEMO_HEAD.name, "model": DEMO_MODEL}
 # Options that are keys of it.
 FLAT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 

@@ -48,6 +48,7 @@ OTHER_FLAGS = {
     "--num-examples", "--epochs",  # tools.train_speculator
     "--state-cache-gib", "--draft-vocab-size",  # the same
     "--temperature", "--num", "--seed",  # tools.train_speculator, tools.demo_model.corpus
+    "--num-short",  # the latter
     "--parts",  # benchmarks.gpu
     "--graphs",  # benchmarks.host
     "--parallel",  # llama-server

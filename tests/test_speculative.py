@@ -46,7 +46,7 @@ def test_the_folder_of_a_draft_says_its_method_unless_that_is_given(tmp_path):
         ({"model": "./nowhere"}, ModelNotFound, "there is no folder ./nowhere"),
         ({"method": "ngrm"}, ConfigError, "there are: .*ngram"),
         (
-            {"method": "medusa", "model": "demo", "draft_tensor_parallel_size": 2},
+            {"method": "eagle3", "model": "demo", "draft_tensor_parallel_size": 2},
             ConfigError,
             "the devices of the model, which are 1; leave it out",
         ),
@@ -67,7 +67,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(keys, error, text):
 def test_the_demo_model_has_a_head_of_its_own(tmp_path):
     for model in ("demo", str(DEMO_FOLDER)):
         made = resolved(model=model, speculative_config="demo")[0].model.speculative_config
-        assert (made.method, made.model) == ("medusa", str(DEMO_HEAD))
+        assert (made.method, made.model) == ("eagle3", str(DEMO_HEAD))
     (tmp_path / "config.json").write_bytes((DEMO_FOLDER / "config.json").read_bytes())
     with pytest.raises(ConfigError, match="drafts for servd's demo model.*method.*ngram.*train"):
         resolved(model=str(tmp_path), speculative_config="demo")

@@ -6,7 +6,9 @@ MEMORY = 0.995  # share of the past that each step keeps
 # Before anything is known, a token more costs 1/128 of a step, and drafting nothing else.
 TOKENS_PER_STEP = 128
 LEAST_SHARE = 1 / 500  # share of a step: noise may make a token look free
-LONGEST = 3.0  # a step counts at most so many times what was expected: others may have run
+# A step counts at most so many times the median of late, over what was expected: on a busy machine
+# others run for longer than any step takes, in the midst of some. It is followed in such strides.
+LONGEST, STRIDE, LEAST_MEDIAN = 1.5, 1.1, 0.6
 # How much that belief weighs, in steps with a token or a draft more for each row, or that draft at
 # all. Where steps do not tell these apart, as while all of them draft as much, the last is taken to
 # be what it is.
@@ -23,15 +25,20 @@ class StepCost:
     """
 
     def __init__(self) -> None:
+        self.forget()
+        self._sizes: set[int] = set()
+
+    def forget(self) -> None:
+        """Begin anew."""
         self.weight = self.mean = 0.0  # of the seconds
         self.means: Vector = (0.0, 0.0, 0.0)  # of the three
         self.num_rows = 0  # of the last step
+        self.median = 1.0  # of steps over what was expected
         # Sums of products of what is left without means.
         self.xx = [0.0] * 6  # 00, 01, 02, 11, 12, 22
         self.xy = [0.0] * 3
         self.slopes: Vector = (0.0, 0.0, 0.0)
         self._num_unfitted = 0
-        self._sizes: set[int] = set()
 
     def count(
         self, num_rows: int, num_tokens: int, num_asked: int, drafting: float, seconds: float
@@ -41,8 +48,12 @@ class StepCost:
             self._sizes.add(num_tokens)
             return
         if self.weight:
-            expected = self._seconds(num_tokens, num_asked, drafting)
-            seconds = min(seconds, LONGEST * max(expected, self.mean))
+            expected = max(self._seconds(num_tokens, num_asked, drafting), self.mean / 4)
+            self.median *= STRIDE if seconds > self.median * expected else 1 / STRIDE
+            if self.median < LEAST_MEDIAN:  # what was expected is of such steps
+                self.forget()
+            else:
+                seconds = min(seconds, LONGEST * self.median * expected)
         self.num_rows, self.weight = num_rows, self.weight * MEMORY + 1
         share = 1 / self.weight
         (m0, m1, m2), y = self.means, seconds - self.mean

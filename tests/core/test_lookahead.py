@@ -55,10 +55,13 @@ def throughput(
     first_step: int = 0,
     lifetime: int = NUM_STEPS,
     hit_rate: float = 1.0,
+    interruption: float = 0.0,
 ) -> float:
     """Tokens per second at the depths that Lookahead chooses, with noise; drafts are found at
     `hit_rate`, and each is kept with `chance`. Steps before `first_step` do not count. A request
-    ends after `lifetime` steps, and another one follows it.
+    ends after `lifetime` steps, and another one follows it. Others may take the machine for
+    `interruption` seconds, as often as one step of eight takes no longer than `base`; what they
+    take is not of the throughput.
     """
     noise, lookahead = random.Random(3), Lookahead(MAX_DRAFTS)
     requests = [Acceptance() for _ in range(num_requests)]
@@ -85,7 +88,8 @@ def throughput(
         num_tokens = sum(item.num_tokens for item in scheduled)
         took = machine.seconds(num_tokens, num_tokens - num_requests, num_asked, behind)
         took *= noise.uniform(0.7, 1.3)
-        lookahead.time(step, scheduled, round(took * 1e9))
+        is_interrupted = interruption and noise.random() < took / machine.base / 8
+        lookahead.time(step, scheduled, round((took + interruption * is_interrupted) * 1e9))
         if step >= first_step:
             num_yielded += num_requests + num_kept
             seconds += took
@@ -115,6 +119,16 @@ def test_what_drafting_costs_at_all_is_known(share, chance, num_requests, behind
     got = throughput(machine, chance, num_requests, first_step=100)
     assert got >= 0.97 * machine.throughput(chance, num_requests, 0)
     assert got >= 0.75 * machine.best(chance, num_requests)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.5, 0.85])
+@pytest.mark.parametrize("num_requests", [1, 8])
+def test_a_busy_machine_does_not_mislead_it(chance, num_requests):
+    """On which others may run in the midst of a step, for longer than it takes."""
+    machine = Machine(20.0, verifying=10.0, drafting=10.0, draft=0.5)
+    got = throughput(machine, chance, num_requests, first_step=100, interruption=400.0)
+    assert got >= 0.97 * machine.throughput(chance, num_requests, 0)
+    assert got >= 0.8 * machine.best(chance, num_requests)
 
 
 @pytest.mark.parametrize("hit_rate", [0.02, 0.2, 0.7])

@@ -36,7 +36,7 @@ def tokenizer():
 
 
 def test_layout_and_size():
-    assert {file.name for file in MODEL.iterdir()} == {*FILES, "medusa"}
+    assert {file.name for file in MODEL.iterdir()} == {*FILES, "eagle3"}
     assert sum(file.stat().st_size for file in MODEL.iterdir()) <= 12e6
     with safe_open(MODEL / "model.safetensors", "pt") as weights:
         slices = [weights.get_slice(name) for name in weights.keys()]

@@ -131,8 +131,12 @@ def main() -> None:
     parser.add_argument(
         "--held-out", action="store_true", help="from the part that is kept for measuring"
     )
+    parser.add_argument("--num-short", type=int, help="so many at first are of one turn")
     args = parser.parse_args()
-    for _, example in zip(range(args.num), Corpus(args.seed, args.held_out), strict=False):
+    corpus = Corpus(args.seed, args.held_out)
+    if args.num_short is not None:
+        corpus.num_short = args.num_short
+    for _, example in zip(range(args.num), corpus, strict=False):
         print(json.dumps(example, ensure_ascii=False))
 
 

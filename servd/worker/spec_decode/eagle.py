@@ -251,7 +251,8 @@ class EagleProposer(Proposer):
             longest = int(batch.query_lens.max(where=~runs, initial=0))
             if self.num_recent + longest > MOST_BEHIND:
                 self._keep_recent()
-            # Hidden states are where the next step's will be.
+            # Hidden states, and tokens that decode, are where the next step's will be.
+            slots, positions = torch.stack((slots, positions))
             self.recent.append((slots, positions, read.clone() if read is hidden else read))
             self.num_recent += longest
 
