@@ -158,7 +158,7 @@ class InputBatch:
             num_drafts=zeros,
             known_ends=indices,
             max_new_drafts=zeros,
-            attention_rows=AttentionRows(ones, seq_lens, columns.indices),
+            attention_rows=AttentionRows(ones, seq_lens, None),
             sample_rows=indices,
             sample_host_slots=slots,
             sample_tokens=columns.indices,
