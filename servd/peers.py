@@ -89,7 +89,7 @@ NEEDLESS = {
 TEXT_ONLY = "leave it out: servd reads nothing but text, and refuses the rest"
 CAPTURE = "leave it out; --enforce-eager does without CUDA graphs, and --compile fuses layers"
 LOGPROBS = "leave it out: log-probabilities are the model's own, before temperature and penalties"
-EXPERTS = "leave it out: --tensor-parallel-size cuts experts, too"
+EXPERTS = "leave it out: --enable-expert-parallel and --tensor-parallel-size place experts"
 CONTEXT = "not supported: cut the model, with --tensor-parallel-size or --pipeline-parallel-size"
 CONFIG_JSON = "change config.json in a copy of the model's folder, and serve that"
 HF_FILES = "leave it out: the model's files in Hugging Face's form are read"
@@ -101,6 +101,7 @@ INSTEAD = {
     "all2all_backend": EXPERTS,
     "allowed_local_media_path": TEXT_ONLY,
     "allowed_media_domains": TEXT_ONLY,
+    "attention_config": "use --attention-backend",
     "code_revision": "use --revision, which is for all files",
     "collect_detailed_traces": "leave it out: GET /v1/requests/{id}/timeline tells all stages",
     "compilation_config": CAPTURE,
@@ -112,20 +113,23 @@ INSTEAD = {
     "disable_fastapi_docs": GUARDED,
     "disable_log_outputs": "leave it out: answers are not logged",
     "disable_sliding_window": "use --max-model-len",
+    "disable_hybrid_kv_cache_manager": "leave it out: layers with a window always keep less",
     "enable_eplb": EXPERTS,
-    "enable_expert_parallel": EXPERTS,
     "enable_log_outputs": "not supported: what the model says is never logged",
     "enable_per_request_metrics": "use `timings_per_token` in the request, or Server-Timing",
+    "enable_prompt_embeds": "not supported: prompts are text or token ids",
     "enable_ssl_refresh": "send SIGHUP when certificates have changed",
     "hf_config_path": CONFIG_JSON,
     "hf_overrides": CONFIG_JSON,
     "hf_token": "set $HF_TOKEN, which nobody else can read",
     "ignore_patterns": "leave it out: of a model's weights one form is read",
+    "kv_offloading_backend": "leave it out: servd's own tiers are used (docs/kv-cache.md)",
     "limit_mm_per_prompt": TEXT_ONLY,
     "log_config_file": "use --log-level, --log-format and --access-log",
     "logits_processors": "send `logit_bias`, `bad_words` or `structured_outputs` in the request",
     "logprobs_mode": LOGPROBS,
     "max_logprobs": "leave it out: a request may have 20, and `logprob_token_ids` any 128",
+    "max_num_partial_prefills": "use --long-prefill-token-threshold",
     "max_parallel_loading_workers": "leave it out: files are read as fast as the disk is",
     "media_io_kwargs": TEXT_ONLY,
     "mem_fraction_static": "use --gpu-memory-utilization, the share for everything",  # SGLang
@@ -138,6 +142,7 @@ INSTEAD = {
     "num_gpu_blocks_override": "use --kv-cache-memory",
     "num_speculative_tokens": "use --spec-tokens",
     "parallel": "use --max-num-seqs; --max-model-len is that of each request",  # llama-server
+    "performance_mode": "leave it out: batches grow with the load",
     "pooler_config": "the model's files say it; requests may have `pooling`, `normalize`",
     "prefill_context_parallel_size": CONTEXT,
     "prefix_caching_hash_algo": "leave it out: blocks have SHA-256 (docs/kv-cache.md)",
@@ -146,6 +151,7 @@ INSTEAD = {
     "root_path": PROXY,
     "rope_scaling": CONFIG_JSON,
     "rope_theta": CONFIG_JSON,
+    "safetensors_load_strategy": "leave it out: files are read as fast as the disk is",
     "skip_tokenizer_init": "leave it out: prompts may be token ids, `return_token_ids` has more",
     "speculative_model": "use --spec-model",
     "structured_outputs_config": "leave it out: the one backend is llguidance",
@@ -158,7 +164,6 @@ INSTEAD = {
     "-c": "use --max-model-len, which is that of each request",  # llama-server
     "-cc": CAPTURE,
     "-dcp": CONTEXT,
-    "-ep": EXPERTS,
     "-m": "MODEL needs no flag",
     "-ngl": "leave it out: all layers are on the device",
     "-np": "use --max-num-seqs; --max-model-len is that of each request",

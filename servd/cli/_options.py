@@ -22,6 +22,7 @@ OTHER_FLAGS = {  # as vLLM has or had them
     "nnodes": ["-n"],
     "node_rank": ["-r"],
     "quantization": ["-q"],
+    "enable_expert_parallel": ["-ep"],
     "tensor_parallel_size": ["-tp"],
     "pipeline_parallel_size": ["-pp"],
     "data_parallel_size": ["-dp"],

@@ -48,6 +48,7 @@ def test_flags_of_every_kind():
     ("of_vllm", "options"),
     [
         ("m -tp 2 -pp 3", {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}),
+        ("m -ep", {"enable_expert_parallel": True}),
         ("--model m --max_model_len=8K", {"max_model_len": 8192}),
         ("m --max-model-len 1.5k", {"max_model_len": 1500}),
         ("m --max-model-len auto", {}),
@@ -78,14 +79,14 @@ def test_a_flag_without_an_effect_is_told(caplog):
 
 
 def test_every_flag_that_is_unknown_is_named_with_what_to_do_instead(capsys):
-    line = "m --max-logprobs 20 -ep --compilation-config.level 3 --hf-token x -O3"
+    line = "m --max-logprobs 20 -dcp --compilation-config.level 3 --hf-token x -O3"
     with pytest.raises(SystemExit):
         cli.main(["serve", *line.split()])
     shown = [
         line.partition("unknown argument ")[2] for line in capsys.readouterr().err.splitlines()
     ]
     flags, remedies = zip(*(line.split("; ", 1) for line in shown if line), strict=True)
-    assert [*flags] == ["--max-logprobs", "-ep", "--compilation-config.level", "--hf-token", "-O3"]
+    assert [*flags] == ["--max-logprobs", "-dcp", "--compilation-config.level", "--hf-token", "-O3"]
     assert not [each for each in remedies if "did you mean" in each or "--help" in each]
 
 
