@@ -58,7 +58,7 @@ test-unit: $(VENV)/.dev ## Run the tests that start no server
 
 test-slow: $(VENV)/.clients ## Run the tests at full model size, of large clients, and of the console
 	@tests/console/install.sh
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
 
 test-console: $(VENV)/.dev ## Run the tests of the console in headless Chromium, which it installs
 	@tests/console/install.sh
