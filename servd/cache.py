@@ -113,12 +113,13 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ):
             raise ConfigError(
                 "--kv-events-config tells what the prefix cache has, and that is off, as with "
-                "every encoder: leave it out"
+                "every encoder and with linear attention: leave it out"
             )
         if self.has_tiers and not self.enable_prefix_caching:
             raise ConfigError(
                 "--kv-cache-dir, --kv-offloading-size and --kv-transfer-config keep or give what "
-                "the prefix cache has, and that is off, as with every encoder: leave them out"
+                "the prefix cache has, and that is off, as with every encoder and with linear "
+                "attention: leave them out"
             )
         if self.kv_transfer_config is not None:
             KVTransferConfig.of(self.kv_transfer_config)

@@ -61,6 +61,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any]  # config.json as it is; model files read their own keys from it
     generation: dict[str, Any] = {}  # generation_config.json as it is
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether layers keep, beside the KV cache, a state that is that of the last token alone:
+        linear attention.
+        """
+        return "linear_num_key_heads" in self.config
+
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of keys and values that one token takes over all layers."""
         numbers = 2 * self.num_kv_heads * self.head_dim

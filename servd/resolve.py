@@ -358,9 +358,33 @@ def _whole_prompts(config: Config, spec: ModelSpec) -> dict[str, Decision]:
     return decided | {"enforce_eager": Decision(True, "there are no decode steps")}
 
 
+def _with_states(config: Config, spec: ModelSpec) -> dict[str, Decision]:
+    """What follows for a model whose layers keep a state.
+
+    Raises:
+        ConfigError: an option that needs what the state was before.
+    """
+    what = f"layers of {spec.model_type} keep a state, which is that of the last token alone"
+    model, num_stages = config.model, config.parallel.pipeline_parallel_size
+    for is_asked, flag, why in (
+        (model.speculative_config, "--speculative-config", "drafts that are not kept stay in it"),
+        (num_stages > 1, f"--pipeline-parallel-size {num_stages}", "stages have none"),
+        (model.compile, "--compile", "torch would compile it anew for each step"),
+        (model.batch_invariant, "--batch-invariant", "its rounding depends on chunks of prompts"),
+    ):
+        if is_asked:
+            raise ConfigError(f"{flag}: {what}; {why}: leave it out")
+    return {
+        "enable_prefix_caching": Decision(False, what),
+        "enforce_eager": Decision(True, "linear attention runs operation by operation"),
+    }
+
+
 def _resolve_lengths(config: Config, spec: ModelSpec, on_cuda: bool) -> dict[str, Decision]:
     files = pooling.read(spec)
     decided = {} if files.is_causal else _whole_prompts(config, spec)
+    if spec.keeps_state:
+        decided |= _with_states(config, spec)
     max_model_len = config.model.max_model_len
     if max_model_len is None:
         max_model_len = files.max_tokens or spec.max_position_embeddings

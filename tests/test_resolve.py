@@ -2,6 +2,8 @@
 refused.
 """
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -261,6 +263,25 @@ def test_what_a_plugin_option_may_be_are_the_files_of_its_package(option):
         assert getattr(getattr(Config.load({option: value}), section), option) == value
     with pytest.raises(ConfigError, match=f"there are: {', '.join(known)}"):
         decide(**{option: "nonsense"})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculative_config": {"method": "ngram"}},
+        {"pipeline_parallel_size": 2},
+        {"kv_offloading_size": 1},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_of_layers_that_keep_a_state_only_the_last_token_s_is_there(options: dict[str, Any]):
+    config = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
+    spec = msgspec.structs.replace(SPEC, model_type="qwen3_next", config=SPEC.config | config)
+    found = resolve(Config.load({}), spec, CPU)
+    assert not found.cache.enable_prefix_caching and found.model.enforce_eager
+    flag = next(iter(options)).replace("_", "-")
+    with pytest.raises(ConfigError, match=f"--{flag}.*: leave (it|them) out"):
+        resolve(Config.load(options), spec, CPU)
 
 
 def test_an_encoder_computes_prompts_whole():

@@ -58,7 +58,8 @@ def explain_prefix(
     scheduled = next((m.at_ns for m in timeline.marks if m.stage == "scheduled"), 0)
     evicted = timeline.choices[0].evicted_at_ns
     if not config.enable_prefix_caching:
-        found.reason, found.text = "disabled", "--no-enable-prefix-caching: nothing is kept"
+        found.reason = "disabled"
+        found.text = "nothing is kept: --no-enable-prefix-caching, or a model with states"
     elif timeline.reads_prompt:
         found.reason = "prompt_is_read"
         found.text = "something of every prompt token was asked for, so all were computed"

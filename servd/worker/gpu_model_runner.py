@@ -191,12 +191,11 @@ class GPUModelRunner(ModelRunner):
         kept = meter.allocated()
         graphs = self._graph_bytes(meter)
         self.kv_caches = []
-        states = self.states.token_ids.nbytes + self.states.block_tables.tables.nbytes
         return MemoryUse(
             total=meter.total,
             outside=meter.taken() - meter.held(),
             persistent=kept - cache_bytes,
-            per_request=(kept - cache_bytes - before + states) // self.max_num_seqs,
+            per_request=(kept - cache_bytes - before + self.states.nbytes) // self.max_num_seqs,
             forward=forward - kept,
             sampling=sampling - kept,
             graphs=graphs,

@@ -319,6 +319,7 @@ class AttentionRows:
             block_tables=tables.tables[last[0], : tables.blocks_for(int(self.seq_lens.max()))],
             slot_mapping=tables.slot_mapping(slots, columns),
             tails=states.tails(*last),
+            slots=last[0],
         )
         return batch if tables.num_groups == 1 else _of_groups(batch, states, slots, columns, last)
 

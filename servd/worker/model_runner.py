@@ -37,6 +37,7 @@ from servd.worker.device import upload
 from servd.worker.draft_chain import Chain, Drafter
 from servd.worker.input_batch import Forward, InputBatch
 from servd.worker.isolation import Failures, forward_apart
+from servd.worker.layers import state
 from servd.worker.layers.attention import ForwardContext, spec_of
 from servd.worker.lora.adapters import Adapters, check_modules
 from servd.worker.parallel import Parallel
@@ -159,6 +160,7 @@ class ModelRunner(ABC):
             self.max_num_seqs, self.max_model_len, attention.block_size, self.device,
             self.spec.vocab_size,
         )  # fmt: skip
+        self.states.make_room(state.arrange(self.model))
         self.sampler = Sampler(self.spec.vocab_size, self.max_num_seqs, self.device)
         self.readers = readers.load(self.states, self.model.compute_logits, self.spec)
         self.proposer = spec_decode.load(
@@ -298,8 +300,10 @@ class ModelRunner(ABC):
         self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch
     ) -> torch.Tensor:
         """Hidden states [num_tokens, hidden] of tokens, int64 [num_tokens] each."""
-        ctx = ForwardContext(self.backend, attention, self.kv_caches)
-        return self.model(input_ids, positions, ctx)
+        ctx = ForwardContext(self.backend, attention, self.kv_caches, self.states.of_layers)
+        hidden = self.model(input_ids, positions, ctx)
+        ctx.finish()
+        return hidden
 
     @torch.inference_mode()
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> AsyncOutput:

@@ -49,8 +49,23 @@ class RequestStates:
         self.ones, self.zeros = np.ones_like(self.indices), np.zeros_like(self.indices)
         self.inputs = DecodeInputs(max_num_seqs, self.null_slot, device)
         self.ops = ops.for_device(device)
+        # What layers keep of each slot, float32 [max_num_seqs + 1, n]; see layers/state.py. Nothing
+        # of it is read before it is written.
+        self.of_layers: torch.Tensor | None = None
         self.tree: DraftTree | None = None  # what the drafts of `is_tree` make; of others a chain
         self.is_tree = np.zeros(max_num_seqs + 1, dtype=bool)  # by slot, on the host
+
+    def make_room(self, num_columns: int) -> None:
+        """For so many numbers that layers keep of each request."""
+        if num_columns:
+            shape, device = (len(self.token_ids), num_columns), self.token_ids.device
+            self.of_layers = torch.empty(shape, dtype=torch.float32, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is large."""
+        parts = self.token_ids, self.block_tables.tables, self.of_layers
+        return sum(part.nbytes for part in parts if part is not None)
 
     def add(self, request: NewRequest) -> None:
         """A request enters its slot, in full.
@@ -58,6 +73,7 @@ class RequestStates:
         Raises:
             InvalidRequest: a token id that the embedding has no row for.
         """
+        assert self.of_layers is None or not request.num_computed_tokens, "states are not cached"
         slot = request.slot
         token_ids = np.asarray(request.token_ids, dtype=np.int64)
         if token_ids.min() < 0 or token_ids.max() >= self.vocab_size:

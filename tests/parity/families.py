@@ -98,6 +98,16 @@ GPT_OSS = LLAMA | {
     "rope_parameters": YARN_ROPE | {"truncate": False},
     "pad_token_id": None,
 }
+QWEN3_NEXT = QWEN3_MOE | {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "shared_expert_intermediate_size": 40,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "pad_token_id": None,
+}
 PHI3 = LLAMA | {"hidden_size": 64, "num_attention_heads": 4, "pad_token_id": None}
 
 DEEPSEEK = LLAMA | {
@@ -198,6 +208,14 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "renormalized": QWEN3_MOE | {"norm_topk_prob": True},
         "some layers dense": QWEN3_MOE | {"mlp_only_layers": [1], "head_dim": 8},
     },
+    "qwen3_5_text": {
+        "of four layers": QWEN3_NEXT | {"layer_types": None, "attention_bias": True},
+    },
+    "qwen3_next": {
+        "experts": QWEN3_NEXT | {"norm_topk_prob": True},
+        "some layers dense": QWEN3_NEXT
+        | {"mlp_only_layers": [1, 2], "linear_conv_kernel_dim": 3, "linear_num_key_heads": 6},
+    },
     "smollm3": {
         "window": SMOLLM3 | {"use_sliding_window": True, "sliding_window": 7},
         "no window": SMOLLM3 | {"no_rope_layers": [0, 1, 0]},
@@ -234,6 +252,11 @@ ENCODERS: dict[str, dict[str, dict[str, Any]]] = {
         | {"classifier_pooling": "mean", "norm_bias": True, "mlp_bias": True, "num_labels": 3},
     },
 }
+
+
+def keeps_state(model_type: str) -> bool:
+    """Whether there is linear attention in its layers, and so no prefix cache."""
+    return any("linear_num_key_heads" in case for case in CASES.get(model_type, {}).values())
 
 
 @cache

@@ -32,7 +32,9 @@ FAMILIES = [
     ("mixtral", "window"),
     ("olmo2", "of heads"),
     ("phi3", "window"),
+    ("qwen3_5_text", "of four layers"),
     ("qwen3_moe", "renormalized"),
+    ("qwen3_next", "some layers dense"),
     ("smollm3", "window"),
 ]
 TOLERANCE = 1e-4

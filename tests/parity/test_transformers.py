@@ -120,6 +120,13 @@ def test_a_part_that_only_looks_like_servds_keeps_its_own_code(tmp_path: Path):
             "transformer.blocks.0 .*MptAttention.* does not call attention through the interface",
         ),
         ("bamba", "BambaForCausalLM", "model.layers.0.mamba .* keeps a state"),
+        ("minimax", "MiniMaxForCausalLM", r"self_attn \(MiniMaxLightningAttention\) keeps a state"),
+        ("qwen3_next", "Qwen3NextForCausalLM", "layers.0.linear_attn .* keeps a state"),
+        (
+            "bloom",
+            "BloomForCausalLM",
+            "transformer.h.0 .*BloomAttention.* does not call attention through the interface",
+        ),
         ("doge", "DogeForCausalLM", "neither causal"),
         ("roberta", "RobertaForCausalLM", "counts tokens from the one of padding on"),
     ],
@@ -128,7 +135,18 @@ def test_what_cannot_run_is_refused_by_name(
     tmp_path: Path, model_type: str, architecture: str, reason: str
 ):
     folder = make(tmp_path, model_type, architecture)
+    if model_type == "bloom":  # as its checkpoints have it
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"seq_length": 128}))
     with pytest.raises(UnsupportedModel, match=f"{architecture} cannot run in servd: .*{reason}"):
+        Driver(config_for(folder, model_impl="transformers"))
+
+
+def test_alibi_in_a_class_that_runs_without_is_refused_by_the_layer(tmp_path: Path):
+    folder = make(tmp_path, "falcon", CLASSES["falcon"])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"alibi": True}))
+    with pytest.raises(UnsupportedModel, match=r"h\.0\.self_attention: .alibi. is not supported"):
         Driver(config_for(folder))
 
 

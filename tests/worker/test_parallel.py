@@ -103,6 +103,8 @@ def adapter_of(folder: Path) -> Adapter:
                 "mixtral",
                 "olmo2",
                 "phi3",
+                "qwen3_5_text",
+                "qwen3_next",
                 "smollm3",
             )
         ),

@@ -322,7 +322,7 @@ class GrammarManager:
 
     def forced_tokens(self) -> dict[int, list[int]]:
         """Slot -> the tokens that must follow those which were harvested, if there are any."""
-        if not self._rows:
+        if not self._rows or self.spec.keeps_state:  # they may be taken back
             return {}
         return {
             slot: token_ids

@@ -92,6 +92,8 @@ class AttentionBatch:
     tails: Tensor | None = None
     # False: query_lens are bounds; a row may have fewer tokens, or none, and some tokens no row.
     has_exact_query_lens: bool = True
+    # int64 [num_rows], on the device: slots of the requests; None in steps that are recorded.
+    slots: Tensor | None = None
     # The same step for further groups of layers, whose keys and values lie elsewhere; see
     # `WorkerReady.kv_windows`.
     others: Sequence[AttentionBatch] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,12 +24,19 @@ class ForwardContext:
         backend: the model's.
         batch: the step.
         kv_caches: one per layer.
+        states: see `RequestStates.of_layers`.
     """
 
     def __init__(
-        self, backend: Backend[Any], batch: AttentionBatch, kv_caches: Sequence[Tensor]
+        self,
+        backend: Backend[Any],
+        batch: AttentionBatch,
+        kv_caches: Sequence[Tensor],
+        states: Tensor | None = None,
     ) -> None:
-        self.kv_caches = kv_caches
+        self.kv_caches, self.states, self.batch = kv_caches, states, batch
+        # New rows of parts of `states`, whose old ones stay until nothing can fail any more.
+        self.pending: list[tuple[Tensor, Tensor]] = []
 
         def of_layers(window: int | None, group: int) -> tuple[Backend[Any], Any]:
             chosen = backend.with_window(window)
@@ -37,6 +44,22 @@ class ForwardContext:
 
         # The backend of layers with this window, in this group, and its metadata of the step.
         self.of_layers = cache(of_layers)
+
+    @cached_property
+    def begins(self) -> Tensor:
+        """Of each row, whether its first token is the request's first, bool [num_rows]."""
+        return self.batch.seq_lens_device == self.batch.query_start_loc.diff()
+
+    @property
+    def slots(self) -> Tensor:
+        """Of each row its request's, int64 [num_rows]."""
+        assert self.batch.slots is not None
+        return self.batch.slots
+
+    def finish(self) -> None:
+        """The forward pass is through: keep the states that it has made."""
+        for states, rows in self.pending:
+            states.index_copy_(0, self.slots, rows)
 
 
 class Attention(nn.Module):

@@ -248,8 +248,9 @@ def inspect(
     Raises:
         UnsupportedModel: tokens meet elsewhere too, or in a way that servd's attention has not.
     """
-    if model._is_stateful:
-        raise UnsupportedModel(f"{_state_of(model)} keeps a state that is no KV cache")
+    layer = _state_of(model)  # not all classes with one say that they have
+    if model._is_stateful or layer:
+        raise UnsupportedModel(f"{layer or 'a layer'} keeps a state that is no KV cache")
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv1d | nn.RNNBase):
             raise UnsupportedModel(f"{name} ({type(module).__name__}) mixes tokens")
@@ -317,6 +318,14 @@ def _note(model: Any) -> tuple[dict[str, list[Attention]], set[str]]:
     ids, positions, mask = (torch.zeros(1, 5, dtype=torch.int64, device="meta") for _ in range(3))
     placed = positions[0]
     watch = Watch(positions, placed, *(linear.weight for linear in linears.values()))
+    inside_of = [""]  # names of the modules that run
+
+    def leave(*_: Any) -> None:
+        inside_of.pop()
+
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda *_, name=name: inside_of.append(name))
+        module.register_forward_hook(leave)
     try:
         # A dry run, which is a function mode, lies about devices.
         inside = context(notes, placed), torch.inference_mode(), torch._C.DisableTorchFunction()
@@ -327,7 +336,8 @@ def _note(model: Any) -> tuple[dict[str, list[Attention]], set[str]]:
     except UnsupportedModel:
         raise
     except Exception as error:  # others wrote this code
-        raise UnsupportedModel(first_line(error)) from error
+        where = f"{inside_of[-1]}: " * bool(inside_of[-1])
+        raise UnsupportedModel(where + first_line(error)) from error
     if notes.found and {id(positions), id(placed)} <= watch.unused:
         raise UnsupportedModel("it takes no positions, and counts tokens by itself")
     only_products = {name for name, linear in linears.items() if id(linear.weight) in watch.unused}
@@ -347,11 +357,14 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _state_of(model: nn.Module) -> str:
-    kinds = ("Mixer", "Mamba", "Delta", "Rwkv", "SSM", "LinearA", "Recurrent", "ShortConv", "KDA")
+def _state_of(model: nn.Module) -> str | None:
+    kinds = (
+        "Mixer", "Mamba", "Delta", "Rwkv", "SSM", "LinearA", "Recurrent", "ShortConv", "KDA",
+        "Lightning",
+    )  # fmt: skip
     found = (
         f"{name} ({type(module).__name__})"
         for name, module in model.named_modules()
         if re.search(r"\.\d+\.", name) and any(kind in type(module).__name__ for kind in kinds)
     )
-    return next(found, "a layer")
+    return next(found, None)

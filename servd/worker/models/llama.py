@@ -20,13 +20,18 @@ from servd.worker.parallel import Parallel
 class LlamaAttention(nn.Module):
     """Grouped-query self-attention with rotary positions."""
 
+    query_parts: ClassVar[int] = 1  # numbers that q_proj yields for each of a query's
+
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__()
         qkv_bias, o_bias = self.biases(spec.config)
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.head_dim = spec.head_dim
         self.qkv_proj = ColumnParallelLinear(
-            spec.hidden_size, [q_size, kv_size, kv_size], parallel, bias=qkv_bias
+            spec.hidden_size,
+            [self.query_parts * q_size, kv_size, kv_size],
+            parallel,
+            bias=qkv_bias,
         )
         self.o_proj = RowParallelLinear(q_size, spec.hidden_size, parallel, bias=o_bias)
         self.register_parameter("sinks", None)  # [heads], where a model has them

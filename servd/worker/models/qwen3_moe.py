@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import nn
 
 from servd.hf import ModelSpec
@@ -13,13 +15,15 @@ from servd.worker.parallel import Parallel
 class Qwen3MoeLayer(Qwen3Layer):
     """Has experts in all layers, or in those that config.json says."""
 
+    experts: ClassVar[type[SparseMoE]] = SparseMoE
+
     def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
         """See LlamaLayer."""
         config = spec.config
         is_dense = layer in (config.get("mlp_only_layers") or ())
         if is_dense or (layer + 1) % config.get("decoder_sparse_step", 1):
             return super().feed_forward(spec, layer, parallel)
-        return SparseMoE(
+        return self.experts(
             spec.hidden_size,
             config["moe_intermediate_size"],
             config.get("num_experts") or config["num_local_experts"],

@@ -1,0 +1,58 @@
+"""Qwen 3.5, its text models: Qwen 3-Next with a feed-forward in every layer, whose delta nets have
+their projections apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from servd.hf import ModelSpec
+from servd.worker.layers.linear import ColumnParallelLinear
+from servd.worker.layers.quantized import Quantized
+from servd.worker.models.llama import LlamaMLP
+from servd.worker.models.qwen3_next import GatedDeltaNet, Qwen3NextForCausalLM, Qwen3NextLayer
+from servd.worker.parallel import Parallel
+
+
+class Qwen3_5DeltaNet(GatedDeltaNet):
+    """See GatedDeltaNet."""
+
+    def make_projections(
+        self, hidden: int, keys: int, values: int, num_values: int, parallel: Parallel
+    ) -> None:
+        """The linear layers of `project`."""
+        sizes = [keys, keys, values], [values], [num_values], [num_values]
+        self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a = (
+            ColumnParallelLinear(hidden, size, parallel, bias=False) for size in sizes
+        )
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See GatedDeltaNet."""
+        gate = self.in_proj_z(x).unflatten(-1, (-1, self.value_dim))
+        return self.in_proj_qkv(x), gate, self.in_proj_b(x), self.in_proj_a(x)
+
+
+class Qwen3_5Layer(Qwen3NextLayer):
+    """See Qwen3_5DeltaNet."""
+
+    linear = Qwen3_5DeltaNet
+
+    def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+        """See LlamaLayer."""
+        return LlamaMLP(spec, parallel)
+
+
+class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
+    """See Qwen3_5Layer."""
+
+    layer = Qwen3_5Layer
+
+    def convert(
+        self, tensors: Iterator[tuple[str, Tensor | Quantized]]
+    ) -> Iterator[tuple[str, Tensor | Quantized]]:
+        """Also of a checkpoint that sees images, of which that part is left out."""
+        for name, tensor in super().convert(tensors):
+            if not name.startswith("model.visual."):
+                yield name.replace("model.language_model.", "model."), tensor

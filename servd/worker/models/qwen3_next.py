@@ -1,0 +1,315 @@
+"""Qwen 3-Next: most layers are gated delta nets (https://arxiv.org/abs/2412.06464), which keep a state
+in place of keys and values; the others attend, with a gate on what they yield.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from msgspec.structs import replace
+from torch import Tensor, nn
+
+from servd.errors import UnsupportedModel
+from servd.hf import ModelSpec
+from servd.worker.device import upload
+from servd.worker.layers.activation import Activation
+from servd.worker.layers.attention import ForwardContext
+from servd.worker.layers.experts import Router, SparseMoE
+from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
+from servd.worker.layers.norm import OffsetRMSNorm, RMSNorm
+from servd.worker.layers.quantized import Quantized
+from servd.worker.layers.rotary import Rotary, Rotation, rope_parameters
+from servd.worker.layers.state import State
+from servd.worker.layers.weight import Weight
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
+from servd.worker.models.qwen3_moe import Qwen3MoeLayer
+from servd.worker.parallel import Parallel
+
+CHUNK = 64  # tokens of a prompt that are computed at once
+
+
+class Qwen3NextRotary(Rotary):
+    """Turns a quarter of each head, if config.json does not say how much."""
+
+    is_partial = True
+
+    @staticmethod
+    def rope_parameters(spec: ModelSpec) -> dict[str, Any]:
+        """See `rope_parameters`."""
+        share = spec.config.get("partial_rotary_factor", 0.25)
+        return {"partial_rotary_factor": share} | rope_parameters(spec)
+
+
+class Qwen3NextAttention(LlamaAttention):
+    """Each head of q brings a gate along; q and k are normed."""
+
+    query_parts = 2
+
+    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
+        super().__init__(spec, layer, parallel)
+        eps = spec.config.get("rms_norm_eps", 1e-6)
+        self.q_norm = OffsetRMSNorm(spec.head_dim, eps, parallel)
+        self.k_norm = OffsetRMSNorm(spec.head_dim, eps, parallel)
+
+    def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        q, k, v = self.qkv_proj(x).split(self.qkv_proj.local_features, dim=-1)
+        q, gate = q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
+        q = self.q_norm(q.contiguous())
+        k = self.k_norm(k.unflatten(-1, (-1, self.head_dim)).contiguous())
+        out = self.attention(q.flatten(1), k.flatten(1), v, ctx, rotation)
+        return self.o_proj(out * gate.flatten(1).sigmoid())
+
+
+class Convolution(nn.Module):
+    """Each channel's weighted sum of its last numbers, by token."""
+
+    def __init__(self, parts: list[int], size: int, activation: str, parallel: Parallel) -> None:
+        super().__init__()
+        self.weight = Weight((sum(parts), 1, size), parallel, shard_dim=0, parts=parts)
+        self.activation = Activation(activation)
+
+    def forward(self, x: Tensor, before: Tensor) -> Tensor:
+        """x [..., num_tokens, channels], float32 -> the same shape; `before` are the size - 1 tokens
+        before it, and afterwards the last ones.
+        """
+        num_tokens = x.shape[-2]
+        whole = torch.cat((before, x), dim=-2)
+        before.copy_(whole[..., num_tokens:, :])
+        weight = self.weight.float().permute(2, 1, 0)  # [size, 1, channels]
+        out = whole.narrow(-2, 0, num_tokens) * weight[0]
+        for at in range(1, len(weight)):
+            out.addcmul_(whole.narrow(-2, at, num_tokens), weight[at])
+        return self.activation(out)
+
+
+class GatedDeltaNet(nn.Module):
+    """Linear attention: a matrix for each head, from keys to values, in which each token corrects
+    what its key finds after the matrix has faded.
+    """
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        super().__init__()
+        config, size, hidden = spec.config, parallel.size, spec.hidden_size
+        num_keys, num_values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+        if num_keys % size or num_values % num_keys:
+            raise UnsupportedModel(
+                f"linear attention: --tensor-parallel-size {size} must divide its {num_keys} heads "
+                f"of keys, and those the {num_values} of values"
+            )
+        self.key_dim, self.value_dim = (
+            config["linear_key_head_dim"],
+            config["linear_value_head_dim"],
+        )
+        self.num_keys, self.num_values = num_keys // size, num_values // size
+        keys, values = num_keys * self.key_dim, num_values * self.value_dim
+        self.sizes = [keys // size, keys // size, values // size]  # of q, k and v on this rank
+        self.make_projections(hidden, keys, values, num_values, parallel)
+        conv_size = config.get("linear_conv_kernel_dim", 4)
+        activation = config.get("hidden_act", "silu")
+        self.conv1d = Convolution([keys, keys, values], conv_size, activation, parallel)
+        self.dt_bias = Weight((num_values,), parallel, shard_dim=0)
+        self.A_log = Weight((num_values,), parallel, shard_dim=0)
+        for weight in (self.dt_bias, self.A_log):
+            weight.data = weight.data.float()
+        self.norm = RMSNorm(self.value_dim, config.get("rms_norm_eps", 1e-6), parallel)
+        self.activation = Activation(activation)
+        self.out_proj = RowParallelLinear(values, hidden, parallel, bias=False)
+        # The last inputs of the convolution, and the matrices.
+        matrices = self.num_values, self.key_dim, self.value_dim
+        self.state = State((conv_size - 1, sum(self.sizes)), matrices)
+
+    def make_projections(
+        self, hidden: int, keys: int, values: int, num_values: int, parallel: Parallel
+    ) -> None:
+        """The linear layers of `project`."""
+        sizes = [2 * (keys + values)], [2 * num_values]
+        self.in_proj_qkvz, self.in_proj_ba = (
+            ColumnParallelLinear(hidden, size, parallel, bias=False) for size in sizes
+        )
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """[num_tokens, hidden] -> q, k and v side by side, and of heads of values a gate
+        [num_tokens, num_values, value_dim], and how much is corrected, and fades, [num_tokens,
+        num_values] each. The checkpoint has them by head of keys.
+        """
+        per_key = self.num_values // self.num_keys
+        size = per_key * self.value_dim
+        q, k, v, gate = (
+            part.flatten(1)
+            for part in self.in_proj_qkvz(x)
+            .unflatten(-1, (self.num_keys, -1))
+            .split([self.key_dim, self.key_dim, size, size], dim=-1)
+        )
+        b, a = self.in_proj_ba(x).unflatten(-1, (self.num_keys, 2, per_key)).unbind(-2)
+        gate = gate.unflatten(-1, (-1, self.value_dim))
+        return torch.cat((q, k, v), dim=-1), gate, b.flatten(1), a.flatten(1)
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        qkv, gate, b, a = self.project(x)
+        # What is left of the matrices, as a logarithm.
+        left = -self.A_log.exp() * F.softplus(a.float() + self.dt_bias)
+        inputs = qkv.float(), left, b.float().sigmoid()
+        out = self.norm(self._of_rows(ctx, *inputs).to(x.dtype))
+        out = out * self.activation(gate.float().contiguous())
+        return self.out_proj(out.flatten(1).to(x.dtype))
+
+    def _of_rows(self, ctx: ForwardContext, *inputs: Tensor) -> Tensor:
+        """Of a step's tokens, [num_tokens, num_values, value_dim], float32: rows of one token all
+        together, others one after another.
+        """
+        lens, device = ctx.batch.query_lens, inputs[0].device
+        before, matrices = self.state.read(ctx)
+        if (lens == 1).all():
+            return self._step(*inputs, before, matrices)
+        out = inputs[0].new_empty(len(inputs[0]), self.num_values, self.value_dim)
+        ends = np.cumsum(lens)
+        if len(single := np.flatnonzero(lens == 1)):
+            rows, tokens = upload(single, device), upload(ends[single] - 1, device)
+            kept = before[rows], matrices[rows]
+            out[tokens] = self._step(*(each[tokens] for each in inputs), *kept)
+            before[rows], matrices[rows] = kept
+        for row in np.flatnonzero(lens > 1):
+            part = slice(ends[row] - lens[row], ends[row])
+            out[part] = self._scan(*(each[part] for each in inputs), before[row], matrices[row])
+        return out
+
+    def _heads(self, qkv: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., num_tokens, channels] -> q, k and v, [..., num_tokens, num_values, size]."""
+        q, k, v = self.conv1d(qkv, before).split(self.sizes, dim=-1)
+        q, k = (each.unflatten(-1, (self.num_keys, self.key_dim)) for each in (q, k))
+        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+        per_key = self.num_values // self.num_keys
+        q, k = (each.repeat_interleave(per_key, dim=-2) for each in (q, k))
+        return q * self.key_dim**-0.5, k, v.unflatten(-1, (self.num_values, self.value_dim))
+
+    def _step(
+        self, qkv: Tensor, left: Tensor, rate: Tensor, before: Tensor, matrices: Tensor
+    ) -> Tensor:
+        """One token of each row: all have rows first. What it keeps is changed in place."""
+        q, k, v = (each.squeeze(1) for each in self._heads(qkv.unsqueeze(1), before))
+        matrices.mul_(left.exp()[..., None, None])
+        found = (k.unsqueeze(-2) @ matrices).squeeze(-2)
+        change = (v - found) * rate.unsqueeze(-1)
+        flat = matrices.view(-1, self.key_dim, self.value_dim)
+        flat.baddbmm_(k.reshape(-1, self.key_dim, 1), change.view(-1, 1, self.value_dim))
+        return (q.unsqueeze(-2) @ matrices).squeeze(-2)
+
+    def _scan(
+        self, qkv: Tensor, left: Tensor, rate: Tensor, before: Tensor, matrix: Tensor
+    ) -> Tensor:
+        """The tokens of one row, chunk by chunk (https://arxiv.org/abs/2406.06484): what each
+        corrects, among those of its chunk, is the solution of a triangular system. What the row
+        keeps is changed in place.
+        """
+        num_tokens = len(qkv)
+        size = min(CHUNK, num_tokens)
+
+        def chunks(x: Tensor) -> Tensor:  # -> [num_values, num_chunks, size, n]
+            x = F.pad(x, (0, 0, 0, 0, 0, -num_tokens % size))
+            return x.unflatten(0, (-1, size)).permute(2, 0, 1, 3)
+
+        q, k, v = (chunks(each) for each in self._heads(qkv, before))
+        left, rate = chunks(left.unsqueeze(-1)).cumsum(2), chunks(rate.unsqueeze(-1))
+        between = (left - left.mT).exp().tril()  # is left of a token's change at later ones
+        system = (k * rate) @ k.mT * between
+        sides = torch.cat((v * rate, k * rate * left.exp()), dim=-1)
+        solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+        new, old = solved.split((self.value_dim, self.key_dim), dim=-1)
+        among = (q @ k.mT) * between
+        last = left[:, :, -1:]
+        q, k, faded = q * left.exp(), k * (last - left).exp(), last.exp()
+        out = torch.empty_like(new)
+        for at in range(out.shape[1]):
+            change = new[:, at] - old[:, at] @ matrix
+            out[:, at] = q[:, at] @ matrix + among[:, at] @ change
+            matrix.mul_(faded[:, at]).baddbmm_(k[:, at].mT, change)
+        return out.permute(1, 2, 0, 3).flatten(0, 1)[:num_tokens]
+
+
+class SharedMoE(SparseMoE):
+    """With an expert of all tokens, which has a gate."""
+
+    def share(self, spec: ModelSpec, parallel: Parallel) -> SharedMoE:
+        """Add it."""
+        size = spec.config["shared_expert_intermediate_size"]
+        spec = replace(spec, config=spec.config | {"intermediate_size": size})
+        self.shared_expert = LlamaMLP(spec, parallel)
+        self.shared_expert_gate = Router(spec.hidden_size, 1, parallel, bias=False)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden], the same on every rank."""
+        return super().forward(x) + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+
+
+class Qwen3NextLayer(Qwen3MoeLayer):
+    """Linear or full attention, then experts or a feed-forward."""
+
+    experts = SharedMoE
+    linear: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
+
+    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
+        nn.Module.__init__(self)
+        eps, is_linear = spec.config.get("rms_norm_eps", 1e-6), linear_layers(spec)
+        self.input_layernorm = OffsetRMSNorm(spec.hidden_size, eps, parallel)
+        if is_linear[layer]:
+            self.linear_attn = self.linear(spec, parallel)
+        else:  # with the number of its KV cache
+            self.self_attn = Qwen3NextAttention(spec, is_linear[:layer].count(False), parallel)
+        self.post_attention_layernorm = OffsetRMSNorm(spec.hidden_size, eps, parallel)
+        self.mlp = self.feed_forward(spec, layer, parallel)
+        self.is_linear = is_linear[layer]
+
+    def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+        """See LlamaLayer."""
+        made = super().feed_forward(spec, layer, parallel)
+        return made.share(spec, parallel) if isinstance(made, SharedMoE) else made
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """See LlamaLayer."""
+        x, residual = self.input_layernorm.add(x, residual)
+        mixed = self.linear_attn(x, ctx) if self.is_linear else self.self_attn(x, rotation, ctx)
+        x, residual = self.post_attention_layernorm.add(mixed, residual)
+        return self.mlp(x), residual
+
+
+def linear_layers(spec: ModelSpec) -> list[bool]:
+    """Which layers have linear attention.
+
+    Raises:
+        UnsupportedModel: all of them.
+    """
+    types, every = spec.config.get("layer_types"), spec.config.get("full_attention_interval", 4)
+    found = [
+        types[layer] == "linear_attention" if types else (layer + 1) % every > 0
+        for layer in range(spec.num_layers)
+    ]
+    if all(found):
+        raise UnsupportedModel("linear attention in all layers: one at least must have a KV cache")
+    return found
+
+
+class Qwen3NextForCausalLM(LlamaForCausalLM):
+    """Norms have weights around 0."""
+
+    layer = Qwen3NextLayer
+    rotary = Qwen3NextRotary
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        super().__init__(spec, parallel)
+        eps = spec.config.get("rms_norm_eps", 1e-6)
+        self.model.norm = OffsetRMSNorm(spec.hidden_size, eps, parallel)
+
+    def convert(
+        self, tensors: Iterator[tuple[str, Tensor | Quantized]]
+    ) -> Iterator[tuple[str, Tensor | Quantized]]:
+        """Without the layer that drafts."""
+        return ((name, tensor) for name, tensor in tensors if not name.startswith("mtp."))

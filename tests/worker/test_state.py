@@ -1,0 +1,155 @@
+"""States of requests beside the KV cache: right whoever had the slot before, whatever a step is cut
+into, and however requests begin again.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from servd.config import Config
+from servd.core.engine_core import EngineCore
+from servd.core.executor.uniproc import UniProcExecutor
+from servd.hf import read_spec
+from servd.messages import AbortRequests, EngineCoreRequest
+from servd.params import SamplingParams, StructuredOutput
+from servd.worker.input_batch import InputBatch
+from servd.worker.layers import state
+from servd.worker.models.llama import LlamaMLP
+from tests.core.engines import Log
+from tests.core.test_overlap import with_grammars
+from tests.parity.families import CASES, greedy, make_checkpoint
+from tests.worker.driver import Driver, config_for
+from tests.worker.test_overlap import ThreadedExecutor
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+MODEL, VARIANT = "qwen3_5_text", "of four layers"
+BLOCK_BYTES = 2 * 4 * 2 * 16 * 4  # keys and values of one layer, by hand
+GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    """With a tokenizer, for grammars."""
+    options = CASES[MODEL][VARIANT] | {"vocab_size": 512}
+    made = make_checkpoint(tmp_path_factory.mktemp(MODEL), MODEL, options)
+    shutil.copy(tiny_llama / "tokenizer.json", made)
+    return made
+
+
+def config_of(folder: Path, num_blocks: int = 200, **options: Any) -> Config:
+    defaults = {"enable_prefix_caching": False, "kv_cache_memory": num_blocks * BLOCK_BYTES}
+    return config_for(folder, max_model_len=48, **defaults | options)
+
+
+def engine_of(folder: Path, depth: int = 1, **options: Any) -> EngineCore:
+    """A whole engine in this process."""
+    config, spec = config_of(folder, async_scheduling=depth > 1, **options), read_spec(folder)
+    kind = ThreadedExecutor if depth > 1 else UniProcExecutor
+    executor = kind(config, spec, lambda *_: None)
+    return EngineCore(config, spec, executor, executor.start())
+
+
+def requests(*lengths: int, params: SamplingParams = GREEDY) -> list[EngineCoreRequest]:
+    draw = random.Random(3)
+    prompts = [[draw.randrange(199) for _ in range(length)] for length in lengths]
+    return [EngineCoreRequest(str(i), p, params, eos_token_ids=[]) for i, p in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_tokens_are_those_of_transformers_among_preempted_aborted_and_many(folder: Path, depth):
+    engine = engine_of(folder, depth, num_blocks=22, max_num_seqs=3, max_num_batched_tokens=24)
+    wanted = requests(30, 28, 3, 33, 1, 33, 12)
+    log = Log()
+    for request in wanted[:4]:
+        engine.handle(request)
+    for _ in range(4):
+        log.step(engine)
+    engine.handle(AbortRequests(["1"]))
+    for request in wanted[4:]:
+        engine.handle(request)
+    several = msgspec.structs.replace(GREEDY, n=2)
+    [twice] = requests(17, params=several)
+    twice = msgspec.structs.replace(twice, request_id="both")
+    engine.handle(twice)
+    log.run(engine)
+    assert log.total("num_preemptions") > 0 and not log.total("prefix_cache_hits")
+    for request in [*wanted[:1], *wanted[2:]]:
+        prompt = request.prompt_token_ids
+        assert prompt + log.token_ids(request.request_id) == greedy(folder, prompt, 9)
+    prompt = twice.prompt_token_ids
+    assert [prompt + log.token_ids(each) for each in twice.choice_ids] == 2 * [
+        greedy(folder, prompt, 9)
+    ]
+
+
+def test_a_request_goes_on_in_another_engine(folder: Path):
+    [request] = requests(21)
+    expected = greedy(folder, request.prompt_token_ids, 9)
+    begun = msgspec.structs.replace(request, output_token_ids={0: expected[21:26]})
+    engine = engine_of(folder)
+    engine.handle(begun)
+    assert Log().run(engine).token_ids("0") == expected[26:]
+
+
+def test_what_a_grammar_forces_is_not_drafted(folder: Path):
+    """Several tokens of a request in rows of their own would all begin with one state."""
+    key = "customer_identifier"
+    schema = {"type": "object", "properties": {key: {"type": "boolean"}}, "required": [key]}
+    form = StructuredOutput("json", json.dumps(schema | {"additionalProperties": False}))
+    params = msgspec.structs.replace(GREEDY, max_tokens=25, structured_output=form)
+    [request] = requests(11, params=params)
+    found = []
+    for jumps in (True, False):
+        engine = engine_of(folder, max_num_batched_tokens=64)
+        if not jumps:
+            engine.grammars.forced_tokens = dict
+        settle = with_grammars(engine)
+        engine.handle(request)
+        settle()
+        found.append(Log().run(engine).token_ids("0"))
+    assert found[0] == found[1] and len(found[0]) > 4
+
+
+def test_a_step_that_fails_half_way_has_changed_no_state(folder: Path, monkeypatch):
+    """All but the last layer have run when the last one fails of a request."""
+    engine, wanted = engine_of(folder), requests(5, 14, 3)
+    runner, forward = engine.executor.worker.runner, LlamaMLP.forward
+    run, last = runner.forward, runner.model.model.layers[-1].mlp
+    parts: list[InputBatch] = []
+
+    def noted(batch: InputBatch) -> Any:
+        parts.append(batch)
+        return run(batch)
+
+    def checked(self: LlamaMLP, x: Any) -> Any:
+        if self is last and 17 in parts[-1].positions:  # so far only one of them gets
+            raise MemoryError("no room for a tensor")
+        return forward(self, x)
+
+    monkeypatch.setattr(runner, "forward", noted)
+    monkeypatch.setattr(LlamaMLP, "forward", checked)
+    for request in wanted:
+        engine.handle(request)
+    log = Log().run(engine)
+    assert log.outputs["1"][-1].error and len(log.token_ids("1")) == 4
+    for request in (wanted[0], wanted[2]):
+        prompt = request.prompt_token_ids
+        assert prompt + log.token_ids(request.request_id) == greedy(folder, prompt, 9)
+
+
+def test_states_have_columns_of_their_own_in_a_row_for_each_slot(folder: Path):
+    driver = Driver(config_of(folder, max_num_seqs=3))
+    runner = driver.worker.runner
+    layers = [each for each in runner.model.modules() if isinstance(each, state.State)]
+    columns = [range(each.first, each.first + each.num_columns) for each in layers]
+    assert [number for each in columns for number in each] == [*range(columns[-1].stop)]
+    assert len(layers) == 3 and runner.states.of_layers.shape == (4, columns[-1].stop)
+    # 2 heads of keys of 12 numbers, 6 of values of 10; 3 inputs of the convolution.
+    assert len(columns[0]) == 3 * (2 * 24 + 60) + 6 * 12 * 10
