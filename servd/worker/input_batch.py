@@ -352,6 +352,7 @@ def columns_attention(
         seq_lens_device=columns.seq_lens[: len(slots)],
         block_tables=blocks.index_select(0, slots),
         slot_mapping=columns.kv_slots,
+        slots=slots,
     )
     if tables.num_groups == 1:
         return batch

@@ -19,9 +19,9 @@ HEADING = "## Every causal class of transformers"
 EXPLANATION = (
     "Tiny random checkpoints of all classes of `MODEL_FOR_CAUSAL_LM_MAPPING`, in float32: logits "
     "and greedy\ntokens are those of `transformers` in chunked, mixed, cached and restarted "
-    "requests (equal), or servd\nrefuses (refused; some have a file of servd, see above). Not tried: the test "
-    "knows no tiny config of the class.\nWritten by `make test-slow` with transformers {version}: "
-    "{counts}.\n"
+    "requests (equal), or servd\nrefuses (refused; some have a file of servd, see above). "
+    "Not tried: the test knows no tiny config of the class.\nWritten by "
+    "`make test-slow` with transformers {version}: {counts}.\n"
 )
 
 

@@ -31,21 +31,18 @@ class State(nn.Module):
         """Numbers of a request."""
         return sum(shape.numel() for shape in self.shapes)
 
-    def _parts(self, ctx: ForwardContext) -> list[Tensor]:
-        """[max_num_seqs + 1, n] each."""
-        assert ctx.states is not None
-        own = ctx.states[:, self.first : self.first + self.num_columns]
-        return list(own.split([shape.numel() for shape in self.shapes], dim=1))
-
     def read(self, ctx: ForwardContext) -> list[Tensor]:
         """Those of the step's rows, [num_rows, *shape] each, for the layer to bring up to date in
         place; they count when the whole forward pass is through.
         """
-        begins, slots, found = ctx.begins.unsqueeze(1), ctx.slots, list[Tensor]()
-        for part, shape in zip(self._parts(ctx), self.shapes, strict=True):
-            rows = part.index_select(0, slots).masked_fill_(begins, 0)
+        assert ctx.states is not None
+        begins, first, found = ctx.begins.unsqueeze(1), self.first, list[Tensor]()
+        for shape in self.shapes:
+            part = ctx.states.narrow(1, first, shape.numel())
+            rows = part.index_select(0, ctx.slots).masked_fill_(begins, 0)
             ctx.pending.append((part, rows))
             found.append(rows.view(-1, *shape))
+            first += shape.numel()
         return found
 
 

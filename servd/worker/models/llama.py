@@ -28,10 +28,7 @@ class LlamaAttention(nn.Module):
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.head_dim = spec.head_dim
         self.qkv_proj = ColumnParallelLinear(
-            spec.hidden_size,
-            [self.query_parts * q_size, kv_size, kv_size],
-            parallel,
-            bias=qkv_bias,
+            spec.hidden_size, [self.query_parts * q_size, *2 * [kv_size]], parallel, bias=qkv_bias
         )
         self.o_proj = RowParallelLinear(q_size, spec.hidden_size, parallel, bias=o_bias)
         self.register_parameter("sinks", None)  # [heads], where a model has them

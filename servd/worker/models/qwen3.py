@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from servd.hf import ModelSpec
 from servd.worker.attention import Norms
 from servd.worker.layers.norm import RMSNorm
@@ -13,11 +15,13 @@ from servd.worker.parallel import Parallel
 class Qwen3Attention(LlamaAttention):
     """Norms each head of q and k before the rotation."""
 
+    norm: ClassVar[type[RMSNorm]] = RMSNorm
+
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__(spec, layer, parallel)
         eps = spec.config.get("rms_norm_eps", 1e-6)
-        self.q_norm = RMSNorm(spec.head_dim, eps, parallel)
-        self.k_norm = RMSNorm(spec.head_dim, eps, parallel)
+        self.q_norm = self.norm(spec.head_dim, eps, parallel)
+        self.k_norm = self.norm(spec.head_dim, eps, parallel)
 
     @property
     def norms(self) -> Norms:

@@ -4,13 +4,10 @@ their projections apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import Tensor, nn
 
 from servd.hf import ModelSpec
 from servd.worker.layers.linear import ColumnParallelLinear
-from servd.worker.layers.quantized import Quantized
 from servd.worker.models.llama import LlamaMLP
 from servd.worker.models.qwen3_next import GatedDeltaNet, Qwen3NextForCausalLM, Qwen3NextLayer
 from servd.worker.parallel import Parallel
@@ -48,11 +45,3 @@ class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
     """See Qwen3_5Layer."""
 
     layer = Qwen3_5Layer
-
-    def convert(
-        self, tensors: Iterator[tuple[str, Tensor | Quantized]]
-    ) -> Iterator[tuple[str, Tensor | Quantized]]:
-        """Also of a checkpoint that sees images, of which that part is left out."""
-        for name, tensor in super().convert(tensors):
-            if not name.startswith("model.visual."):
-                yield name.replace("model.language_model.", "model."), tensor

@@ -1,5 +1,5 @@
-"""Qwen 3-Next: most layers are gated delta nets (https://arxiv.org/abs/2412.06464), which keep a state
-in place of keys and values; the others attend, with a gate on what they yield.
+"""Qwen 3-Next: most layers are gated delta nets (https://arxiv.org/abs/2412.06464), which keep a
+state in place of keys and values; the others attend, with a gate on what they yield.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from servd.worker.layers.quantized import Quantized
 from servd.worker.layers.rotary import Rotary, Rotation, rope_parameters
 from servd.worker.layers.state import State
 from servd.worker.layers.weight import Weight
-from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
+from servd.worker.models.llama import LlamaForCausalLM, LlamaMLP
+from servd.worker.models.qwen3 import Qwen3Attention
 from servd.worker.models.qwen3_moe import Qwen3MoeLayer
 from servd.worker.parallel import Parallel
 
@@ -44,24 +45,16 @@ class Qwen3NextRotary(Rotary):
         return {"partial_rotary_factor": share} | rope_parameters(spec)
 
 
-class Qwen3NextAttention(LlamaAttention):
+class Qwen3NextAttention(Qwen3Attention):
     """Each head of q brings a gate along; q and k are normed."""
 
-    query_parts = 2
-
-    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
-        super().__init__(spec, layer, parallel)
-        eps = spec.config.get("rms_norm_eps", 1e-6)
-        self.q_norm = OffsetRMSNorm(spec.head_dim, eps, parallel)
-        self.k_norm = OffsetRMSNorm(spec.head_dim, eps, parallel)
+    query_parts, norm = 2, OffsetRMSNorm
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
         q, k, v = self.qkv_proj(x).split(self.qkv_proj.local_features, dim=-1)
         q, gate = q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
-        q = self.q_norm(q.contiguous())
-        k = self.k_norm(k.unflatten(-1, (-1, self.head_dim)).contiguous())
-        out = self.attention(q.flatten(1), k.flatten(1), v, ctx, rotation)
+        out = self.attention(q.flatten(1), k, v, ctx, rotation, norms=self.norms)
         return self.o_proj(out * gate.flatten(1).sigmoid())
 
 
@@ -74,8 +67,8 @@ class Convolution(nn.Module):
         self.activation = Activation(activation)
 
     def forward(self, x: Tensor, before: Tensor) -> Tensor:
-        """x [..., num_tokens, channels], float32 -> the same shape; `before` are the size - 1 tokens
-        before it, and afterwards the last ones.
+        """x [..., num_tokens, channels], float32 -> the same shape; `before` are the size - 1
+        tokens before it, and afterwards the last ones.
         """
         num_tokens = x.shape[-2]
         whole = torch.cat((before, x), dim=-2)
@@ -311,5 +304,7 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
     def convert(
         self, tensors: Iterator[tuple[str, Tensor | Quantized]]
     ) -> Iterator[tuple[str, Tensor | Quantized]]:
-        """Without the layer that drafts."""
-        return ((name, tensor) for name, tensor in tensors if not name.startswith("mtp."))
+        """Without the layer that drafts, and what sees images."""
+        for name, tensor in tensors:
+            if not name.startswith(("mtp.", "model.visual.")):
+                yield name.replace("model.language_model.", "model."), tensor
