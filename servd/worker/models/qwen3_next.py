@@ -4,7 +4,7 @@ state in place of keys and values; the others attend, with a gate on what they y
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -159,17 +159,17 @@ class GatedDeltaNet(nn.Module):
         lens, device = ctx.batch.query_lens, inputs[0].device
         before, matrices = self.state.read(ctx)
         if (lens == 1).all():
-            return self._step(*inputs, before, matrices)
+            return self._step(inputs, before, matrices)
         out = inputs[0].new_empty(len(inputs[0]), self.num_values, self.value_dim)
         ends = np.cumsum(lens)
         if len(single := np.flatnonzero(lens == 1)):
             rows, tokens = upload(single, device), upload(ends[single] - 1, device)
             kept = before[rows], matrices[rows]
-            out[tokens] = self._step(*(each[tokens] for each in inputs), *kept)
+            out[tokens] = self._step([each[tokens] for each in inputs], *kept)
             before[rows], matrices[rows] = kept
         for row in np.flatnonzero(lens > 1):
             part = slice(ends[row] - lens[row], ends[row])
-            out[part] = self._scan(*(each[part] for each in inputs), before[row], matrices[row])
+            out[part] = self._scan([each[part] for each in inputs], before[row], matrices[row])
         return out
 
     def _heads(self, qkv: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,10 +181,9 @@ class GatedDeltaNet(nn.Module):
         q, k = (each.repeat_interleave(per_key, dim=-2) for each in (q, k))
         return q * self.key_dim**-0.5, k, v.unflatten(-1, (self.num_values, self.value_dim))
 
-    def _step(
-        self, qkv: Tensor, left: Tensor, rate: Tensor, before: Tensor, matrices: Tensor
-    ) -> Tensor:
+    def _step(self, inputs: Sequence[Tensor], before: Tensor, matrices: Tensor) -> Tensor:
         """One token of each row: all have rows first. What it keeps is changed in place."""
+        qkv, left, rate = inputs
         q, k, v = (each.squeeze(1) for each in self._heads(qkv.unsqueeze(1), before))
         matrices.mul_(left.exp()[..., None, None])
         found = (k.unsqueeze(-2) @ matrices).squeeze(-2)
@@ -193,13 +192,12 @@ class GatedDeltaNet(nn.Module):
         flat.baddbmm_(k.reshape(-1, self.key_dim, 1), change.view(-1, 1, self.value_dim))
         return (q.unsqueeze(-2) @ matrices).squeeze(-2)
 
-    def _scan(
-        self, qkv: Tensor, left: Tensor, rate: Tensor, before: Tensor, matrix: Tensor
-    ) -> Tensor:
+    def _scan(self, inputs: Sequence[Tensor], before: Tensor, matrix: Tensor) -> Tensor:
         """The tokens of one row, chunk by chunk (https://arxiv.org/abs/2406.06484): what each
         corrects, among those of its chunk, is the solution of a triangular system. What the row
         keeps is changed in place.
         """
+        qkv, left, rate = inputs
         num_tokens = len(qkv)
         size = min(CHUNK, num_tokens)
 
