@@ -100,6 +100,13 @@ class ModelConfig(Section, frozen=True):
             extra={"plugins": "servd.worker.quantization"},
         ),
     ] = None
+    quantization_imatrix: Annotated[
+        str | None,
+        about(
+            "Importance matrix for --quantization int4, a GGUF file of llama.cpp's "
+            "`llama-imatrix`: it tells which weights are to be rounded with less error."
+        ),
+    ] = None
     cpu_activation_dtype: Annotated[
         Literal["auto", "int8"],
         about(

@@ -30,8 +30,8 @@ MIN_TOKEN = 32  # characters
 
 # Options that decide what is computed, and how much of it at once.
 SHARED = (
-    "dtype", "quantization", "cpu_activation_dtype", "load_format", "seed", "speculative_config",
-    "block_size", "kv_cache_dtype", "enable_prefix_caching", "max_num_seqs",
+    "dtype", "quantization", "quantization_imatrix", "cpu_activation_dtype", "load_format", "seed",
+    "speculative_config", "block_size", "kv_cache_dtype", "enable_prefix_caching", "max_num_seqs",
     "max_num_batched_tokens", "data_parallel_size",
 )  # fmt: skip
 WEIGHTS = "the model's weights"

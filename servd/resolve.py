@@ -136,6 +136,11 @@ def _check_plugins(config: Config, spec: ModelSpec) -> None:
                 there_are = ", ".join(known)
                 raise ConfigError(f"{flag_of(name)} {value!r} is unknown; there are: {there_are}")
     _check_activations(config, spec)
+    if config.model.quantization_imatrix and config.model.quantization != "int4":
+        raise ConfigError(
+            "--quantization-imatrix tells which weights matter where they are rounded to 4 bits: "
+            "add --quantization int4"
+        )
     if speculative := config.model.speculative_config:
         flag, size = "--speculative-config:", speculative.draft_tensor_parallel_size
         plugins.check(f"{flag} method", "servd.worker.spec_decode", speculative.method)

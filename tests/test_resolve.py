@@ -129,7 +129,7 @@ def test_nothing_that_a_later_stage_needs_is_left_open(machine):
         "kv_cache_dir", "kv_offloading_size", "kv_events_config", "lora_dtype",
         "cpu_activation_dtype", "max_log_len", "record_trace", "join_token_file",
         "data_parallel_size_local", "data_parallel_start_rank", "data_parallel_rank",
-        "data_parallel_address", "master_addr", "kv_transfer_config",
+        "data_parallel_address", "master_addr", "kv_transfer_config", "quantization_imatrix",
     }  # fmt: skip
 
 
@@ -200,6 +200,11 @@ def test_resolving_twice_changes_nothing_and_a_step_holds_a_token_of_each(
             CPU,
             {"cpu_activation_dtype": "int8"},
             ["--cpu-activation-dtype", "--quantization int8 or int4"],
+        ),
+        (
+            CPU,
+            {"quantization": "int8", "quantization_imatrix": "/file"},
+            ["--quantization-imatrix", "add --quantization int4"],
         ),
         *(
             (CUDA, {"kv_cache_dtype": name}, [f"--kv-cache-dtype {name}", "on a GPU, take fp8"])

@@ -29,6 +29,7 @@ from servd.worker.layers.quantized import Quantized
 from servd.worker.layers.weight import Weight
 from servd.worker.ops import native
 from servd.worker.parallel import Parallel
+from servd.worker.quantization import _imatrix
 from servd.worker.staging import Staging
 
 log = logging.getLogger("servd.worker")
@@ -159,6 +160,7 @@ def load_weights(
         ModelNotFound: a file or tensor is missing or broken.
         UnsupportedModel: a tensor that the model does not know, or one of another shape; a
             quantization that servd does not read.
+        ConfigError: the importance matrix is of a model whose layers have other names.
     """
     weights: dict[str, Weight] = dict(model.named_parameters())
     attentions = {name: m for name, m in model.named_modules() if isinstance(m, Attention)}
@@ -167,6 +169,7 @@ def load_weights(
     files = weight_files(folder, load_format)
     _check(files)
     done, total = 0, sum(file.stat().st_size for file in files)
+    names: set[str] = set()
     convert = getattr(model, "convert", iter)  # where the names of checkpoints are not the model's
     for name, tensor in convert(_checkpoint(files, next(iter(weights.values())))):
         try:
@@ -177,14 +180,17 @@ def load_weights(
                 target, part = _target(model, weights, renamed)
                 if target is not None:
                     target.load(tensor, part, copy)
+                    names.add(renamed)
                     if isinstance(target, Matrix) and not target.missing:
-                        target.reform(make)
+                        target.reform(make.of(renamed, target))
         except ValueError as error:
             layer = IN_LAYER.search(name)
             where = f"layer {layer[1]}: {layer[2]}" if layer else name
             raise UnsupportedModel(f"{folder}: {where} has {error}") from None
         done += tensor.nbytes
         progress(min(done / total, 1.0))
+    if make.importance and not make.importance.keys() & names:
+        raise ConfigError("--quantization-imatrix: it has none of the layers of this model")
     missing = [name for name, weight in weights.items() if weight.missing]
     if missing:
         named = ", ".join(missing[:MAX_NAMED]) + ", ..." * (len(missing) > MAX_NAMED)
@@ -358,7 +364,11 @@ def init_dummy_weights(model: Loadable, seed: int, make: MakeForm) -> None:
 
 
 def form_maker(
-    dtype: torch.dtype, quantization: str | None, folder: str, activations: str = "auto"
+    dtype: torch.dtype,
+    quantization: str | None,
+    folder: str,
+    activations: str = "auto",
+    imatrix: str | None = None,
 ) -> MakeForm:
     """See `MakeForm`.
 
@@ -367,6 +377,7 @@ def form_maker(
         quantization: a file of servd/worker/quantization, or None.
         folder: with the checkpoint.
         activations: --cpu-activation-dtype.
+        imatrix: --quantization-imatrix.
 
     Raises:
         ConfigError: the checkpoint is quantized already, or was to be.
@@ -394,7 +405,9 @@ def form_maker(
         table = quantize
     if activations == "int8":
         quantize, table = (partial(make, x_dtype=x_dtype) for make in (quantize, table))
-    return MakeForm(quantize, table=table)
+    if imatrix is None:
+        return MakeForm(quantize, table=table)
+    return MakeForm(quantize, table=table, importance=_imatrix.read(Path(imatrix)))
 
 
 def _pack(dtype: torch.dtype, weight: Tensor) -> Form | None:

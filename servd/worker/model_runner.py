@@ -180,8 +180,9 @@ class ModelRunner(ABC):
         check_modules(self.config.lora, self.model)  # before the time that weights take
         config = self.config.model
         make = model_loader.form_maker(
-            self.dtype, config.quantization, self.spec.folder, config.cpu_activation_dtype
-        )
+            self.dtype, config.quantization, self.spec.folder, config.cpu_activation_dtype,
+            config.quantization_imatrix,
+        )  # fmt: skip
         if config.load_format == "dummy":
             model_loader.init_dummy_weights(self.model, config.seed, make)
         else:

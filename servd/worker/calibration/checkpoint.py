@@ -19,7 +19,9 @@ from servd.worker.calibration.gptq import Codes
 LAYOUT = "pack-quantized"
 
 
-def write(folder: Path, output: Path, matrices: dict[str, Codes], left: list[str]) -> int:
+def write(
+    folder: Path, output: Path, matrices: dict[str, Codes], layers: dict[str, str], left: list[str]
+) -> int:
     """The checkpoint of `folder`, with these matrices in place of some; returns the bytes of all
     weights.
 
@@ -27,6 +29,7 @@ def write(folder: Path, output: Path, matrices: dict[str, Codes], left: list[str
         folder: of the original.
         output: a folder that is made.
         matrices: by the name of the tensor in the original.
+        layers: names of their layers in the model, by the same.
         left: names of the layers whose matrices stay as they are.
     """
     output.mkdir(parents=True)
@@ -50,31 +53,43 @@ def write(folder: Path, output: Path, matrices: dict[str, Codes], left: list[str
         stated = {"metadata": {"total_size": num_bytes}, "weight_map": where}
         index.write_text(json.dumps(stated, indent=2))
     config = read_json(folder / "config.json")
-    config["quantization_config"] = scheme(next(iter(matrices.values())), left)
+    config["quantization_config"] = scheme(
+        {layers[name]: matrix for name, matrix in matrices.items()}, left
+    )
     (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return num_bytes
 
 
-def scheme(matrix: Codes, left: list[str]) -> dict[str, Any]:
-    """What config.json says of the weights."""
-    weights = {
-        "num_bits": matrix.bits, "type": "int", "symmetric": True, "strategy": "group",
-        "group_size": matrix.group_size, "dynamic": False,
-    }  # fmt: skip
-    group = {"targets": ["Linear"], "weights": weights, "format": LAYOUT}
+def scheme(matrices: dict[str, Codes], left: list[str]) -> dict[str, Any]:
+    """What config.json says of the weights; matrices and `left` by the names of their layers."""
+    groups: dict[str, Any] = {}
+    for bits in sorted({matrix.bits for matrix in matrices.values()}):
+        named = {name: matrix for name, matrix in matrices.items() if matrix.bits == bits}
+        first = next(iter(named.values()))
+        weights = {
+            "num_bits": bits, "type": "int", "symmetric": first.is_symmetric, "strategy": "group",
+            "group_size": first.group_size, "dynamic": False,
+        }  # fmt: skip
+        targets = ["Linear"] if len(named) == len(matrices) else [*named]
+        groups[f"group_{len(groups)}"] = {"targets": targets, "weights": weights, "format": LAYOUT}
     return {
         "quant_method": "compressed-tensors", "format": LAYOUT, "ignore": left,
-        "quantization_status": "compressed", "config_groups": {"group_0": group},
+        "quantization_status": "compressed", "config_groups": groups,
     }  # fmt: skip
 
 
 def _tensors(name: str, matrix: Codes) -> dict[str, Tensor]:
     codes = matrix.codes.to(torch.uint8)
-    return {
+    dtype = torch.bfloat16 if matrix.is_symmetric else torch.float16
+    tensors = {
         f"{name}.weight_packed": pack(codes, matrix.bits),
-        f"{name}.weight_scale": matrix.scale.bfloat16(),
+        f"{name}.weight_scale": matrix.scale.to(dtype),
         f"{name}.weight_shape": torch.tensor(codes.shape),
     }
+    if not matrix.is_symmetric:  # packed along the rows
+        zeros = pack(matrix.zero.t().contiguous().to(torch.uint8), matrix.bits)
+        tensors[f"{name}.weight_zero_point"] = zeros.t().contiguous()
+    return tensors
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

@@ -19,7 +19,12 @@ SMALLEST = 1e-12  # scale
 
 
 def quantize(
-    weight: Tensor, moments: Tensor, bits: int, group_size: int, drift: Tensor | None = None
+    weight: Tensor,
+    moments: Tensor,
+    bits: int,
+    group_size: int,
+    drift: Tensor | None = None,
+    is_symmetric: bool = True,
 ) -> Codes:
     """The codes for which the sum of (weight - codes)^T moments (weight - codes) is least, nearly.
 
@@ -30,17 +35,15 @@ def quantize(
         group_size: columns that share a scale.
         drift: float32 [in, in], the sum of (y - x)^T x, where y are the inputs that the weight was
             made for: products with x are to be those that it has with y. None: they are x.
+        is_symmetric: see `Codes`.
     """
-    diagonal = moments.diagonal()
-    moments = moments + torch.diag(DAMPING * diagonal.mean() + (diagonal == 0).float())
+    moments = _damped(moments)
     if drift is not None:  # the matrix of least squares, which is rounded instead
         weight = weight + torch.linalg.solve(moments, (weight @ drift).t()).t()
-    order = moments.diagonal().argsort(descending=True)  # what matters most has most to follow
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments[order][:, order]))
-    upper = torch.linalg.cholesky(inverse, upper=True)
+    order, upper = _in_order(moments)
     parts = []
     for rows in weight.split(ROWS):
-        codes = Codes(rows, moments.diagonal(), bits, group_size)
+        codes = Codes(rows, moments.diagonal(), bits, group_size, is_symmetric)
         codes.round_in_order(rows, order, upper)
         for _ in range(PASSES):
             codes.fit_scales(rows, moments)
@@ -49,20 +52,60 @@ def quantize(
     return Codes.of(parts)
 
 
+def expected_errors(weight: Tensor, moments: Tensor, bits: int, group_size: int) -> Tensor:
+    """[out], about what GPTQ leaves of the sum that `quantize` makes small, row by row: a column's
+    rounding is evenly distributed over a step, and counts as far as those after it cannot make up.
+    """
+    moments = _damped(moments)
+    order, upper = _in_order(moments)
+    left = torch.empty(len(moments)).index_copy_(0, order, upper.diagonal() ** -2)
+    steps = torch.cat([
+        Codes(rows, moments.diagonal(), bits, group_size).scale for rows in weight.split(ROWS)
+    ])  # fmt: skip
+    return steps.square() @ left.unflatten(0, (-1, group_size)).sum(1) / 12
+
+
+def _damped(moments: Tensor) -> Tensor:
+    diagonal = moments.diagonal()
+    return moments + torch.diag(DAMPING * diagonal.mean() + (diagonal == 0).float())
+
+
+def _in_order(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """The order of columns, and the Cholesky factor of the inverse of the moments in it."""
+    order = moments.diagonal().argsort(descending=True)  # what matters most has most to follow
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments[order][:, order]))
+    return order, torch.linalg.cholesky(inverse, upper=True)
+
+
+def bits_each(bits: int, group_size: int, is_symmetric: bool) -> float:
+    """See `Codes.bits_each`."""
+    return bits + (16 if is_symmetric else 16 + bits) / group_size
+
+
 class Codes:
-    """A matrix `(code - middle) * scale`, at first without codes.
+    """A matrix `(code - zero) * scale`, at first without codes.
 
     Args:
         weight: float32 [out, in], whose numbers decide on scales.
         importance: float32 [in], of errors of the columns.
         bits: of a code.
         group_size: columns that share a scale.
+        is_symmetric: the zero is the code in the middle, else one of the group's own.
     """
 
-    def __init__(self, weight: Tensor, importance: Tensor, bits: int, group_size: int) -> None:
-        self.bits, self.middle, self.group_size = bits, 1 << bits - 1, group_size
+    def __init__(
+        self,
+        weight: Tensor,
+        importance: Tensor,
+        bits: int,
+        group_size: int,
+        is_symmetric: bool = True,
+    ) -> None:
+        self.bits, self.most, self.group_size = bits, (1 << bits) - 1, group_size
+        self.is_symmetric = is_symmetric
         self.codes = torch.empty_like(weight)  # [out, in], of whole numbers
-        self.scale = self._fit(self._grouped(weight), self._grouped(importance[None]))
+        # [out, groups]
+        self.scale, self.zero = self._fit(self._grouped(weight), self._grouped(importance[None]))
 
     @classmethod
     def of(cls, parts: list[Codes]) -> Codes:
@@ -70,34 +113,65 @@ class Codes:
         first = parts[0]
         first.codes = torch.cat([part.codes for part in parts])
         first.scale = torch.cat([part.scale for part in parts])
+        first.zero = torch.cat([part.zero for part in parts])
         return first
+
+    @property
+    def bits_each(self) -> float:
+        """Of a number, with its share of scale and zero."""
+        return bits_each(self.bits, self.group_size, self.is_symmetric)
 
     def dequantize(self) -> Tensor:
         """float32 [out, in]"""
-        return (self._grouped(self.codes - self.middle) * self.scale[..., None]).flatten(1)
+        return (self._values() * self.scale[..., None]).flatten(1)
+
+    def _values(self) -> Tensor:
+        """[out, groups, group_size]"""
+        return self._grouped(self.codes) - self.zero[..., None]
 
     def _grouped(self, x: Tensor) -> Tensor:
         return x.unflatten(1, (-1, self.group_size))
 
-    def _fit(self, groups: Tensor, importance: Tensor) -> Tensor:
-        """Scales [out, groups] of least error, of those that are tried. They are in bfloat16, and
-        negative where the largest number is positive: there is a code more for it below 0.
+    def _fit(self, groups: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
+        """Scales and zeros [out, groups] of least error, of those that are tried. With the zero in
+        the middle, a scale is negative where the largest number is positive: there is a code more
+        for it below 0.
         """
         largest = groups.gather(2, groups.abs().argmax(2, keepdim=True)).squeeze(2)
+        low, high = groups.amin(2).clamp_(max=0), groups.amax(2).clamp_(min=0)
         best, scale = torch.full_like(largest, torch.inf), largest
+        middle = zero = torch.full_like(largest, (self.most + 1) / 2)
         for width in WIDTHS:
-            tried = _kept(-largest * width / self.middle)
-            near = (groups / tried[..., None]).round_().clamp_(-self.middle, self.middle - 1)
-            error = near.mul_(tried[..., None]).sub_(groups).square_().mul_(importance).sum(2)
-            scale = torch.where(error < best, tried, scale)
+            if self.is_symmetric:
+                tried, at = self._kept(-largest * width / middle), middle
+            else:
+                tried = self._kept((high - low) * width / self.most)
+                at = (self.most / 2 - (low + high) / 2 / tried).round_().clamp_(0, self.most)
+            near = (groups / tried[..., None] + at[..., None]).round_().clamp_(0, self.most)
+            near = near.sub_(at[..., None]).mul_(tried[..., None])
+            error = near.sub_(groups).square_().mul_(importance).sum(2)
+            scale, zero = (
+                torch.where(error < best, new, old) for new, old in ((tried, scale), (at, zero))
+            )
             best = torch.minimum(best, error)
-        return scale
+        return scale, zero
+
+    def _kept(self, scale: Tensor) -> Tensor:
+        """In the type that the checkpoint has, and not 0. With zeros of their own, of 7 bits, so
+        that their products with a zero are exact in 16 bits.
+        """
+        scale = torch.where(scale.abs() > SMALLEST, scale, SMALLEST)
+        if self.is_symmetric:
+            return scale.bfloat16().float()
+        half = scale.clamp(min=2.0**-17).half().view(torch.int16)
+        return ((half + 8) & ~15).view(torch.float16).float()
 
     def _nearest(self, numbers: Tensor, column: int) -> tuple[Tensor, Tensor]:
         """[out] of a column -> codes, and the numbers that they stand for."""
-        scale = self.scale[:, column // self.group_size]
-        values = (numbers / scale).round_().clamp_(-self.middle, self.middle - 1)
-        return values + self.middle, values * scale
+        group = column // self.group_size
+        scale, zero = self.scale[:, group], self.zero[:, group]
+        codes = (numbers / scale + zero).round_().clamp_(0, self.most)
+        return codes, (codes - zero) * scale
 
     def round_in_order(self, weight: Tensor, order: Tensor, upper: Tensor) -> None:
         """GPTQ.
@@ -121,13 +195,16 @@ class Codes:
 
     def fit_scales(self, weight: Tensor, moments: Tensor) -> None:
         """Least squares, all scales of a row at once."""
-        values = self._grouped(self.codes - self.middle)  # [out, groups, group_size]
+        values = self._values()
         wanted = (self._grouped(weight @ moments) * values).sum(2)
         parts = moments.split(self.group_size)
         products = [self._grouped(values[:, g] @ part) * values for g, part in enumerate(parts)]
         normal = torch.stack([product.sum(2) for product in products], dim=1)
         normal.diagonal(dim1=1, dim2=2).mul_(1.0001).add_(SMALLEST)  # groups of zeros
-        self.scale = _kept(torch.linalg.solve(normal, wanted))
+        fitted = torch.linalg.solve(normal, wanted)
+        if not self.is_symmetric:  # a negative one would have no code for much of its group
+            fitted = torch.where(fitted > 0, fitted, self.scale)
+        self.scale = self._kept(fitted)
 
     def descend(self, weight: Tensor, moments: Tensor) -> None:
         """Each column once: the codes that are best as the other columns are."""
@@ -143,8 +220,3 @@ class Codes:
                 slope[:, i:end] -= torch.outer(change, moments[i, i:end])
                 changes[:, i - start] = change
             slope[:, end:] -= changes @ moments[start:end, end:]
-
-
-def _kept(scale: Tensor) -> Tensor:
-    """In the type that the checkpoint has, and not 0."""
-    return torch.where(scale.abs() > SMALLEST, scale, SMALLEST).bfloat16().float()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from servd.errors import UnsupportedModel
 
 Round = Callable[[str, Tensor, Tensor, Tensor], Tensor]
 """Name of a matrix in the model, the matrix [out, in], and sums of x^T x and (y - x)^T x over its
-inputs x and those of the original, y, [in, in] each -> what it is from now on.
+inputs x and those of the original, y, [in, in] each -> what it is from now on. Matrices that
+multiply the same come one after another, with the same tensors.
 """
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """What a layer is given beside hidden states: positions, masks."""
@@ -48,7 +50,7 @@ class Model:
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
         if not lists:
             raise UnsupportedModel(f"{folder}: {type(model).__name__} is not a list of layers")
-        self.model, self.layers = model, lists[0]
+        self.model, self.layers = model.requires_grad_(False), lists[0]
         self.base_prefix = model.base_model_prefix
         self.num_weights = model.num_parameters()
         self.names = {
@@ -65,6 +67,31 @@ class Model:
             logits = self.model(row[None], use_cache=False).logits[0, :-1]
             losses.append(F.cross_entropy(logits, row[1:]).item())
         return math.exp(sum(losses) / len(losses))
+
+    def gradients(self, rows: Tensor) -> dict[str, Tensor]:
+        """Mean squares of the gradient of each of a matrix's outputs, [out], by its name: of what
+        the model says about tokens that are drawn from what it predicts, for token ids [n, size].
+        """
+        squares: dict[str, Tensor] = {}
+
+        def add(name: str, gradient: Tensor) -> None:
+            squares[name] = squares.get(name, 0) + gradient.flatten(0, -2).square().sum(0)
+
+        def see(module: nn.Module, _: Any, out: Tensor) -> None:
+            out.register_hook(partial(add, self.names[module]))
+
+        seen = [m for layer in self.layers for m in layer.modules() if m in self.names]
+        hooks = [module.register_forward_hook(see) for module in seen]
+        embeddings = self.model.get_input_embeddings()
+        hooks.append(embeddings.register_forward_hook(lambda *args: args[-1].requires_grad_()))
+        generator = torch.Generator().manual_seed(0)
+        for row in rows:
+            logits = self.model(row[None], use_cache=False).logits[0]
+            drawn = logits.detach().softmax(-1).multinomial(1, generator=generator)
+            F.cross_entropy(logits, drawn[:, 0], reduction="sum").backward()
+        for hook in hooks:
+            hook.remove()
+        return {name: each / rows.numel() for name, each in squares.items()}
 
     @torch.inference_mode()
     def exchange(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -39,11 +41,30 @@ class MakeForm(NamedTuple):
         dense: for what is not quantized; None leaves it.
         x_dtype: what x may be rounded to, see `packed.GroupedMatrix`.
         table: as dense, for a row for each token of the vocabulary; None: they are as others.
+        importance: what `dense` is given as `importance` beside tensors of these names in the
+            checkpoint, float32 [in].
     """
 
-    dense: Callable[[Tensor], Form | None]
+    dense: Callable[..., Form | None]
     x_dtype: torch.dtype = torch.float32
     table: Callable[[Tensor], Form | None] | None = None
+    importance: Mapping[str, Tensor] = MappingProxyType({})
+
+    def of(self, name: str, weight: Weight) -> MakeForm:
+        """For the weight that a tensor of this name completes.
+
+        Raises:
+            ValueError: what is important is of another shape.
+        """
+        if (importance := self.importance.get(name)) is None:
+            return self
+        if (size := weight.part_shapes[0][-1]) != len(importance):
+            raise ValueError(
+                f"{size} columns, the importance matrix {len(importance)}: it is of another model"
+            )
+        if weight.shard_dim == 1:
+            importance = weight.share(importance[None])[0]
+        return self._replace(dense=partial(self.dense, importance=importance))
 
 
 class Dense:

@@ -146,8 +146,11 @@ def affine(
         )
     # Exact in float32, as are codes times scales: a scale has at most 11 significant bits.
     wide = scale.float().contiguous()
-    shift = zeros.float() - (0 if bits < 8 else middle)
-    return Quantized(signed, wide, -shift * wide, group_size, table)
+    offset = -(zeros.float() - (0 if bits < 8 else middle)) * wide
+    # As scales of few bits lead to; of headers alone nobody knows.
+    if not offset.is_meta and torch.equal(offset.to(scale.dtype).float(), offset):
+        wide, offset = scale.contiguous(), offset.to(scale.dtype)
+    return Quantized(signed, wide, offset, group_size, table)
 
 
 def _only_value(zeros: Tensor, assumed: int | None) -> int | None:

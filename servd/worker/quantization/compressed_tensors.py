@@ -53,14 +53,24 @@ def read(
             )
     if (config.get("transform_config") or {}).get("config_groups"):
         raise UnsupportedModel("transforms of compressed-tensors (rotations) are not supported")
-    weights = next((group["weights"] for group in stated[2:] if group.get("weights")), {})
-    return read_modules(files, partial(_weight, weights, device))
+    with_weights = [group for group in stated[2:] if group.get("weights")]
+    return read_modules(files, partial(_weight, with_weights, device))
+
+
+def _scheme_of(groups: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """What the group that names a layer says of weights, or else the first group: it is needed only
+    where tensors do not tell.
+    """
+    for group in groups:
+        if name in group.get("targets", ()):
+            return group["weights"]
+    return groups[0]["weights"] if groups else {}
 
 
 def _weight(
-    scheme: dict[str, Any], device: torch.device, name: str, module: Module
+    groups: list[dict[str, Any]], device: torch.device, name: str, module: Module
 ) -> Quantized | None:
-    """`scheme` is the weights' in the first group of the configuration."""
+    scheme = _scheme_of(groups, name)
     if "weight_packed" in module:
         weight = _packed(scheme, device, name, module)
     elif "weight_scale" in module:

@@ -65,10 +65,11 @@ def read(
             if found[1] == "k":
                 num_heads = header.metadata.get(f"{key}_kv", num_heads)
             tensor = _by_halves(tensor, num_heads)
-        yield _rename(name), tensor
+        yield rename(name), tensor
 
 
-def _rename(name: str) -> str:
+def rename(name: str) -> str:
+    """What Hugging Face calls a tensor of GGUF's name."""
     stem, _, leaf = name.rpartition(".")
     layer = re.match(r"blk\.(\d+)\.", stem)
     prefix = f"model.layers.{layer[1]}." if layer else ""
@@ -88,7 +89,7 @@ def _decode(
 ) -> Tensor | Quantized:
     *rows, size = info.shape
     if dtype := FLOATS.get(info.type):
-        flat = _bytes(name, info, math.prod(info.shape) * dtype.itemsize, data)
+        flat = bytes_of(name, info, math.prod(info.shape) * dtype.itemsize, data)
         return flat.view(dtype).view(info.shape)
     if info.type not in BLOCKS:
         raise UnsupportedModel(
@@ -97,11 +98,16 @@ def _decode(
         )
     block_size, block_bytes, decode = BLOCKS[info.type]
     shape = (math.prod(rows), size // block_size, block_bytes)
-    flat = _bytes(name, info, math.prod(shape), data)
+    flat = bytes_of(name, info, math.prod(shape), data)
     return stack([decode(part.to(device)) for part in flat.view(shape).split(ROWS)])
 
 
-def _bytes(name: str, info: TensorInfo, num_bytes: int, data: np.ndarray) -> Tensor:
+def bytes_of(name: str, info: TensorInfo, num_bytes: int, data: np.ndarray) -> Tensor:
+    """A tensor's, mapped, as uint8.
+
+    Raises:
+        ModelNotFound: it lies beyond the end of the file.
+    """
     if info.offset + num_bytes > len(data):
         raise ModelNotFound(
             f"tensor {name} ends at byte {info.offset + num_bytes} of a file of {len(data)}: the "

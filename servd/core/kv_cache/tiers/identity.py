@@ -38,6 +38,8 @@ def identity(config: Config, spec: ModelSpec, worker: WorkerReady, memory: Path 
         for file in (*hf.weight_files(folder, load_format), folder / "config.json")
         if file.exists()
     ]
+    if model.quantization_imatrix is not None:
+        files.append(("imatrix", _digest(Path(model.quantization_imatrix), memory)))
     deciding = [
         servd.__version__,
         msgspec.structs.replace(spec, folder=""),

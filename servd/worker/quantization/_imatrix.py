@@ -1,0 +1,57 @@
+"""Importance matrices: how large the inputs of each layer are, as `llama-imatrix` writes them.
+
+https://github.com/ggml-org/llama.cpp/blob/master/tools/imatrix/README.md has the format, of GGUF.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from servd.errors import ConfigError
+from servd.gguf import Header
+from servd.worker.quantization.gguf import bytes_of, rename
+
+SUMS, COUNTS = ".in_sum2", ".counts"
+LEAST = 1e-3  # of the mean: a column that was never seen is not nothing
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """Mean squares of the inputs of matrices, float32 [in], by the names that Hugging Face gives
+    to these.
+
+    Raises:
+        ConfigError: it is no such file, or none of a model whose layers have other names.
+        ModelNotFound: it cannot be read as GGUF.
+    """
+    header = Header(path)
+    kind = header.metadata.get("general.type")
+    if kind != "imatrix":
+        raise ConfigError(
+            f"--quantization-imatrix {path}: this is GGUF of {kind or 'a model'}, and not what "
+            "llama-imatrix writes"
+        )
+    data = np.memmap(path, np.uint8, "c")
+    numbers: dict[str, Tensor] = {}
+    for name, info in header.tensors.items():
+        if info.type != 0:
+            raise ConfigError(f"--quantization-imatrix {path}: {name} is not of float32")
+        count = int(np.prod(info.shape))
+        numbers[name] = bytes_of(name, info, 4 * count, data).view(torch.float32).view(info.shape)
+    found = {}
+    for name, sums in numbers.items():
+        stem = name.removesuffix(SUMS)
+        if stem == name or (counts := numbers.get(stem + COUNTS)) is None:
+            continue
+        mean = sums.reshape(-1, sums.shape[-1]).sum(0) / counts.sum().clamp(min=1)
+        if not bool(((mean >= 0) & mean.isfinite()).all()):
+            raise ConfigError(f"--quantization-imatrix {path}: {name} has numbers below 0")
+        found[rename(stem)] = mean + LEAST * mean.mean() + torch.finfo().tiny
+    if not any(name.startswith("model.layers.") for name in found):
+        raise ConfigError(
+            f"--quantization-imatrix {path}: there is nothing about the layers of a model"
+        )
+    return found
