@@ -77,7 +77,7 @@ class Model:
         def add(name: str, gradient: Tensor) -> None:
             squares[name] = squares.get(name, 0) + gradient.flatten(0, -2).square().sum(0)
 
-        def see(module: nn.Module, _: Any, out: Tensor) -> None:
+        def see(module: nn.Linear | Conv1D, _: Any, out: Tensor) -> None:
             out.register_hook(partial(add, self.names[module]))
 
         seen = [m for layer in self.layers for m in layer.modules() if m in self.names]

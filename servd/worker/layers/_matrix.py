@@ -63,7 +63,9 @@ class MakeForm(NamedTuple):
                 f"{size} columns, the importance matrix {len(importance)}: it is of another model"
             )
         if weight.shard_dim == 1:
-            importance = weight.share(importance[None])[0]
+            share = weight.share(importance[None])
+            assert isinstance(share, Tensor)
+            importance = share[0]
         return self._replace(dense=partial(self.dense, importance=importance))
 
 
