@@ -168,8 +168,7 @@ def load_weights(
     copy = Staging() if is_on_cuda else Tensor.copy_
     files = weight_files(folder, load_format)
     _check(files)
-    done, total = 0, sum(file.stat().st_size for file in files)
-    names: set[str] = set()
+    done, total, names = 0, sum(file.stat().st_size for file in files), set[str]()
     convert = getattr(model, "convert", iter)  # where the names of checkpoints are not the model's
     for name, tensor in convert(_checkpoint(files, next(iter(weights.values())))):
         try:
