@@ -59,7 +59,8 @@ OTHER_FLAGS = {
     "--seconds",  # benchmarks.soak
     "--shape", "--requests", "--rate", "--speed", "--costs", "--servers", "--balancing",
     "--routing", "--num-blocks",  # servd what-if
-    "--to", "--calibrate", "--tokens", "--group-size", "--output",  # servd quantize
+    "--to", "--calibrate", "--tokens", "--group-size", "--output", "--bits",  # servd quantize
+    "--asymmetric",
 }  # fmt: skip
 
 

@@ -122,6 +122,7 @@ def test_nothing_that_a_later_stage_needs_is_left_open(machine):
         "model", "tokenizer", "revision", "download_dir", "load_format", "generation_config",
         "kv_cache_memory", "kv_cache_dtype", "quantization", "attention_backend", "uds",
         "chat_template", "tool_call_parser", "reasoning_parser", "fim_template", "attach",
+        "default_chat_template_kwargs", "override_generation_config",
         "models_dir", "models_memory", "sleep_idle_seconds",
         "ipc_dir", "speculative_config", "spec_method", "spec_model", "spec_tokens",
         "api_key_file", "long_prefill_token_threshold", "otlp_traces_endpoint", "ssl_ca_certs",

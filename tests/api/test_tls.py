@@ -149,6 +149,8 @@ async def test_an_allowed_origin_may_ask_without_a_key_and_read_errors():
         assert "access-control-allow-origin" not in asked.headers
 
 
-def test_an_origin_in_vllms_json_is_refused_rather_than_taken_for_a_name():
+def test_origins_in_vllms_json_are_not_taken_for_a_name():
+    config = Config.load({"allowed_origins": ['["https://a.example", "*"]']})
+    assert config.access.allowed_origins == ["https://a.example", "*"]
     with pytest.raises(ConfigError, match="--allowed-origins"):
-        Config.load({"allowed_origins": ['["*"]']})
+        Config.load({"allowed_origins": ['["*"', "]"]})

@@ -148,7 +148,7 @@ def affine(
     wide = scale.float().contiguous()
     offset = -(zeros.float() - (0 if bits < 8 else middle)) * wide
     # As scales of few bits lead to; of headers alone nobody knows.
-    if not offset.is_meta and torch.equal(offset.to(scale.dtype).float(), offset):
+    if bits < 8 and not offset.is_meta and torch.equal(offset.to(scale.dtype).float(), offset):
         wide, offset = scale.contiguous(), offset.to(scale.dtype)
     return Quantized(signed, wide, offset, group_size, table)
 

@@ -46,7 +46,7 @@ def _round(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor, T
     """Codes [n, in], scale and offset [n, groups] of float32 [n, in]."""
     num_rows, size = weight.shape
     groups = _grouped(weight)
-    counts = torch.ones(1, 1, 1, device=weight.device)
+    counts = groups.new_ones(1, 1, 1)
     if importance is not None:
         counts = _grouped(importance[None].to(weight.device))
     scale, offset = _fit(groups, counts, WIDTHS[0])
