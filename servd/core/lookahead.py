@@ -217,14 +217,14 @@ class Lookahead:
     ) -> None:
         """A step is over, so long after the one before; `num_others` of its rows decoded one token
         and drafted nothing. What one with prompts takes says nothing of drafts, nor one in which a
-        draft caught up with what was computed without it.
+        draft caught up with what was computed without it, nor one of copies alone.
         """
-        counts = self._counts
+        counts, num_rows = self._counts, len(scheduled) + num_others
         self.num_steps += 1
         self.num_idle += 1
         is_beginning = step in self.beginnings
         self.beginnings.discard(step)
-        if not counts or is_beginning:
+        if not counts or is_beginning or not num_rows:
             return
         num_tokens, num_drafts, num_asked = num_others, 0, 0
         for item in scheduled:
@@ -234,7 +234,6 @@ class Lookahead:
             num_drafts += item.num_drafts
             num_asked += item.max_new_drafts
         drafting = ((num_drafts > 0) + (num_asked > 0)) / 2
-        num_rows = len(scheduled) + num_others
         self.cost.count(num_rows, num_tokens, num_asked, drafting, nanoseconds * 1e-9)
 
     @property

@@ -211,6 +211,14 @@ def test_drafts_are_made_while_every_step_holds_a_prompt():
     assert not any(asked[:PAUSE_STEPS]) and max(asked) > 0
 
 
+def test_steps_of_copies_alone_say_nothing():
+    lookahead = started()
+    for step in range(20):
+        lookahead.begin_step(step, 0)
+        lookahead.time(step, [], 10**6)
+    assert not lookahead.cost.weight
+
+
 def test_what_became_of_others_drafts_does_not_keep_a_request_from_trying():
     lookahead = started()
     for _ in range(50):
