@@ -107,3 +107,18 @@ def test_adapters_without_the_library(adapters, monkeypatch: pytest.MonkeyPatch)
     base, named, merged = adapters("llama")
     engine = make_engine(base, num_blocks=80, depth=1, enable_lora=True, max_loras=3)
     check(engine, base, merged, requests_of(named, 8))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "queries"), [("deepseek_v2", "q_proj"), ("deepseek_v3", "q_b_proj")]
+)
+def test_adapters_of_layers_whose_rows_are_in_another_order(
+    checkpoints, tmp_path: Path, model_type: str, queries: str
+):
+    base = checkpoints(model_type, next(iter(CASES[model_type])))
+    targets = [queries, "kv_a_proj_with_mqa", "o_proj"]
+    options = {"r": 4, "target_modules": targets, "lora_alpha": 12}
+    merged = make_adapter(base, tmp_path, options, seed=1)
+    named = store(tmp_path, it=tmp_path / "adapter")
+    engine = make_engine(base, num_blocks=80, depth=1, enable_lora=True)
+    check(engine, base, {"it": merged}, requests_of(named, 4))

@@ -111,6 +111,8 @@ class Matrix(Weight):
     """
 
     form: Form | None = None
+    # The checkpoint's rows, over all ranks, as they follow each other here; None: as there.
+    row_order: Tensor | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -86,6 +86,8 @@ class AdaptedMatrix:
     def shares(self, part: int | None, a: Tensor, b: Tensor) -> list[tuple[int, Tensor, Tensor]]:
         """What this rank keeps of a [rank, in] and b [out, rank], by part: transposed both."""
         matrix = self.matrix
+        if matrix.row_order is not None:
+            b = b[matrix.row_order]
         sizes = [shape[0] for shape in matrix.part_shapes]
         parts = enumerate(b.split(sizes)) if part is None else [(part, b)]
         if matrix.shard_dim == 1:

@@ -79,6 +79,10 @@ class DeepseekV2Attention(nn.Module):
         self.keys = OfHeads(num_heads, own, latent)
         self.values = OfHeads(num_heads, latent, value)
         self.o_proj = RowParallelLinear(spec.num_heads * value, hidden_size, parallel, bias=bias)
+        self.orders = self.row_orders(spec.num_heads)
+        for name, order in self.orders.items():
+            linear: ColumnParallelLinear | ReplicatedLinear = getattr(self, name)
+            linear.weight.row_order = order
         scale = scale_of(spec, rope + own)
         self.attention = Attention(layer, num_heads, 1, rope + latent, scale, value_dim=latent)
 
@@ -96,33 +100,36 @@ class DeepseekV2Attention(nn.Module):
         out = self.values(out.unflatten(-1, (self.num_heads, -1)))
         return self.o_proj(out.flatten(1))
 
+    def row_orders(self, num_heads: int) -> dict[str, Tensor]:
+        """The checkpoint's rows as they follow each other here, by layer: what is turned comes
+        first, and of its pairs, if they are neighbours, all first numbers before all second ones.
+        """
+        (rope, own), (_, latent) = self.sizes, self.latent_sizes
+        with torch.device("cpu"):
+            pairs = torch.arange(rope)
+            if self.has_neighbours:
+                pairs = pairs.view(-1, 2).T.flatten()
+            query = torch.cat((own + pairs, torch.arange(own)))
+            firsts = torch.arange(num_heads)[:, None] * (rope + own)
+            key = torch.cat((latent + pairs, torch.arange(latent)))
+        queries = "q_b_proj" if self.has_short_queries else "q_proj"
+        return {queries: (firsts + query).flatten(), "kv_a_proj_with_mqa": key}
+
     def convert(
         self, name: str, tensor: Tensor | Quantized
     ) -> Iterator[tuple[str, Tensor | Quantized]]:
-        """A tensor of the checkpoint, by its name in the layer, as the parameters here.
-
-        What is turned comes first, and of its pairs, if they are neighbours, all first numbers
-        before all second ones.
-        """
-        (rope, own), (_, latent) = self.sizes, self.latent_sizes
-        pairs = torch.arange(rope)
-        if self.has_neighbours:
-            pairs = pairs.view(-1, 2).T.flatten()
-        match name.partition(".")[0]:
-            case "q_proj" | "q_b_proj":
-                order = torch.cat((own + pairs, torch.arange(own)))
-                firsts = torch.arange(0, tensor.shape[0], rope + own)
-                yield name, take(tensor, (firsts[:, None] + order).flatten())
-            case "kv_a_proj_with_mqa":
-                yield name, take(tensor, torch.cat((latent + pairs, torch.arange(latent))))
-            case "kv_b_proj":
-                whole = tensor.dequantize() if isinstance(tensor, Quantized) else tensor
-                heads = whole.unflatten(0, (self.num_heads * self.parallel.size, -1))
-                for number, head in enumerate(heads.split(self.num_heads)[self.parallel.rank]):
-                    yield f"keys.weights.{number}", head[:own].T
-                    yield f"values.weights.{number}", head[own:]
-            case _:
-                yield name, tensor
+        """A tensor of the checkpoint, by its name in the layer, as the parameters here."""
+        layer, own = name.partition(".")[0], self.sizes[1]
+        if layer == "kv_b_proj":
+            whole = tensor.dequantize() if isinstance(tensor, Quantized) else tensor
+            heads = whole.unflatten(0, (self.num_heads * self.parallel.size, -1))
+            for number, head in enumerate(heads.split(self.num_heads)[self.parallel.rank]):
+                yield f"keys.weights.{number}", head[:own].T
+                yield f"values.weights.{number}", head[own:]
+        elif (order := self.orders.get(layer)) is None or len(order) != tensor.shape[0]:
+            yield name, tensor  # one of another shape is refused where it is loaded
+        else:
+            yield name, take(tensor, order)
 
 
 def take(rows: Tensor | Quantized, order: Tensor) -> Tensor | Quantized:
