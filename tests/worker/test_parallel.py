@@ -9,9 +9,12 @@ import torch
 import torch.multiprocessing as mp
 
 from servd.adapter_store import AdapterStore
+from servd.errors import ConfigError
 from servd.hf import read_spec
 from servd.lora import Adapter
 from servd.messages import NewRequest, ScheduledRequest, SchedulerOutput
+from servd.worker.layers.experts import SparseMoE
+from servd.worker.parallel import Parallel
 from servd.worker.worker import Worker
 from tests.adapters import write_adapter
 from tests.parity.causal_classes import make
@@ -134,6 +137,11 @@ def test_two_ranks_with_experts_of_their_own_equal_one(
     tmp_path: Path, model_type: str, options: dict[str, object]
 ):
     check(make_checkpoint(tmp_path / "model", model_type, options), enable_expert_parallel=True)
+
+
+def test_fewer_experts_than_ranks_are_refused():
+    with pytest.raises(ConfigError, match="2 experts are too few for 3 ranks; leave it out"):
+        SparseMoE(8, 8, 2, 1, True, "silu", Parallel(0, 3, has_whole_experts=True))
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,13 @@ def make_backend(name: str, spec: AttentionSpec) -> tuple[str, Backend[Any]]:
     Raises:
         ConfigError: no such backend, or it cannot run here; with its reason.
     """
-    if spec.device.type == "cpu" and spec.kv_dtype == torch.float8_e4m3fn:
+    is_narrow = spec.device.type == "cpu" and spec.kv_dtype.itemsize == 1
+    if is_narrow and spec.value_dim is not None:
+        log.warning(
+            "--kv-cache-dtype: 8 bits are slow on a CPU where the model has its values in its "
+            "keys, as no kernel reads them: bfloat16 is not, and takes half of what float32 does"
+        )
+    elif is_narrow and spec.kv_dtype == torch.float8_e4m3fn:
         log.warning(
             "--kv-cache-dtype fp8 is for GPUs; on a CPU it is slow, as no kernel reads it: int8 "
             "takes nearly as little memory"

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from servd.errors import ConfigError
 from servd.worker.layers import packed
 from servd.worker.layers._matrix import MakeForm, Matrix
 from servd.worker.layers.activation import Gate
@@ -162,6 +163,11 @@ class SparseMoE(nn.Module):
         own, slices = range(num_experts), parallel
         if parallel.has_whole_experts:
             own, slices = parallel.own(num_experts), Parallel()
+            if num_experts < parallel.size:
+                raise ConfigError(
+                    f"--enable-expert-parallel: {num_experts} experts are too few for "
+                    f"{parallel.size} ranks; leave it out, and each has a slice of all"
+                )
         experts = {number: Expert(hidden_size, size, slices, bias) for number in own}
         self.experts = nn.ModuleList(
             experts.get(number) or ExpertElsewhere(parallel, bias) for number in range(num_experts)

@@ -36,7 +36,7 @@ class DraftModelProposer(Proposer):
     drafts are left behind, which costs nothing where drafts do not pay.
 
     Raises:
-        ConfigError: the draft has another vocabulary, or cannot run here.
+        ConfigError: the draft has another vocabulary, keeps a state, or cannot run here.
     """
 
     def __init__(self, config: SpeculativeConfig, target: Target) -> None:
@@ -50,6 +50,12 @@ class DraftModelProposer(Proposer):
                 f"--speculative-config: the draft {config.model} has {spec.vocab_size} tokens in "
                 f"its vocabulary and the model {target.spec.vocab_size}: name a draft of the same "
                 "family"
+            )
+        if spec.keeps_state:
+            raise ConfigError(
+                f"--speculative-config: layers of the draft {config.model} ({spec.model_type}) "
+                "keep a state, in which drafts that are not kept would stay: name a draft whose "
+                "layers all have a KV cache"
             )
         dtype, device = target.backend.spec.dtype, target.backend.spec.device
         self.spec = spec
