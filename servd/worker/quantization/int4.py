@@ -48,7 +48,7 @@ def _round(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor, T
     groups = _grouped(weight)
     counts = groups.new_ones(1, 1, 1)
     if importance is not None:
-        counts = _grouped(importance[None].to(weight.device))
+        counts = _grouped(importance[None].to(weight))  # where it is: a plan says another device
     scale, offset = _fit(groups, counts, WIDTHS[0])
     for width in WIDTHS[1:] if importance is not None else ():
         tried = _fit(groups, counts, width)

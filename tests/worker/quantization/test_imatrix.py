@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from servd.errors import ConfigError, ModelNotFound, UnsupportedModel
+from servd.hf import read_spec
+from servd.worker import dry_run
 from servd.worker.layers._matrix import Matrix
 from servd.worker.quantization import _imatrix, int4
 from tests.worker.driver import Driver, config_for
@@ -93,6 +95,16 @@ def test_matrices_of_a_model_get_theirs(tiny_llama: Path, tmp_path: Path):
         wrong = [(each[name].rows(rows) - exact[name].rows(rows)) for each in (plain, weighed)]
         before, after = (float((each.double().square() @ mean).sum()) for each in wrong)
         assert after < 0.9 * before
+
+
+def test_a_plan_with_one_is_that_without(tiny_llama: Path, tmp_path: Path):
+    path = tmp_path / "file"
+    write(path)
+    plain, weighed = (
+        dry_run.plan(config_for(tiny_llama, quantization="int4", **options), read_spec(tiny_llama))
+        for options in ({}, {"quantization_imatrix": str(path)})
+    )
+    assert plain.sizes == weighed.sizes
 
 
 @pytest.mark.parametrize(
