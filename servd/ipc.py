@@ -321,8 +321,10 @@ class Listener(Link[T]):
 
     def _hang_up(self, descriptor: int) -> None:
         """The newest connection, unless it has ended meanwhile and its number is another's."""
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            if self.at.endswith(f":{connection.getsockname()[1]}"):
+        kind = socket.AF_INET, socket.SOCK_STREAM  # or whatever it is now
+        with suppress(OSError), socket.fromfd(descriptor, *kind) as connection:
+            name = connection.getsockname()
+            if isinstance(name, tuple) and self.at.endswith(f":{name[1]}"):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def send_to(self, peer: bytes, message: msgspec.Struct) -> bool:

@@ -156,7 +156,7 @@ def terms_of(config: Config, spec: hf.ModelSpec) -> dict[str, str]:
     terms["the model's config.json"] = hashlib.sha256(own).hexdigest()[:12]
     terms[WEIGHTS] = ""  # not known: they are made up, or downloaded when an engine starts
     if spec.folder and config.model.load_format != "dummy":
-        with suppress(ModelNotFound):
+        with suppress(ModelNotFound, OSError):
             files = hf.weight_files(spec.folder, config.model.load_format)
             found = [(each.name, _sample(each, each.stat().st_mtime_ns)) for each in files]
             terms[WEIGHTS] = hashlib.sha256(repr(found).encode()).hexdigest()[:12]

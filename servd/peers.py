@@ -38,6 +38,7 @@ VALUES: dict[str, dict[str, str | None]] = {
     "load_format": dict.fromkeys(("safetensors", "hf", "bitsandbytes", "gguf"), "auto"),
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "max_model_len": {"auto": None, "-1": None},
+    "kv_offloading_size": {"0": None},
     "attention_backend": {
         "FLASHINFER": "flashinfer",
         "TRITON_ATTN": "triton",

@@ -209,9 +209,10 @@ class Head(Relay):
             log.error("host %s was refused: %s", join.host, reason)
             self.listener.send_to(peer, Refused(reason or "", is_final))
             return
+        if not self.listener.send_to(peer, Welcome(seat.number, self.start_message)):
+            return  # it has waited for too long, and asks again
         seat.peer, seat.session, seat.host, seat.silent = peer, join.session, join.host, 0
         log.info("host %s has joined with number %d", join.host, join.rank)
-        self._tell(join.rank, Welcome(seat.number, self.start_message))
 
     def _tell(self, rank: int, message: ToMember) -> None:
         seat = self.seats[rank]

@@ -3,6 +3,7 @@ folder.
 """
 
 import asyncio
+import os
 import socket
 import stat
 import subprocess
@@ -318,6 +319,23 @@ def test_strangers_are_not_more_than_there_is_room_for(monkeypatch):
     assert len(messages(listener, 2)) == 2
     for each in (*friends, *strangers, listener):
         each.close()
+
+
+def test_a_stranger_that_has_left_may_have_had_the_number_of_anything(listener):
+    """What has its descriptor now stays as it is, and so does the thread that lets others in."""
+    end, other = socket.socketpair()
+    reading, writing = os.pipe()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(200):
+        for descriptor in (end.fileno(), reading):
+            listener._hang_up(descriptor)
+    assert len(os.listdir("/proc/self/fd")) < before + 100  # others come and go meanwhile
+    end.sendall(b"still there")
+    assert other.recv(100) == b"still there"
+    for each in (end, other):
+        each.close()
+    os.close(reading)
+    os.close(writing)
 
 
 def test_a_long_message_comes_in_frames(listener):

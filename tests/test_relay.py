@@ -233,6 +233,18 @@ def test_a_host_that_waited_long_for_its_head_is_not_taken_for_silent(hosts, mon
     assert node.silent <= relay.MOST_SILENT
 
 
+def test_a_host_that_gave_up_while_its_head_was_busy_takes_no_place(hosts, monkeypatch):
+    """Its question is still answered: of workers, a lost one would end the engine."""
+    monkeypatch.setattr(relay, "PATIENCE", 1)
+    monkeypatch.setattr(relay, "PAUSE", 0.1)
+    head = hosts.start_head()
+    terms, waits = head.terms, [1.5]  # as where weights are on a slow disk
+    head.terms = lambda: (time.sleep(waits.pop() if waits else 0), terms())[1]
+    hosts.start_node()
+    assert hosts.event() == ("node", 0)
+    assert hosts.number == 0 and not waits
+
+
 def test_a_host_that_leaves_is_lost_at_once(hosts):
     hosts.start_head()
     client = hosts.client()
@@ -342,6 +354,9 @@ def test_a_host_is_told_whose_weights_it_has_others_than(tmp_path):
 
     assert why(same) is None and why(unknown) is None
     assert (why(other) or "").startswith("the model's weights: ")
+    (tmp_path / "head" / "model.safetensors").unlink()
+    (tmp_path / "head" / "model.safetensors").mkdir()  # it cannot be read any more
+    assert terms_of(config, specs[0]) == unknown
 
 
 def test_two_hosts_with_the_same_engines(hosts):

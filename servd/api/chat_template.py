@@ -367,14 +367,17 @@ def _normalise(message: dict[str, Any], wants_parts: bool, index: int) -> dict[s
     message = {key: value for key, value in message.items() if value is not None}
     content = message.get("content", "")
     parts = content if isinstance(content, list) else [content]
-    thoughts = [part for part in parts if isinstance(part, dict) and part.get("type") == "thinking"]
-    texts = [
-        part if isinstance(part, str) else _text_of_part(part, f"messages[{index}].content")
-        for part in parts
-        if part not in thoughts
-    ]
+    thoughts: list[str] = []
+    texts: list[str] = []
+    for part in parts:
+        if isinstance(part, dict) and part.get("type") == "thinking":
+            thoughts.append(part["thinking"])
+        elif isinstance(part, str):
+            texts.append(part)
+        else:
+            texts.append(_text_of_part(part, f"messages[{index}].content"))
     if thoughts:
-        message.setdefault("reasoning", "\n".join(part["thinking"] for part in thoughts))
+        message.setdefault("reasoning", "\n".join(thoughts))
     if wants_parts:
         message["content"] = [{"type": "text", "text": text} for text in texts]
     else:

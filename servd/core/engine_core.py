@@ -140,8 +140,10 @@ class EngineCore:
                 self._harvest()
             self.in_flight.append(self.executor.sample_tokens(grammars.bitmask()))
             record.launched_ns = now_ns()
-        # What only the background waits for leaves room in flight: who comes is a step sooner.
-        depth = max(self.depth - self.scheduler.is_background, 1)
+        # What only the background waits for leaves room in flight, but idles no stage: who comes is
+        # a step sooner.
+        num_stages = self.config.parallel.pipeline_parallel_size
+        depth = max(self.depth - self.scheduler.is_background, num_stages)
         if self.in_flight and (scheduled is None or len(self.in_flight) >= depth):
             self._harvest()
         elif scheduled is None and self.scheduler.kv_cache.wait():

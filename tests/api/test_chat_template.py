@@ -153,6 +153,15 @@ def test_thinking_parts_are_reasoning_and_parts_of_responses_are_text():
     assert {template.render([each]) for each in answers} == {"hm/yes"}
 
 
+def test_parts_are_each_looked_at_once():
+    """A body has room for a million of them."""
+    thoughts = [{"type": "thinking", "thinking": ""}] * 30_000
+    content = [*thoughts, *({"type": "text", "text": ""} for _ in thoughts)]
+    began = time.thread_time()
+    ChatTemplate("{{ messages | length }}").render([{"role": "assistant", "content": content}])
+    assert time.thread_time() - began < 5
+
+
 def test_a_request_wins_over_the_variables_of_the_server():
     template = ChatTemplate(CHATML, defaults={"enable_thinking": False})
     assert template.render(CHAT).endswith("<think></think>")

@@ -52,6 +52,7 @@ def test_flags_of_every_kind():
         ("--model m --max_model_len=8K", {"max_model_len": 8192}),
         ("m --max-model-len 1.5k", {"max_model_len": 1500}),
         ("m --max-model-len auto", {}),
+        ("m --swap-space 0", {}),
         ("m --dtype half --load-format safetensors", {"dtype": "float16"}),
         ("m --kv-cache-dtype fp8_e4m3 -q awq", {"kv_cache_dtype": "fp8", "quantization": "awq"}),
         ("m --kv-cache-memory-bytes 4G", {"kv_cache_memory": 4 << 30}),

@@ -353,6 +353,15 @@ def test_no_second_step_of_the_background_is_in_the_way_of_who_comes():
         assert len(engine.in_flight) == 1
 
 
+def test_the_background_alone_keeps_all_stages_of_a_pipeline_busy():
+    engine = make_engine(max_num_seqs=8, pipeline_parallel_size=2)
+    for i in range(8):
+        engine.handle(make_request(f"f{i}", [i], 50, lane=1))
+    for _ in range(5):
+        engine.step()
+        assert len(engine.in_flight) == 1  # beside the one that was waited for
+
+
 def test_the_background_ends_with_its_own_tokens():
     engine = make_engine(max_num_seqs=2, num_blocks=64)
     background = [make_request(f"f{i}", [i, 1, 2, 3, 4], 12, lane=1) for i in range(4)]
