@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import stat
 import struct
 import tempfile
 import threading
@@ -321,11 +322,13 @@ class Listener(Link[T]):
 
     def _hang_up(self, descriptor: int) -> None:
         """The newest connection, unless it has ended meanwhile and its number is another's."""
-        kind = socket.AF_INET, socket.SOCK_STREAM  # or whatever it is now
-        with suppress(OSError), socket.fromfd(descriptor, *kind) as connection:
-            name = connection.getsockname()
-            if isinstance(name, tuple) and self.at.endswith(f":{name[1]}"):
-                connection.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                return
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                name = connection.getsockname()  # a Unix socket's is text
+                if isinstance(name, tuple) and self.at.endswith(f":{name[1]}"):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def send_to(self, peer: bytes, message: msgspec.Struct) -> bool:
         """Queue a message for one of those who joined; False if its connection is gone."""
