@@ -145,7 +145,10 @@ class ModelConfig(Section, frozen=True):
     ] = "auto"
     override_generation_config: Annotated[
         GenerationDefaults | None,
-        about('Default sampling parameters that win over those, as JSON: `{"temperature": 0.6}`.'),
+        about(
+            'Default sampling parameters that win over those, as JSON: `{"temperature": 0.6}`. '
+            "`max_new_tokens` is for who names no number, and in vLLM the most for all."
+        ),
     ] = None
     speculative_config: Annotated[
         SpeculativeConfig | None,
