@@ -13,6 +13,7 @@ from servd import plugins
 from servd.errors import ModelNotFound, UnsupportedModel
 from servd.hf import DEMO_FOLDER, read_spec
 from servd.worker import dry_run
+from servd.worker.calibration import quantize
 from servd.worker.cpu_model_runner import CPUModelRunner
 from servd.worker.layers.weight import Weight
 from servd.worker.model_loader import tensor_shapes
@@ -54,6 +55,15 @@ def test_weights_and_kv_cache_are_as_planned(
     sizes, runner, cache = planned_and_loaded(folder, **options)
     assert sizes.weights == runner.weights_bytes == bytes_of(runner.model)
     assert sizes.kv_per_block * 5 == cache
+
+
+def test_heads_of_4_bits_are_as_planned(tmp_path: Path):
+    """Whose matrices are made of one that the checkpoint has quantized."""
+    folder = make_checkpoint(tmp_path / "whole", "deepseek_v2", CASES["deepseek_v2"]["any group"])
+    rows = [[(7 * place + row) % 199 for place in range(24)] for row in range(2)]
+    quantize(folder, tmp_path / "small", 4, 8, rows, rows, lambda _: None)
+    sizes, runner, _ = planned_and_loaded(tmp_path / "small")
+    assert sizes.weights == runner.weights_bytes
 
 
 def bytes_of(module: torch.nn.Module) -> int:

@@ -58,7 +58,7 @@ class Quantized:
         values = (
             codes.float()
             if table is None
-            else torch.tensor(table, device=codes.device)[codes.int()]
+            else codes.new_tensor(table, dtype=torch.float32)[codes.int()]
         )
         weights = values * self._spread(self.scale)
         if self.offset is not None:
