@@ -88,6 +88,12 @@ class Parser(argparse.ArgumentParser):
             )
         return parsed, unknown
 
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """What a flag may be short for: `-ngl 99`, another server's, is no `-n gl`."""
+        from servd import peers
+
+        return [] if option_string in peers.INSTEAD else super()._get_option_tuples(option_string)
+
 
 class Command(Parser):
     """Parser of one command, which imports the command's module only when it is the one to run.
