@@ -1,14 +1,8 @@
 """Every message that crosses a process border, as msgspec tagged unions. No tensors, no pickle.
 
-| border | union | members |
-|---|---|---|
-| api -> core | ToEngine | Attach, EngineCoreRequest, AbortRequests, ResetPrefixCache, Audit |
-| core -> api | FromEngine | EngineStatus, EngineReady, EngineCoreOutputs, EngineAudit, EngineDead |
-| core -> worker | ToWorker | LoadModel, AllocateKVCache, SchedulerOutput, SampleTokens, Shutdown |
-| worker -> core | FromWorker | WorkerProgress, WorkerReady, ModelRunnerOutput, WorkerFailed |
-
-What goes through the pipes of a child process is in child_messages.py. Structs are positional on
-the wire (`array_like`): new fields are appended, with a default.
+The unions are ToEngine, FromEngine, ToWorker and FromWorker; what goes through the pipes of a child
+process is in child_messages.py. Structs are positional on the wire (`array_like`): new fields are
+appended, with a default.
 """
 
 from __future__ import annotations
@@ -281,14 +275,9 @@ class EngineDead(Message, tag=True):
 
 
 FromEngine = (
-    EngineStatus
-    | EngineReady
-    | EngineCoreOutputs
-    | EngineAudit
-    | EngineFailed
-    | EngineRestarting
+    EngineStatus | EngineReady | EngineCoreOutputs | EngineAudit | EngineFailed | EngineRestarting
     | EngineDead
-)
+)  # fmt: skip
 
 
 # ---- core -> worker ----

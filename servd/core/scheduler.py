@@ -37,7 +37,8 @@ logger = logging.getLogger("servd.scheduler")
 
 BACKGROUND_SHARE = 8  # a lower lane's prompts get an eighth of the budget, for short steps
 MAX_PASSED = 8  # requests in a step before which others may begin
-NOTHING_FORCED: dict[int, list[int]] = {}
+Forced = Mapping[int, list[int]]  # slot -> the tokens that are sure to follow the harvested ones
+NOTHING_FORCED: Forced = {}
 
 
 class Scheduler:
@@ -52,13 +53,9 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        max_model_len: int,
-        kv_cache: KVCacheManager,
-        max_drafts: int = 0,
-        max_adapters: int = 1,
-    ) -> None:
+        self, config: SchedulerConfig, max_model_len: int, kv_cache: KVCacheManager,
+        max_drafts: int = 0, max_adapters: int = 1,
+    ) -> None:  # fmt: skip
         assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
         assert config.max_num_batched_tokens >= config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
@@ -101,9 +98,8 @@ class Scheduler:
         request = Request.from_message(message, order, self.max_model_len)
         if request.num_tokens + (not request.is_prompt_only) > self.max_model_len:
             limit, by_cache = self.max_model_len, self.max_model_len == self.cache_len
-            return self.outputs.reject(
-                message, prompt_too_long(request.num_tokens, limit, by_cache)
-            )
+            error = prompt_too_long(request.num_tokens, limit, by_cache)
+            return self.outputs.reject(message, error)
         self.requests[request.request_id] = request
         self.waiting.add(request)
 
@@ -117,9 +113,7 @@ class Scheduler:
     # ---- schedule ----
 
     def schedule(
-        self,
-        idle_slots: Set[int] = frozenset(),
-        forced_tokens: Mapping[int, list[int]] = NOTHING_FORCED,
+        self, idle_slots: Set[int] = frozenset(), forced_tokens: Forced = NOTHING_FORCED
     ) -> SchedulerOutput | None:
         """Choose the work of the next step; None if there is nothing that could be computed now.
 
@@ -129,7 +123,7 @@ class Scheduler:
 
         Args:
             idle_slots: slots of running requests that sit this step out.
-            forced_tokens: slot -> the tokens that are sure to follow the harvested ones.
+            forced_tokens: of requests whose next tokens are known.
         """
         record = StepRecord(self._num_steps, now_ns())
         step = Step(record)
@@ -191,12 +185,7 @@ class Scheduler:
             self._preempt(victim, step.record)
 
     def _schedule_running(
-        self,
-        step: Step,
-        budget: int,
-        part: Iterable[Request],
-        idle_slots: Set[int],
-        forced_tokens: Mapping[int, list[int]],
+        self, step: Step, budget: int, part: Iterable[Request], idle_slots: Set[int], forced: Forced
     ) -> tuple[int, list[Request]]:
         """Give a part of the running requests the tokens after their known ones; returns the
         budget that is left, and those whose prompts were not computed yet.
@@ -205,7 +194,7 @@ class Scheduler:
         num_samples = min(len(self.requests), self.max_num_seqs)
         # One token of the budget is set aside for each request.
         drafts_left = min(self.max_num_samples - num_samples, budget - len(self.running))
-        may_draft, special = self.lookahead.is_open, {*idle_slots, *forced_tokens}
+        may_draft, special = self.lookahead.is_open, {*idle_slots, *forced}
         for request in part:
             decodes = request.decodes_until and not may_draft and request.slot not in special
             if decodes and request.num_computed_tokens < request.decodes_until:
@@ -219,8 +208,8 @@ class Scheduler:
                 continue
             drafts, num_drafts = NO_DRAFTS, 0
             if not decodes:
-                forced = forced_tokens.get(request.slot)
-                drafts, num_drafts = choose_drafts(request, forced, self._in_flight)
+                known = forced.get(request.slot)
+                drafts, num_drafts = choose_drafts(request, known, self._in_flight)
                 num_drafts = max(min(num_drafts, drafts_left), 0)
             new_block_ids = self.kv_cache.allocate(request, 1 + num_drafts)
             if new_block_ids is None:
@@ -241,7 +230,7 @@ class Scheduler:
         A request that has just yielded does not come back in the same step: what it freed no longer
         fits it.
         """
-        now, queue, may_start = now_ns(), self.waiting, True
+        now, queue, kv_cache, may_start = now_ns(), self.waiting, self.kv_cache, True
         spared = max(budget - self.max_background_tokens, 0) if lane else 0
         budget -= spared
         has_long = queue.has_long(lane) or any(map(queue.is_long, partial))
@@ -261,14 +250,12 @@ class Scheduler:
             if request.num_uncomputed_tokens > room and not self.chunks_prompts:
                 break
             if request.slot < 0:
-                cached = self.kv_cache.match_prefix(request)
+                cached = kv_cache.match_prefix(request)
                 # Preempted with a token in flight, it is harvested before the next step.
-                may_start = not request.num_placeholders and self.kv_cache.can_start(
-                    request, cached
-                )
+                may_start = not request.num_placeholders and kv_cache.can_start(request, cached)
                 if not may_start:
                     step.record.waits_for = "blocks"
-                    if len(passed) < MAX_PASSED and self.kv_cache.lets_pass(request, cached):
+                    if len(passed) < MAX_PASSED and kv_cache.lets_pass(request, cached):
                         queue.remove(request)
                         passed.append(request)
                         may_start = True
@@ -323,14 +310,9 @@ class Scheduler:
         step.decode(request)
 
     def _append(
-        self,
-        step: Step,
-        request: Request,
-        num_tokens: int,
-        new_block_ids: list[int],
-        num_drafts: int = 0,
-        draft_token_ids: list[int] = NO_DRAFTS,
-    ) -> None:
+        self, step: Step, request: Request, num_tokens: int, new_block_ids: list[int],
+        num_drafts: int = 0, draft_token_ids: list[int] = NO_DRAFTS,
+    ) -> None:  # fmt: skip
         """Count `num_tokens` and the drafts after them as computed, and the tokens that the last of
         them yield as known to come: all drafts, as if they were kept, and one more.
         """
@@ -460,8 +442,7 @@ class Scheduler:
         """End a request with an error."""
         self._finish(request)
         self._stats.num_failed += 1
-        ended = failure(request.request_id, request.marks, error, step)
-        self.outputs.add(request.client, ended)
+        self.outputs.add(request.client, failure(request.request_id, request.marks, error, step))
 
     def _finish(self, request: Request) -> None:
         """Forget a request and free what it holds, wherever it is."""
