@@ -76,13 +76,9 @@ class Processor:
     """
 
     def __init__(
-        self,
-        config: Config,
-        spec: ModelSpec,
-        tokenizer: Tokenizer,
-        max_model_len: int,
+        self, config: Config, spec: ModelSpec, tokenizer: Tokenizer, max_model_len: int,
         client: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.config = config
         self.spec = spec
         self.tokenizer = tokenizer
@@ -101,7 +97,7 @@ class Processor:
             )
         if self.pooling.score_tokens:
             score_template.check(self.chat_template)
-        self.fill_in_middle = FillInMiddle.choose(tokenizer, config.server.fim_template)
+        self.fill_in_middle = FillInMiddle.choose(tokenizer, server.fim_template)
         self.model_format = ModelFormat.choose(config, self.chat_template, tokenizer)
         # Sampling defaults of the model for fields that a request leaves out. max_tokens is not
         # among them: where a request has none, `process` takes the smaller of the model's default
@@ -111,15 +107,10 @@ class Processor:
             spec, model.generation_config, model.override_generation_config
         )
         self.default_max_tokens: int | None = self.default_params.pop("max_tokens", None)
-        eos = [
-            *spec.eos_token_ids,
-            *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]),
-        ]
-        self._eos_token_ids = list(dict.fromkeys(eos))
+        eos = dict.fromkeys((*spec.eos_token_ids, tokenizer.eos_token_id))
+        self._eos_token_ids = [token_id for token_id in eos if token_id is not None]
         self.grammars = GrammarChecker(config, spec)
-        self._ordinal = (
-            itertools.count()
-        )  # counts requests without a seed; `next` is safe in threads
+        self._ordinal = itertools.count()  # of requests without a seed; `next` is safe in threads
 
     def process(
         self,
@@ -153,14 +144,13 @@ class Processor:
         text = marked.replace(SPLIT_HERE, "") if isinstance(marked, str) else marked
         marks: list[Mark] = []
         expected = ExpectedOutput(asked.structured_output)
-        if isinstance(prompt.content, Chat):
+        if isinstance(chat := prompt.content, Chat):
             marks.append(Mark("templated", now_ns()))
             if asked is params:
-                chat, form = prompt.content, asked.structured_output
-                skips, continued = asked.skip_special_tokens, chat.continued
                 expected = self.model_format.expect(
-                    str(text), chat.tool_options, form, skips, continued
-                )
+                    str(text), chat.tool_options, asked.structured_output,
+                    asked.skip_special_tokens, chat.continued,
+                )  # fmt: skip
         least = 1 if asked.max_tokens is None else asked.max_tokens  # tokens kept free for output
         token_ids, was_cut = self._encode(prompt, marked, options.truncate_prompt_tokens, least)
         asked = self._complete(prompt, asked, expected, token_ids, least)
@@ -169,13 +159,9 @@ class Processor:
             options = msgspec.structs.replace(options, truncate_prompt_tokens=None)
         if not isinstance(params, PoolingParams):
             params = msgspec.structs.replace(asked, **NO_TEXT)
+        eos_token_ids = [] if asked.ignore_eos else self._eos_token_ids
         request = EngineCoreRequest(
-            prompt.request_id,
-            token_ids,
-            params,
-            client=self.client,
-            eos_token_ids=[] if asked.ignore_eos else self._eos_token_ids,
-            options=options,
+            prompt.request_id, token_ids, params, self.client, eos_token_ids, options
         )
         shown = text if isinstance(text, str) and not was_cut else None
         return Prepared(prompt=shown, params=asked, request=request, expected=expected, marks=marks)
@@ -263,13 +249,9 @@ class Processor:
                 "limited: leave out thinking_token_budget",
                 param="thinking_token_budget",
             )
-        is_thinking = prompt_token_ids is None
-        if prompt_token_ids is not None:
-            last_tag = next(
-                (i for i in reversed(prompt_token_ids) if i in (start_id, end_id)), end_id
-            )
-            is_thinking = last_tag == start_id
-        return ReasoningTags(end_id, None if is_thinking else start_id)
+        known = [start_id] if prompt_token_ids is None else prompt_token_ids
+        last_tag = next((i for i in reversed(known) if i in (start_id, end_id)), end_id)
+        return ReasoningTags(end_id, None if last_tag == start_id else start_id)
 
     def check_token_ids(self, token_ids: list[int], param: str) -> None:
         """Check that all ids are in the model's vocabulary.
@@ -301,9 +283,9 @@ class Processor:
                 param=prompt.param,
             )
         limit = options.truncate_prompt_tokens
-        if limit is None and pair.keep_first is None and pair.keep_second is None:
-            if prompt.num_chars > self._max_chars:
-                raise self._too_long(prompt.num_chars, prompt.param)
+        is_whole = limit is None and pair.keep_first is None and pair.keep_second is None
+        if is_whole and prompt.num_chars > self._max_chars:
+            raise self._too_long(prompt.num_chars, prompt.param)
         if pair.first.token_ids is None:
             pair.first.token_ids = self.tokenizer.encode(pair.first.text, False)
         token_ids, start = self.tokenizer.join_pair(
@@ -353,17 +335,14 @@ class Processor:
         return self.max_model_len * self.tokenizer.longest_token
 
     def _no_room(self, num_tokens: int, least: int, param: str) -> ContextTooLong:
-        text = f"This model's maximum context length is {self.max_model_len} tokens"
-        if not least:
-            text += (
-                f", and the {param} has {num_tokens}. Shorten it, or set truncate_prompt_tokens."
-            )
-        else:
-            text += (
+        more = f", and the {param} has {num_tokens}. Shorten it, or set truncate_prompt_tokens."
+        if least:
+            more = (
                 f". However, you requested {num_tokens + least} tokens ({num_tokens} in the "
                 f"{param}, {least} in the completion). Please reduce the length of the {param} or "
                 "completion."
             )
+        text = f"This model's maximum context length is {self.max_model_len} tokens{more}"
         return ContextTooLong(text, param=param)
 
     def _too_long(self, num_chars: int, param: str) -> ContextTooLong:
@@ -377,7 +356,7 @@ class Processor:
     def _token_ids(self, prompt: Prompt, text: str | list[int]) -> list[int]:
         if not isinstance(text, str):
             return text
-        limit = max(MAX_CHARS, self.max_model_len * self.tokenizer.longest_token)
+        limit = max(MAX_CHARS, self._max_chars)
         if len(text) > limit:
             raise InvalidRequest(
                 f"the {prompt.param} has {len(text)} characters, at most {limit} are tokenised in "
@@ -470,6 +449,5 @@ class Processor:
     def _encode_each(self, texts: list[str]) -> list[list[int]]:
         """Each text as it is written after a space and without one."""
         variants = [variant for text in texts for variant in (text, f" {text.lstrip()}")]
-        return list(
-            map(list, dict.fromkeys(tuple(self.tokenizer.encode(text, False)) for text in variants))
-        )
+        encoded = dict.fromkeys(tuple(self.tokenizer.encode(text, False)) for text in variants)
+        return [[*token_ids] for token_ids in encoded]
