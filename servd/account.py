@@ -71,16 +71,16 @@ CAUSE_BEFORE = {
     "written": "write",
     "done": "write",
 }
-# Phase in the engine -> the cause of the time between two steps.
-BETWEEN_STEPS = {
-    "arriving": "ipc",
-    "queued": "",  # as `_lacking` says
-    "prefilling": "engine_loop",
-    "decoding": "engine_loop",
-    "preemption": "preemption",
-    "swapped": "swapped",
+# Phase in the engine -> the causes of the time between two steps, of that in a step without the
+# request, and of that in a step which computes its tokens. "": as `_lacking` says; or none.
+IN_ENGINE = {
+    "arriving": ("ipc", "queue_step", ""),
+    "queued": ("", "", ""),
+    "prefilling": ("engine_loop", "queue_step", "prefill"),
+    "decoding": ("engine_loop", "queue_step", "decode"),
+    "preemption": ("preemption", "preemption", ""),
+    "swapped": ("swapped", "swapped", ""),
 }
-COMPUTES = {"prefilling": "prefill", "decoding": "decode"}  # phase -> cause
 REPEATS = ("preemption", "engine_restart")  # phases after which tokens are computed again
 BY_START = attrgetter("started_ns")
 
@@ -233,7 +233,7 @@ class _Explainer:
         self.repeats = ""  # why it computes its tokens again, if it does
         self.first_step = 0  # that it took part in
         self.blamed = -1  # the last step whose prompts were counted
-        plain = [b.end_ns - b.begin_ns for b in busy if not b.num_extra]
+        plain = [b.duration for b in busy if not b.num_extra]
         # Nanoseconds of a step without prompts and drafts, and of each token that these add.
         self.plain_ns = median_low(plain) if plain else None
         each = [
@@ -247,38 +247,34 @@ class _Explainer:
         at = 0  # index of the first step that is not over
         taken: dict[int, Busy] = {}
         self.first_step = _first_step(marks)
-        busy, add = self.busy, self._add
+        busy = self.busy
         for phase, begin, end in phases(marks):
             if phase in REPEATS:
                 self.repeats = phase
             if phase == "engine_restart":  # the next one counts its steps from 0
                 self.first_step = _first_step(mark for mark in marks if mark.at_ns >= end)
-            if phase not in BETWEEN_STEPS:
-                add(phase, begin, end)
+            if phase not in IN_ENGINE:
+                self._add(phase, begin, end)
                 continue
-            arrived, between = begin, BETWEEN_STEPS[phase]
-            while at < len(busy) and busy[at].end_ns <= begin:
-                at += 1
-            while at < len(busy) and busy[at].begin_ns < end:
-                step = busy[at]
-                taken[step.begin_ns] = step
-                waits = between or self._lacking(at, arrived)
-                if step.begin_ns > begin:
-                    add(waits, begin, step.begin_ns)
-                    begin = step.begin_ns
-                until = min(step.end_ns, end)
-                if phase in COMPUTES and step.record.step >= self.first_step:
-                    self._compute(COMPUTES[phase], step, begin, until)
+            arrived, (between, beside, own) = begin, IN_ENGINE[phase]
+            while begin < end:
+                while at < len(busy) and busy[at].end_ns <= begin:
+                    at += 1
+                if at == len(busy) or busy[at].begin_ns > begin:
+                    until = end if at == len(busy) else min(busy[at].begin_ns, end)
+                    # A step of which nothing is known yet may be running.
+                    is_unknown = between == "engine_loop" and at == len(busy)
+                    cause = "unaccounted" if is_unknown else between or self._lacking(at, arrived)
+                    self._add(cause, begin, until)
                 else:
-                    is_here = phase in ("queued", "preemption", "swapped")
-                    self._wait(waits if is_here else "queue_step", step, begin, until)
+                    step = busy[at]
+                    taken[step.begin_ns] = step
+                    until = min(step.end_ns, end)
+                    if own and step.record.step >= self.first_step:
+                        self._compute(own, step, begin, until)
+                    else:
+                        self._wait(beside or self._lacking(at, arrived), step, begin, until)
                 begin = until
-                if step.end_ns > end:
-                    break
-                at += 1
-            if between == "engine_loop" and at == len(busy):
-                between = "unaccounted"  # a step of which nothing is known yet may be running
-            add(between or self._lacking(at, arrived), begin, end)
         causes = Counter({"unaccounted": 0})
         for span in self.spans:
             causes[span.cause] += span.end_ns - span.begin_ns
@@ -306,15 +302,14 @@ class _Explainer:
 
     def _compute(self, own: str, step: Busy, begin: int, end: int) -> None:
         """Explain the part from `begin` to `end` of a step that had the request in it."""
-        number, duration = step.record.step, step.end_ns - step.begin_ns
         # There may be thousands of steps, most of which only decode.
-        if step.num_extra or duration > self.longest_ns:
-            for cause, ns in self._beyond(step, (end - begin) / max(duration, 1)).items():
+        if step.num_extra or step.duration > self.longest_ns:
+            for cause, ns in self._beyond(step, (end - begin) / step.duration).items():
                 if ns >= 1:
                     at = min(begin + round(ns), end)
-                    self._add(cause, begin, at, number)
+                    self._add(cause, begin, at, step.record.step)
                     begin = at
-        self._add(own, begin, end, number)
+        self._add(own, begin, end, step.record.step)
 
     def _beyond(self, step: Busy, share: float) -> dict[str, float]:
         """Nanoseconds by cause of a share of a step that the request alone would not take."""
@@ -323,9 +318,7 @@ class _Explainer:
         stall = duration - usual
         if duration < STALL_FACTOR * usual or stall < LEAST_STALL:
             stall = 0
-        if not num_extra:
-            beyond = 0.0
-        elif self.plain_ns is None:
+        if self.plain_ns is None:  # so it has extra tokens
             beyond = (duration - stall) * num_extra / max(record.num_tokens, num_extra)
         else:
             beyond = max(duration - stall - self.plain_ns, 0)

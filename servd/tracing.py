@@ -88,9 +88,8 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     num_tokens: int = 0
     num_requests: int = 0
     num_waiting: int = 0  # requests that it did not admit
-    waits_for: str = (
-        ""  # what the first of them lacked: "slots", "blocks" or (its turn in) "budget"
-    )
+    # What the first of them lacked: "slots", "blocks" or (its turn in) "budget".
+    waits_for: str = ""
     num_preempted: int = 0
     num_cached_tokens: int = 0  # admitted requests' tokens found in the prefix cache
     num_drafts: int = 0  # tokens computed as drafts

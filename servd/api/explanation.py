@@ -96,7 +96,7 @@ def explain(inquiry: Inquiry, others: Mapping[str, Ran | None]) -> RequestTimeli
 
 def _summary(timeline: Timeline, account: Account) -> dict[str, Any]:
     cause, ttft = account.largest_wait, timeline.ttft_ns
-    summary: dict[str, Any] = {
+    return {
         "id": timeline.id,
         "route": timeline.route,
         "model": timeline.model,
@@ -108,12 +108,10 @@ def _summary(timeline: Timeline, account: Account) -> dict[str, Any]:
         "num_cached_tokens": timeline.num_cached_tokens,
         "num_output_tokens": timeline.num_output_tokens,
         "num_preemptions": sum(mark.stage == "preempted" for mark in timeline.marks),
+        "ttft_ms": UNSET if ttft is None else _ms(ttft),
+        "cause": cause or UNSET,
+        "cause_ms": _ms(account.causes[cause]) if cause else UNSET,
     }
-    if ttft is not None:
-        summary["ttft_ms"] = _ms(ttft)
-    if cause:
-        summary |= {"cause": cause, "cause_ms": _ms(account.causes[cause])}
-    return summary
 
 
 def _behind(inquiry: Inquiry, account: Account, others: Mapping[str, Ran | None]) -> list[str]:

@@ -109,6 +109,9 @@ LABELLED: dict[str, tuple[str, dict[str, Sequence[str]]]] = {
             "request_type": ["chat_completions", "responses", "other"],
         },
     ),
+    "vllm:spec_decode_num_accepted_tokens_per_pos": (
+        "Accepted drafts by their number in the step, from 0.", {"position": []},  # as they come
+    ),
 }  # fmt: skip
 HISTOGRAMS: dict[str, tuple[str, Buckets | None]] = {  # None: up to the context's length
     "vllm:time_to_first_token_seconds": ("Arrival to first token.", TTFT_BUCKETS),

@@ -120,40 +120,28 @@ class Families:
             name: TalliedHistogram(name, text, labels, buckets=own or lengths, registry=registry)
             for name, (text, own) in HISTOGRAMS.items()
         }
-        self.accepted_by_position = Counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted drafts by their number in the step, from 0.",
-            [*labels, "position"],
-            registry=registry,
-        )
         # Under the names of prometheus-fastapi-instrumentator, without the labels of a model.
         self.http_requests = Counter(
             "http_requests", "Answers.", ["handler", "method", "status"], registry=registry
         )
         self.http_seconds = TalliedHistogram(
             "http_request_duration_seconds",
-            "From the head of a request to the last byte of its answer.",
-            ["handler", "method"],
-            buckets=HTTP_BUCKETS,
-            registry=registry,
-        )
+            "From the head of a request to the last byte of its answer.", ["handler", "method"],
+            buckets=HTTP_BUCKETS, registry=registry,
+        )  # fmt: skip
         # Seconds of answers that the two do not show yet, by the labels of the first.
         self.answers = defaultdict[tuple[str, str, int], list[float]](list)
         # Without any labels but their own, as vLLM has them.
         self.sleep_seconds = Histogram(
             "vllm:sleep_mode_operation_duration_seconds",
-            "From a request to sleep or wake up to its answer.",
-            ["operation"],
-            buckets=SLEEP_BUCKETS,
-            registry=registry,
-        )
+            "From a request to sleep or wake up to its answer.", ["operation"],
+            buckets=SLEEP_BUCKETS, registry=registry,
+        )  # fmt: skip
         self.sleeping = Gauge(
             "vllm:sleep_mode_operations_in_flight",
-            "Requests to sleep or wake up that are not answered yet.",
-            ["operation"],
-            multiprocess_mode="livesum",
-            registry=registry,
-        )
+            "Requests to sleep or wake up that are not answered yet.", ["operation"],
+            multiprocess_mode="livesum", registry=registry,
+        )  # fmt: skip
         for operation in SLEEP_OPERATIONS:
             self.sleep_seconds.labels(operation)
             self.sleeping.labels(operation)
@@ -256,13 +244,8 @@ class Metrics:
         self.state.stats = stats
         self._note_steps(filter(None, stats.step_tokens))
         # In most steps there is nothing else to count, and the library takes its time.
-        if (
-            stats.prefix_cache_queries
-            or stats.num_preemptions
-            or stats.drafts.num_drafts
-            or stats.num_failed
-            or stats.tiers
-        ):
+        looked_up, failed = stats.prefix_cache_queries, stats.num_failed
+        if looked_up or failed or stats.num_preemptions or stats.drafts.num_drafts or stats.tiers:
             self._count(stats)
         for block in stats.evictions:
             for name, times in (
@@ -277,8 +260,8 @@ class Metrics:
         for name, count_of in OF_STEPS.items():
             if count := count_of(stats):
                 self.counters[name].inc(count)
+        accepted = self.families.labelled["vllm:spec_decode_num_accepted_tokens_per_pos"]
         for position, count in enumerate(stats.drafts.num_accepted_tokens_per_pos):
-            accepted = self.families.accepted_by_position
             accepted.labels(**self.labels, position=position).inc(count)
 
     def write(self) -> None:
@@ -391,9 +374,5 @@ class Metrics:
 
 def _one_two_five(largest: int) -> list[int]:
     """1, 2, 5, 10, 20, 50, ... up to `largest`."""
-    return [
-        step * 10**exponent
-        for exponent in range(len(str(largest)))
-        for step in (1, 2, 5)
-        if step * 10**exponent <= largest
-    ]
+    steps = [step * 10**exponent for exponent in range(len(str(largest))) for step in (1, 2, 5)]
+    return [step for step in steps if step <= largest]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -147,7 +148,6 @@ def _attributes(timelines: Sequence[Timeline]) -> dict[str, AttributeValue]:
     num_prompt = sum(one.num_prompt_tokens for one in timelines)
     num_output = sum(one.num_output_tokens for one in timelines)
     num_cached = sum(one.num_cached_tokens for one in timelines)
-    params = {name: getattr(first.params, name, None) for name in PARAMS}
     values: dict[str, AttributeValue | None] = {
         "provider.name": "servd",
         "operation.name": OPERATIONS.get(first.route, "chat"),
@@ -155,7 +155,7 @@ def _attributes(timelines: Sequence[Timeline]) -> dict[str, AttributeValue]:
         "response.model": first.model,
         "request.id": first.id,
         "response.id": first.id,
-        **{f"request.{name}": value for name, value in params.items()},
+        **{f"request.{name}": getattr(first.params, name, None) for name in PARAMS},
         "response.finish_reasons": [str(reason) for reason in reasons],
         "usage.prompt_tokens": num_prompt,
         "usage.input_tokens": num_prompt,
@@ -163,20 +163,18 @@ def _attributes(timelines: Sequence[Timeline]) -> dict[str, AttributeValue]:
         "usage.output_tokens": num_output,
         "usage.cached_tokens": num_cached,
         "usage.cache_read.input_tokens": num_cached,
-        **{f"latency.{name}": ns / SECOND for name, ns in _latencies(first).items()},
+        **{f"latency.{name}": ns / SECOND for name, ns in _latencies(first) if ns is not None},
     }
     known = {f"gen_ai.{name}": value for name, value in values.items() if value is not None}
     return {"http.route": first.route, **known}
 
 
-def _latencies(timeline: Timeline) -> dict[str, int]:
+def _latencies(timeline: Timeline) -> Iterator[tuple[str, int | None]]:
     """Nanoseconds under vLLM's names."""
-    times, ttft = stage_ns([timeline]), timeline.ttft_ns
-    prefill, decode = times.get("prefill", 0), times.get("decode", 0)
-    return {
-        "time_in_queue": times.get("queue", 0),
-        "time_in_model_prefill": prefill,
-        "time_in_model_decode": decode,
-        "time_in_model_inference": prefill + decode,
-        "e2e": timeline.wall_ns,
-    } | ({} if ttft is None else {"time_to_first_token": ttft})
+    times = defaultdict(int, stage_ns([timeline]))
+    yield "time_in_queue", times["queue"]
+    yield "time_in_model_prefill", times["prefill"]
+    yield "time_in_model_decode", times["decode"]
+    yield "time_in_model_inference", times["prefill"] + times["decode"]
+    yield "e2e", timeline.wall_ns
+    yield "time_to_first_token", timeline.ttft_ns

@@ -9,13 +9,8 @@ import msgspec
 from servd.tracing import PATIENCE, Pace, StepRecord
 
 SECOND = 1_000_000_000
-ORDER = (
-    "prefill",
-    "decoding",
-    "idle",
-    "asleep",
-    "stalled",
-)  # the first one is what several engines do
+# The first one is what several engines do.
+ORDER = ("prefill", "decoding", "idle", "asleep", "stalled")
 GRACE = 10.0  # seconds that a busy machine, or the first step of a size, may take beyond PATIENCE
 
 

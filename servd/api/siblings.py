@@ -222,4 +222,4 @@ def _recency(request: RequestSummary) -> tuple[bool, float]:
 
 
 def _size(inquiries: Iterable[Inquiry]) -> int:
-    return sum(CHARS_PER_STEP * len(inquiry.steps) for inquiry in inquiries)
+    return sum(CHARS_PER_STEP * len(each.steps.get(each.timeline.engine, ())) for each in inquiries)

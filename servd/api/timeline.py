@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from heapq import nlargest
@@ -104,14 +104,19 @@ class Inquiry(msgspec.Struct):
 
     timeline: Timeline
     marks: list[Mark]
-    steps: list[StepRecord]  # all that are known, in order
+    steps: Mapping[int, Sequence[StepRecord]]  # all that are known, by engine, in order
 
     @property
     def known(self) -> list[StepRecord]:
-        """The steps that ran in the meantime, and some before them."""
-        first = bisect_left(self.steps, self.marks[0].at_ns, key=attrgetter("harvested_ns"))
-        last = bisect_left(self.steps, self.marks[-1].at_ns, key=attrgetter("started_ns"))
-        return self.steps[max(first - STEPS_BEFORE, 0) : last]
+        """The steps that ran in the meantime on the engine that had it, and some before them."""
+        begin, before, found = self.marks[0].at_ns, STEPS_BEFORE, list[StepRecord]()
+        for engine, end in (*self.timeline.earlier, (self.timeline.engine, self.marks[-1].at_ns)):
+            steps = self.steps.get(engine, ())
+            first = bisect_left(steps, begin, key=attrgetter("harvested_ns"))
+            last = bisect_left(steps, end, key=attrgetter("started_ns"))
+            found += steps[max(first - before, 0) : last]
+            begin, before = end, 0
+        return found
 
     def account(self) -> Account:
         """Where the time went; takes 20 ms for a thousand steps."""
@@ -131,10 +136,7 @@ class Tracer:
     """
 
     def __init__(
-        self,
-        keep: int = MAX_RECENT,
-        spans: Spans | None = None,
-        recorder: Recorder | None = None,
+        self, keep: int = MAX_RECENT, spans: Spans | None = None, recorder: Recorder | None = None
     ) -> None:
         self.keep = keep
         self.spans = spans
@@ -262,22 +264,9 @@ class Tracer:
 
     def inquiries(self, timelines: Sequence[Timeline]) -> list[Inquiry]:
         """Collect what it takes to account for these requests up to now."""
-        steps = {engine: list(self.steps[engine]) for engine in {t.engine for t in timelines}}
-
-        def steps_of(timeline: Timeline) -> list[StepRecord]:
-            found, begin = [], 0
-            for engine, end in timeline.earlier:
-                found += [step for step in self.steps[engine] if begin <= step.started_ns < end]
-                begin = end
-            own = steps[timeline.engine]
-            return found + [step for step in own if step.started_ns >= begin] if found else own
-
         now = Mark("now", now_ns())
+        steps = {engine: [*kept] for engine, kept in self.steps.items() if timelines}
         return [
-            Inquiry(
-                t,
-                t.marks if t.is_finished else [*sorted(t.marks, key=BY_TIME), now],
-                steps_of(t),
-            )
+            Inquiry(t, t.marks if t.is_finished else [*sorted(t.marks, key=BY_TIME), now], steps)
             for t in timelines
         ]

@@ -28,7 +28,13 @@ WAYS = {
         "written": ["RequestContext.__call__"],
     },
 }
-TIMES = ("schedule_ms", "prepare_ms", "forward_ms", "sample_ms")  # of a step
+# The times of a step -> the way to what took them.
+TIMES = {
+    "schedule_ms": ["Scheduler.schedule"],
+    "prepare_ms": ["ModelRunner.execute_model", "InputBatch.gather"],
+    "forward_ms": ["ModelRunner.execute_model", "ModelRunner.forward"],
+    "sample_ms": ["ModelRunner.sample_tokens"],
+}
 MOST_IDS = 12
 
 
@@ -116,16 +122,14 @@ def _steps(timeline: dict[str, Any], sampled: list[int], runner: str, model: str
         if is_alone and step["step"] >= stages.get("first_token", last + 1):
             end = 1 + step["num_accepted"]
             tokens, sampled = sampled[:end], sampled[end:]
-        schedule, gather, forward, sample = (step[time] / 1000 for time in TIMES)
-        execute = [Call("InputBatch.gather", gather), Call(f"{runner}.forward", forward, model)]
-        calls = [
-            Call("Scheduler.schedule", schedule),
-            Call(f"{runner}.execute_model", gather + forward, calls=execute),
-            Call(f"{runner}.sample_tokens", sample, f"sampled {shorten(tokens)}" * bool(tokens)),
-        ]
+        told = {"forward_ms": model, "sample_ms": f"sampled {shorten(tokens)}" * bool(tokens)}
+        call = Call("EngineCore.step", (step["end_ms"] - step["begin_ms"]) / 1000, about)
+        for time, way in TIMES.items():
+            way = [name.replace("ModelRunner", runner) for name in way]
+            call.add(way, step[time] / 1000, told.get(time, ""))
         if message := _bytes(step):
-            calls.append(Call("Outbox.send", text=f"EngineCoreOutputs{message}"))
-        yield Call("EngineCore.step", (step["end_ms"] - step["begin_ms"]) / 1000, about, calls)
+            call.add(["Outbox.send"], 0.0, f"EngineCoreOutputs{message}")
+        yield call
 
 
 def _bytes(told: dict[str, Any]) -> str:

@@ -86,18 +86,12 @@ def ask(
         ServdError: it does not answer, or refuses.
     """
     client.headers["x-servd-watch"] = "1"
-    path, asked = "/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}
     if raw:
-        path, asked = "/v1/completions", {"prompt": text}
-    body = {
-        **asked,
-        "model": client.first_model(),
-        "max_tokens": max_tokens,
-        "logprobs": NUM_CANDIDATES if raw else True,
-        "return_token_ids": True,
-    }
-    if not raw:
-        body["top_logprobs"] = NUM_CANDIDATES
+        path, body = "/v1/completions", {"prompt": text, "logprobs": NUM_CANDIDATES}
+    else:
+        path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}
+        body |= {"logprobs": True, "top_logprobs": NUM_CANDIDATES}
+    body |= {"model": client.first_model(), "max_tokens": max_tokens, "return_token_ids": True}
     tokens: list[Token] = []
     name, prompt, began = "", [], time.perf_counter()
     for chunk in client.stream(path, body):
