@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from servd.bounds import shorten
+from servd.options import Section, about
 
 ROUTES = (
     "/v1/chat/completions",
@@ -29,14 +30,14 @@ MAX_LINES = 50_000
 CustomId = Annotated[str, Meta(min_length=1, max_length=512)] | int
 
 
-class BatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BatchConfig(Section, frozen=True):
     """Files and batches."""
 
     batch_dir: Annotated[
         str | None,
-        Meta(
-            description="Folder that keeps what `/v1/files` and `/v1/batches` are given, so that "
-            "batches go on after a restart. Default: these routes refuse everything."
+        about(
+            "Folder that keeps what `/v1/files` and `/v1/batches` are given, so that batches go "
+            "on after a restart. Default: these routes refuse everything."
         ),
     ] = None
 

@@ -4,94 +4,91 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
 from servd.errors import ConfigError
 from servd.kv_events import KVEventsConfig
 from servd.kv_transfer import KVTransferConfig
+from servd.options import Positive, Section, Share, about
 
-Positive = Annotated[int, Meta(ge=1)]
-Share = Annotated[float, Meta(gt=0, le=1)]
 Gibibytes = Annotated[float, Meta(gt=0, le=1 << 20)]
 
 
-class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CacheConfig(Section, frozen=True):
     """KV cache."""
 
-    block_size: Annotated[int, Meta(description="Tokens per KV-cache block.", ge=1, le=256)] = 16
+    block_size: Annotated[int, about("Tokens per KV-cache block.", ge=1, le=256)] = 16
     gpu_memory_utilization: Annotated[
-        Share, Meta(description="Share of the device's memory that servd may use in all.")
+        Share, about("Share of the device's memory that servd may use in all.")
     ] = 0.9
     kv_cache_memory: Annotated[
         Positive | None,
-        Meta(description='Memory for the KV cache: bytes or "2GiB". Default: from what is free.'),
+        about('Memory for the KV cache: bytes or "2GiB". Default: from what is free.'),
     ] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "float16", "bfloat16", "int8", "fp8"],
-        Meta(
-            description="Type of keys and values. auto: --dtype. On CPUs: float16, bfloat16; int8, "
-            "with a scale for each token and head. fp8: e4m3, for GPUs, half the bytes of 16 bits."
+        about(
+            "Type of keys and values. auto: --dtype. On CPUs: float16, bfloat16; int8, with a "
+            "scale for each token and head. fp8: e4m3, for GPUs, half the bytes of 16 bits."
         ),
     ] = "auto"
     enable_prefix_caching: Annotated[
-        bool, Meta(description="Reuse the KV cache of equal prompt beginnings.")
+        bool, about("Reuse the KV cache of equal prompt beginnings.")
     ] = True
     max_pinned_share: Annotated[
         float,
-        Meta(
-            description="Share of the KV cache's blocks that may be pinned: prompts of requests "
-            "with `retention`, and of --pin-prefix.",
+        about(
+            "Share of the KV cache's blocks that may be pinned: prompts of requests with "
+            "`retention`, and of --pin-prefix.",
             ge=0,
             le=0.9,
         ),
     ] = 0.25
     pin_prefix: Annotated[
         list[str],
-        Meta(
-            description="Files with prompts that stay in the KV cache: the body of a chat request, "
-            "if the name ends with .json, else text."
+        about(
+            "Files with prompts that stay in the KV cache: the body of a chat request, if the "
+            "name ends with .json, else text."
         ),
     ] = []
     kv_cache_dir: Annotated[
         str | None,
-        Meta(
-            description="Folder that keeps the KV cache of prompts and answers over restarts, also "
-            "of several engines at once. Its files tell of prompts: keep it private."
+        about(
+            "Folder that keeps the KV cache of prompts and answers over restarts, also of several "
+            "engines at once. Its files tell of prompts: keep it private."
         ),
     ] = None
     kv_cache_dir_size: Annotated[
-        Gibibytes,
-        Meta(description="GiB of files in --kv-cache-dir; those not used for longest are deleted."),
+        Gibibytes, about("GiB of files in --kv-cache-dir; those not used for longest are deleted.")
     ] = 10.0
     kv_offloading_size: Annotated[
         Gibibytes | None,
-        Meta(
-            description="GiB of host memory, over all devices, for blocks that the KV cache has no "
-            "room for, of prompts and of requests that had to yield; they come back where that is "
-            "faster than to compute them. Default: none."
+        about(
+            "GiB of host memory, over all devices, for blocks that the KV cache has no room for, "
+            "of prompts and of requests that had to yield; they come back where that is faster "
+            "than to compute them. Default: none."
         ),
     ] = None
     kv_transfer_config: Annotated[
-        str | None,
-        Meta(
-            description="Give KV blocks to other engines, or have them from there, as JSON with "
-            'vLLM\'s keys: `{"kv_role": "kv_producer"}`; see docs/disaggregated.md.'
+        KVTransferConfig | None,
+        about(
+            "Give KV blocks to other engines, or have them from there, as JSON with vLLM's keys: "
+            '`{"kv_role": "kv_producer"}`; see docs/disaggregated.md.'
         ),
     ] = None
     kv_events_config: Annotated[
-        str | None,
-        Meta(
-            description="Tell routers over ZMQ which blocks the prefix cache has, as JSON with "
-            'vLLM\'s keys: `{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}`. Whoever '
-            "can connect reads the tokens of prompts."
+        KVEventsConfig | None,
+        about(
+            "Tell routers over ZMQ which blocks the prefix cache has, as JSON with vLLM's keys: "
+            '`{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}`. Whoever can connect '
+            "reads the tokens of prompts."
         ),
     ] = None
     kv_cache_metrics: Annotated[
-        bool, Meta(description="Measure how long blocks live, lie idle and wait to be used again.")
+        bool, about("Measure how long blocks live, lie idle and wait to be used again.")
     ] = False
     kv_cache_metrics_sample: Annotated[
-        Share, Meta(description="Share of the blocks that --kv-cache-metrics measures.")
+        Share, about("Share of the blocks that --kv-cache-metrics measures.")
     ] = 0.01
 
     @property
@@ -104,11 +101,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Check what is resolved.
 
         Raises:
-            ConfigError: tiers or events without a prefix cache, or events that cannot be read.
+            ConfigError: tiers or events without a prefix cache.
         """
         if (
             self.kv_events_config is not None
-            and KVEventsConfig.of(self.kv_events_config).is_on
+            and self.kv_events_config.is_on
             and not self.enable_prefix_caching
         ):
             raise ConfigError(
@@ -121,5 +118,3 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "the prefix cache has, and that is off, as with every encoder and with linear "
                 "attention: leave them out"
             )
-        if self.kv_transfer_config is not None:
-            KVTransferConfig.of(self.kv_transfer_config)

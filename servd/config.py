@@ -27,6 +27,7 @@ from servd.hf import GenerationDefaults
 from servd.log import ObservabilityConfig
 from servd.lora import LoRAConfig
 from servd.models import ModelsConfig
+from servd.options import NotNegative, Positive, Seconds, Section, about, plain
 from servd.parallel import ParallelConfig
 from servd.scheduling import SchedulerConfig
 from servd.sizes import parse_bytes
@@ -34,22 +35,11 @@ from servd.speculative import SpeculativeConfig, gather
 
 log = logging.getLogger("servd.config")
 
-Positive = Annotated[int, Meta(ge=1)]
-NotNegative = Annotated[int, Meta(ge=0)]
-Share = Annotated[float, Meta(gt=0, le=1)]
-Seconds = Annotated[float, Meta(gt=0, le=86400)]
-
 # Options whose value on a command line is a JSON object.
-TABLES = {"default_chat_template_kwargs", "override_generation_config"}
-
-
-def about(description: str, **rules: Any) -> Meta:
-    """What an option does, and its bounds."""
-    return Meta(description=description, **rules)
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all sections."""
+TABLES = {
+    "default_chat_template_kwargs", "override_generation_config", "kv_events_config",
+    "kv_transfer_config",
+}  # fmt: skip
 
 
 class ModelConfig(Section, frozen=True):
@@ -419,10 +409,9 @@ def _explain(
     rule, _, path = str(error).partition(" - at `$.")
     section, name, *key = path.rstrip("`").partition("[")[0].split(".")
     kind, value, label = options_by_name()[name][1].type, nested[section][name], flag_of(name)
-    if key:  # in a JSON object
-        keys = SpeculativeConfig if name == "speculative_config" else GenerationDefaults
-        kind = typing.get_type_hints(keys, include_extras=True)[key[0]]
-        value, label = value[key[0]], f"{label} {key[0]}"
+    for each in key:  # of a JSON object
+        kind = typing.get_type_hints(plain(kind)[0], include_extras=True)[each]
+        value, label = value[each], f"{label} {each}"
     # No secret in a log; what is wrong with a whole object names its keys.
     shown = "" if name == "api_key" or isinstance(value, Mapping) else f" {value}"
     match = re.match(r"Expected `(\w+)`(?P<length> of length)?(?P<bound> [<>]=? \S+?)?(,|$)", rule)

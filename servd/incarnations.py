@@ -15,8 +15,6 @@ from servd import hf, ipc
 from servd.child import Child
 from servd.config import Config, ServerConfig
 from servd.core.client import engine_address
-from servd.kv_events import KVEventsConfig
-from servd.kv_transfer import KVTransferConfig
 from servd.messages import EngineRestarting
 from servd.parallel import ParallelConfig
 from servd.pulse import Pulse, Watch, make_file
@@ -133,9 +131,9 @@ class Incarnations:
     ) -> None:
         rank = config.parallel.first_rank + place
         if rank and (events := config.cache.kv_events_config):
-            config = config.replace(kv_events_config=KVEventsConfig.of(events).of_rank(rank))
+            config = config.replace(kv_events_config=events.of_rank(rank))
         if rank and (transfer := config.cache.kv_transfer_config):
-            config = config.replace(kv_transfer_config=KVTransferConfig.of(transfer).of_rank(rank))
+            config = config.replace(kv_transfer_config=transfer.of_rank(rank))
         self.config = config
         self.spec = spec
         self.ipc_dir = ipc_dir

@@ -10,12 +10,15 @@ from msgspec import Meta
 
 from servd.errors import ConfigError
 
-FLAG = "--kv-events-config"
 ENDPOINT = re.compile(r"tcp://([^\s/]+):(\d{1,5})|ipc://\S+")
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The value of `--kv-events-config`."""
+    """The value of `--kv-events-config`.
+
+    Raises:
+        ValueError: an endpoint that is none.
+    """
 
     enable_kv_cache_events: bool = False
     publisher: Literal["zmq", "null"] = "zmq"
@@ -27,48 +30,40 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     topic: str = ""
     data_parallel_rank: int = 0  # an engine's own
 
-    @classmethod
-    def of(cls, text: str) -> KVEventsConfig:
-        """Read the option.
-
-        Raises:
-            ConfigError: not JSON, a wrong key or value, or an endpoint that is none.
-        """
-        try:
-            config = msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{FLAG} {text}: {error}") from None
-        for each in (config.endpoint, config.replay_endpoint):
+    def __post_init__(self) -> None:
+        for each in (self.endpoint, self.replay_endpoint):
             found = None if each is None else ENDPOINT.fullmatch(each)
             if each is not None and not (found and 0 < int(found[2] or 1) < 1 << 16):
-                raise ConfigError(
-                    f"{FLAG}: {each} is no endpoint: give one as tcp://*:5557, with a port from 1 "
-                    "to 65535, or ipc:///run/servd/events"
+                raise ValueError(
+                    f"{each} is no endpoint: give one as tcp://*:5557, with a port from 1 to "
+                    "65535, or ipc:///run/servd/events"
                 )
-        return config
 
     @property
     def is_on(self) -> bool:
         """Whether anything is told."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
-    def of_rank(self, rank: int) -> str:
-        """The option for an engine of --data-parallel-size: TCP ports are counted on."""
+    def of_rank(self, rank: int) -> KVEventsConfig:
+        """The option for an engine of --data-parallel-size: TCP ports are counted on.
+
+        Raises:
+            ConfigError: they go beyond 65535.
+        """
         replay = self.replay_endpoint and _shifted(self.replay_endpoint, rank)
-        own = msgspec.structs.replace(
-            self, endpoint=_shifted(self.endpoint, rank), replay_endpoint=replay,
-            data_parallel_rank=rank,
-        )  # fmt: skip
-        return msgspec.json.encode(own).decode()
+        try:
+            return msgspec.structs.replace(
+                self, endpoint=_shifted(self.endpoint, rank), replay_endpoint=replay,
+                data_parallel_rank=rank,
+            )  # fmt: skip
+        except ValueError as error:
+            raise ConfigError(f"--kv-events-config: {error}") from None
 
 
 def _shifted(endpoint: str, rank: int) -> str:
-    """Raises ConfigError if there is no port."""
     if not rank:
         return endpoint
     if not endpoint.startswith("tcp://"):
         return f"{endpoint}_dp{rank}"
     host, _, port = endpoint.rpartition(":")
-    if not port.isdecimal():
-        raise ConfigError(f"{FLAG}: {endpoint} has no port, as tcp://*:5557 has")
     return f"{host}:{int(port) + rank}"

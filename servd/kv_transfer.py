@@ -9,8 +9,6 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from servd.errors import ConfigError
-
 FLAG = "--kv-transfer-config"
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
@@ -25,7 +23,11 @@ class Extra(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The value of `--kv-transfer-config`."""
+    """The value of `--kv-transfer-config`.
+
+    Raises:
+        ValueError: an address that nobody can connect to, or nobody that blocks could come from.
+    """
 
     kv_role: Literal["kv_producer", "kv_consumer", "kv_both"]
     kv_connector: Literal["servd"] = "servd"
@@ -36,32 +38,19 @@ class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     kv_connector_extra_config: Extra = Extra()
 
-    @classmethod
-    def of(cls, text: str) -> KVTransferConfig:
-        """Read the option.
-
-        Raises:
-            ConfigError: not JSON, a wrong key or value, or nobody that blocks could come from.
-        """
-        try:
-            config = msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError as error:
-            raise ConfigError(
-                f"{FLAG} {text}: {error}; docs/disaggregated.md has its keys"
-            ) from None
-        if config.kv_ip in ("*", "::", "0.0.0.0"):
-            raise ConfigError(f"{FLAG}: answers name kv_ip: give the address of one interface")
-        peers = config.kv_connector_extra_config.peers
-        if config.receives and not peers:
-            raise ConfigError(
-                f"{FLAG}: a {config.kv_role} has to know whom blocks may come from: add "
+    def __post_init__(self) -> None:
+        if self.kv_ip in ("*", "::", "0.0.0.0"):
+            raise ValueError("answers name kv_ip: give the address of one interface")
+        peers = self.kv_connector_extra_config.peers
+        if self.receives and not peers:
+            raise ValueError(
+                f"a {self.kv_role} has to know whom blocks may come from: add "
                 '"kv_connector_extra_config": {"peers": ["HOST:PORT"]}'
             )
         for peer in peers:
             host, _, port = peer.rpartition(":")
             if not host or not port.isdecimal():
-                raise ConfigError(f"{FLAG}: the peer {peer!r} is not HOST:PORT")
-        return config
+                raise ValueError(f"the peer {peer!r} is not HOST:PORT")
 
     @property
     def sends(self) -> bool:
@@ -73,8 +62,6 @@ class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         """Whether it may have those of others."""
         return self.kv_role != "kv_producer"
 
-    def of_rank(self, rank: int) -> str:
+    def of_rank(self, rank: int) -> KVTransferConfig:
         """The option for an engine of --data-parallel-size: ports are counted on."""
-        return msgspec.json.encode(
-            msgspec.structs.replace(self, kv_port=self.kv_port + rank)
-        ).decode()
+        return msgspec.structs.replace(self, kv_port=self.kv_port + rank)

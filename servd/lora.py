@@ -14,44 +14,38 @@ import msgspec
 from msgspec import Meta
 
 from servd.errors import ConfigError
+from servd.options import Positive, Section, about
 
-Positive = Annotated[int, Meta(ge=1)]
 
-
-class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LoRAConfig(Section, frozen=True):
     """LoRA adapters."""
 
-    enable_lora: Annotated[
-        bool, Meta(description="Serve LoRA adapters; requests name one as `model`.")
-    ] = False
-    max_loras: Annotated[Positive, Meta(description="Most adapters in one step.")] = 1
+    enable_lora: Annotated[bool, about("Serve LoRA adapters; requests name one as `model`.")] = (
+        False
+    )
+    max_loras: Annotated[Positive, about("Most adapters in one step.")] = 1
     max_lora_rank: Annotated[
         Annotated[int, Meta(ge=1, le=512)],
-        Meta(description="Largest rank of an adapter; it decides how much memory they take."),
+        about("Largest rank of an adapter; it decides how much memory they take."),
     ] = 16
     max_cpu_loras: Annotated[
         Positive | None,
-        Meta(
-            description="Adapters kept in main memory, those used last. Default: --max-loras.",
-        ),
+        about("Adapters kept in main memory, those used last. Default: --max-loras."),
     ] = None
     lora_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="Type that adapters are kept in; auto: that of the activations."),
+        about("Type that adapters are kept in; auto: that of the activations."),
     ] = "auto"
     lora_modules: Annotated[
         list[str],
-        Meta(
-            description="Adapters to serve from the start: NAME=FOLDER, or JSON with `name` and "
-            "`path`."
-        ),
+        about("Adapters to serve from the start: NAME=FOLDER, or JSON with `name` and `path`."),
     ] = []
     lora_dir: Annotated[
         str | None,
-        Meta(
-            description="Folder of adapters, one folder each, that are loaded when a request names "
-            "them. `/v1/load_lora_adapter` reads from here and from nowhere else. Default: no "
-            "adapter can be loaded at run time."
+        about(
+            "Folder of adapters, one folder each, that are loaded when a request names them. "
+            "`/v1/load_lora_adapter` reads from here and from nowhere else. Default: no adapter "
+            "can be loaded at run time."
         ),
     ] = None
 
@@ -150,13 +144,13 @@ class AdapterFiles:
 
     def _read_modules(self) -> None:
         pairs: dict[str, dict[str, str]] = {}
-        for tensor, about in self._read_header().items():
+        for tensor, info in self._read_header().items():
             if len(tensor) > MAX_NAME or (found := TENSOR.fullmatch(tensor)) is None:
                 raise self._error(f"tensor {tensor[:80]} is not of a linear layer: {REMEDY}")
             pairs.setdefault(found[1], {})[found[2]] = tensor
-            shape = about["shape"]
-            if about["dtype"] not in FLOATS or len(shape) != 2 or min(shape) < 1:
-                raise self._error(f"tensor {tensor} is {about['dtype']} {shape}, expected a matrix")
+            shape = info["shape"]
+            if info["dtype"] not in FLOATS or len(shape) != 2 or min(shape) < 1:
+                raise self._error(f"tensor {tensor} is {info['dtype']} {shape}, expected a matrix")
             self.shapes[tensor] = shape[0], shape[1]
         for module, names in pairs.items():
             if names.keys() != {"A", "B"}:

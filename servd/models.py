@@ -4,53 +4,54 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 
+from servd.options import Section, about
 
-class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+
+class ModelsConfig(Section, frozen=True):
     """Several models."""
 
     models_dir: Annotated[
         str | None,
-        Meta(
-            description="Serve each model in this folder, under its folder's name, by a server of "
-            "its own that is started when a request names it."
+        about(
+            "Serve each model in this folder, under its folder's name, by a server of its own "
+            "that is started when a request names it."
         ),
     ] = None
     models: Annotated[
         list[str],
-        Meta(
-            description="Serve these models, folders, GGUF files or models of the hub, as if they "
-            "were what --models-dir has; those of the hub are downloaded at the start."
+        about(
+            "Serve these models, folders, GGUF files or models of the hub, as if they were what "
+            "--models-dir has; those of the hub are downloaded at the start."
         ),
     ] = []
     models_max: Annotated[
         int,
-        Meta(
-            description="Of several models, those that hold their weights at once. For others the "
-            "one that was used longest ago sleeps.",
+        about(
+            "Of several models, those that hold their weights at once. For others the one that "
+            "was used longest ago sleeps.",
             ge=1,
             le=256,
         ),
     ] = 1
     models_asleep: Annotated[
         int,
-        Meta(
-            description="Of several models, those that may sleep at once, in idle processes of "
-            "half a GiB each. Of more, the one that was used longest ago stops.",
+        about(
+            "Of several models, those that may sleep at once, in idle processes of half a GiB "
+            "each. Of more, the one that was used longest ago stops.",
             ge=0,
             le=256,
         ),
     ] = 4
     models_memory: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(description="GiB that the weights of all models that are awake may have on disk."),
+        about("GiB that the weights of all models that are awake may have on disk."),
     ] = None
     models_start_timeout: Annotated[
         Annotated[float, Meta(gt=0)],
-        Meta(
-            description="Seconds that one of several models may take to load. Then its "
-            "server is stopped, requests get 503, and it is not tried again for as long."
+        about(
+            "Seconds that one of several models may take to load. Then its server is stopped, "
+            "requests get 503, and it is not tried again for as long."
         ),
     ] = 600.0

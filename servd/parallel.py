@@ -4,117 +4,106 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import msgspec
-from msgspec import Meta
-
-Positive = Annotated[int, Meta(ge=1)]
-NotNegative = Annotated[int, Meta(ge=0)]
+from servd.options import NotNegative, Positive, Section, about
 
 
-class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ParallelConfig(Section, frozen=True):
     """Devices and processes."""
 
-    device: Annotated[
-        Literal["auto", "cuda", "cpu"], Meta(description="auto: CUDA where it works.")
-    ] = "auto"
+    device: Annotated[Literal["auto", "cuda", "cpu"], about("auto: CUDA where it works.")] = "auto"
     executor: Annotated[
         str | None,
-        Meta(
-            description="uniproc: the worker runs inside the engine process. multiproc: one "
-            "process per device. nodes: processes on --nnodes hosts. ray: processes that Ray "
-            "places. fake: deterministic tokens with no model, to measure the server itself. "
-            "Default: uniproc for one device, nodes for several hosts.",
+        about(
+            "uniproc: the worker runs inside the engine process. multiproc: one process per "
+            "device. nodes: processes on --nnodes hosts. ray: processes that Ray places. fake: "
+            "deterministic tokens with no model, to measure the server itself. Default: uniproc "
+            "for one device, nodes for several hosts.",
             extra={"plugins": "servd.core.executor"},
         ),
     ] = None
     tensor_parallel_size: Annotated[
-        Positive, Meta(description="Devices that each hold a slice of every layer.")
+        Positive, about("Devices that each hold a slice of every layer.")
     ] = 1
     enable_expert_parallel: Annotated[
-        bool,
-        Meta(description="They hold whole experts of a layer, in place of a slice of each."),
+        bool, about("They hold whole experts of a layer, in place of a slice of each.")
     ] = False
     pipeline_parallel_size: Annotated[
         Positive,
-        Meta(
-            description="Stages that each hold some of the layers, on --tensor-parallel-size "
-            "devices of their own. As many steps are computed at once."
+        about(
+            "Stages that each hold some of the layers, on --tensor-parallel-size devices of their "
+            "own. As many steps are computed at once."
         ),
     ] = 1
     data_parallel_size: Annotated[
-        int, Meta(description="Engines, each with the whole model, of one server.", ge=1, le=4096)
+        int, about("Engines, each with the whole model, of one server.", ge=1, le=4096)
     ] = 1
     data_parallel_size_local: Annotated[
         NotNegative | None,
-        Meta(
-            description="Those of them on this host, where other hosts have others. Default: all; "
-            "from --data-parallel-start-rank on.",
+        about(
+            "Those of them on this host, where other hosts have others. Default: all; from "
+            "--data-parallel-start-rank on."
         ),
     ] = None
     data_parallel_start_rank: Annotated[
         NotNegative | None,
-        Meta(
-            description="Number of this host's first engine. Without --headless it implies "
-            "--data-parallel-hybrid-lb.",
+        about(
+            "Number of this host's first engine. Without --headless it implies "
+            "--data-parallel-hybrid-lb."
         ),
     ] = None
     data_parallel_address: Annotated[
         str | None,
-        Meta(
-            description="Address of the host that has the API servers, where it listens for the "
-            "hosts that have engines only (--headless)."
+        about(
+            "Address of the host that has the API servers, where it listens for the hosts that "
+            "have engines only (--headless)."
         ),
     ] = None
     data_parallel_rpc_port: Annotated[
-        int, Meta(description="TCP port at --data-parallel-address.", ge=1, le=65535)
+        int, about("TCP port at --data-parallel-address.", ge=1, le=65535)
     ] = 29550
     join_token_file: Annotated[
         str | None,
-        Meta(
-            description="File of the token that hosts must have to join each other, and that "
-            "encrypts what passes between them. Default: $SERVD_JOIN_TOKEN."
+        about(
+            "File of the token that hosts must have to join each other, and that encrypts what "
+            "passes between them. Default: $SERVD_JOIN_TOKEN."
         ),
     ] = None
     nnodes: Annotated[
-        Positive,
-        Meta(description="Hosts that share the workers of an engine, each with as many."),
+        Positive, about("Hosts that share the workers of an engine, each with as many.")
     ] = 1
     node_rank: Annotated[
-        NotNegative, Meta(description="Number of this host; 0 has the engine, others --headless.")
+        NotNegative, about("Number of this host; 0 has the engine, others --headless.")
     ] = 0
     master_addr: Annotated[
-        str | None,
-        Meta(description="Address of the host with the engine, where it listens for the others."),
+        str | None, about("Address of the host with the engine, where it listens for the others.")
     ] = None
     master_port: Annotated[
         int,
-        Meta(
-            description="TCP port at --master-addr; the next one is that of torch.distributed.",
-            ge=1,
-            le=65534,
+        about(
+            "TCP port at --master-addr; the next one is that of torch.distributed.", ge=1, le=65534
         ),
     ] = 29501
     data_parallel_rank: Annotated[
         NotNegative | None,
-        Meta(
-            description="Number of this server's only engine, where a balancer stands before "
-            "--data-parallel-size servers: implies --data-parallel-external-lb.",
+        about(
+            "Number of this server's only engine, where a balancer stands before "
+            "--data-parallel-size servers: implies --data-parallel-external-lb."
         ),
     ] = None
     data_parallel_external_lb: Annotated[
-        bool, Meta(description="One engine a server, with the number --data-parallel-rank.")
+        bool, about("One engine a server, with the number --data-parallel-rank.")
     ] = False
     data_parallel_hybrid_lb: Annotated[
         bool,
-        Meta(
-            description="A server on each host, for the --data-parallel-size-local engines there, "
-            "and a balancer before them."
+        about(
+            "A server on each host, for the --data-parallel-size-local engines there, and a "
+            "balancer before them."
         ),
     ] = False
     attention_backend: Annotated[
         str,
-        Meta(
-            description="auto: the first that can run here.",
+        about(
+            "auto: the first that can run here.",
             extra={"plugins": "servd.worker.attention", "beside": ["auto"]},
         ),
     ] = "auto"

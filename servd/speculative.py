@@ -15,13 +15,12 @@ from msgspec.structs import force_setattr
 
 from servd.errors import ConfigError
 from servd.hf import DEMO_HEAD, DEMO_MODEL
+from servd.options import Positive
 
 MAX_FORCED_TOKENS = 16  # computed with the token before them, for one request in one step
 
-Positive = Annotated[int, Meta(ge=1)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-
 MOST_DRAFTS, DEFAULT_DRAFTS = 64, 5
+Probability = Annotated[float, Meta(ge=0, le=1)]
 # Part of the draft's name -> its method, the most specific first.
 METHODS_BY_NAME = {
     "[ngram]": "ngram", "eagle3": "eagle3", "eagle-": "eagle", "medusa": "medusa",
@@ -65,11 +64,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     suffix_decoding_max_tree_depth: Annotated[int, Meta(ge=1, le=MOST_DRAFTS)] = 24
     suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=0)] = 10000
     suffix_decoding_max_spec_factor: Annotated[float, Meta(gt=0, le=64)] = 1.0
-    suffix_decoding_min_token_prob: Share = 0.1
+    suffix_decoding_min_token_prob: Probability = 0.1
 
     # synthetic, for benchmarks: drafts are kept by chance, at given rates, whatever they are.
     rejection_sample_method: Literal["standard", "synthetic"] = "standard"
-    synthetic_acceptance_rates: list[Share] | None = None  # by position: all up to it are kept
+    synthetic_acceptance_rates: list[Probability] | None = None  # that all up to it are kept
     synthetic_acceptance_length: Annotated[float, Meta(ge=1)] | None = None  # mean, with the next
 
     def __post_init__(self) -> None:

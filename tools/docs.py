@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import ast
 import sys
-import types
 import typing
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import msgspec
 from servd.api.protocol.generation import GenerationRequest
 from servd.bounds import INT32_MAX, INT64_MAX
 from servd.config import Config, choices, title_of
+from servd.options import plain
 from servd.params import SamplingParams
 from tools import boards, limits, picture, speed
 
@@ -82,15 +82,14 @@ def config_page() -> str:
     for section in msgspec.structs.fields(Config):
         parts.append(f"\n## {title_of(section.type)}\n\n")
         parts.append("| flag | values | default | |\n|---|---|---|---|\n")
-        hints = typing.get_type_hints(section.type, include_extras=True)
         for option in msgspec.structs.fields(section.type):
-            parts.append(config_row(option, hints[option.name]))
+            parts.append(config_row(option))
     return "".join(parts)
 
 
-def config_row(option: msgspec.structs.FieldInfo, hint: object) -> str:
+def config_row(option: msgspec.structs.FieldInfo) -> str:
     """One line of a table."""
-    kind, metas = plain(hint)
+    kind, metas = plain(option.type)
     default = (
         option.default if option.default is not msgspec.NODEFAULT else option.default_factory()
     )
@@ -113,19 +112,6 @@ def config_row(option: msgspec.structs.FieldInfo, hint: object) -> str:
     known = [f"`{choice}`" for choice in choices(option.type)]
     allowed = ", ".join(known) or values(kind, metas)
     return f"| `{flag}` | {allowed} | {shown} | {description} |\n"
-
-
-def plain(hint: object) -> tuple[object, list[msgspec.Meta]]:
-    """The type without Annotated and None, and all Meta on the way, outermost first."""
-    metas: list[msgspec.Meta] = []
-    while True:
-        if typing.get_origin(hint) is typing.Annotated:
-            hint, *more = typing.get_args(hint)
-            metas += more
-        elif isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-            hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
-        else:
-            return hint, metas
 
 
 def values(kind: object, metas: list[msgspec.Meta]) -> str:

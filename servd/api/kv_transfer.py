@@ -7,7 +7,7 @@ import time
 from servd.api.protocol.generation import KVTransferAnswer
 from servd.config import Config
 from servd.errors import InvalidRequest
-from servd.kv_transfer import FLAG, KVTransferConfig
+from servd.kv_transfer import FLAG
 from servd.messages import RequestOptions
 
 FIELD = "kv_transfer_params"
@@ -20,9 +20,8 @@ def check(options: RequestOptions, config: Config, num_prompts: int) -> None:
     Raises:
         InvalidRequest: it does not.
     """
-    if (given := config.cache.kv_transfer_config) is None:
+    if (transfer := config.cache.kv_transfer_config) is None:
         raise InvalidRequest(f"`{FIELD}`: this server was started without {FLAG}", param=FIELD)
-    transfer = KVTransferConfig.of(given)
     if num_prompts > 1:
         raise InvalidRequest(f"`{FIELD}` is for one prompt, got {num_prompts}", param=FIELD)
     if options.is_exported and not transfer.sends:
@@ -44,8 +43,8 @@ def answer(config: Config, rank: int, request_id: str, num_tokens: int) -> KVTra
         request_id: the prompt's.
         num_tokens: the same.
     """
-    transfer = KVTransferConfig.of(config.cache.kv_transfer_config or "")
-    transfer = KVTransferConfig.of(transfer.of_rank(rank))
+    assert config.cache.kv_transfer_config is not None
+    transfer = config.cache.kv_transfer_config.of_rank(rank)
     return KVTransferAnswer(
         remote_engine_id=transfer.engine_id or f"{transfer.kv_ip}:{transfer.kv_port}",
         remote_request_id=request_id,

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import tomllib
-import types
 import typing
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +15,7 @@ import msgspec
 from servd import peers
 from servd.config import Config, choices, flag_of, options_by_name, title_of
 from servd.errors import ConfigError
+from servd.options import plain
 
 OTHER_FLAGS = {  # as vLLM has or had them
     "executor": ["--distributed-executor-backend"],
@@ -67,10 +67,9 @@ def add_needless(parser: argparse.ArgumentParser) -> None:
 
 def add_option(group: Any, name: str) -> None:
     """Add the flag of an option to a parser or a group of it."""
-    section, option = options_by_name()[name]
-    hints = typing.get_type_hints(type(getattr(Config(), section)), include_extras=True)
-    kind, description = describe(hints[name])
-    description = description.replace("%", "%%")
+    _, option = options_by_name()[name]
+    kind, metas = plain(option.type)
+    description = next(meta.description for meta in metas if meta.description).replace("%", "%%")
     if name == "model":
         group.add_argument("model", nargs="?", metavar="MODEL", help=description)
         group.add_argument("--model", "--model-path", dest=name, help=argparse.SUPPRESS)
@@ -126,19 +125,6 @@ def read_config_file(path: str) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise ConfigError(f"--config {path}: must be a table of options")
     return {str(name).replace("-", "_"): value for name, value in options.items()}
-
-
-def describe(hint: Any) -> tuple[Any, str]:
-    """Plain type and description of a field: `Annotated[int | None, Meta(...)]` -> (int, text)."""
-    description = ""
-    while True:
-        if typing.get_origin(hint) is typing.Annotated:
-            hint, *metas = typing.get_args(hint)
-            description = description or next((m.description for m in metas if m.description), "")
-        elif isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-            hint = next(part for part in typing.get_args(hint) if part is not type(None))
-        else:
-            return hint, description
 
 
 def argument_style(kind: Any, name: str) -> dict[str, Any]:

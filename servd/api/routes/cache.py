@@ -84,9 +84,9 @@ async def kv_event_sources(request: Request) -> Response:
     all addresses, the one that the question came to.
     """
     config = context_of(request).config
-    given = KVEventsConfig.of(config.cache.kv_events_config or "{}")
+    given = config.cache.kv_events_config or KVEventsConfig()
     ranks = range(config.parallel.data_parallel_size if given.is_on else 0)
-    events = [KVEventsConfig.of(given.of_rank(rank)) for rank in ranks]
+    events = [given.of_rank(rank) for rank in ranks]
     here = _host_of(request)
     found = [
         EventSource(

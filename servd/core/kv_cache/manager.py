@@ -13,7 +13,6 @@ from servd.core.kv_cache.pins import FOREVER, Pins
 from servd.core.kv_cache.tiers import Tiers
 from servd.core.request import Request, RequestStatus
 from servd.core.step import Step
-from servd.kv_events import KVEventsConfig
 from servd.messages import BlockCopies
 from servd.stats import SchedulerStats
 from servd.tracing import Mark, now_ns
@@ -41,7 +40,7 @@ class KVCacheManager:
         self.tiers: Tiers | None = None
         self.num_swapped = 0  # requests
         self.events = None
-        if config.kv_events_config and (wanted := KVEventsConfig.of(config.kv_events_config)).is_on:
+        if (wanted := config.kv_events_config) and wanted.is_on:
             self.events = KVEvents(wanted, self.pool, config.block_size)
         self.reading: set[Request] = set()  # that wait, since files were read for them
         self._lost: dict[Request, str] = {}  # those that waited in vain for what they need, and why

@@ -203,21 +203,22 @@ def free() -> list[str]:
 
 
 def test_each_rank_has_ports_of_its_own():
-    config = KVEventsConfig.of(
-        '{"enable_kv_cache_events": true, "replay_endpoint": "tcp://*:6000"}'
-    )
-    assert (
-        config.is_on
-        and config.of_rank(0) == '{"enable_kv_cache_events":true,"replay_endpoint":"tcp://*:6000"}'
-    )
-    other = KVEventsConfig.of(config.of_rank(2))
+    config = read('{"enable_kv_cache_events": true, "replay_endpoint": "tcp://*:6000"}')
+    assert config.is_on and config.of_rank(0) == config
+    other = config.of_rank(2)
     assert (other.endpoint, other.replay_endpoint) == ("tcp://*:5559", "tcp://*:6002")
     assert other.data_parallel_rank == 2 and not KVEventsConfig().is_on
     for wrong in ("", "{", '{"endpoints": 1}', '{"publisher": "kafka"}', *map(json.dumps, WRONG)):
         with pytest.raises(ConfigError, match="--kv-events-config"):
-            KVEventsConfig.of(wrong)
-    with pytest.raises(ConfigError, match="has no port"):
-        KVEventsConfig(endpoint="tcp://x").of_rank(1)
+            read(wrong)
+    with pytest.raises(ConfigError, match="a port from 1 to 65535"):
+        read('{"endpoint": "tcp://*:65535"}').of_rank(1)
+
+
+def read(text: str) -> KVEventsConfig:
+    config = Config.load({"kv_events_config": text}).cache.kv_events_config
+    assert config is not None
+    return config
 
 
 def test_events_of_a_prefix_cache_that_is_off_are_refused():

@@ -10,7 +10,6 @@ import threading
 import time
 from typing import Any
 
-import msgspec
 import pytest
 
 from servd.config import Config
@@ -397,7 +396,10 @@ def test_an_engine_that_slept_listens_again(fleet):
     ("config", "reason"),
     [
         ({}, "kv_role"),
-        ({"kv_role": "kv_producer", "kv_connector": "NixlConnector"}, "kv_connector.*docs/"),
+        (
+            {"kv_role": "kv_producer", "kv_connector": "NixlConnector"},
+            "kv_connector.*servd",
+        ),
         ({"kv_role": "kv_consumer"}, "peers"),
         ({"kv_role": "kv_both", "kv_connector_extra_config": {"peers": ["x"]}}, "HOST:PORT"),
         ({"kv_role": "kv_producer", "kv_port": 0}, "kv_port"),
@@ -405,9 +407,8 @@ def test_an_engine_that_slept_listens_again(fleet):
     ],
 )
 def test_a_wrong_configuration_is_refused_at_the_start(config, reason):
-    options = Config.load({"executor": "fake", "kv_transfer_config": json.dumps(config)})
     with pytest.raises(ConfigError, match=f"--kv-transfer-config.*{reason}"):
-        resolve(options, FAKE_SPEC, Machine())
+        Config.load({"executor": "fake", "kv_transfer_config": json.dumps(config)})
 
 
 def test_without_a_token_it_does_not_start(monkeypatch):
@@ -418,5 +419,4 @@ def test_without_a_token_it_does_not_start(monkeypatch):
 
 
 def test_each_rank_has_a_port_of_its_own():
-    config = KVTransferConfig.of('{"kv_role": "kv_producer", "kv_port": 7000}')
-    assert msgspec.json.decode(config.of_rank(2))["kv_port"] == 7002
+    assert KVTransferConfig(kv_role="kv_producer", kv_port=7000).of_rank(2).kv_port == 7002

@@ -30,7 +30,6 @@ from servd.errors import ConfigError
 from servd.hf import ModelSpec
 from servd.ipc import Keys
 from servd.join import read_token
-from servd.kv_transfer import KVTransferConfig
 from servd.messages import BlockCopies, BlockCopy, WorkerReady
 from servd.sizes import format_bytes
 from servd.stats import SchedulerStats, TierStats
@@ -462,8 +461,7 @@ def load(config: Config, spec: ModelSpec, worker: WorkerReady, executor: Executo
     identify = partial(identity, config, spec, worker, root and root / "weights")
     disk = root and Disk(root, int(cache.kv_cache_dir_size * GIB), identify)
     exchange = None
-    if cache.kv_transfer_config is not None:
-        transfer = KVTransferConfig.of(cache.kv_transfer_config)
+    if (transfer := cache.kv_transfer_config) is not None:
         exchange = Exchange(transfer, Keys(read_token(config)), identify)
     tiers = Tiers(Host(num_slots, slot_bytes), disk, cache.block_size, exchange)
     tiers.measure(executor)

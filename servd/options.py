@@ -1,0 +1,37 @@
+"""What the sections of Config are made of: their base, and what is said of an option."""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all sections."""
+
+
+def about(description: str, **rules: Any) -> Meta:
+    """What an option does, and its bounds."""
+    return Meta(description=description, **rules)
+
+
+def plain(hint: Any) -> tuple[Any, list[Meta]]:
+    """The type without Annotated and None, and all Meta on the way, outermost first."""
+    metas: list[Meta] = []
+    while True:
+        if typing.get_origin(hint) is Annotated:
+            hint, *more = typing.get_args(hint)
+            metas += more
+        elif isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+            hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
+        else:
+            return hint, metas
