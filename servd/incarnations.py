@@ -13,6 +13,7 @@ from pathlib import Path
 
 from servd import hf, ipc
 from servd.child import Child
+from servd.child_messages import StartEngine
 from servd.config import Config, ServerConfig
 from servd.core.client import engine_address
 from servd.messages import EngineRestarting
@@ -59,14 +60,11 @@ class EngineProcess(Child):
         was_asleep: bool = False,
     ) -> None:
         """Have it load the model, listen and serve, and sleep if the last one did."""
-        from servd.core.engine_core_proc import Start
-
-        self.send(
-            Start(
-                config, spec, self.ipc_dir, started_at, incarnation, self.descriptor, self.name,
-                was_asleep,
-            )
+        start = StartEngine(
+            config, spec, self.ipc_dir, started_at, incarnation, self.descriptor, self.name,
+            was_asleep,
         )  # fmt: skip
+        self.send(start)
 
 
 def devices_of(place: int, config: ParallelConfig) -> str:

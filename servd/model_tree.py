@@ -10,8 +10,8 @@ import signal
 import sys
 
 from servd import launch, log
-from servd.api.start import StartModel
 from servd.child import read_start
+from servd.child_messages import StartModel
 from servd.config import Config
 from servd.errors import ConfigError
 

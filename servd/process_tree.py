@@ -23,8 +23,8 @@ from servd import hf, ipc, log
 from servd.access import AccessConfig, read_keys, tls_context
 from servd.adapter_store import AdapterStore
 from servd.api import routing
-from servd.api.start import ENGINE_IS_DEAD, Start
 from servd.child import Child
+from servd.child_messages import ENGINE_IS_DEAD, StartAPIServer
 from servd.config import Config
 from servd.core.client import engine_address, engine_dir
 from servd.errors import ConfigError
@@ -225,7 +225,7 @@ class ProcessTree:
             self.outboxes[inbox] = ipc.Outbox(f"ipc://{inbox}")  # what is sent waits for its start
         pulse = make_file()
         self.watches[name] = Watch(Pulse(pulse), LOOK_INTERVAL, API_PATIENCE)
-        start = Start(
+        start = StartAPIServer(
             self.config,
             self.spec,
             self.reasons,
@@ -238,15 +238,12 @@ class ProcessTree:
             self.hands_over,
             waits,
             pulse,
-            int(name.rpartition("-")[2]),
-            self.routing,
+            place=int(name.rpartition("-")[2]),
+            routing=self.routing,
         )
         env = {"PROMETHEUS_MULTIPROC_DIR": self.metrics_dir} if self.metrics_dir else {}
-        descriptors = [
-            self.listener.fileno(),
-            pulse,
-            *([self.routing] if self.routing >= 0 else []),
-        ]
+        descriptors = [self.listener.fileno(), pulse]
+        descriptors += [self.routing] if self.routing >= 0 else []
         child = Child(name, API_MODULE, start, descriptors, env)
         os.close(pulse)
         self.clients[name] = client

@@ -19,8 +19,8 @@ from starlette.responses import Response, StreamingResponse
 from servd import ipc
 from servd.api.front import OF_REQUESTS, OWN
 from servd.api.model_server import NO_TIMEOUT
-from servd.api.start import StartModel
 from servd.child import Child
+from servd.child_messages import StartModel
 from servd.config import Config
 
 MODULE = "servd.model_tree"

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from servd import log
-from servd.api.start import StartModel
 from servd.child import STANDBY_NICE, Child, import_ahead
+from servd.child_messages import StartModel
 from servd.config import Config
 
 

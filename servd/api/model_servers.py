@@ -18,8 +18,8 @@ from servd import log
 from servd.api.model_folder import Model, ModelFolder, adapters_in
 from servd.api.model_server import ModelServer, Visit
 from servd.api.protocol.models import ModelCard, ModelList
-from servd.api.start import StartModel
 from servd.child import Child
+from servd.child_messages import StartModel
 from servd.config import Config
 from servd.errors import Unavailable, UnknownModel
 from servd.lora import parse_module

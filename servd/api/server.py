@@ -37,10 +37,10 @@ from servd.api.pinned_prefixes import PinnedPrefixes
 from servd.api.processor import Processor
 from servd.api.recorder import Recorder
 from servd.api.routing import Router
-from servd.api.start import ENGINE_IS_DEAD, Start
 from servd.api.timeline import Tracer
 from servd.api.tokenizer import Tokenizer
 from servd.child import SHOW_STACKS, read_start
+from servd.child_messages import ENGINE_IS_DEAD, StartAPIServer
 from servd.config import Config, ServerConfig
 from servd.core.client import EngineCoreClient, engine_dir, identity
 from servd.errors import ConfigError, ShuttingDown
@@ -94,7 +94,7 @@ class Server(uvicorn.Server):
         self,
         config: uvicorn.Config,
         async_llm: AsyncLLM,
-        start: Start,
+        start: StartAPIServer,
         context: Context,
     ) -> None:
         super().__init__(config)
@@ -240,7 +240,7 @@ def background(context: Context) -> Iterator[Coroutine[Any, Any, None]]:
         yield PinnedPrefixes(files).keep(context.async_llm)
 
 
-async def serve(start: Start) -> int:
+async def serve(start: StartAPIServer) -> int:
     """Run the server; return the process's exit code."""
     config, spec = start.config, start.spec
     listener = socket.socket(fileno=start.listener)
@@ -303,7 +303,7 @@ async def serve(start: Start) -> int:
 
 def main() -> None:
     """Entry point of `python -m servd.api.server`."""
-    start = read_start(Start, reloads.put)
+    start = read_start(StartAPIServer, reloads.put)
     log.setup(start.name, start.config.observability)
     faulthandler.register(SHOW_STACKS, all_threads=True)
     try:

@@ -25,6 +25,7 @@ import msgspec
 
 from servd import hf, log, plugins
 from servd.child import SHOW_STACKS, read_start
+from servd.child_messages import StartEngine
 from servd.config import Config
 from servd.core.audit import audit
 from servd.core.client import engine_address, identity
@@ -65,19 +66,6 @@ FIRST_STEPS = 64
 IDLE = 1.0  # seconds without work after which the engine warms up for requests to come
 
 
-class Start(msgspec.Struct):
-    """Start message of the engine process."""
-
-    config: Config  # resolved
-    spec: hf.ModelSpec
-    ipc_dir: str
-    started_at: float  # time.monotonic() when the user's command, or the restart, began
-    incarnation: int = 0  # how many engines this tree had before
-    pulse: int = -1  # inherited descriptor, see Pulse
-    name: str = "engine"  # for the log
-    was_asleep: bool = False  # the engine before it
-
-
 class StartupClock:
     """Seconds of every start-up phase; they add up to the wall time since the user's command
     began.
@@ -112,7 +100,7 @@ class Attached(NamedTuple):
 class EngineCoreProc:
     """Runs one EngineCore and connects it to its clients."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: StartEngine) -> None:
         self.start = start
         self.clock = StartupClock(start.started_at)
         self.inputs: queue.SimpleQueue[ToEngine | Compiled | WorkerFailed | ClientGone] = (
@@ -447,7 +435,7 @@ def main() -> None:
     """Entry point of `python -m servd.core.engine_core_proc [EXECUTOR NUM_WORKERS]`."""
     preparing = threading.Thread(target=prepare, args=sys.argv[1:], daemon=True)
     preparing.start()
-    start = read_start(Start, lambda config: log.set_level(config.observability))
+    start = read_start(StartEngine, lambda config: log.set_level(config.observability))
     log.setup(start.name, start.config.observability)
     preparing.join()
     faulthandler.register(SHOW_STACKS, all_threads=True)

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from servd import ipc
+from servd.child_messages import StartEngine
 from servd.config import Config
 from servd.core import engine_core_proc
 from servd.core.client import identity
 from servd.core.engine_core_proc import (
     ClientGone,
     EngineCoreProc,
-    Start,
     all_of,
 )
 from servd.core.executor import fake
@@ -54,7 +54,7 @@ def test_the_engine_learns_of_a_dead_client_and_others_continue():
     inboxes = {
         client: Inbox(ipc.address(folder, f"client-{client}"), FromEngine) for client in (1, 2)
     }
-    proc = EngineCoreProc(Start(Config(), FAKE_SPEC, str(folder), 0.0))
+    proc = EngineCoreProc(StartEngine(Config(), FAKE_SPEC, str(folder), 0.0))
     thread = threading.Thread(target=proc.send_outputs)
     outputs = EngineCoreOutputs([EngineCoreOutput("a", [1])])
     thread.start()
@@ -90,7 +90,7 @@ def test_the_engine_learns_of_a_dead_client_and_others_continue():
 def test_a_client_of_another_model_or_version_is_refused(other: str):
     folder = ipc.private_dir()
     inbox: Inbox[FromEngine] = Inbox(ipc.address(folder, "client-1"), FromEngine)
-    proc = EngineCoreProc(Start(Config(), FAKE_SPEC, str(folder), 0.0))
+    proc = EngineCoreProc(StartEngine(Config(), FAKE_SPEC, str(folder), 0.0))
     thread = threading.Thread(target=proc.send_outputs)
     thread.start()
     try:
@@ -110,7 +110,7 @@ def test_a_client_of_another_model_or_version_is_refused(other: str):
 @pytest.fixture
 def proc():
     folder = ipc.private_dir()
-    yield EngineCoreProc(Start(Config(), FAKE_SPEC, str(folder), 0.0))
+    yield EngineCoreProc(StartEngine(Config(), FAKE_SPEC, str(folder), 0.0))
     folder.rmdir()
 
 

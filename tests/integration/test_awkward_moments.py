@@ -20,8 +20,8 @@ import msgspec
 import psutil
 import pytest
 
+from servd.child_messages import StartEngine
 from servd.config import Config
-from servd.core.engine_core_proc import Start
 from servd.errors import ConfigError
 from servd.hf import FAKE_SPEC
 from servd.ipc import Outbox
@@ -254,7 +254,8 @@ def test_second_sigterm_does_not_cut_short_the_stopping_of_workers(tmp_path: Pat
     config = Config.load(
         {"executor": "fake", "max_num_seqs": 1, "max_num_batched_tokens": 8, "max_model_len": 8}
     )
-    message = msgspec.msgpack.encode(Start(config, FAKE_SPEC, str(tmp_path), time.monotonic()))
+    start = StartEngine(config, FAKE_SPEC, str(tmp_path), time.monotonic())
+    message = msgspec.msgpack.encode(start)
     with subprocess.Popen(
         [sys.executable, "-c", SLOW_TO_STOP],
         stdin=subprocess.PIPE,
