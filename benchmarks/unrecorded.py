@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from servd import cli, incarnations, ipc, process_tree
+from servd import cli, ipc
+from servd.launch import engine_supervisor, process_tree
 from servd.tracing import StepRecord
 
 Replaced = list[tuple[Any, str, Any]]  # owner, name, what is there instead
@@ -71,7 +72,7 @@ if __name__ == "__main__":
 
         main(of_engine(), engine_core_proc.main)
     elif len(sys.argv) > 1:
-        incarnations.ENGINE_MODULE = process_tree.API_MODULE = "benchmarks.unrecorded"
+        engine_supervisor.ENGINE_MODULE = process_tree.API_MODULE = "benchmarks.unrecorded"
         sys.exit(cli.main())
     else:
         from servd.api import server

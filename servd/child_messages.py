@@ -27,7 +27,7 @@ class StartEngine(msgspec.Struct):
     ipc_dir: str
     started_at: float  # time.monotonic() when the user's command, or the restart, began
     incarnation: int = 0  # how many engines this tree had before
-    pulse: int = -1  # inherited descriptor, see Pulse
+    heartbeat: int = -1  # inherited descriptor, see Heartbeat
     name: str = "engine"  # for the log
     was_asleep: bool = False  # the engine before it
 
@@ -46,7 +46,7 @@ class StartAPIServer(msgspec.Struct):
     incarnations: list[int]  # by the engine's rank
     hands_over: bool = False  # another server may accept from the same socket, before and after
     waits: bool = False  # for the engine, before it takes connections from there
-    pulse: int = -1  # inherited descriptor, see Pulse
+    heartbeat: int = -1  # inherited descriptor, see Heartbeat
     place: int = 0  # among the API servers of its tree
     routing: int = -1  # inherited descriptor, see Router; -1 with one engine
 

@@ -27,7 +27,8 @@ from servd.core.engine_core_proc import start_executor
 from servd.core.structured_output.manager import Compiled
 from servd.errors import ConfigError, EngineDead, EngineError, InvalidRequest
 from servd.hf import ModelSpec
-from servd.incarnations import EngineProcess
+from servd.launch.engine_supervisor import EngineProcess
+from servd.launch.process_tree import ENGINE_STOP_TIMEOUT
 from servd.lora import Adapter, LoRARequest
 from servd.messages import (
     AbortRequests,
@@ -42,7 +43,6 @@ from servd.messages import (
 )
 from servd.outputs import CompletionOutput, RequestOutput, unpack_vector
 from servd.params import PoolingParams, SamplingParams
-from servd.process_tree import ENGINE_STOP_TIMEOUT
 
 TextOrIds = str | list[int]
 Messages = list[dict[str, Any]]

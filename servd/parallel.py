@@ -130,6 +130,6 @@ class ParallelConfig(Section, frozen=True):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
-    def speaker(self) -> int:
+    def output_rank(self) -> int:
         """The worker that answers for all: the first of the last stage, which samples."""
         return self.num_workers - self.tensor_parallel_size

@@ -44,7 +44,7 @@ Bytes = Inbox[msgspec.Raw]
 
 
 @dataclass
-class Places:
+class Addresses:
     """Addresses of sockets on this host."""
 
     process: Callable[[int, int], str]  # of a rank and its incarnation
@@ -54,9 +54,11 @@ class Places:
 class Relay(threading.Thread):
     """A thread that owns sockets, and calls `on_failure` with what ends it before `close`."""
 
-    def __init__(self, name: str, places: Places, on_failure: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, name: str, addresses: Addresses, on_failure: Callable[[Exception], None]
+    ) -> None:
         super().__init__(name=name, daemon=True)
-        self.places, self.on_failure = places, on_failure
+        self.addresses, self.on_failure = addresses, on_failure
         self.closing = threading.Event()
 
     def run(self) -> None:
@@ -88,8 +90,8 @@ class Relay(threading.Thread):
 
 
 @dataclass
-class Seat:
-    """A process elsewhere, or the place for one."""
+class Remote:
+    """A process of another host, or what waits for one to join."""
 
     number: int  # of its incarnation
     inbox: Bytes  # where it would listen
@@ -105,7 +107,7 @@ class Head(Relay):
     Args:
         at: address where to listen.
         ranks: of the processes.
-        places: where they seem to be, and where their clients are.
+        addresses: where they seem to be, and where their clients are.
         terms: that those who join must have, too.
         keys: of the token.
         on_lost: called from the thread with a rank whose process is gone, and what clients of it
@@ -121,18 +123,18 @@ class Head(Relay):
         self,
         at: str,
         ranks: Iterable[int],
-        places: Places,
+        addresses: Addresses,
         terms: Callable[[], Mapping[str, str]],
         keys: Keys,
         on_lost: Callable[[int, EngineRestarting], None],
         on_failure: Callable[[Exception], None],
         start: bytes = b"",
     ) -> None:
-        super().__init__("head", places, on_failure)
+        super().__init__("head", addresses, on_failure)
         self.listener: Listener[ToHead] = Listener(at, ToHead, keys)
         log.info("listening for other hosts on %s", self.listener.at)
         self.terms, self.on_lost, self.start_message = terms, on_lost, start
-        self.seats = {rank: self._seat(rank, 0) for rank in ranks}
+        self.remotes = {rank: self._listen_for(rank, 0) for rank in ranks}
         self.outboxes: dict[tuple[int, int], Outbox] = {}  # by rank and client
         self.ended: SimpleQueue[int] = SimpleQueue()  # clients
 
@@ -144,10 +146,10 @@ class Head(Relay):
         """Until `close`. What is said to a process that has not joined waits; Members notice by
         themselves that nobody answers any more.
         """
+        remotes = self.remotes.values()
         try:
-            seats = self.seats.values()
             for source in self.arrivals(
-                lambda: [self.listener, *(seat.inbox for seat in seats if seat.peer)]
+                lambda: [self.listener, *(remote.inbox for remote in remotes if remote.peer)]
             ):
                 if source is None:
                     self._look()
@@ -155,33 +157,33 @@ class Head(Relay):
                 if source is self.listener:
                     for peer, message in self.listener.drain():
                         self._hear(peer, message)
-                for rank in [rank for rank, seat in self.seats.items() if seat.inbox is source]:
+                for rank in [i for i, remote in self.remotes.items() if remote.inbox is source]:
                     for message in source.drain(MOST_AT_ONCE):
                         self._tell(rank, Carried(0, message))
         finally:
-            for each in (*(seat.inbox for seat in self.seats.values()), *self.outboxes.values()):
+            for each in (*(remote.inbox for remote in remotes), *self.outboxes.values()):
                 each.close()
             self.listener.close()
 
     def _look(self) -> None:
         while not self.ended.empty():
             client = self.ended.get()
-            for rank in self.seats:
+            for rank in self.remotes:
                 if (outbox := self.outboxes.pop((rank, client), None)) is not None:
                     outbox.close()
                 self._tell(rank, ClientLeft(client))
-        for rank, seat in self.seats.items():
-            seat.silent += 1
-            if seat.peer and seat.silent > MOST_SILENT:
-                self._lose(rank, f"host {seat.host} was silent for {MOST_SILENT * TICK:.1f} s")
+        for rank, remote in self.remotes.items():
+            remote.silent += 1
+            if remote.peer and remote.silent > MOST_SILENT:
+                self._lose(rank, f"host {remote.host} was silent for {MOST_SILENT * TICK:.1f} s")
 
     def _hear(self, peer: bytes, message: ToHead | None) -> None:
-        rank = next((rank for rank, seat in self.seats.items() if seat.peer == peer), -1)
+        rank = next((rank for rank, remote in self.remotes.items() if remote.peer == peer), -1)
         match message:
             case Beat(session, asked_ns):
-                known = [seat for seat in self.seats.values() if seat.session == session]
-                for seat in known:
-                    seat.silent = 0
+                known = [remote for remote in self.remotes.values() if remote.session == session]
+                for remote in known:
+                    remote.silent = 0
                 self.listener.send_to(peer, Beat(session if known else -1, asked_ns, now_ns()))
             case Join():
                 self._admit(peer, message)
@@ -193,45 +195,45 @@ class Head(Relay):
             case Carried(client, carried):
                 self._pass_on(rank, client, carried)
             case Left(reason, computing):
-                self._lose(rank, f"host {self.seats[rank].host} has left: {reason}", computing)
+                self._lose(rank, f"host {self.remotes[rank].host} has left: {reason}", computing)
 
     def _admit(self, peer: bytes, join: Join) -> None:
-        reason, seat = join.refusal(self.terms()), self.seats.get(join.rank)
-        if reason is None and seat is None:
+        reason, remote = join.refusal(self.terms()), self.remotes.get(join.rank)
+        if reason is None and remote is None:
             reason = (
-                f"number {join.rank} is not of those that may join, {[*self.seats]}: see "
+                f"number {join.rank} is not of those that may join, {[*self.remotes]}: see "
                 "--data-parallel-start-rank and --data-parallel-size-local of both hosts"
             )
         is_final = reason is not None
-        if seat is not None and seat.peer and not is_final:
-            reason = f"host {seat.host} has joined with number {join.rank}"
-        if seat is None or reason is not None:
+        if remote is not None and remote.peer and not is_final:
+            reason = f"host {remote.host} has joined with number {join.rank}"
+        if remote is None or reason is not None:
             log.error("host %s was refused: %s", join.host, reason)
             self.listener.send_to(peer, Refused(reason or "", is_final))
             return
-        if not self.listener.send_to(peer, Welcome(seat.number, self.start_message)):
+        if not self.listener.send_to(peer, Welcome(remote.number, self.start_message)):
             return  # it has waited for too long, and asks again
-        seat.peer, seat.session, seat.host, seat.silent = peer, join.session, join.host, 0
+        remote.peer, remote.session, remote.host, remote.silent = peer, join.session, join.host, 0
         log.info("host %s has joined with number %d", join.host, join.rank)
 
     def _tell(self, rank: int, message: ToMember) -> None:
-        seat = self.seats[rank]
-        if seat.peer and not self.listener.send_to(seat.peer, message):
-            self._lose(rank, f"the connection to host {seat.host} broke")
+        remote = self.remotes[rank]
+        if remote.peer and not self.listener.send_to(remote.peer, message):
+            self._lose(rank, f"the connection to host {remote.host} broke")
 
     def _lose(self, rank: int, why: str, computing: Sequence[str] = ()) -> None:
         """The next process of a rank listens elsewhere: what was said to this one is for nobody."""
         log.error("%s: number %d is lost until it joins again", why, rank)
-        self.seats[rank].inbox.close()
-        self.seats[rank] = self._seat(rank, self.seats[rank].number + 1)
-        self.on_lost(rank, EngineRestarting(self.seats[rank].number, why, [*computing]))
+        self.remotes[rank].inbox.close()
+        self.remotes[rank] = self._listen_for(rank, self.remotes[rank].number + 1)
+        self.on_lost(rank, EngineRestarting(self.remotes[rank].number, why, [*computing]))
 
-    def _seat(self, rank: int, number: int) -> Seat:
-        return Seat(number, Inbox(self.places.process(rank, number), msgspec.Raw))
+    def _listen_for(self, rank: int, number: int) -> Remote:
+        return Remote(number, Inbox(self.addresses.process(rank, number), msgspec.Raw))
 
     def _pass_on(self, rank: int, client: int, carried: msgspec.Raw) -> None:
         """To a client, if that is still there."""
-        at, key = self.places.client(rank, client), (rank, client)
+        at, key = self.addresses.client(rank, client), (rank, client)
         if key not in self.outboxes and os.path.exists(at.removeprefix("ipc://")):
             self.outboxes[key] = Outbox(at)
         if key in self.outboxes:
@@ -250,7 +252,7 @@ class Member(Relay):
     Args:
         head: address that it listens at.
         join: what is said of this host.
-        places: where the process is, and where its clients seem to be.
+        addresses: where the process is, and where its clients seem to be.
         keys: of the token.
         on_failure: see Relay; also called when joining is refused for good.
         identity: of the process, see Attach.
@@ -261,17 +263,17 @@ class Member(Relay):
         self,
         head: str,
         join: Join,
-        places: Places,
+        addresses: Addresses,
         keys: Keys,
         on_failure: Callable[[Exception], None],
         identity: str = "",
         clients: Sequence[int] = (),
     ) -> None:
-        super().__init__(f"member-{join.rank}", places, on_failure)
-        self.head, self.wish, self.rank, self.keys = head, join, join.rank, keys
+        super().__init__(f"member-{join.rank}", addresses, on_failure)
+        self.head, self.join_message, self.rank, self.keys = head, join, join.rank, keys
         self.identity, self.clients = identity, clients
         self.num_tries = 0
-        self.hands = ThreadPoolExecutor(1)
+        self.executor = ThreadPoolExecutor(1)
 
     def begin(self, welcome: Welcome) -> Left | None:
         """Start the process."""
@@ -320,7 +322,7 @@ class Member(Relay):
             for each in (self.beats, *self.inboxes.values()):
                 each.close()
             self.link.close(LAST_WORDS)
-            self.hands.submit(self.end).result()
+            self.executor.submit(self.end).result()
         self.closing.wait(PAUSE if self.process is None else 0)
 
     def _look(self) -> Left | None:
@@ -334,7 +336,7 @@ class Member(Relay):
             if self.work.done():
                 if (left := self.work.result()) is not None:
                     return left
-                self.work = self.hands.submit(self.left)
+                self.work = self.executor.submit(self.left)
             return None
         if self.num_looks > PATIENCE:
             raise Lost("does not answer: is it up, and has it the same token?")
@@ -348,10 +350,10 @@ class Member(Relay):
                     self._join(asked_ns, head_ns)
             case Welcome(incarnation):
                 self.num_tries = self.silent = 0
-                self.process = Outbox(self.places.process(self.rank, incarnation))
+                self.process = Outbox(self.addresses.process(self.rank, incarnation))
                 for client in self.clients:
                     self._listen(client)
-                self.work = self.hands.submit(self.begin, message)
+                self.work = self.executor.submit(self.begin, message)
             case Refused(reason, True):
                 raise ConfigError(f"{self.head} refuses this host: {reason}")
             case Refused(reason):
@@ -370,7 +372,7 @@ class Member(Relay):
         self.has_asked = True
         offset = head_ns - asked_ns - took // 2
         os.environ[CLOCK_OFFSET] = str(offset if abs(offset) > took else 0)  # else it may be ours
-        self.link.send(msgspec.structs.replace(self.wish, session=self.session))
+        self.link.send(msgspec.structs.replace(self.join_message, session=self.session))
 
     def _localised(self, carried: msgspec.Raw) -> msgspec.Raw:
         """An API server that attaches is answered here."""
@@ -383,7 +385,7 @@ class Member(Relay):
         return msgspec.Raw(msgspec.msgpack.encode(attach))
 
     def _listen(self, client: int) -> str:
-        at = self.places.client(self.rank, client)
+        at = self.addresses.client(self.rank, client)
         if client not in self.inboxes:
             self.inboxes[client] = Inbox(at, msgspec.Raw)
         return at

@@ -23,7 +23,7 @@ from servd.child import Child
 from servd.child_messages import StartModel
 from servd.config import Config
 
-MODULE = "servd.model_tree"
+MODULE = "servd.launch.model_server"
 LOOK_INTERVAL = 0.2  # seconds between two looks while the model loads
 # Ray's own default is 5: it would hold back what servd batches.
 DEFAULTS = {"name": "servd", "max_ongoing_requests": 1024, "health_check_period_s": 2}

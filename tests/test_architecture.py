@@ -29,17 +29,7 @@ MAY_IMPORT = {
     "worker": {"leaf", "worker"},
     "top": {"leaf", "api", "core", "top"},
 }
-TOP = {
-    "servd",
-    "servd.__main__",
-    "servd.incarnations",
-    "servd.launch",
-    "servd.model_tree",
-    "servd.node",
-    "servd.process_tree",
-    "servd.serve_app",
-    "servd.llm",
-}
+TOP = {"servd", "servd.__main__", "servd.llm", "servd.serve_app"}  # and cli/, launch/
 
 # Library -> the files or folders that may import it. A library without a row may not be imported at
 # all.
@@ -158,9 +148,11 @@ def room_of(name: str) -> str:
     """Room of a module, or of something imported from it."""
     while name not in MODULES and "." in name:
         name = name.rpartition(".")[0]
-    if name in TOP or name.split(".")[:2] == ["servd", "cli"]:
+    if name in TOP:
         return "top"
     room = name.split(".")[1]
+    if room in ("cli", "launch"):
+        return "top"
     return room if room in ("api", "core", "worker") else "leaf"
 
 

@@ -112,7 +112,7 @@ def test_only_the_thread_that_imports_for_later_has_a_low_priority():
 
 def test_why_a_model_among_several_cannot_be_served_is_a_line_of_its_log(capfd):
     start = StartModel(Config.load({"model": "/nowhere"}))
-    child = Child("one", "servd.model_tree", start, env={log.MODEL: "one"})
+    child = Child("one", "servd.launch.model_server", start, env={log.MODEL: "one"})
     assert child.process.wait(60) == 2
     child.stop(1)
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "/nowhere" in line]

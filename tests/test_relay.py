@@ -25,6 +25,7 @@ from servd.errors import ConfigError
 from servd.hf import FAKE_SPEC
 from servd.ipc import Inbox, Keys, Outbox
 from servd.join import Beat, Join, Left, ToMember, Welcome, terms_of
+from servd.launch.process_tree import addresses_of, head_address
 from servd.messages import (
     AbortRequests,
     Attach,
@@ -33,7 +34,6 @@ from servd.messages import (
     ResetPrefixCache,
     ToEngine,
 )
-from servd.process_tree import head_address, places
 from servd.relay import Head, Member
 
 KEYS = Keys("a token of these tests, long enough")
@@ -82,7 +82,7 @@ class Hosts:
     events: queue.SimpleQueue[Any] = dataclasses.field(default_factory=queue.SimpleQueue)
 
     def start_head(self) -> Head:
-        where = places({1: folder_of(self.folder / "head")})
+        where = addresses_of({1: folder_of(self.folder / "head")})
         terms = partial(terms_of, self.config, FAKE_SPEC)
         at = head_address(self.config)
         self.head = Head(at, [1], where, terms, KEYS, self.lost, self.events.put)
@@ -103,7 +103,7 @@ class Hosts:
         terms = terms_of(self.config.replace(**options), FAKE_SPEC)
         join = Join(servd.__version__, name, 0, 1, terms)
         join = msgspec.structs.replace(join, **change or {})
-        where = places({join.rank: folder_of(self.folder / name)})
+        where = addresses_of({join.rank: folder_of(self.folder / name)})
         self.nodes.append(Node(name, self.events, head_address(self.config), join, where, keys))
         self.nodes[-1].start()
         return self.nodes[-1]

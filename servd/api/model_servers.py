@@ -27,7 +27,7 @@ from servd.lora import parse_module
 logger = logging.getLogger("servd.api")
 
 GIB = 2**30
-MODULE = "servd.model_tree"
+MODULE = "servd.launch.model_server"
 LOOK_INTERVAL = 0.02  # seconds between two looks at a server that starts
 STOP_TIMEOUT = 5.0  # seconds from SIGTERM to SIGKILL, beyond --shutdown-timeout
 RETRY_AFTER = 10.0  # seconds in which a model that could not be started is not tried again

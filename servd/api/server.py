@@ -44,8 +44,8 @@ from servd.child_messages import ENGINE_IS_DEAD, StartAPIServer
 from servd.config import Config, ServerConfig
 from servd.core.client import EngineCoreClient, engine_dir, identity
 from servd.errors import ConfigError, ShuttingDown
+from servd.heartbeat import Heartbeat
 from servd.messages import EngineDead, EngineStatus
-from servd.pulse import Pulse
 
 if TYPE_CHECKING:
     from servd.api.otel import Spans
@@ -106,7 +106,7 @@ class Server(uvicorn.Server):
         self.lag = LoopLag(async_llm.metrics)
         self.admission = async_llm.admission
         self.admission.hands_over = start.hands_over
-        self.pulse = Pulse(start.pulse)
+        self.heartbeat = Heartbeat(start.heartbeat)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """First signal: finish open requests and refuse new ones. Second: exit now."""
@@ -118,8 +118,8 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn every TICK; True ends the server."""
         self.lag.sample()
-        self.pulse.beat()
-        self.pulse.get_ready()
+        self.heartbeat.beat()
+        self.heartbeat.get_ready()
         while not reloads.empty():
             self.reload(reloads.get())
         if self.async_llm.is_ready and not self.has_announced:
@@ -286,7 +286,7 @@ async def serve(start: StartAPIServer) -> int:
     siblings = app.state.context.siblings
     await siblings.listen(Path(start.ipc_dir, f"api-{start.client}"))
     while start.waits and isinstance(async_llm.status, EngineStatus):
-        server.pulse.beat()
+        server.heartbeat.beat()
         await asyncio.sleep(TICK)  # another server answers meanwhile
     await server.serve(sockets=[listener])
     for task in work:

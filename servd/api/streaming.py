@@ -59,9 +59,9 @@ class EventStream(Response):
     Args:
         frames: closed in any case.
         request_id: the request's, for errors.
-        keep_alive: seconds without a frame after which `pulse` is sent.
+        keep_alive: seconds without a frame after which `keep_alive_frame` is sent.
         headers: the response's.
-        pulse: what is sent while there is no frame.
+        keep_alive_frame: what is sent while there is no frame.
         end: what comes after the last frame.
         error_frame: makes the frame of an error out of what else would have been the response.
     """
@@ -75,14 +75,14 @@ class EventStream(Response):
         request_id: str,
         keep_alive: float,
         headers: Mapping[str, str],
-        pulse: bytes = KEEP_ALIVE,
+        keep_alive_frame: bytes = KEEP_ALIVE,
         end: bytes = DONE,
         error_frame: Callable[[ErrorReply], bytes] = lambda reply: event(reply.body),
     ) -> None:
         self.frames = frames
         self.request_id = request_id
         self.keep_alive = keep_alive
-        self.pulse = pulse
+        self.keep_alive_frame = keep_alive_frame
         self.end = end
         self.error_frame = error_frame
         self.status_code = 200
@@ -96,7 +96,7 @@ class EventStream(Response):
             await self._write_all(writer, scope["path"])
 
     async def _write_all(self, writer: _Writer, path: str) -> None:
-        pulse = asyncio.create_task(writer.repeat(self.pulse, self.keep_alive))
+        repeating = asyncio.create_task(writer.repeat(self.keep_alive_frame, self.keep_alive))
         try:
             async with aclosing(self.frames):
                 async for frame in self.frames:
@@ -106,13 +106,13 @@ class EventStream(Response):
                 raise
             await writer.write(self.error_frame(error_reply(error, self.request_id, path)))
         finally:
-            pulse.cancel()
-            await asyncio.gather(pulse, return_exceptions=True)
+            repeating.cancel()
+            await asyncio.gather(repeating, return_exceptions=True)
         await writer.write(self.end, more=False)
 
 
 class _Writer:
-    """The sending half of one stream. Two tasks write: the stream itself and its pulse."""
+    """The sending half of one stream. Two tasks write: of its frames, and to keep it alive."""
 
     def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self.send = send
@@ -132,8 +132,8 @@ class _Writer:
             await self.send({"type": "http.response.body", "body": frame, "more_body": more})
         self.last_write = self.now()
 
-    async def repeat(self, pulse: bytes, interval: float) -> None:
-        """Write `pulse` whenever nothing was written for `interval` seconds."""
+    async def repeat(self, keep_alive_frame: bytes, interval: float) -> None:
+        """Write `keep_alive_frame` whenever nothing was written for `interval` seconds."""
         while True:
             idle = self.now() - self.last_write
             if idle < interval:
@@ -141,4 +141,4 @@ class _Writer:
             elif self.lock.locked():  # the client does not read what is already there
                 await asyncio.sleep(interval)
             else:
-                await self.write(pulse)
+                await self.write(keep_alive_frame)

@@ -34,6 +34,7 @@ from servd.core.executor import EXECUTORS, Executor, Progress
 from servd.core.stats_line import StatsLine
 from servd.core.structured_output.manager import Compiled
 from servd.errors import ConfigError, EngineError
+from servd.heartbeat import BEAT_INTERVAL, Heartbeat
 from servd.ipc import Inbox, Outbox, UnreadableMessage
 from servd.messages import (
     AbortRequests,
@@ -56,7 +57,6 @@ from servd.messages import (
     WorkerReady,
 )
 from servd.params import MAX_N, SamplingParams
-from servd.pulse import BEAT_INTERVAL, Pulse
 from servd.tracing import FIRST_STEP, PATIENCE, Pace, StepRecord
 
 logger = logging.getLogger("servd.engine")
@@ -121,14 +121,14 @@ class EngineCoreProc:
         self.ready: EngineReady | None = None  # as last said
         self.is_tired = False  # to sleep as soon as there is nothing to do
         self.was_asleep = start.was_asleep  # and so is this one, when it is idle first
-        self.pulse = Pulse(start.pulse)
+        self.heartbeat = Heartbeat(start.heartbeat)
         self.pace = Pace()
 
     def run(self) -> None:
         """Load the model, then serve until the process is to end."""
         self.input_thread.start()
         self.output_thread.start()
-        threading.Thread(target=self.beat, name="pulse", daemon=True).start()
+        threading.Thread(target=self.beat, name="heartbeat", daemon=True).start()
         try:
             engine = self.load()
             self.busy_loop(engine)
@@ -147,9 +147,9 @@ class EngineCoreProc:
                 self.executor.shutdown()
 
     def beat(self) -> None:
-        """Pulse thread: as long as the process gets anywhere at all."""
+        """Heartbeat thread: as long as the process gets anywhere at all."""
         while True:
-            self.pulse.beat()
+            self.heartbeat.beat()
             time.sleep(BEAT_INTERVAL)
 
     def progress(self, phase: str, fraction: float) -> None:
@@ -166,7 +166,7 @@ class EngineCoreProc:
         engine = EngineCore(config, spec, executor, worker)
         engine.grammars.on_compiled = self.inputs.put
         engine.on_scheduled = partial(self.begin_step, engine)
-        engine.on_wait = self.pulse.rest
+        engine.on_wait = self.heartbeat.rest
         self.clock.enter("ready")
         self.ready = EngineReady(
             worker,
@@ -177,7 +177,7 @@ class EngineCoreProc:
             tiers=engine.scheduler.report(0).tiers,
         )
         self.outputs.put((None, self.ready))
-        self.pulse.get_ready()
+        self.heartbeat.get_ready()
         phases = ", ".join(
             f"{phase} {seconds:.1f}" for phase, seconds in self.clock.seconds.items()
         )
@@ -191,9 +191,9 @@ class EngineCoreProc:
         """
         while True:
             while not engine.has_work or not self.inputs.empty():
-                self.pulse.rest()
+                self.heartbeat.rest()
                 message = self.next_input(engine)
-                self.pulse.work(FIRST_STEP)
+                self.heartbeat.work(FIRST_STEP)
                 match message:
                     case WorkerFailed(reason):  # or a thread, while no step was awaited
                         raise EngineError(reason)
@@ -217,8 +217,8 @@ class EngineCoreProc:
         if record.step % STEPS_PER_LOOK == 0 or record.step < FIRST_STEPS:
             self.pace = engine.scheduler.step_log.pace
         expected = self.pace.expected_seconds(record.num_tokens)
-        self.pulse.work(self.start.config.server.engine_hang_timeout + PATIENCE * expected)
-        self.pulse.compute(record.prefills)
+        self.heartbeat.work(self.start.config.server.engine_hang_timeout + PATIENCE * expected)
+        self.heartbeat.compute(record.prefills)
 
     def next_input(self, engine: EngineCore) -> ToEngine | Compiled | WorkerFailed | ClientGone:
         """Wait for a message; the first long wait is a good time for what would make requests
@@ -268,8 +268,8 @@ class EngineCoreProc:
         if self.executor is not None:
             return
         assert self.ready is not None
-        self.pulse.rest()  # loading may take as long as it did at first
-        self.pulse.sleep(False)
+        self.heartbeat.rest()  # loading may take as long as it did at first
+        self.heartbeat.sleep(False)
         started_at = time.monotonic()
         known = self.ready.worker  # as many blocks as then: what is free now says other numbers
         memory = known.num_blocks * known.kv_bytes_per_block
@@ -284,7 +284,7 @@ class EngineCoreProc:
         """Tell all clients, and those to come."""
         assert self.ready is not None
         self.ready = msgspec.structs.replace(self.ready, is_asleep=is_asleep)
-        self.pulse.sleep(is_asleep)
+        self.heartbeat.sleep(is_asleep)
         self.outputs.put((None, self.ready))
 
     def guard(self, work: Callable[[], None]) -> None:

@@ -282,9 +282,9 @@ def test_an_engine_that_comes_after_one_that_slept_sleeps_when_idle(
     thread.start()
     try:
         assert not next_of(proc, EngineReady).is_asleep
-        assert next_of(proc, EngineReady).is_asleep and proc.pulse.is_asleep
+        assert next_of(proc, EngineReady).is_asleep and proc.heartbeat.is_asleep
         proc.inputs.put(make_request("a", [1, 2, 3], max_tokens=5, ignore_eos=True))
-        assert not next_of(proc, EngineReady).is_asleep and not proc.pulse.is_asleep
+        assert not next_of(proc, EngineReady).is_asleep and not proc.heartbeat.is_asleep
         assert len(output_of(proc)) == 5
         time.sleep(0.3)  # many times as long: only the first idle time counts
         assert proc.executor is not None

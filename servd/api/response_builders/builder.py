@@ -37,7 +37,7 @@ class ResponseBuilder(ABC):
     Streams and whole responses are made of the same outputs, so a stream joined is the response.
 
     Attributes:
-        pulse: what a stream sends while there is no frame.
+        keep_alive_frame: what a stream sends while there is no frame.
         end: what a stream sends after the last frame.
         request_type: what the metrics call it.
 
@@ -48,7 +48,7 @@ class ResponseBuilder(ABC):
         prompts: each gets the same number of choices.
     """
 
-    pulse: ClassVar[bytes] = KEEP_ALIVE
+    keep_alive_frame: ClassVar[bytes] = KEEP_ALIVE
     end: ClassVar[bytes] = DONE
     request_type: ClassVar[str] = "other"
 
@@ -121,7 +121,7 @@ class ResponseBuilder(ABC):
                 request_id=self.request.state.request_id,
                 keep_alive=self.context.keep_alive,
                 headers=headers,
-                pulse=self.pulse,
+                keep_alive_frame=self.keep_alive_frame,
                 end=self.end,
                 error_frame=self.error_frame,
             )

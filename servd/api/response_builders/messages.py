@@ -32,7 +32,7 @@ PING: Event = {"type": "ping"}
 class MessageBuilder(EventBuilder):
     """At most one block is open, the last one of the content; each new one closes it."""
 
-    pulse = b'event: ping\ndata: {"type":"ping"}\n\n'
+    keep_alive_frame = b'event: ping\ndata: {"type":"ping"}\n\n'
     names = CHAT_NAMES
     response: Message
 

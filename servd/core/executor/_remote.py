@@ -15,7 +15,7 @@ from servd.config import Config
 from servd.core.executor.multiproc import STOP_TIMEOUT, MultiProcExecutor
 from servd.ipc import Keys, address, private_dir
 from servd.join import Join, Left, Welcome
-from servd.relay import Head, Member, Places
+from servd.relay import Addresses, Head, Member
 
 ONLY_CLIENT = 0  # of a worker: its executor
 
@@ -31,11 +31,11 @@ class RemoteExecutor(MultiProcExecutor):
 
     def listen(self, at: str, terms: Callable[[], Mapping[str, str]], keys: Keys) -> str:
         """Let workers join; see Head. Returns where. One that is lost takes the model with it."""
-        places = Places(lambda rank, _: self.address_of(rank), lambda *_: self.inbox.at)
+        addresses = Addresses(lambda rank, _: self.address_of(rank), lambda *_: self.inbox.at)
         start = msgspec.msgpack.encode(self.start_message(-1))
         others = range(self.num_here, self.config.parallel.num_workers)
         self.head = Head(
-            at, others, places, terms, keys, lambda _, restarting: self.lose(restarting.reason),
+            at, others, addresses, terms, keys, lambda _, restarting: self.lose(restarting.reason),
             lambda error: self.lose(f"the link to other hosts failed: {error!r}"), start,
         )  # fmt: skip
         self.head.start()
@@ -87,13 +87,13 @@ class WorkerMember(Member):
         self.folder, self.spec, self.num_here = private_dir(), spec, num_here
         self.worker: Child | None = None
         inbox, outbox = address(self.folder, "worker"), address(self.folder, "executor")
-        places = Places(lambda *_: inbox, lambda *_: outbox)
-        super().__init__(at, join, places, keys, on_failure, clients=[ONLY_CLIENT])
+        addresses = Addresses(lambda *_: inbox, lambda *_: outbox)
+        super().__init__(at, join, addresses, keys, on_failure, clients=[ONLY_CLIENT])
 
     def begin(self, welcome: Welcome) -> None:
         """With the executor's options, which count all workers."""
         start = msgspec.msgpack.decode(welcome.start, type=StartWorker)
-        inbox, outbox = self.places.process(0, 0), self.places.client(0, 0)
+        inbox, outbox = self.addresses.process(0, 0), self.addresses.client(0, 0)
         start = msgspec.structs.replace(
             start, rank=self.rank, spec=self.spec, inbox=inbox, outbox=outbox
         )

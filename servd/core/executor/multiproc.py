@@ -129,10 +129,11 @@ class MultiProcExecutor(executor.Executor):
             message = self._recv()
             assert isinstance(message, ModelRunnerOutput)
             self.outputs[message.rank].append(message)
-        outputs, speaker = [each.popleft() for each in self.outputs], self.config.parallel.speaker
-        output = outputs[speaker]
+        outputs = [each.popleft() for each in self.outputs]
+        output_rank = self.config.parallel.output_rank
+        output = outputs[output_rank]
         output.times_ns = tuple(time for each in outputs for time in each.times_ns)
-        for outbox in self.outboxes[:speaker]:
+        for outbox in self.outboxes[:output_rank]:
             outbox.send(TakeTokens(output.rows))
         return output
 

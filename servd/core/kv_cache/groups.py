@@ -106,19 +106,16 @@ class GroupedKVCacheManager(KVCacheManager):
         """The first block of each group that the token at a position reads."""
         return [self.layout.first_read(position, window) for window in self.windows]
 
-    def fits(self, request: Request, cached: Sequence[int]) -> bool:
+    def _num_lacking(self, request: Request, cached: Sequence[int]) -> int:
         """See KVCacheManager. Of a group with a window that is what it may have at once."""
         num_tokens = min(len(request.token_ids) + 1, request.max_num_tokens - 1)
         num_new = -(-num_tokens // self.block_size) - len(cached) // self.num_groups
-        while True:
-            wanted = 0
-            for group, window in enumerate(self.windows):
-                blocks = self._held(list(cached[group :: self.num_groups]))
-                idle = sum(self.pool.ref_counts[block] == 0 for block in blocks)
-                wanted += min(num_new + idle, self.layout.most(window, num_tokens))
-            lacking = wanted - self.pool.num_free
-            if lacking <= 0 or not self._unpin(lacking, is_alone=not self.num_holders):
-                return lacking <= 0
+        wanted = 0
+        for group, window in enumerate(self.windows):
+            blocks = self._held(list(cached[group :: self.num_groups]))
+            idle = sum(self.pool.ref_counts[block] == 0 for block in blocks)
+            wanted += min(num_new + idle, self.layout.most(window, num_tokens))
+        return wanted - self.pool.num_free
 
     def evicted_at_ns(self, request: Request) -> int:
         """See KVCacheManager."""
@@ -150,20 +147,13 @@ class GroupedKVCacheManager(KVCacheManager):
                 block_ids[at] = NO_BLOCK
                 at -= self.num_groups
 
-    def commit(self, request: Request) -> None:
+    def _register(self, request: Request, first: int, end: int) -> None:
         """See KVCacheManager."""
-        first, num_groups = request.num_registered_blocks, self.num_groups
-        end = min(len(request.token_ids), request.num_computed_tokens) // self.block_size
-        if end <= first or not self.enable_prefix_caching:
-            return
-        self._extend_hashes(request)
+        num_groups = self.num_groups
         for at in range(first, end):
             blocks = request.block_ids[at * num_groups : (at + 1) * num_groups]
             for group, block in enumerate(blocks):
                 self.pool.register(block, of_group(request.block_hashes[at], group))
-        if self.events is not None:  # of one group: routers know of none
-            self.events.store(request, request.block_ids[::num_groups], first, end)
-        request.num_registered_blocks = end
 
     def _held(self, block_ids: list[int]) -> list[int]:
         return [block for block in block_ids if block != NO_BLOCK]

@@ -78,14 +78,17 @@ class KVCacheManager:
 
         The last token of a request is never computed, so it needs no room.
         """
+        while (lacking := self._num_lacking(request, cached)) > 0:
+            if not self._unpin(lacking, is_alone=not self.num_holders):
+                return False
+        return True
+
+    def _num_lacking(self, request: Request, cached: Sequence[int]) -> int:
+        """Blocks that `fits` needs beyond those that are free."""
         num_tokens = min(len(request.token_ids) + 1, request.max_num_tokens - 1)
-        wanted = -(-num_tokens // self.block_size) - len(cached)
-        while True:
-            # Free now, but not for others.
-            idle = sum(self.pool.ref_counts[block] == 0 for block in cached)
-            lacking = wanted + idle - self.pool.num_free
-            if lacking <= 0 or not self._unpin(lacking, is_alone=not self.num_holders):
-                return lacking <= 0
+        # Free now, but not for others.
+        idle = sum(self.pool.ref_counts[block] == 0 for block in cached)
+        return -(-num_tokens // self.block_size) - len(cached) + idle - self.pool.num_free
 
     def _unpin(self, num_blocks: int, is_alone: bool) -> int:
         """Have pins give back blocks: those that have ended, and for a request beside which there
@@ -269,16 +272,20 @@ class KVCacheManager:
 
     def commit(self, request: Request) -> None:
         """Register the blocks that have become full of known, scheduled tokens."""
-        num_full = min(len(request.token_ids), request.num_computed_tokens) // self.block_size
-        if num_full <= request.num_registered_blocks or not self.enable_prefix_caching:
+        first = request.num_registered_blocks
+        end = min(len(request.token_ids), request.num_computed_tokens) // self.block_size
+        if end <= first or not self.enable_prefix_caching:
             return
         self._extend_hashes(request)
-        for i in range(request.num_registered_blocks, num_full):
-            self.pool.register(request.block_ids[i], request.block_hashes[i])
-        if self.events is not None:
-            first = request.num_registered_blocks
-            self.events.store(request, request.block_ids, first, num_full)
-        request.num_registered_blocks = num_full
+        self._register(request, first, end)
+        if self.events is not None:  # of one group: routers know of none
+            self.events.store(request, request.block_ids[:: self.num_groups], first, end)
+        request.num_registered_blocks = end
+
+    def _register(self, request: Request, first: int, end: int) -> None:
+        """Say what the blocks of one group from `first` to `end` hold, and those beside them."""
+        for at in range(first, end):
+            self.pool.register(request.block_ids[at], request.block_hashes[at])
 
     def adopters(
         self, request: Request, num_tokens: int, others: Iterable[Request]

@@ -146,7 +146,7 @@ def test_replicas_of_ray_serve_answer_stream_and_are_replaced(cluster):
 
     servers = [
         each for each in psutil.process_iter(["cmdline"])
-        if "servd.model_tree" in (each.info["cmdline"] or [])
+        if "servd.launch.model_server" in (each.info["cmdline"] or [])
     ]  # fmt: skip
     assert len(servers) == 2
     servers[0].kill()

@@ -1,4 +1,4 @@
-"""Incarnations: the engine processes of a tree, one after the death of the other."""
+"""EngineSupervisor: starts the engine of a rank, and another one when it has died or hangs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from servd.child import Child
 from servd.child_messages import StartEngine
 from servd.config import Config, ServerConfig
 from servd.core.client import engine_address
+from servd.heartbeat import Heartbeat, Watchdog, make_file
 from servd.messages import EngineRestarting
 from servd.parallel import ParallelConfig
-from servd.pulse import Pulse, Watch, make_file
 
 logger = logging.getLogger("servd.launch")
 
 ENGINE_MODULE = "servd.core.engine_core_proc"
-LOOK_INTERVAL = 0.2  # seconds between two looks at the engine's pulse
+LOOK_INTERVAL = 0.2  # seconds between two looks at the engine's heartbeat
 STANDBY_DELAY = 10.0  # seconds that an engine serves undisturbed before the next one is prepared
 
 
@@ -42,7 +42,7 @@ class EngineProcess(Child):
     ) -> None:
         self.ipc_dir = ipc_dir
         self.descriptor = make_file()
-        self.pulse = Pulse(self.descriptor)
+        self.heartbeat = Heartbeat(self.descriptor)
         env = {ipc.PARENT_DIR: ipc_dir}
         if devices:
             env["CUDA_VISIBLE_DEVICES"] = devices
@@ -108,7 +108,7 @@ class Deaths:
         return len(self.times) > self.most
 
 
-class Incarnations:
+class EngineSupervisor:
     """Starts the engine of a rank, and starts it again under the same API servers.
 
     Args:
@@ -139,7 +139,7 @@ class Incarnations:
         self.place, self.rank = place, rank
         is_one = config.parallel.data_parallel_size == 1 and not rank
         self.name = "engine" if is_one else f"engine-{rank}"  # in the log
-        self.words = "the engine" if is_one else f"engine {rank}"
+        self.label = "the engine" if is_one else f"engine {rank}"
         self.first = self.number = 0
         self.child: EngineProcess | None = None
         # The next one, as far as it gets without a model: importing torch is half of a start.
@@ -154,11 +154,11 @@ class Incarnations:
             self.standby.stop(0)
             self.standby = None
         self.standby = self.standby or self._new_process()
-        was_asleep = self.child is not None and self.child.pulse.is_asleep
+        was_asleep = self.child is not None and self.child.heartbeat.is_asleep
         self.child, self.standby = self.standby, None
         self.child.start(self.config, self.spec, started_at, self.number, was_asleep)
         patience = self.config.server.engine_hang_timeout
-        self.watch = Watch(self.child.pulse, LOOK_INTERVAL, patience)
+        self.watch = Watchdog(self.child.heartbeat, LOOK_INTERVAL, patience)
         self.reason = ""
         self.child.on_exit(self.on_exit)
 
@@ -168,7 +168,7 @@ class Incarnations:
             return
         if reason := self.watch.look():
             logger.error("%s: hung: %s: stacks of its threads follow", self.name, reason)
-            self.reason = f"{self.words} was hung: {reason}"
+            self.reason = f"{self.label} was hung: {reason}"
             self.child.kill_hung()
         elif self.standby is None and self.deaths.most and self.watch.seconds_ready > STANDBY_DELAY:
             self.standby = self._new_process(self.prepares)
@@ -189,13 +189,13 @@ class Incarnations:
             if child is not None:
                 child.stop(timeout)
 
-    def count_from(self, number: int) -> None:
+    def set_incarnation(self, number: int) -> None:
         """Have the next one be of this number."""
         if self.child is None:
             self.first = number
         self.number = number
 
-    def forget(self, timeout: float) -> None:
+    def discard(self, timeout: float) -> None:
         """End the engine, as `stop`: nobody waits for it, nor for another one."""
         self.stop(timeout)
         self.child = self.standby = None
@@ -203,13 +203,13 @@ class Incarnations:
     @property
     def was_ready(self) -> bool:
         """Whether any engine has been."""
-        return bool(self.number > self.first or (self.child and self.child.pulse.is_ready))
+        return bool(self.number > self.first or (self.child and self.child.heartbeat.is_ready))
 
-    def end(self) -> str | None:
+    def handle_exit(self) -> str | None:
         """Take in the end of the process; returns why there is to be no other one."""
         assert self.child is not None
         self.child.stop(0)  # closes its pipe
-        self.reason = self.reason or f"{self.words} ended with code {self.child.exit_code}"
+        self.reason = self.reason or f"{self.label} ended with code {self.child.exit_code}"
         address = engine_address(self.ipc_dir, self.number)
         Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
         for folder in Path(self.ipc_dir).glob("servd-*"):  # folders of its workers
@@ -223,8 +223,8 @@ class Incarnations:
             )
         return None
 
-    def succeed(self) -> EngineRestarting:
+    def next_incarnation(self) -> EngineRestarting:
         """Count on; returns what API servers must know before the next one starts."""
         self.number += 1
-        computing = self.child.pulse.computing() if self.child else []
+        computing = self.child.heartbeat.computing() if self.child else []
         return EngineRestarting(self.number, self.reason, computing)

@@ -1,19 +1,19 @@
-"""What a parent reads of an engine's pulse."""
+"""What a parent reads of an engine's heartbeat."""
 
 from __future__ import annotations
 
 import os
 
-from servd.pulse import Pulse, Watch, make_file
+from servd.heartbeat import Heartbeat, Watchdog, make_file
 
 
-def looks(watch: Watch, count: int) -> list[str | None]:
+def looks(watch: Watchdog, count: int) -> list[str | None]:
     return [watch.look() for _ in range(count)]
 
 
 def test_parent_and_engine_see_the_same_pulse():
     descriptor = make_file()
-    engine, parent = Pulse(descriptor), Pulse(descriptor)
+    engine, parent = Heartbeat(descriptor), Heartbeat(descriptor)
     os.close(descriptor)
     assert not parent.is_ready
     engine.get_ready()
@@ -23,15 +23,15 @@ def test_parent_and_engine_see_the_same_pulse():
 
 
 def test_the_parent_sees_whether_it_sleeps():
-    pulse = Pulse()
+    heartbeat = Heartbeat()
     for is_asleep in (False, True, False):
-        pulse.sleep(is_asleep)
-        assert pulse.is_asleep == is_asleep
+        heartbeat.sleep(is_asleep)
+        assert heartbeat.is_asleep == is_asleep
 
 
 def test_the_prompts_of_the_steps_in_flight_outlive_the_engine():
-    pulse = Pulse()
-    assert pulse.computing() == []
+    heartbeat = Heartbeat()
+    assert heartbeat.computing() == []
     for prompts, seen in (
         ({"a": 5, "b": 7}, "ab"),
         ({}, "ab"),
@@ -39,31 +39,31 @@ def test_the_prompts_of_the_steps_in_flight_outlive_the_engine():
         ({}, "c"),
         ({}, ""),
     ):
-        pulse.compute(prompts)
-        assert pulse.computing() == [*seen]
-    pulse.compute(["x" * 100_000])
-    assert set("".join(pulse.computing())) == {"x"}
+        heartbeat.compute(prompts)
+        assert heartbeat.computing() == [*seen]
+    heartbeat.compute(["x" * 100_000])
+    assert set("".join(heartbeat.computing())) == {"x"}
 
 
 def test_an_engine_without_a_beat_is_hung():
-    pulse = Pulse()
-    watch = Watch(pulse, interval=0.5, patience=2.0)
+    heartbeat = Heartbeat()
+    watch = Watchdog(heartbeat, interval=0.5, patience=2.0)
     assert not any(looks(watch, 1200)), "it is not ready, and imports hold up everything"
     assert watch.look() == "it has shown no sign of life for 600 s"
-    pulse.get_ready()
-    pulse.beat()
+    heartbeat.get_ready()
+    heartbeat.beat()
     assert looks(watch, 5) == [None] * 5
     assert watch.look() == "it has shown no sign of life for 2 s"
 
 
 def test_a_step_is_hung_only_beyond_its_own_limit():
-    pulse = Pulse()
-    watch = Watch(pulse, interval=1.0, patience=1000.0)
-    pulse.get_ready()
-    pulse.work(3.0)
+    heartbeat = Heartbeat()
+    watch = Watchdog(heartbeat, interval=1.0, patience=1000.0)
+    heartbeat.get_ready()
+    heartbeat.work(3.0)
     assert looks(watch, 4) == [None] * 4
-    pulse.work(10.0)  # the next one
+    heartbeat.work(10.0)  # the next one
     assert looks(watch, 11) == [None] * 11
     assert watch.look() == "a step has taken 11 s, more than 10 s"
-    pulse.rest()
+    heartbeat.rest()
     assert not any(looks(watch, 100)), "an idle engine takes no steps"

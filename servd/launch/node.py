@@ -15,10 +15,15 @@ from servd import hf
 from servd.config import Config
 from servd.core.client import engine_dir, identity
 from servd.core.executor._remote import WorkerMember, find_model
-from servd.incarnations import Incarnations
 from servd.ipc import Keys, tcp_address
 from servd.join import Join, Left, Welcome, join_of, read_token
-from servd.process_tree import ENGINE_STOP_TIMEOUT, has_terminal, head_address, places
+from servd.launch.engine_supervisor import EngineSupervisor
+from servd.launch.process_tree import (
+    ENGINE_STOP_TIMEOUT,
+    addresses_of,
+    has_terminal,
+    head_address,
+)
 from servd.relay import Member
 
 logger = logging.getLogger("servd.launch")
@@ -41,14 +46,14 @@ class EngineMember(Member):
     and starts anew when it has joined again.
     """
 
-    def __init__(self, engine: Incarnations, join: Join, *args: Any) -> None:
+    def __init__(self, engine: EngineSupervisor, join: Join, *args: Any) -> None:
         self.engine, own = engine, identity(engine.config, engine.spec)
-        where = places({join.rank: engine.ipc_dir})
+        where = addresses_of({join.rank: engine.ipc_dir})
         super().__init__(head_address(engine.config), join, where, *args, identity=own)
 
     def begin(self, welcome: Welcome) -> None:
         """Start it, or the next one."""
-        self.engine.count_from(welcome.incarnation)
+        self.engine.set_incarnation(welcome.incarnation)
         self.engine.start(time.monotonic())
 
     def left(self) -> Left | None:
@@ -56,16 +61,16 @@ class EngineMember(Member):
         self.engine.look()
         if (child := self.engine.child) is None or child.exit_code is None:
             return None
-        if (why := self.engine.end()) is not None:
+        if (why := self.engine.handle_exit()) is not None:
             raise GivenUp(why, 2 if child.exit_code == 2 else 1)
         logger.error("%s: starting it again", self.engine.reason)
-        return Left(self.engine.reason, child.pulse.computing())
+        return Left(self.engine.reason, child.heartbeat.computing())
 
     def end(self) -> None:
         """Whatever it does."""
         if self.engine.child is not None and self.engine.child.exit_code is None:
             self.engine.terminate()
-            self.engine.forget(ENGINE_STOP_TIMEOUT)
+            self.engine.discard(ENGINE_STOP_TIMEOUT)
 
 
 def members_of(
@@ -86,7 +91,7 @@ def members_of(
     for place in range(parallel.num_engines_here):
         folder = engine_dir(ipc_dir, place)
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        engine = Incarnations(config, spec, folder, lambda _: None, place)
+        engine = EngineSupervisor(config, spec, folder, lambda _: None, place)
         yield EngineMember(engine, join_of(config, spec, engine.rank), keys, fail)
 
 

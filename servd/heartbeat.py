@@ -1,6 +1,4 @@
-"""Pulse: what an engine process shows of itself without a word, so that it can be read of one that
-is hung or dead.
-"""
+"""Heartbeat: what a process shows of itself in shared memory, readable when it is hung or dead."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ BEAT_INTERVAL = 0.5  # seconds
 LOADING_PATIENCE = 600.0  # seconds for which an import from a slow disk may hold up everything
 
 
-class Pulse:
+class Heartbeat:
     """Memory that the engine writes and its parent reads.
 
     Args:
@@ -76,25 +74,25 @@ class Pulse:
 
 
 def make_file() -> int:
-    """The descriptor of a new file for a pulse, which has no name."""
-    descriptor = os.memfd_create("pulse")
+    """The descriptor of a new file for a heartbeat, which has no name."""
+    descriptor = os.memfd_create("heartbeat")
     os.ftruncate(descriptor, SIZE)
     return descriptor
 
 
-class Watch:
-    """Judges by looks at a pulse, at equal intervals, whether the process is hung.
+class Watchdog:
+    """Judges by looks at a heartbeat, at equal intervals, whether the process is hung.
 
     It counts its own looks: while the whole machine stands still, so does the count.
 
     Args:
-        pulse: of the process.
+        heartbeat: of the process.
         interval: seconds between two looks.
         patience: seconds for which there may be no beat.
     """
 
-    def __init__(self, pulse: Pulse, interval: float, patience: float) -> None:
-        self.pulse = pulse
+    def __init__(self, heartbeat: Heartbeat, interval: float, patience: float) -> None:
+        self.heartbeat = heartbeat
         self.interval = interval
         self.patience = patience
         self.seen = (0.0, 0.0)
@@ -107,12 +105,12 @@ class Watch:
 
     def look(self) -> str | None:
         """Why the process is hung, if it is."""
-        numbers = self.pulse.numbers
+        numbers = self.heartbeat.numbers
         beat, step, limit = numbers[BEAT], numbers[STEP], numbers[LIMIT]
         self.without_beat = self.without_beat + 1 if beat == self.seen[0] else 0
         self.without_step = self.without_step + 1 if step == self.seen[1] and limit else 0
         self.seen = beat, step
-        self.ready += self.pulse.is_ready
+        self.ready += self.heartbeat.is_ready
         patience = self.patience if self.ready else max(self.patience, LOADING_PATIENCE)
         if (seconds := self.without_beat * self.interval) > patience:
             return f"it has shown no sign of life for {seconds:.0f} s"

@@ -28,13 +28,13 @@ from servd.child_messages import ENGINE_IS_DEAD, StartAPIServer
 from servd.config import Config
 from servd.core.client import engine_address, engine_dir
 from servd.errors import ConfigError
-from servd.incarnations import LOOK_INTERVAL, Deaths, Incarnations, newest_engine
+from servd.heartbeat import Heartbeat, Watchdog, make_file
 from servd.ipc import Keys, tcp_address
 from servd.join import read_token, terms_of
+from servd.launch.engine_supervisor import LOOK_INTERVAL, Deaths, EngineSupervisor, newest_engine
 from servd.lora import AdapterFiles, parse_module
 from servd.messages import EngineDead, EngineRestarting
-from servd.pulse import Pulse, Watch, make_file
-from servd.relay import Head, Places
+from servd.relay import Addresses, Head
 from servd.resolve import Decision
 
 logger = logging.getLogger("servd.launch")
@@ -84,9 +84,9 @@ def head_address(config: Config) -> str:
     return tcp_address(parallel.data_parallel_address or "", parallel.data_parallel_rpc_port)
 
 
-def places(folders: Mapping[int, str]) -> Places:
+def addresses_of(folders: Mapping[int, str]) -> Addresses:
     """Those in the folders of engines, by rank."""
-    return Places(
+    return Addresses(
         lambda rank, number: engine_address(folders[rank], number),
         lambda rank, client: ipc.address(folders[rank], f"client-{client}"),
     )
@@ -116,7 +116,7 @@ class ProcessTree:
         self.started_at = started_at
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.reload_is_due = False
-        self.engines: list[Incarnations] = []  # by rank; none with --attach
+        self.engines: list[EngineSupervisor] = []  # by rank; none with --attach
         size = config.parallel.data_parallel_size
         self.folders = [
             engine_dir(ipc_dir, rank) for rank in range(size)
@@ -128,7 +128,7 @@ class ProcessTree:
         self.api_deaths = Deaths(config.server)
         self.outboxes: dict[Path, ipc.Outbox] = {}  # to our API servers, by their sockets
         self.clients: dict[str, int] = {}  # numbers of our API servers by name
-        self.watches: dict[str, Watch] = {}  # API servers by name
+        self.watches: dict[str, Watchdog] = {}  # API servers by name
         self.metrics_dir: str | None = None
         self.adapters: set[str] = set()  # names of those in --lora-modules
 
@@ -168,13 +168,14 @@ class ProcessTree:
         for place, folder in enumerate(self.folders):
             os.makedirs(folder, mode=0o700, exist_ok=True)
             if place < num_here:
-                one = Incarnations(self.config, self.spec, folder, self.events.put, place)
+                one = EngineSupervisor(self.config, self.spec, folder, self.events.put, place)
                 self.engines.append(one)
             else:
                 self.elsewhere[place] = 0
         if self.elsewhere:
             self.head = Head(
-                head_address(self.config), self.elsewhere, places(dict(enumerate(self.folders))),
+                head_address(self.config), self.elsewhere,
+                addresses_of(dict(enumerate(self.folders))),
                 partial(terms_of, self.config, self.spec), Keys(read_token(self.config)),
                 lambda *lost: self.events.put(partial(self.lose_engine, *lost)), self.fail,
             )  # fmt: skip
@@ -223,8 +224,8 @@ class ProcessTree:
         client = secrets.randbits(31)
         for inbox in self.inboxes(client):
             self.outboxes[inbox] = ipc.Outbox(f"ipc://{inbox}")  # what is sent waits for its start
-        pulse = make_file()
-        self.watches[name] = Watch(Pulse(pulse), LOOK_INTERVAL, API_PATIENCE)
+        heartbeat = make_file()
+        self.watches[name] = Watchdog(Heartbeat(heartbeat), LOOK_INTERVAL, API_PATIENCE)
         start = StartAPIServer(
             self.config,
             self.spec,
@@ -237,15 +238,15 @@ class ProcessTree:
             self.incarnations(),
             self.hands_over,
             waits,
-            pulse,
+            heartbeat,
             place=int(name.rpartition("-")[2]),
             routing=self.routing,
         )
         env = {"PROMETHEUS_MULTIPROC_DIR": self.metrics_dir} if self.metrics_dir else {}
-        descriptors = [self.listener.fileno(), pulse]
+        descriptors = [self.listener.fileno(), heartbeat]
         descriptors += [self.routing] if self.routing >= 0 else []
         child = Child(name, API_MODULE, start, descriptors, env)
-        os.close(pulse)
+        os.close(heartbeat)
         self.clients[name] = client
         child.on_exit(self.events.put)
         return child
@@ -260,7 +261,7 @@ class ProcessTree:
         """Where an API server hears of each engine."""
         return [Path(folder, f"client-{client}") for folder in self.folders]
 
-    def engine_of(self, event: Event) -> Incarnations | None:
+    def engine_of(self, event: Event) -> EngineSupervisor | None:
         """The engine whose process that is."""
         return next((engine for engine in self.engines if engine.child is event), None)
 
@@ -356,13 +357,13 @@ class ProcessTree:
                         logger.error("%s: hung: %s: its stacks follow", child.name, reason)
                         child.kill_hung()
 
-    def replace_engine(self, engine: Incarnations) -> str | None:
+    def replace_engine(self, engine: EngineSupervisor) -> str | None:
         """Start another one, to which API servers turn with all that the last had; or why not."""
         died_at = time.monotonic()
-        if (why := engine.end()) is not None:
+        if (why := engine.handle_exit()) is not None:
             return why
         logger.error("%s: starting it again", engine.reason)
-        self.tell(engine.ipc_dir, engine.succeed())
+        self.tell(engine.ipc_dir, engine.next_incarnation())
         engine.start(died_at)
         return None
 
@@ -409,7 +410,7 @@ class ProcessTree:
         self.wait_for_api_servers(self.config.server.shutdown_timeout + 1, self.replace_engine)
 
     def wait_for_api_servers(
-        self, timeout: float, replace: Callable[[Incarnations], str | None] | None = None
+        self, timeout: float, replace: Callable[[EngineSupervisor], str | None] | None = None
     ) -> None:
         """Until all have ended, `timeout` seconds are over, or a signal to end arrives.
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from servd import incarnations as module
 from servd import ipc, launch
 from servd.child import Child
 from servd.config import Config
-from servd.incarnations import EngineProcess, Incarnations, devices_of
+from servd.launch import engine_supervisor as module
+from servd.launch.engine_supervisor import EngineProcess, EngineSupervisor, devices_of
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def ipc_dir() -> Iterator[str]:
     shutil.rmtree(path)
 
 
-def look_until_prepared(engines: Incarnations) -> EngineProcess:
+def look_until_prepared(engines: EngineSupervisor) -> EngineProcess:
     deadline = time.monotonic() + 60
     assert engines.child
     while engines.standby is None:
@@ -37,18 +37,18 @@ def test_the_next_engine_has_imported_what_takes_long_before_it_is_needed(ipc_di
     monkeypatch.setattr(module, "STANDBY_DELAY", 0.0)
     ended: queue.SimpleQueue[Child] = queue.SimpleQueue()
     config, spec, _ = launch.find_and_resolve(Config.load({"executor": "fake"}))
-    engines = Incarnations(config, spec, ipc_dir, ended.put)
+    engines = EngineSupervisor(config, spec, ipc_dir, ended.put)
     engines.start(time.monotonic())
     try:
         first, second = engines.child, look_until_prepared(engines)
-        assert first and first.pulse.is_ready
-        assert second.process.args[-2:] == ["fake", "1"] and not second.pulse.numbers[0], (
+        assert first and first.heartbeat.is_ready
+        assert second.process.args[-2:] == ["fake", "1"] and not second.heartbeat.numbers[0], (
             "it only waits"
         )
         first.process.kill()
         assert ended.get(timeout=60) is first
-        assert engines.end() is None
-        engines.succeed()
+        assert engines.handle_exit() is None
+        engines.next_incarnation()
         engines.start(time.monotonic())
         assert engines.child is second
         third = look_until_prepared(engines)  # as soon as the second one is ready
@@ -56,8 +56,8 @@ def test_the_next_engine_has_imported_what_takes_long_before_it_is_needed(ipc_di
         third.process.wait(60)
         second.process.kill()
         assert ended.get(timeout=60) is second, "nobody waited for the third"
-        engines.end()
-        engines.succeed()
+        engines.handle_exit()
+        engines.next_incarnation()
         engines.start(time.monotonic())
         assert engines.child not in (second, third), "a standby that died is not used"
     finally:
@@ -68,7 +68,7 @@ def test_no_standby_where_no_engine_is_started_again(ipc_dir, monkeypatch):
     monkeypatch.setattr(module, "STANDBY_DELAY", 0.0)
     options = {"executor": "fake", "max_engine_restarts": 0}
     config, spec, _ = launch.find_and_resolve(Config.load(options))
-    engines = Incarnations(config, spec, ipc_dir, print)
+    engines = EngineSupervisor(config, spec, ipc_dir, print)
     engines.start(time.monotonic())
     try:
         while engines.watch.seconds_ready < 1:

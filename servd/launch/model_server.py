@@ -17,7 +17,7 @@ from servd.errors import ConfigError
 
 
 def main() -> None:
-    """Entry point of `python -m servd.model_tree`."""
+    """Entry point of `python -m servd.launch.model_server`."""
     newest: list[Config] = []
 
     def reload(config: Config) -> None:

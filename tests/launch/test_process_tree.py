@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import trustme
 
-from servd import process_tree
 from servd.adapter_store import AdapterStore
 from servd.config import Config
+from servd.heartbeat import Heartbeat, Watchdog
 from servd.hf import FAKE_SPEC
+from servd.launch import process_tree
+from servd.launch.process_tree import ProcessTree
 from servd.messages import EngineDead
-from servd.process_tree import ProcessTree
-from servd.pulse import Pulse, Watch
 from tests.adapters import write_adapter
 
 
@@ -70,7 +70,7 @@ def test_a_hang_up_does_not_cut_a_drain_short(tree):
     tree.had_terminal = False
     server = Open()
     tree.api_servers = [server]
-    tree.watches["api-0"] = Watch(Pulse(), interval=1.0, patience=600.0)
+    tree.watches["api-0"] = Watchdog(Heartbeat(), interval=1.0, patience=600.0)
 
     def finish() -> None:
         server.exit_code = 0
@@ -135,9 +135,9 @@ def test_who_has_ended_in_a_drain_is_not_hung(tree, monkeypatch):
     )
     tree.api_servers = [gone, slow]
     for child in tree.api_servers:
-        pulse = Pulse()
-        pulse.get_ready()
-        tree.watches[child.name] = Watch(pulse, interval=1.0, patience=3.0)
+        heartbeat = Heartbeat()
+        heartbeat.get_ready()
+        tree.watches[child.name] = Watchdog(heartbeat, interval=1.0, patience=3.0)
     tree.wait_for_api_servers(0.1)
     assert killed and {*killed} == {"api-1"}
 
@@ -189,22 +189,22 @@ def test_an_api_server_whose_loop_stands_still_is_killed_and_one_that_works_is_n
 
     class Child:
         def __init__(self, name: str) -> None:
-            self.name, self.pulse, self.exit_code = name, Pulse(), None
-            self.pulse.get_ready()
-            tree.watches[name] = Watch(self.pulse, interval=1.0, patience=3.0)
+            self.name, self.heartbeat, self.exit_code = name, Heartbeat(), None
+            self.heartbeat.get_ready()
+            tree.watches[name] = Watchdog(self.heartbeat, interval=1.0, patience=3.0)
 
         def kill_hung(self) -> None:
             tree.events.put(self)
 
     working, hung = Child("api-0"), Child("api-1")
     tree.api_servers = [working, hung]
-    look = Watch.look
+    look = Watchdog.look
 
-    def look_and_beat(self: Watch) -> str | None:
-        working.pulse.beat()
+    def look_and_beat(self: Watchdog) -> str | None:
+        working.heartbeat.beat()
         return look(self)
 
-    monkeypatch.setattr(Watch, "look", look_and_beat)
+    monkeypatch.setattr(Watchdog, "look", look_and_beat)
     assert tree.next_event() is hung
     assert "api-1: hung: it has shown no sign of life for 4 s" in caplog.text
 

@@ -1,4 +1,4 @@
-"""`servd serve` before its processes: model, options, sockets."""
+"""`servd serve`, the parent of all processes: what it does before it starts them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from pathlib import Path
 
 import msgspec
 
-from servd import hf, ipc, log, node, plugins
+from servd import hf, ipc, log, plugins
 from servd.config import Config
 from servd.core.client import EngineCoreClient, engine_dir, identity
 from servd.core.executor import EXECUTORS
 from servd.errors import ConfigError, UnsupportedModel
-from servd.incarnations import newest_engine, somebody_listens
+from servd.launch import node
+from servd.launch.engine_supervisor import newest_engine, somebody_listens
+from servd.launch.process_tree import ProcessTree, check_access, url_of
 from servd.messages import EngineDead
-from servd.process_tree import ProcessTree, check_access, url_of
 from servd.resolve import Decision, decide, look_at_machine
 
 logger = logging.getLogger("servd.launch")
