@@ -35,12 +35,6 @@ from servd.speculative import SpeculativeConfig, gather
 
 log = logging.getLogger("servd.config")
 
-# Options whose value on a command line is a JSON object.
-TABLES = {
-    "default_chat_template_kwargs", "override_generation_config", "kv_events_config",
-    "kv_transfer_config",
-}  # fmt: skip
-
 
 class ModelConfig(Section, frozen=True):
     """Which model, and how it is loaded."""
@@ -350,8 +344,8 @@ class Config(Section, frozen=True):
             section, field = fields[name]
             if isinstance(value, str) and field.default_factory is list:
                 value = [value]
-            if isinstance(value, str) and name in TABLES:
-                value = _read_table(name, value)
+            if isinstance(value, str) and _is_object(field) and name != "speculative_config":
+                value = _read_object(name, value)
             nested.setdefault(section, {})[name] = value
         gather(nested.get("model", {}))
         try:
@@ -369,7 +363,14 @@ class Config(Section, frozen=True):
         return replace(self, **{s: replace(getattr(self, s), **v) for s, v in changed.items()})
 
 
-def _read_table(name: str, text: str) -> dict[str, Any]:
+def _is_object(option: msgspec.structs.FieldInfo) -> bool:
+    """Whether its value on a command line is a JSON object."""
+    kind, _ = plain(option.type)
+    is_struct = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+    return is_struct or typing.get_origin(kind) is dict
+
+
+def _read_object(name: str, text: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
