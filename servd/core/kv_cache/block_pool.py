@@ -88,6 +88,15 @@ class BlockPool:
         """The block that holds this content, owned or free."""
         return self._block_of_hash.get(block_hash)
 
+    def find_prefix(self, hashes: Iterable[bytes]) -> list[int]:
+        """The blocks that hold the first of these, up to one that none has."""
+        found: list[int] = []
+        for each in hashes:
+            if (block := self._block_of_hash.get(each)) is None:
+                break
+            found.append(block)
+        return found
+
     def forget(self, blocks: Iterable[int]) -> None:
         """Nobody is to find these blocks any more."""
         for block in blocks:

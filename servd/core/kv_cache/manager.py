@@ -371,13 +371,8 @@ class KVCacheManager:
         return block_ids
 
     def _find(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks that hold the first of these, up to one that none has."""
-        found: list[int] = []
-        for each in hashes:
-            if (block := self.pool.find(each)) is None:
-                break
-            found.append(block)
-        return found
+        """See `BlockPool.find_prefix`."""
+        return self.pool.find_prefix(hashes)
 
     def _extend_hashes(self, request: Request) -> None:
         hashes, size = request.block_hashes, self.block_size

@@ -185,7 +185,7 @@ class Tiers:
 
     def claim(self, hashes: Sequence[bytes]) -> list[int]:
         """Slots of the first of these blocks, as many as the host has; each is to be loaded."""
-        slots = self._find(hashes) if self._is_worth("host") else []
+        slots = self.host.find_prefix(hashes) if self._is_worth("host") else []
         self.host.share(slots)
         self.stats["host"].num_hits += len(slots)
         return slots
@@ -199,7 +199,7 @@ class Tiers:
         are any, or from a peer; how long that may take, 0 if nothing is read.
         """
         self._collect()
-        found = self._find(hashes)
+        found = self.host.find_prefix(hashes)
         missing = hashes[len(found) :]
         tier, has, reading = self._lower(peer)
         if not tier or not missing or self._hangs:
@@ -247,7 +247,7 @@ class Tiers:
         missing = self._missing(hashes)
         if not missing or not self.must_have(peer) or self._hangs:
             return False
-        idle = sum(self.host.ref_counts[slot] == 0 for slot in self._find(hashes))
+        idle = sum(self.host.ref_counts[slot] == 0 for slot in self.host.find_prefix(hashes))
         is_full = self.host.num_free - idle < len(missing) and self._fits(hashes)
         return bool(self._reading) or is_full
 
@@ -260,7 +260,7 @@ class Tiers:
         return is_had and self.must_have(peer) and self._fits(hashes) and not self._hangs
 
     def _missing(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
-        return hashes[len(self._find(hashes)) :]
+        return hashes[len(self.host.find_prefix(hashes)) :]
 
     def _fits(self, hashes: Sequence[bytes]) -> bool:
         return len(hashes) <= self.host.num_blocks
@@ -290,15 +290,6 @@ class Tiers:
         if (is_due := bool(self._num_moving or self._offers)) and self._news.wait(PAUSE):
             self._news.clear()
         return is_due
-
-    def _find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Slots of the first of these blocks, up to one that the host lacks."""
-        found: list[int] = []
-        for block_hash in hashes:
-            if (slot := self.host.find(block_hash)) is None:
-                break
-            found.append(slot)
-        return found
 
     @property
     def _compute_ns(self) -> float:
