@@ -35,7 +35,7 @@ class WorkerProc:
 
     def __init__(self, start: StartWorker, worker_class: Callable[..., Any]) -> None:
         self.start = start
-        self.answers = start.rank == start.config.parallel.output_rank
+        self.is_output_rank = start.rank == start.config.parallel.output_rank
         self.worker_class = worker_class
         self.answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()  # None: no more
 
@@ -84,14 +84,14 @@ class WorkerProc:
     def output(self, result: Callable[[], messages.ModelRunnerOutput]) -> messages.FromWorker:
         """What came of a step; one worker tells for all, the others when they did it."""
         output = result()
-        if not self.answers:
+        if not self.is_output_rank:
             output = messages.ModelRunnerOutput([], times_ns=output.times_ns)
         output.rank = self.start.rank
         return output
 
     def progress(self, phase: str, fraction: float) -> None:
         """Report start-up progress; one worker answers for all."""
-        if self.answers:
+        if self.is_output_rank:
             self.answers.put(lambda: messages.WorkerProgress(phase, fraction))
 
     def send_answers(self) -> None:
