@@ -1,13 +1,16 @@
-"""What /metrics says beside what is counted: the state of the engines, and exemplars."""
+"""What /metrics says beside what is counted: the engines' state, the processes', and exemplars."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 
 import msgspec
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar, Sample
 
@@ -77,6 +80,27 @@ class EngineCollector(Collector):
             restarts.add_sample("servd:engine_restarts_total", labels, state.num_restarts)
         yield from families.values()
         yield restarts
+
+
+class ProcessesCollector(Collector):
+    """`process_*` of this API server, as every client library of Prometheus has them; of several
+    that share a port by `pid`, since each scrape may reach another one.
+    """
+
+    def __init__(self, is_shared: bool) -> None:
+        self.is_shared = is_shared
+        self.others: list[int] = []  # pids of the other servers
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the library."""
+        families: dict[str, Metric] = {}
+        for pid in sorted({os.getpid(), *self.others}):
+            for family in ProcessCollector(pid=partial(int, pid), registry=None).collect():
+                if self.is_shared:
+                    family.samples = [s._replace(labels={"pid": str(pid)}) for s in family.samples]
+                if (first := families.setdefault(family.name, family)) is not family:
+                    first.samples += family.samples
+        yield from families.values()
 
 
 class WithExemplars(Collector):

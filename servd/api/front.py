@@ -18,6 +18,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.samples import Sample
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -191,7 +192,7 @@ class Front:
                 await answer.aclose()
 
     async def metrics(self, request: Request) -> Response:
-        """Those of all servers that run, which tell themselves apart by `model_name`."""
+        """Those of all servers that run, apart by `model_name`, and of its own process."""
         started = [each for each in self.servers.servers.values() if each.runs and each.has_started]
         answers = await asyncio.gather(*(each.ask("/metrics") for each in started))
         text = await asyncio.to_thread(_merged, [each.text for each in answers if each])
@@ -211,6 +212,8 @@ def _merged(texts: Iterable[str]) -> bytes:
     series: defaultdict[str, dict[tuple[str, ...], Sample]] = defaultdict(dict)
     for text in texts:
         for family in text_string_to_metric_families(text):
+            if family.name.startswith("process_"):
+                continue  # of a process there is no sum: the front tells its own
             families.setdefault(family.name, family)
             found = series[family.name]
             for sample in family.samples:
@@ -221,6 +224,7 @@ def _merged(texts: Iterable[str]) -> bytes:
         family.samples = [*series[name].values()]
     registry = CollectorRegistry()
     registry.register(_Collected(families.values()))
+    ProcessCollector(registry=registry)
     return generate_latest(registry)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from operator import attrgetter
 
@@ -19,7 +19,12 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.utils import floatToGoString
 
-from servd.api.collectors import EngineCollector, EngineState, WithExemplars
+from servd.api.collectors import (
+    EngineCollector,
+    EngineState,
+    ProcessesCollector,
+    WithExemplars,
+)
 from servd.api.metric_names import (
     COUNTERS,
     HISTOGRAMS,
@@ -39,6 +44,13 @@ from servd.stats import SchedulerStats
 SECOND = 1e9  # nanoseconds
 OPEN_METRICS = "application/openmetrics-text"
 LAGS_PER_WRITE = 10  # as many are a second
+
+
+class Report(msgspec.Struct):
+    """What an API server tells the others: its pid, and the engines' states by rank."""
+
+    pid: int
+    states: list[SchedulerStats]
 
 
 class ChoiceTimes(msgspec.Struct, gc=False):
@@ -105,9 +117,9 @@ class Families:
         self.engines = EngineCollector(model_name)
         registry.register(self.engines)
         is_shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ  # with other API servers
-        self.all = WithExemplars(
-            [MultiProcessCollector(None), self.engines] if is_shared else [registry]
-        )
+        self.processes = ProcessesCollector(is_shared)
+        counted = [MultiProcessCollector(None), self.engines] if is_shared else [registry]
+        self.all = WithExemplars([*counted, self.processes])
         labels, lengths = ["model_name", "engine"], _one_two_five(max_model_len)
         self.counters = {
             name: Counter(name, text, labels, registry=registry) for name, text in COUNTERS.items()
@@ -349,13 +361,11 @@ class Metrics:
             values["vllm:request_params_max_tokens"] = params.max_tokens
         self._observe(values, None)
 
-    def report(self) -> list[SchedulerStats]:
-        """The state of all engines, by rank, as last heard of."""
-        return [each.state.stats for each in self.engines]
+    def report(self) -> Report:
+        """What it has heard of the engines last."""
+        return Report(os.getpid(), [each.state.stats for each in self.engines])
 
-    def render(
-        self, accept: str = "", reports: Iterable[list[SchedulerStats]] = ()
-    ) -> tuple[bytes, str]:
+    def render(self, accept: str = "", reports: Sequence[Report] = ()) -> tuple[bytes, str]:
         """Body and content type of GET /metrics.
 
         Args:
@@ -363,8 +373,9 @@ class Metrics:
             reports: of other API servers. An engine tells one at a time: the newest is right.
         """
         self.write()
+        self.families.processes.others = [report.pid for report in reports]
         for report in reports:
-            for each, stats in zip(self.engines, report, strict=True):
+            for each, stats in zip(self.engines, report.states, strict=True):
                 each.state.stats = max(each.state.stats, stats, key=attrgetter("at_ns"))
         encode, content_type = choose_encoder(accept)
         if content_type.startswith(OPEN_METRICS):  # what others escape, colons, is in our names

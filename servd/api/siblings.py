@@ -20,10 +20,10 @@ import msgspec
 
 from servd.api.async_llm import AsyncLLM
 from servd.api.explanation import Ran, explain, ran, summarize
+from servd.api.metrics import Report
 from servd.api.prefix_explanation import Likeness, Sought, explain_prefix
 from servd.api.protocol.requests import RequestSummary, RequestTimeline
 from servd.api.timeline import Inquiry
-from servd.stats import SchedulerStats
 from servd.tracing import StepRecord
 
 log = logging.getLogger("servd.api")
@@ -129,9 +129,9 @@ class WriteMetrics(msgspec.Struct, tag=True):
     engines.
     """
 
-    answer: ClassVar[Any] = list[SchedulerStats]
+    answer: ClassVar[Any] = Report
 
-    async def answered_by(self, server: Siblings) -> list[SchedulerStats]:
+    async def answered_by(self, server: Siblings) -> Report:
         """What this server has heard of."""
         server.async_llm.metrics.write()
         return server.async_llm.metrics.report()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import shutil
 import struct
 import threading
@@ -155,6 +156,9 @@ async def test_each_request_goes_to_the_model_it_names(tmp_path: Path):
         assert len(set(series)) == len(series)  # what has no model's name is summed
         name = f'http_requests_total{{handler="{COMPLETIONS}",method="POST",status="200"}}'
         assert f"{name} 5.0" in lines
+        assert [line.split()[1:] for line in lines if line.startswith("process_max_fds")] == [
+            [f"{float(resource.getrlimit(resource.RLIMIT_NOFILE)[0])}"]
+        ]  # the front's own, not a sum
 
 
 async def test_what_no_model_can_answer_starts_none(tmp_path: Path):

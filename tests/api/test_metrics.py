@@ -2,8 +2,11 @@
 
 import os
 import re
+import resource
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -84,7 +87,7 @@ def read(body: bytes) -> dict[str, float]:
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(body.decode()):
         for sample in family.samples:
-            if not sample.name.startswith(("http_", "vllm:sleep_mode_")):
+            if not sample.name.startswith(("http_", "process_", "vllm:sleep_mode_")):
                 assert sample.labels["model_name"] == "m" and sample.labels["engine"] == "0"
             values[sample.name] = values.get(sample.name, 0.0) + sample.value
     return values
@@ -326,6 +329,20 @@ def test_of_what_several_api_servers_know_of_an_engine_the_newest_counts():
         assert counts["servd:engine_restarts_total"] == 3  # each knows the whole number
 
 
+def test_the_process_as_client_libraries_of_prometheus_tell_it():
+    values = read(Metrics("m").render()[0])
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    assert values["process_cpu_seconds_total"] == pytest.approx(
+        used.ru_utime + used.ru_stime, abs=0.5
+    )
+    kib = float(status["VmRSS"].split()[0])
+    assert values["process_resident_memory_bytes"] == pytest.approx(kib * 1024, rel=0.1)
+    assert values["process_open_fds"] == pytest.approx(len(os.listdir("/proc/self/fd")), abs=2)
+    assert values["process_max_fds"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert time.time() - 86400 < values["process_start_time_seconds"] <= time.time()
+
+
 def test_every_api_server_answers_for_all(tmp_path):
     """Four real processes, as prometheus-client decides when it is imported; the last one only
     reads.
@@ -340,7 +357,9 @@ def test_every_api_server_answers_for_all(tmp_path):
         "metrics.observe_answer('/health', 'GET', 200, 0.1)\n"
         "text = str(metrics.render('application/openmetrics-text')[0])\n"
         "assert (trace['trace_id'] in text) == (tokens > 0)\n"
-        "sys.stdout.buffer.write(metrics.render()[0])\n"
+        "parent = Report(os.getppid(), [SchedulerStats()])\n"
+        "gone = Report(2**22, [SchedulerStats()])\n"  # above the largest pid
+        "sys.stdout.buffer.write(metrics.render('', [parent, gone])[0])\n"
     )
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     for tokens in (5, 6, 7, 0):
@@ -355,3 +374,6 @@ def test_every_api_server_answers_for_all(tmp_path):
     assert values["vllm:generation_tokens_total"] == 18
     assert values["http_requests_total"] == 4
     assert values["vllm:time_to_first_token_seconds_count"] == 3
+    of_parent = rf'process_open_fds{{pid="{os.getpid()}"}} \d'.encode()
+    assert re.search(of_parent, body) and body.count(b"\nprocess_open_fds{pid=") == 2
+    assert body.count(b"# TYPE process_open_fds ") == 1
