@@ -248,6 +248,61 @@ async def test_a_named_call():
         assert streamed["finish"] == ["stop"]
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    """As `openai.types.chat.ChatCompletionAllowedToolChoiceParam` has it."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+async def test_allowed_tools(path):
+    """`required` holds the output to them, and leaves the prompt as it is; with `auto` the model
+    sees no others.
+    """
+    choices = {mode: allowed(mode, "get_weather") for mode in ("required", "auto")}
+    body: dict[str, Any] = {"messages": user("hi"), "tools": [NOW, WEATHER], "max_tokens": 2000}
+    if path != CHAT:  # what the SDK calls ToolChoiceAllowedParam
+        functions = [{"type": "function", **tool["function"]} for tool in (NOW, WEATHER)]
+        body = {"input": "hi", "tools": functions, "max_output_tokens": 2000}
+        choices = {
+            mode: {"type": "allowed_tools", "mode": mode,
+                   "tools": [{"type": "function", "name": "get_weather"}]}
+            for mode in choices
+        }  # fmt: skip
+    async with scripted(None) as served:
+        answer = await served.http.post(path, json={**body, "tool_choice": choices["required"]})
+        assert answer.status_code == 200, answer.text
+        whole = answer.json()
+        if path == CHAT:
+            assert whole["choices"][0]["finish_reason"] == "tool_calls"
+            called = {name for name, _ in calls_of(whole["choices"][0]["message"])}
+        else:
+            assert whole["tool_choice"] == choices["required"]
+            called = {item["name"] for item in whole["output"] if item["type"] == "function_call"}
+        assert called == {"get_weather"}
+        await served.http.post(path, json={**body, "tool_choice": choices["auto"]})
+        first, second = (
+            bytes(message.prompt_token_ids)
+            for message in served.engine.sent
+            if isinstance(message, EngineCoreRequest)
+        )
+        assert b'"now"' in first and b'"get_weather"' in first
+        assert b'"now"' not in second and b'"get_weather"' in second
+
+
+@pytest.mark.parametrize(("choice", "sentence"), [
+    (allowed("auto", "get_weather", "gone"), "`tool_choice` names 'gone', which is not in `tools`"),
+    (allowed("all", "now"), "tool_choice.allowed_tools.mode must be 'auto' or 'required', got 'all'"),
+    (allowed("auto"), "tool_choice.allowed_tools.tools must not be empty"),
+    ({"type": "allowed_tools"}, "tool_choice.allowed_tools is missing"),
+])  # fmt: skip
+async def test_allowed_tools_that_are_none(choice, sentence):
+    async with scripted(None) as served:
+        body = {"messages": user("hi"), "tools": TOOLS, "tool_choice": choice}
+        answer = await served.http.post(CHAT, json=body)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, sentence)
+
+
 @pytest.mark.parametrize(("path", "body", "forced"), [
     (CHAT, {"messages": user("?"), "tools": [{"type": "function", "function": {**NOW["function"],
         "strict": True}}]},

@@ -426,6 +426,7 @@ PROBLEMS = [
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
     ({"input": [{"type": "function_call_output", "call_id": "x"}]}, "input[0].output"),
     ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ({"tools": [{"type": "custom", "name": "f"}]}, "tools[0]"),
     ({"tools": [{"type": "function"}]}, "tools[0].name"),
     ({"tools": [{**WEATHER, "parameters": {"type": "string"}}]}, "tools[0].parameters"),
     ({"tool_choice": "required"}, "tool_choice"),

@@ -9,7 +9,8 @@ import msgspec
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from servd.api.protocol.chat import ChatCompletionRequest, idle_strict
+from servd.api.protocol.chat import ChatCompletionRequest
+from servd.api.protocol.tools import idle_strict
 from servd.api.protocol.translation import TranslatedRequest
 from servd.api.protocol.validation import OpenObject
 from servd.bounds import INT32_MAX

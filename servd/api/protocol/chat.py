@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, NotRequired, cast
 
 import msgspec
@@ -20,6 +19,7 @@ from servd.api.protocol.generation import (
     Timings,
     Usage,
 )
+from servd.api.protocol.tools import ToolChoice, Tools, idle_strict
 from servd.api.protocol.validation import OpenObject, RequestBody
 from servd.bounds import INT32_MAX
 from servd.errors import InvalidRequest
@@ -121,68 +121,10 @@ def _check_message(message: ChatMessage) -> ChatMessage:
     return message
 
 
-def _check_parameters(parameters: Any) -> Any:
-    # Templates and grammars need an object; an empty schema means one without properties.
-    if isinstance(parameters, dict) and parameters and parameters.get("type") != "object":
-        raise PydanticCustomError("parameters", 'must be a JSON schema with "type": "object"')
-    return parameters
-
-
-class Function(OpenObject):
-    """A function that the model may call; `parameters` is a JSON schema."""
-
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-    description: NotRequired[str | None]
-    parameters: NotRequired[Annotated[dict[str, Any] | None, AfterValidator(_check_parameters)]]
-
-
-class Tool(OpenObject):
-    """A tool of the request, for the template."""
-
-    type: Literal["function"]
-    function: Function
-
-
-def _check_tools(tools: list[Tool]) -> list[Tool]:
-    names: set[str] = set()
-    for tool in tools:
-        name = tool["function"]["name"]
-        if name in names:
-            raise PydanticCustomError("tools", "two functions have the name {name}", {"name": name})
-        names.add(name)
-    return tools
-
-
-class FunctionName(OpenObject):
-    """Names a function of `tools`."""
-
-    name: str
-
-
-class NamedTool(OpenObject):
-    """The function that has to be called."""
-
-    type: NotRequired[Literal["function"]]
-    function: FunctionName
-
-
-def idle_strict(functions: Iterable[Mapping[str, Any]], are_forced: bool) -> set[str]:
-    """`strict`, if it has no effect: only calls that must be made are held to schemas."""
-    return (
-        {"tools.strict"}
-        if not are_forced and any(function.get("strict") for function in functions)
-        else set()
-    )
-
-
 Messages = Annotated[
     list[Annotated[ChatMessage, AfterValidator(_check_message)]],
     Field(fail_fast=True, min_length=1),
 ]
-Tools = Annotated[
-    list[Tool], Field(fail_fast=True, min_length=1, max_length=1024), AfterValidator(_check_tools)
-]
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class ChatPrompt(RequestBody):
@@ -192,7 +134,7 @@ class ChatPrompt(RequestBody):
     tools: Tools | None = None
     """Functions that the model may call."""
     tool_choice: ToolChoice | None = None
-    """Whether the model may call tools, must, or which one."""
+    """Whether the model may call tools, must, or which ones."""
     parallel_tool_calls: bool | None = None
     """With false only the first call counts."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
@@ -209,23 +151,36 @@ class ChatPrompt(RequestBody):
     """Variables for the template."""
 
     @property
-    def named_tool(self) -> str | None:
-        """The function that `tool_choice` names."""
-        return self.tool_choice["function"]["name"] if isinstance(self.tool_choice, dict) else None
+    def named_tools(self) -> list[str]:
+        """The functions that `tool_choice` names."""
+        match self.tool_choice:
+            case {"allowed_tools": {"tools": tools}}:
+                return [tool["function"]["name"] for tool in tools]
+            case {"function": {"name": name}}:
+                return [name]
+            case _:
+                return []
+
+    @property
+    def must_call_one(self) -> bool:
+        """Whether `tool_choice` is a function, which then is all that is asked for."""
+        return isinstance(self.tool_choice, dict) and "function" in self.tool_choice
 
     @property
     def tool_options(self) -> ToolOptions | None:
         """The tools that the model sees; None if it has none or may not call any."""
-        name = self.named_tool
         if self.tools is None or self.tool_choice == "none":
             return None
-        tools = cast(list[dict[str, Any]], self.tools)
-        if name is not None:
-            return ToolOptions(
-                tools, [tool for tool in tools if tool["function"]["name"] == name], parallel=False
-            )
-        forced = tools if self.tool_choice == "required" else []
-        return ToolOptions(tools, forced, self.parallel_tool_calls is not False)
+        tools, parallel = cast(list[dict[str, Any]], self.tools), self.parallel_tool_calls is not False
+        names = {*self.named_tools}
+        named = [tool for tool in tools if tool["function"]["name"] in names]
+        match self.tool_choice:
+            case "required":
+                return ToolOptions(tools, tools, parallel)
+            case {"allowed_tools": {"mode": "auto"}}:
+                return ToolOptions(named, parallel=parallel)  # free calls are to what it sees
+            case _:
+                return ToolOptions(tools, named, parallel and not self.must_call_one)
 
     @property
     def chat(self) -> Chat:
@@ -249,11 +204,13 @@ class ChatPrompt(RequestBody):
             return self
         if self.tools is None:
             raise InvalidRequest("`tool_choice` needs `tools`", param="tool_choice")
-        name = self.named_tool
-        if name is not None and all(tool["function"]["name"] != name for tool in self.tools):
-            raise InvalidRequest(
-                f"`tool_choice` names {name[:128]!r}, which is not in `tools`", param="tool_choice"
-            )
+        known = {tool["function"]["name"] for tool in self.tools}
+        for name in self.named_tools:
+            if name not in known:
+                raise InvalidRequest(
+                    f"`tool_choice` names {name[:128]!r}, which is not in `tools`",
+                    param="tool_choice",
+                )
         return self
 
 

@@ -10,13 +10,12 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from servd.api.protocol.chat import (
-    Function,
     RefusalPart,
     TokenLogprob,
     check_parts,
-    idle_strict,
 )
 from servd.api.protocol.response_items import chat_messages
+from servd.api.protocol.tools import Function, check_tool, idle_strict
 from servd.api.protocol.translation import TranslatedRequest
 from servd.api.protocol.validation import FewKeys, OpenObject
 from servd.bounds import INT32_MAX
@@ -118,31 +117,33 @@ def as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-def _check_tool(tool: Any) -> Any:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if kind != "function":
-        message = "tools of type {kind} are not supported: servd runs no tools, send functions"
-        raise PydanticCustomError("tool", message, {"kind": str(kind)[:64]})
-    return tool
-
-
 def _check_tool_choice(choice: Any) -> Any:
-    is_named = isinstance(choice, dict) and choice.get("type") == "function"
-    if choice in (None, "none", "auto", "required") or is_named:
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if choice in (None, "none", "auto", "required") or kind in ("function", "allowed_tools"):
         return choice
     raise PydanticCustomError(
-        "tool_choice", 'must be "none", "auto", "required" or a function with its name'
+        "tool_choice",
+        'must be "none", "auto", "required", a function with its name, or "allowed_tools"',
     )
 
 
 class NamedFunction(OpenObject):
-    """The function that has to be called."""
+    """A function of `tools`; as `tool_choice`, the one that has to be called."""
 
     type: Literal["function"]
     name: str
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedFunction | None
+class AllowedFunctions(OpenObject):
+    """The functions of `tools` that may be called, or of which one must."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(fail_fast=True, min_length=1, max_length=1024)]
+
+
+Choice = Annotated[NamedFunction | AllowedFunctions, Field(discriminator="type")]
+ToolChoice = Literal["none", "auto", "required"] | Choice | None
 
 
 class FunctionTool(Function):
@@ -179,12 +180,12 @@ class ResponsesRequest(TranslatedRequest):
     top_p: float | None = None
     tools: (
         Annotated[
-            list[Annotated[FunctionTool, BeforeValidator(_check_tool)]], Field(fail_fast=True)
+            list[Annotated[FunctionTool, BeforeValidator(check_tool)]], Field(fail_fast=True)
         ]
         | None
     ) = None
     tool_choice: Annotated[
-        str | NamedFunction | None, BeforeValidator(_check_tool_choice, ToolChoice)
+        str | Choice | None, BeforeValidator(_check_tool_choice, ToolChoice)
     ] = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -222,7 +223,9 @@ class ResponsesRequest(TranslatedRequest):
         options = (self.stream_options or {}).items()
         names |= {f"stream_options.{name}" for name, value in options if value}
         names |= {f"reasoning.{name}" for name in (self.reasoning or {}).keys() - {"effort"}}
-        names |= idle_strict(self.tools or (), self.tool_choice not in (None, "auto"))
+        choice = self.tool_choice
+        mode = choice.get("mode", "required") if isinstance(choice, dict) else choice
+        names |= idle_strict(self.tools or (), mode not in (None, "auto"))
         if self.truncation == "auto":
             names.add("truncation")  # nothing is ever cut off: what is too long is refused
         return sorted({*super().ignored(), *names})
@@ -258,10 +261,13 @@ def _without_type(value: Any) -> dict[str, Any]:
     return {key: item for key, item in value.items() if key != "type"}
 
 
-def _chat_tool_choice(choice: str | NamedFunction | None) -> Any:
-    if isinstance(choice, dict):
+def _chat_tool_choice(choice: str | Choice | None) -> Any:
+    if not isinstance(choice, dict):
+        return choice
+    if choice["type"] == "function":
         return {"type": "function", "function": _without_type(choice)}
-    return choice
+    allowed = {"mode": choice["mode"], "tools": [_chat_tool_choice(one) for one in choice["tools"]]}
+    return {"type": "allowed_tools", "allowed_tools": allowed}
 
 
 def _chat_format(text_format: dict[str, Any] | None) -> Any:

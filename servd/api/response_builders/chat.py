@@ -132,7 +132,7 @@ class ChatBuilder(ChunkBuilder):
             return output.finish_reason
         # A call that a stop string cut cannot be run. OpenAI says "stop" too where the request
         # named the function: the call is all that was asked for.
-        is_stop = parser.is_in_call or self.asked.named_tool is not None
+        is_stop = parser.is_in_call or self.asked.must_call_one
         return FinishReason.STOP if is_stop else "tool_calls"
 
 

@@ -1,0 +1,114 @@
+"""The tools of a chat, and which of them the model may or must call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from servd.api.protocol.validation import OpenObject
+
+
+def _check_parameters(parameters: Any) -> Any:
+    # Templates and grammars need an object; an empty schema means one without properties.
+    if isinstance(parameters, dict) and parameters and parameters.get("type") != "object":
+        raise PydanticCustomError("parameters", 'must be a JSON schema with "type": "object"')
+    return parameters
+
+
+def check_tool(tool: Any) -> Any:
+    """Check that a tool is a function.
+
+    Raises:
+        PydanticCustomError: it is not.
+    """
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind == "custom":
+        message = "tools of type custom are not supported: send a function with a string for the text"
+        raise PydanticCustomError("tool", message)
+    if kind != "function":
+        message = "tools of type {kind} are not supported: servd runs no tools, send functions"
+        raise PydanticCustomError("tool", message, {"kind": str(kind)[:64]})
+    return tool
+
+
+class Function(OpenObject):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: NotRequired[str | None]
+    parameters: NotRequired[Annotated[dict[str, Any] | None, AfterValidator(_check_parameters)]]
+
+
+class Tool(OpenObject):
+    """A tool of the request, for the template."""
+
+    type: Literal["function"]
+    function: Function
+
+
+def _check_tools(tools: list[Tool]) -> list[Tool]:
+    names: set[str] = set()
+    for tool in tools:
+        name = tool["function"]["name"]
+        if name in names:
+            raise PydanticCustomError("tools", "two functions have the name {name}", {"name": name})
+        names.add(name)
+    return tools
+
+
+class FunctionName(OpenObject):
+    """Names a function of `tools`."""
+
+    name: str
+
+
+class NamedTool(OpenObject):
+    """A function of `tools`; as `tool_choice`, the one that has to be called."""
+
+    type: NotRequired[Literal["function"]]
+    function: FunctionName
+
+
+class AllowedTools(OpenObject):
+    """The functions of `tools` that may be called, or of which one must."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=1024)]
+
+
+class AllowedToolsChoice(OpenObject):
+    """Some of `tools`."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _kind_of_choice(choice: Any) -> str:
+    if not isinstance(choice, dict):
+        return "word"
+    return "allowed_tools" if choice.get("type") == "allowed_tools" else "named"
+
+
+def idle_strict(functions: Iterable[Mapping[str, Any]], are_forced: bool) -> set[str]:
+    """`strict`, if it has no effect: only calls that must be made are held to schemas."""
+    return (
+        {"tools.strict"}
+        if not are_forced and any(function.get("strict") for function in functions)
+        else set()
+    )
+
+
+Tools = Annotated[
+    list[Annotated[Tool, BeforeValidator(check_tool)]],
+    Field(fail_fast=True, min_length=1, max_length=1024),
+    AfterValidator(_check_tools),
+]
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedTool, Tag("named")]
+    | Annotated[AllowedToolsChoice, Tag("allowed_tools")],
+    Discriminator(_kind_of_choice),
+]
