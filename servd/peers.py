@@ -50,8 +50,14 @@ VALUES: dict[str, dict[str, str | None]] = {
         "llama4_pythonic": "pythonic",
         "deepseek_v3": "deepseek",
         "deepseek_v31": "deepseek",
+        "glm47": "glm45",
+        "phi4_mini_json": "phi4_mini",
     },
-    "reasoning_parser": {"openai_gptoss": "harmony"},
+    "reasoning_parser": {
+        "openai_gptoss": "harmony",
+        "deepseek_v3": "qwen3",
+        **dict.fromkeys(("glm45", "kimi_k2", "minimax_m2", "minimax_m2_append_think"), "qwen3"),
+    },
 }
 COUNTS = {"max_model_len", "max_num_batched_tokens"}  # "8k" is 8000 and "8K" 8192
 THOUSANDS = {

@@ -107,7 +107,8 @@ class ModelFormat:
                 self.reasoning_parser, prompt, continued
             )
         if reasoning_parser is not None and structured_output is not None:
-            if reasoning_parser.answer_tag or is_reasoning or self.reasons_unasked:
+            can_reason = self.reasons_unasked and reasoning_parser.asked_by in prompt
+            if reasoning_parser.answer_tag or is_reasoning or can_reason:
                 structured_output = self._after_reasoning(structured_output, reasoning_parser)
             else:
                 reasoning_parser = None  # the form holds from the first token on

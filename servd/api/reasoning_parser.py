@@ -28,6 +28,8 @@ class ReasoningParser(Parser):
     """What an answer begins with, also one without reasoning; empty: nothing does."""
     markers: ClassVar[tuple[str, ...]] = ()
     """More text that may be a special token and that the parser needs to see."""
+    asked_by: ClassVar[str] = ""
+    """Without this text in the prompt the model does not reason."""
     always: ClassVar[bool] = False
     """Outputs begin with reasoning even if nobody opens the tag."""
 

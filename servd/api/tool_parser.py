@@ -124,6 +124,17 @@ class ToolParser(Parser):
             self.content(self.reader.taken)
         self.reader.forget()
 
+    def calls_until(self, end: str, begin: str, call: Callable[[], Steps[bool]]) -> Steps[bool]:
+        """Read one or more of what `call` reads after `begin`, up to `end`."""
+        has_call = False
+        while True:
+            yield from self.reader.space()
+            if has_call and (yield from self.reader.accept(end)):
+                return True
+            if not (yield from self.reader.accept(begin)) or not (yield from call()):
+                return False
+            has_call = True
+
     def json_call(self, needs_arguments: bool = False) -> Steps[bool]:
         """Read `{"name": ..., "arguments": {...}}`, also with the key `parameters`, in any order.
 

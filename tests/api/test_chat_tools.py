@@ -291,8 +291,9 @@ async def test_allowed_tools(path):
 
 
 @pytest.mark.parametrize(("choice", "sentence"), [
-    (allowed("auto", "get_weather", "gone"), "`tool_choice` names 'gone', which is not in `tools`"),
-    (allowed("all", "now"), "tool_choice.allowed_tools.mode must be 'auto' or 'required', got 'all'"),
+    (allowed("auto", "now", "gone"), "`tool_choice` names 'gone', which is not in `tools`"),
+    (allowed("all", "now"),
+     "tool_choice.allowed_tools.mode must be 'auto' or 'required', got 'all'"),
     (allowed("auto"), "tool_choice.allowed_tools.tools must not be empty"),
     ({"type": "allowed_tools"}, "tool_choice.allowed_tools is missing"),
 ])  # fmt: skip

@@ -44,8 +44,48 @@ TEMPLATES = {
     ),
     "GLM-4.5": (
         "<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key> arguments </think>",
-        None,
+        "glm45",
         "qwen3",
+    ),
+    "Kimi K2 Thinking": (
+        "<|tool_calls_section_begin|>{%- for tool_call in message['tool_calls'] -%}"
+        "<|tool_call_begin|>{{ formatted_id }}<|tool_call_argument_begin|> </think>",
+        "kimi_k2",
+        "qwen3",
+    ),
+    "MiniMax M2": (
+        "{%- set toolcall_begin_token = '<minimax:tool_call>' -%} arguments <think> </think>",
+        "minimax_m2",
+        "qwen3",
+    ),
+    "Seed-OSS": (
+        "<seed:tool_call>\\n<function=example_function_name>\\n<parameter=a>value_1</parameter>"
+        "{%- set think_end_token = '</seed:think>' -%}",
+        "seed_oss",
+        "seed_oss",
+    ),
+    "Granite 3.2": (
+        "respond only with <|tool_call|> followed by a JSON list of tools used. "
+        "Here is my thought process: ... Here is my response:",
+        "granite",
+        "granite",
+    ),
+    "Granite 4": (
+        '<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>',
+        "hermes",
+        None,
+    ),
+    "Phi-4-mini": ("{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}", "phi4_mini", None),
+    "FunctionGemma": (
+        "{{- '<start_function_call>call:' + function['name'] + '{' -}} <escape>",
+        "functiongemma",
+        None,
+    ),
+    "Gemma 4": (
+        "{{- '<|tool_call>call:' + function['name'] + '{' -}} <|\"|> "
+        "<|channel>thought\\n<channel|>",
+        "gemma4",
+        "gemma4",
     ),
     "Llama 3.1": (
         '"Respond in the format {"name": function name, "parameters": ...}" <|python_tag|>',
@@ -192,6 +232,18 @@ FORMATS = {
     "harmony": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
     '{"city": "Rome"}<|call|><|start|>assistant'
     "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>",
+    "seed_oss": "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Rome</parameter>\n"
+    "</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n'
+    '<parameter name="city">Rome</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n'
+    "</minimax:tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+    '<|tool_call_argument_begin|>{"city": "Rome"}<|tool_call_end|><|tool_call_begin|>'
+    "functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    "granite": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Rome"}}, '
+    '{"name": "now", "arguments": {}}]',
+    "phi4_mini": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Rome"}}, '
+    '{"name": "now", "arguments": {}}]<|/tool_call|>',
     "none": '[{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "now", '
     '"arguments": {}}]',
 }
@@ -243,7 +295,12 @@ def test_any_name_can_be_forced(name):
             .structured_output
         )
         form = FORMATS["none" if name == "pythonic" and "-" in function else name]
-        for arguments in ('city="Rome"', "<parameter=city>\nRome\n</parameter>\n"):
+        for arguments in (
+            'city="Rome"',
+            "<parameter=city>\nRome\n</parameter>\n",
+            "<parameter=city>Rome</parameter>\n",
+            '<parameter name="city">Rome</parameter>\n',
+        ):
             form = form.replace(arguments, "")
         only = (
             form.replace('{"city": "Rome"}', "{}")
@@ -281,3 +338,14 @@ def test_references_in_schemas_stay_inside_their_tool():
         "tree", {"child": {"x": "1"}}
     )
     assert not is_valid("tree", {"city": "Bonn"}) and not validator.is_valid([])
+
+
+def test_a_model_that_reasons_when_asked_is_held_to_a_form_at_once_when_it_is_not():
+    """Gemma 4: its template knows `enable_thinking`, but thinking is off unless that is true."""
+    chosen = choose(TEMPLATES["Gemma 4"][0] + " enable_thinking")
+    schema = StructuredOutput("json_object")
+    assert chosen.expect(
+        "<|turn>user\nhi<turn|>\n<|turn>model\n", None, schema
+    ).structured_output == (schema)
+    with pytest.raises(InvalidRequest, match="reasons before it answers"):  # no token in bytes
+        chosen.expect("<|turn>system\n<|think|><turn|>\n<|turn>model\n", None, schema)

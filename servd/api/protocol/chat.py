@@ -171,7 +171,10 @@ class ChatPrompt(RequestBody):
         """The tools that the model sees; None if it has none or may not call any."""
         if self.tools is None or self.tool_choice == "none":
             return None
-        tools, parallel = cast(list[dict[str, Any]], self.tools), self.parallel_tool_calls is not False
+        tools, parallel = (
+            cast(list[dict[str, Any]], self.tools),
+            self.parallel_tool_calls is not False,
+        )
         names = {*self.named_tools}
         named = [tool for tool in tools if tool["function"]["name"] in names]
         match self.tool_choice:

@@ -179,14 +179,12 @@ class ResponsesRequest(TranslatedRequest):
     temperature: float | None = None
     top_p: float | None = None
     tools: (
-        Annotated[
-            list[Annotated[FunctionTool, BeforeValidator(check_tool)]], Field(fail_fast=True)
-        ]
+        Annotated[list[Annotated[FunctionTool, BeforeValidator(check_tool)]], Field(fail_fast=True)]
         | None
     ) = None
-    tool_choice: Annotated[
-        str | Choice | None, BeforeValidator(_check_tool_choice, ToolChoice)
-    ] = None
+    tool_choice: Annotated[str | Choice | None, BeforeValidator(_check_tool_choice, ToolChoice)] = (
+        None
+    )
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None

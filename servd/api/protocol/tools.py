@@ -26,7 +26,9 @@ def check_tool(tool: Any) -> Any:
     """
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind == "custom":
-        message = "tools of type custom are not supported: send a function with a string for the text"
+        message = (
+            "tools of type custom are not supported: send a function with a string for the text"
+        )
         raise PydanticCustomError("tool", message)
     if kind != "function":
         message = "tools of type {kind} are not supported: servd runs no tools, send functions"

@@ -43,23 +43,24 @@ def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
     return {"string"}
 
 
-def texts_of(schema: Any, root: Any, end: str) -> list[str]:
+def texts_of(schema: Any, root: Any, end: str, line: str = "\n") -> list[str]:
     r"""Lark, literals and regular expressions, for the texts that obey a schema which allows
     strings.
 
-    Each goes from the line after the opening tag to the end of `end`. A line break before that does
-    not count. All are strings; null too, where the schema allows it. Regular expressions are to be
+    Each goes from after the opening tag and `line` to the end of `end`. `line` before that does not
+    count. All are strings; null too, where the schema allows it. Regular expressions are to be
     matched as lazily as possible.
 
     Args:
         schema: the value's.
         root: what its references speak of.
         end: closing tag.
+        line: a line break, or nothing.
 
     Raises:
         NotExpressible: no text does, or the texts cannot be told from others in this way.
     """
-    found = _Texts(root, end)
+    found = _Texts(root, end, line)
     found.add(schema)
     if not found.texts or ("null" in types_of(schema, root) and found.null not in found.texts):
         raise NotExpressible("a string that could not be told from null")
@@ -69,10 +70,11 @@ def texts_of(schema: Any, root: Any, end: str) -> list[str]:
 class _Texts:
     """Collects the texts of the options of a schema."""
 
-    def __init__(self, root: Any, end: str) -> None:
+    def __init__(self, root: Any, end: str, line: str) -> None:
         self.root = root
         self.end = end
-        self.null = quoted(f"null\n{end}")
+        self.line = line
+        self.null = quoted(f"null{line}{end}")
         self.texts: list[str] = []
         self.seen: set[str] = set()
 
@@ -119,7 +121,7 @@ class _Texts:
     def _literal(self, value: str) -> str:
         if value.strip() in NULLS or self.end in value:
             raise NotExpressible("a value that would be read as another")
-        return quoted(f"{value}\n{self.end}")
+        return quoted(f"{value}{self.line}{self.end}")
 
     def _free(self, least: Any, most: Any) -> str:
         end = self.end.replace("/", r"\/")
@@ -129,9 +131,9 @@ class _Texts:
         if not is_range or not 0 <= least <= (least if most is None else most):
             raise NotExpressible("lengths that are none")
         # Not lazily alone: an end tag that comes before `least` characters would not end the match.
-        return (
-            rf"/(?s:.){{{least},{'' if most is None else most}}}\n{end}/ & ~/(?s:.)*{end}(?s:.)+/"
-        )
+        last = r"\n" if self.line else ""
+        most = "" if most is None else most
+        return rf"/(?s:.){{{least},{most}}}{last}{end}/ & ~/(?s:.)*{end}(?s:.)+/"
 
 
 def _reference(schema: Any) -> str | None:

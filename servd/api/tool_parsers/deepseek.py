@@ -40,14 +40,7 @@ class Parser(ToolParser):
         yield from self.rest(CALLS_BEGIN, call=self._calls)
 
     def _calls(self) -> Steps[bool]:
-        has_call = False
-        while True:
-            yield from self.reader.space()
-            if has_call and (yield from self.reader.accept(CALLS_END)):
-                return True
-            if not (yield from self.reader.accept(CALL_BEGIN)) or not (yield from self._call()):
-                return False
-            has_call = True
+        return (yield from self.calls_until(CALLS_END, CALL_BEGIN, self._call))
 
     def _call(self) -> Steps[bool]:
         reader = self.reader

@@ -103,6 +103,10 @@ def functions(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+# The others' forced calls are a JSON array: their arguments hold tokens.
+HELD = [name for name in PARSERS if plugins.load(PACKAGE, name, "Parser").syntaxes]
+
+
 def tool(name: str, properties: dict[str, Any], *required: str, **keywords: Any) -> dict[str, Any]:
     parameters = {"type": "object", "properties": properties, "required": [*required], **keywords}
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
@@ -207,7 +211,7 @@ EXPRESSIBLE = {
 }
 
 
-@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("name", HELD)
 @pytest.mark.parametrize("used", EXPRESSIBLE.values(), ids=EXPRESSIBLE)
 def test_common_schemas_are_held_to_in_the_models_own_format(name, used):
     reply = forced(name, used)

@@ -36,3 +36,34 @@ TOOLS = [
         size={"anyOf": [{"type": "number"}, {"type": "null"}]},
     ),
 ]
+
+
+def after(begin: str, end: str = "") -> dict[str, Case]:
+    """Replies that are a JSON array of calls after a marker."""
+    weather, nested = '{"city": "Paris", "days": 3}', '{"options": {"a": [[1], {"b": "]}"}]}}'
+    one = f'{begin}[{{"name": "get_weather", "arguments": {weather}}}]{end}'
+    several = f'{begin}[{{"name": "now", "arguments": {{}}}}, {{"name": "now"}}]{end}'
+    return {
+        "one call": Case(one, [("get_weather", weather)]),
+        "several": Case(several, [("now", "{}")] * 2),
+        "with line breaks": Case(
+            f'{begin}\n[\n  {{"name": "now", "arguments": {{}}}}\n]\n{end}', [("now", "{}")]
+        ),
+        "text before": Case(f"I look.\n{one}", [("get_weather", weather)], "I look."),
+        "text after": Case(f"{one}\nok", [("get_weather", weather)], "ok"),
+        "nested": Case(
+            f'{begin}[{{"name": "write_file", "arguments": {nested}}}]{end}',
+            [("write_file", nested)],
+        ),
+        "unicode": Case(
+            f'{begin}[{{"name": "get_weather", "arguments": {{"city": "Köln 🌦"}}}}]{end}',
+            [("get_weather", '{"city": "Köln 🌦"}')],
+        ),
+        "no call": Case(f"{begin} none", [], f"{begin} none"),
+        "no list": Case(f"{begin}[1]", [], f"{begin}[1]"),
+        "cut off in the name": Case(f'{begin}[{{"name": "get_', [], f'{begin}[{{"name": "get_'),
+        "cut off in the arguments": Case(
+            f'{begin}[{{"name": "now", "arguments": {{"a": "b', [("now", '{"a": "b')]
+        ),
+        "only text": Case(f"a {begin[:-1]} b", [], f"a {begin[:-1]} b"),
+    }

@@ -1,0 +1,11 @@
+"""Gemma 4: `<|tool_call>call:F{key:<|"|>text<|"|>}<tool_call|>`."""
+
+from __future__ import annotations
+
+from servd.api.tool_parsers._gemma import GemmaParser
+
+
+class Parser(GemmaParser):
+    """As FunctionGemma, with other tokens."""
+
+    markers = ("<|tool_call>", "<tool_call|>", '<|"|>')
