@@ -3,13 +3,17 @@
 from typing import TYPE_CHECKING, Any
 
 from servd.lora import LoRARequest
-from servd.params import PoolingParams, SamplingParams
+from servd.params import BeamSearchParams, PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
-    from servd.llm import LLM, LLMEngine
+    from servd.llm import LLM
+    from servd.llm_engine import LLMEngine
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "LLMEngine", "LoRARequest", "PoolingParams", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM", "BeamSearchParams", "LLMEngine", "LoRARequest", "PoolingParams", "SamplingParams",
+    "__version__",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -35,6 +35,17 @@ NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 BadWord = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
 
 
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
+    """A search for the most probable continuations, with vLLM's names; see `BeamSearch`."""
+
+    beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAMS)]
+    max_tokens: Count
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    include_stop_str_in_output: bool = False
+
+
 class StructuredOutput(
     msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, weakref=True
 ):
@@ -220,3 +231,6 @@ class PoolingParams(
                 f"vectors, got {self.dimensions}",
                 param="dimensions",
             )
+
+
+CLASSIFY = PoolingParams(task="classify", normalize=False)

@@ -73,6 +73,26 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
             }
             raise InvalidRequest(f"{lacks[task]}; {REMEDIES[self.task]}", param="model")
 
+    def check_scores(self) -> None:
+        """Check that the model scores pairs of texts.
+
+        Raises:
+            InvalidRequest: its head sorts into classes, or its files do not say how it scores.
+        """
+        if not self.has_scores:
+            raise InvalidRequest(
+                "the model is a reranker by its name or README.md, and its files do not say how it "
+                "scores: cosines would be wrong. Add modules.json with a LogitScore, as "
+                "docs/embeddings.md shows for Qwen3-Reranker",
+                param="model",
+            )
+        if self.task == "classify" and len(self.labels) != 1:
+            raise InvalidRequest(
+                f"the model sorts texts into {len(self.labels)} classes and scores no pairs: use "
+                "/classify",
+                param="model",
+            )
+
     def complete(self, params: PoolingParams) -> PoolingParams:
         """`params` with what the files say where the request says nothing.
 

@@ -29,7 +29,13 @@ MAY_IMPORT = {
     "worker": {"leaf", "worker"},
     "top": {"leaf", "api", "core", "top"},
 }
-TOP = {"servd", "servd.__main__", "servd.llm", "servd.serve_app"}  # and cli/, launch/
+TOP = {
+    "servd",
+    "servd.__main__",
+    "servd.llm",
+    "servd.llm_engine",
+    "servd.serve_app",
+}  # and cli/, launch/
 
 # Library -> the files or folders that may import it. A library without a row may not be imported at
 # all.
@@ -50,7 +56,7 @@ ONE_DOOR = {
     "starlette": ["servd/api/", "servd/serve_app.py"],
     "tokenizers": ["servd/api/tokenizer.py", "servd/api/detokenizer.py"],
     "torch": ["servd/worker/"],
-    "tqdm": ["servd/llm.py", "servd/cli/"],
+    "tqdm": ["servd/llm.py", "servd/llm_engine.py", "servd/cli/"],
     "transformers": ["servd/worker/"],
     "triton": ["servd/worker/"],
     "typing_extensions": ["servd/api/"],

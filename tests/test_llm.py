@@ -4,6 +4,7 @@ has the rest.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import struct
@@ -12,13 +13,14 @@ import sys
 
 import pytest
 
-from servd import LLM, LoRARequest, PoolingParams, SamplingParams
+from servd import LLM, BeamSearchParams, LoRARequest, PoolingParams, SamplingParams
 from servd.core.executor.fake import expected_tokens, next_state, vector
 from servd.core.structured_output import manager
 from servd.core.structured_output.grammar import GrammarError
 from servd.errors import EngineError, InvalidRequest
 from servd.messages import FinishReason
-from servd.params import StructuredOutput
+from servd.params import CLASSIFY, StructuredOutput
+from servd.pooling import PoolingSpec
 from tests.adapters import write_adapter
 
 
@@ -215,5 +217,89 @@ def test_chat_gives_its_options_to_the_template():
             add_generation_prompt=False,
         )
         assert bytes(output.prompt_token_ids) == b"look hi brief False"
+    finally:
+        llm.close()
+
+
+def test_scores_are_cosines_where_the_model_has_no_head():
+    llm = LLM(executor="fake", use_tqdm=False)
+    try:
+
+        def cosine(one: str, other: str) -> float:
+            pairs = zip(
+                expected(one, PoolingParams()), expected(other, PoolingParams()), strict=True
+            )
+            return sum(a * b for a, b in pairs)
+
+        assert llm.score("a", ["b", "cc"]) == pytest.approx([cosine("a", "b"), cosine("a", "cc")])
+        assert llm.score(["a", "b"], ["cc", "d"]) == pytest.approx(
+            [cosine("a", "cc"), cosine("b", "d")]
+        )
+        with pytest.raises(InvalidRequest, match="2 texts and 3 others"):
+            llm.score(["a", "b"], ["c", "d", "e"])
+        with pytest.raises(InvalidRequest, match="no classification head"):
+            llm.classify("a")
+    finally:
+        llm.close()
+
+
+def test_classes_and_scores_of_a_head():
+    llm = LLM(executor="fake", use_tqdm=False)
+    processor = llm.engine.processor
+    try:
+        processor.pooling = PoolingSpec(task="classify", labels=["x", "y", "z"], size=16)
+        numbers = expected("ab", CLASSIFY)
+        whole = sum(map(math.exp, numbers))
+        assert llm.classify(["ab"])[0] == pytest.approx([math.exp(n) / whole for n in numbers])
+        with pytest.raises(InvalidRequest, match="3 classes and scores no pairs"):
+            llm.score("a", "b")
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize("separate_process", [False, True])
+def test_an_engine_sleeps_wakes_and_forgets_prefixes(separate_process):
+    llm = LLM(executor="fake", use_tqdm=False, separate_process=separate_process)
+    params, prompt = SamplingParams(max_tokens=3), "x" * 100
+    try:
+
+        def num_cached() -> int:
+            (output,) = llm.generate(prompt, params)
+            assert output.outputs[0].token_ids == first.outputs[0].token_ids
+            return output.outputs[0].num_cached_tokens
+
+        (first,) = llm.generate(prompt, params)
+        assert num_cached() == 96
+        llm.reset_prefix_cache()
+        assert num_cached() == 0
+        llm.sleep(level=2)
+        llm.sleep()
+        llm.wake_up()
+        assert num_cached() == 0 and num_cached() == 96
+        llm.sleep()
+        assert num_cached() == 0  # a request wakes it, too
+        llm.engine.add_request("a", "b", params)
+        with pytest.raises(InvalidRequest, match="1 requests are unfinished"):
+            llm.sleep()
+    finally:
+        llm.close()
+
+
+def test_beam_search():
+    """The fake model gives 1/2, 1/4, 1/8 ... to the k most likely tokens, of which the first is its
+    favourite.
+    """
+    llm = LLM(executor="fake", use_tqdm=False)
+    try:
+        prompts = ["Once upon a time", {"prompt": "there was"}]
+        found = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=4))
+        for prompt, output in zip(["Once upon a time", "there was"], found, strict=True):
+            greedy = expected_tokens(list(prompt.encode()), 4, llm.engine.processor.spec.vocab_size)
+            assert output.prompt == prompt and output.finished
+            assert output.outputs[0].token_ids == greedy
+            assert len({tuple(one.token_ids) for one in output.outputs}) == 3
+            assert {len(one.token_ids) for one in output.outputs} == {4}
+        with pytest.raises(InvalidRequest, match="beam_width"):
+            llm.beam_search("a", BeamSearchParams(beam_width=0, max_tokens=4))
     finally:
         llm.close()

@@ -76,8 +76,7 @@ class BeamSearch:
         try:
             while self.running:
                 self.advance(await self._step(async_llm, deadline))
-            tokenizer = async_llm.processor.tokenizer
-            answers = [self._answer(tokenizer, i, beam) for i, beam in enumerate(self.finished)]
+            answers = self.answers(async_llm.processor.tokenizer)
             reason = answers[0].finish_reason or reason
         except EngineError:
             reason = FinishReason.ERROR
@@ -90,7 +89,7 @@ class BeamSearch:
 
     async def _step(self, async_llm: AsyncLLM, deadline: float | None) -> list[TokenLogprobs]:
         """The most likely next tokens of all running beams."""
-        requests = [self._request(index) for index in range(len(self.running))]
+        requests = self.requests()
         likely: dict[int, TokenLogprobs] = {}
         async with aclosing(async_llm.generate(requests, deadline)) as outputs:
             async for output in outputs:
@@ -115,6 +114,14 @@ class BeamSearch:
         metrics.observe_finished(whole, reason, now)
         metrics.observe_request(self.prepared.params, choices or [whole])
         return choices or [whole]
+
+    def requests(self) -> list[Prepared]:
+        """What asks for the next tokens of all running beams."""
+        return [self._request(index) for index in range(len(self.running))]
+
+    def answers(self, tokenizer: Tokenizer) -> list[CompletionOutput]:
+        """What was found, best first."""
+        return [self._answer(tokenizer, i, beam) for i, beam in enumerate(self.finished)]
 
     def advance(self, logprobs: list[TokenLogprobs]) -> None:
         """Continue the running beams by one token; `logprobs` has the most likely ones of each."""

@@ -14,12 +14,9 @@ from servd.api.prompt import Pair, Prompt, SharedText
 from servd.api.protocol.embeddings import EmbeddingUsage
 from servd.api.protocol.score import SimilarityRequest
 from servd.api.streaming import while_connected
-from servd.errors import InvalidRequest
 from servd.messages import RequestOptions
 from servd.outputs import unpack_vector
-from servd.params import PoolingParams
-
-CLASSIFY = PoolingParams(task="classify", normalize=False)
+from servd.params import CLASSIFY, PoolingParams
 
 
 class Vectors(msgspec.Struct):
@@ -100,24 +97,12 @@ async def compare(
             and see `embed`.
     """
     pooling = context_of(request).async_llm.processor.pooling
-    if not pooling.has_scores:
-        raise InvalidRequest(
-            "the model is a reranker by its name or README.md, and its files do not say how it "
-            "scores: cosines would be wrong. Add modules.json with a LogitScore, as "
-            "docs/embeddings.md shows for Qwen3-Reranker",
-            param="model",
-        )
+    pooling.check_scores()
     if pooling.task != "classify":
         params = PoolingParams(pooling=body.pooling, normalize=True)
         vectors = await embed(request, prefix, [*firsts, *seconds], params, body.request_options)
         split = len(firsts)
         return await _cosines(request, vectors.data[:split], vectors.data[split:]), vectors.usage
-    if len(pooling.labels) != 1:
-        raise InvalidRequest(
-            f"the model sorts texts into {len(pooling.labels)} classes and scores no pairs: use "
-            "/classify",
-            param="model",
-        )
     texts = [(SharedText(str(one.content)), one.keep_first) for one in firsts]
     pairs = [
         Prompt(content=Pair(one, str(two.content), keep, two.keep_first), param=two.param)

@@ -3,7 +3,7 @@
 import pytest
 
 from servd import LLM
-from servd.llm import InProcess
+from servd.llm_engine import InProcess
 from servd.params import SamplingParams
 from servd.stats import DraftStats
 

@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from servd.api.prompt import Chat, ToolOptions
-from servd.llm import LLMEngine
+from servd.llm_engine import LLMEngine
 from servd.outputs import RequestOutput
 from servd.params import SamplingParams
 

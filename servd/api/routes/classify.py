@@ -7,11 +7,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.context import context_of, json_response, read_body
-from servd.api.embedding import CLASSIFY, embed
+from servd.api.embedding import embed
 from servd.api.openapi import describes
 from servd.api.protocol.classify import Classification, Classifications
 from servd.api.protocol.embeddings import VectorRequest
 from servd.outputs import unpack_vector
+from servd.params import CLASSIFY
 
 router = APIRouter()
 

@@ -9,11 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.context import built_response, context_of, read_body
-from servd.api.embedding import CLASSIFY, embed
+from servd.api.embedding import embed
 from servd.api.openapi import describes
 from servd.api.protocol.pooling import PooledInput, PoolingRequest, Poolings
 from servd.errors import InvalidRequest
 from servd.outputs import unpack_vector
+from servd.params import CLASSIFY
 
 router = APIRouter()
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from servd.cli.bench import _data, _engine, _report
-from servd.llm import InProcess
+from servd.llm_engine import InProcess
 from servd.messages import EngineCoreOutputs
 from servd.params import SamplingParams
 

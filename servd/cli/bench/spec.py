@@ -13,7 +13,8 @@ from typing import Any
 from servd.cli import _options
 from servd.cli.bench import _data, _engine, _report
 from servd.errors import EngineError
-from servd.llm import LLM, InProcess
+from servd.llm import LLM
+from servd.llm_engine import InProcess
 from servd.messages import EngineCoreOutputs
 from servd.params import SamplingParams
 from servd.speculative import read_keys, readers
