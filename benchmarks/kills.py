@@ -36,12 +36,18 @@ NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
 SIGNALS = {"kill -9": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 HARMLESS = [faulty.NAN, faulty.ONE]  # but for one request, which ends with an error
 ERRORS = [*faulty.ERRORS, *HARMLESS]
+WORKERS = [*SIGNALS, "worker killed"]
 # Name -> options of servd serve, and what is done to its engines.
 SETUPS: dict[str, tuple[list[str], list[str]]] = {
     "one engine": (FAULTY, [*SIGNALS, *ERRORS]),
     "two engines": (["--data-parallel-size", "2", *FAULTY], [*SIGNALS, *ERRORS]),
     "speculation": (["--speculative-config", "demo", *FAULTY], [*SIGNALS, *ERRORS]),
-    "two ranks": (["--tensor-parallel-size", "2"], [*SIGNALS, "worker killed"]),
+    "found drafts": (["--speculative-config", NGRAM, *FAULTY], [*SIGNALS, *ERRORS]),
+    "two ranks": (["--tensor-parallel-size", "2"], WORKERS),
+    "two ranks' speculation": (
+        ["--tensor-parallel-size", "2", "--speculative-config", "demo"],
+        WORKERS,
+    ),
     "fake engine": (FAKE, [*SIGNALS, *ERRORS]),
     "two fake engines": (["--data-parallel-size", "2", *FAKE], [*SIGNALS, *ERRORS]),
     "fake speculation": (["--speculative-config", NGRAM, *FAKE], [*SIGNALS, *ERRORS]),

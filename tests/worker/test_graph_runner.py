@@ -113,7 +113,7 @@ def run_steps(
     folder: Path, **options: object
 ) -> tuple[Driver, list[list[int]], list[torch.Tensor]]:
     """Requests come, decode together in changing numbers, and leave."""
-    driver = Driver(config_for(folder, load_format="dummy", **options), seed=3)
+    driver = Driver(config_for(folder, **{"load_format": "dummy"} | options), seed=3)
     draw = random.Random(1)
     outputs, logits = [], []
     slots = [

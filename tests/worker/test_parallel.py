@@ -63,15 +63,21 @@ def answer(worker: Worker, adapter: Adapter | None) -> tuple[list[int], torch.Te
         params=GREEDY,
         adapter=adapter,
     )
-    first = ScheduledRequest(2, len(PROMPT), [9, 4, 11])
+    free = [9, 4, 11, 3, 7, 2, 14, 0, 12, 5, 15, 1, 8, 13, 6, 10]
+    num_groups = len(worker.runner.kv_windows)
+
+    def blocks(count: int) -> list[int]:
+        return [free.pop() for _ in range(count * num_groups)]
+
+    first = ScheduledRequest(2, len(PROMPT), blocks(3))
     worker.execute_model(SchedulerOutput(1, [first], [new], [2]))
     assert worker.runner.launched is not None and worker.runner.launched.computed is not None
     logits = worker.runner.model.compute_logits(worker.runner.launched.computed[1][-1:])
     tokens = worker.sample_tokens().result().sampled_token_ids[0]
     for step in range(2, NUM_OUTPUTS + 1):
         needs_block = (len(PROMPT) + step - 1) % 4 == 1
-        blocks, computed = [step] if needs_block else [], len(PROMPT) + step - 2
-        row = ScheduledRequest(2, 1, blocks, num_computed_tokens=computed)
+        computed = len(PROMPT) + step - 2
+        row = ScheduledRequest(2, 1, blocks(needs_block), num_computed_tokens=computed)
         worker.execute_model(SchedulerOutput(step, [row]))
         tokens += worker.sample_tokens().result().sampled_token_ids[0]
     return tokens, logits
