@@ -59,6 +59,13 @@ class ModelConfig(Section, frozen=True):
     trust_remote_code: Annotated[
         bool, about("Run Python code that comes with the tokenizer when it has to be converted.")
     ] = False
+    hf_overrides: Annotated[
+        dict[str, Any] | None,
+        about(
+            "What to change in the model's config.json, as JSON. For contexts four times as long: "
+            '`{"rope_scaling": {"rope_type": "yarn", "factor": 4}}`.'
+        ),
+    ] = None
     model_impl: Annotated[
         Literal["auto", "servd", "transformers"],
         about(

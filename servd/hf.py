@@ -18,6 +18,8 @@ from msgspec import Meta
 
 from servd import gguf
 from servd.errors import ConfigError, ModelNotFound, UnsupportedModel
+from servd.overrides import override, reach
+from servd.text_part import TEXT, text_of
 
 log = logging.getLogger("servd.hf")
 
@@ -58,7 +60,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None  # of requests, if less
     dtype: str  # as the checkpoint has it: float32 | bfloat16 | float16
     eos_token_ids: list[int]
-    config: dict[str, Any]  # config.json as it is; model files read their own keys from it
+    # config.json, or what of it is of text; model files read their own keys from it.
+    config: dict[str, Any]
     generation: dict[str, Any] = {}  # generation_config.json as it is
 
     @property
@@ -113,17 +116,23 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_spec(folder: Path | str) -> ModelSpec:
-    """Read config.json and generation_config.json of a model folder.
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model of text, or that of the part of a model which reads text."""
+    config = read_json(folder / "config.json")
+    # Heads in *speculators* format say so what they share with other decoders.
+    return reach(text_of(config.get("transformer_layer_config", {}) | config))
+
+
+def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> ModelSpec:
+    """Read config.json, with `--hf-overrides`, and generation_config.json of a model folder.
 
     Raises:
         ModelNotFound: config.json is missing or broken.
         UnsupportedModel: config.json lacks what every decoder model states.
+        ConfigError: the overrides are not for this model.
     """
     folder = Path(folder)
-    config = read_json(folder / "config.json")
-    # Heads in *speculators* format say so what they share with other decoders.
-    config = config.get("transformer_layer_config", {}) | config
+    config = override(read_config(folder), overrides or {})
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else {}
 
@@ -182,8 +191,9 @@ def quantization_of(folder: Path | str) -> dict[str, Any] | None:
     folder = Path(folder)
     if (file := folder / "config.json").exists():
         config = read_json(file)
-        if found := config.get("quantization_config") or config.get("compression_config"):
-            return found
+        for each in (config, config.get(TEXT) or {}):
+            if found := each.get("quantization_config") or each.get("compression_config"):
+                return found
     for name, method in (("quant_config.json", "awq"), ("quantize_config.json", "gptq")):
         if (file := folder / name).exists():
             return {"quant_method": method, **read_json(file)}

@@ -98,7 +98,6 @@ CAPTURE = "leave it out; --enforce-eager does without CUDA graphs, and --compile
 LOGPROBS = "leave it out: log-probabilities are the model's own, before temperature and penalties"
 EXPERTS = "leave it out: --enable-expert-parallel and --tensor-parallel-size place experts"
 CONTEXT = "not supported: cut the model, with --tensor-parallel-size or --pipeline-parallel-size"
-CONFIG_JSON = "change config.json in a copy of the model's folder, and serve that"
 HF_FILES = "leave it out: the model's files in Hugging Face's form are read"
 PROXY = "leave it out: let the proxy cut that prefix off"
 GUARDED = "leave it out: with --api-key or --api-key-file all but /health and / need a key"
@@ -126,8 +125,7 @@ INSTEAD = {
     "enable_per_request_metrics": "use `timings_per_token` in the request, or Server-Timing",
     "enable_prompt_embeds": "not supported: prompts are text or token ids",
     "enable_ssl_refresh": "send SIGHUP when certificates have changed",
-    "hf_config_path": CONFIG_JSON,
-    "hf_overrides": CONFIG_JSON,
+    "hf_config_path": "use --hf-overrides",
     "hf_token": "set $HF_TOKEN, which nobody else can read",
     "ignore_patterns": "leave it out: of a model's weights one form is read",
     "kv_offloading_backend": "leave it out: servd's own tiers are used (docs/kv-cache.md)",
@@ -156,8 +154,8 @@ INSTEAD = {
     "response_role": "leave it out: answers are the assistant's",
     "return_tokens_as_token_ids": "send that in the request",
     "root_path": PROXY,
-    "rope_scaling": CONFIG_JSON,
-    "rope_theta": CONFIG_JSON,
+    "rope_scaling": "write JSON: --hf-overrides '{\"rope_scaling\": {...}}'",
+    "rope_theta": "write JSON: --hf-overrides '{\"rope_theta\": ...}'",
     "safetensors_load_strategy": "leave it out: files are read as fast as the disk is",
     "skip_tokenizer_init": "leave it out: prompts may be token ids, `return_token_ids` has more",
     "speculative_model": "use --spec-model",

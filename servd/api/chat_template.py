@@ -399,7 +399,7 @@ def _text_of_part(part: Any, param: str) -> str:
             if isinstance(part.get(key), str):
                 return part[key]
         part = part.get("type")
-    message = f"{param}: this model reads text parts only, got {part!r}"
+    message = f"{param}: servd reads text parts only, got {part!r}"
     raise InvalidRequest(message, param="messages")
 
 

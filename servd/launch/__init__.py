@@ -108,7 +108,7 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, De
         if (drafted := of_speculators(config, folder)) is not None:
             return find_and_resolve(drafted)
         _refuse_head(model.model, folder)
-        spec = hf.read_spec(folder)
+        spec = hf.read_spec(folder, model.hf_overrides)
     natives = plugins.names("servd.worker.models")
     if config.model.model_impl == "servd" and spec.model_type not in natives:
         raise UnsupportedModel(

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from servd import plugins
 from servd.errors import ConfigError, ModelNotFound, UnsupportedModel
-from servd.hf import ModelSpec, quantization_of, weight_files
+from servd.hf import ModelSpec, quantization_of, read_json, weight_files
 from servd.pooling import is_encoder, is_encoder_as_decoder
+from servd.text_part import is_part, text_name
 from servd.worker.cut import cut
 from servd.worker.layers import packed
 from servd.worker.layers._matrix import Form, MakeForm, Matrix
@@ -222,6 +223,31 @@ def _check(files: list[Path]) -> None:
 
 def _checkpoint(files: list[Path], weight: Tensor) -> Iterator[tuple[str, Tensor | Quantized]]:
     """Tensors as the format of the checkpoint gives them; `weight` is on the model's device."""
+    tensors = _quantized(files, weight)
+    folder = files[0].parent
+    config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+    return _of_text(tensors, not weight.is_meta) if is_part(config) else tensors
+
+
+def _of_text(
+    tensors: Iterator[tuple[str, Tensor | Quantized]], is_told: bool
+) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """Those of the part that reads text, under the names that they have in a model of text."""
+    num_others, others = 0, set[str]()
+    for name, tensor in tensors:
+        if (renamed := text_name(name)) is not None:
+            yield renamed, tensor
+            continue
+        num_others += 1
+        others.add(name.removeprefix("model.").partition(".")[0])
+    if is_told:
+        log.info(
+            "%d tensors are not loaded, those of %s: servd reads text alone",
+            num_others, ", ".join(sorted(others)) or "nothing",
+        )  # fmt: skip
+
+
+def _quantized(files: list[Path], weight: Tensor) -> Iterator[tuple[str, Tensor | Quantized]]:
     stated = quantization_of(files[0].parent)
     if stated is None:
         return read_tensors(files)

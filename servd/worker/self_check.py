@@ -77,6 +77,7 @@ class SelfCheck:
             and self.files.task != "generate"
             and runner.max_num_seqs >= len(LENGTHS)
             and quantization_of(spec.folder) is None
+            and not config.model.hf_overrides  # the files define other vectors
         )
         self.cached = (
             _cached(spec, config.model.load_format, len(self.prompts[-1])) if self.is_on else Path()

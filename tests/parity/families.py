@@ -208,6 +208,9 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "renormalized": QWEN3_MOE | {"norm_topk_prob": True},
         "some layers dense": QWEN3_MOE | {"mlp_only_layers": [1], "head_dim": 8},
     },
+    "qwen3_5_moe_text": {
+        "experts": QWEN3_NEXT | {"layer_types": None, "linear_num_key_heads": 3},
+    },
     "qwen3_5_text": {
         "of four layers": QWEN3_NEXT | {"layer_types": None, "attention_bias": True},
     },

@@ -69,7 +69,7 @@ class Driver:
         progress: Callable[[str, float], None] = lambda *_: None,
     ) -> None:
         assert config.model.model is not None
-        self.spec = read_spec(config.model.model)
+        self.spec = read_spec(config.model.model, config.model.hf_overrides)
         self.worker = Worker(config, self.spec, 0, progress)
         self.ready = self.worker.load_model()
         self.worker.allocate_kv_cache(self.ready.num_blocks)

@@ -157,8 +157,8 @@ def test_the_context_is_shortened_to_the_cache_unless_asked_for(
         ({"hidden_act": "swish9"}, "activation 'swish9' is not supported; there are: gelu"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type 'longrope'"),
         (
-            {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "rope_type 'dynamic'",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear"}},
+            "rope_type 'linear' without factor",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"num_hidden_layers": 2}, "has a tensor 'model.layers.2."),

@@ -57,7 +57,8 @@ def find_model(config: Config) -> hf.ModelSpec:
     """
     model = config.model
     assert model.model is not None
-    spec = hf.read_spec(hf.find_model(model.model, model.revision, model.download_dir))
+    folder = hf.find_model(model.model, model.revision, model.download_dir)
+    spec = hf.read_spec(folder, model.hf_overrides)
     if model.load_format != "dummy":
         hf.download_weights(model.model, model.revision, model.download_dir, model.load_format)
     return spec

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from servd.errors import UnsupportedModel
 from servd.hf import ModelSpec
+from servd.overrides import ROPE_TYPES
 from servd.worker import ops
 
 log = logging.getLogger("servd.worker")
@@ -72,8 +73,8 @@ def frequencies(
     """Angle per position of each pair [pairs], and the factor on cos and sin.
 
     Raises:
-        UnsupportedModel: angles by layer or for a part of the head, or another `rope_type` than
-            those below.
+        UnsupportedModel: angles by layer or for a part of the head, another `rope_type` than those
+            below, or one without what it needs.
     """
     if any(isinstance(value, dict) for value in rope.values()):
         raise UnsupportedModel("rope_parameters that differ from layer to layer are not supported")
@@ -85,11 +86,18 @@ def frequencies(
     size = int(spec.head_dim * (partial_factor or 1.0))
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
     inv_freq = 1.0 / rope["rope_theta"] ** exponents
+    needed = {**ROPE_TYPES, "yarn": ()}.get(rope["rope_type"], ())
+    if missing := [key for key in needed if key not in rope]:
+        raise UnsupportedModel(
+            f"config.json has rope_type {rope['rope_type']!r} without {', '.join(missing)}"
+        )
     match rope["rope_type"]:
         case "default":
             return inv_freq, 1.0
         case "linear":
             return inv_freq / rope["factor"], 1.0
+        case "dynamic":
+            return _dynamic(inv_freq, rope, spec), 1.0
         case "llama3":
             return _llama3(inv_freq, rope), 1.0
         case "yarn":
@@ -98,9 +106,20 @@ def frequencies(
             return _longrope(inv_freq, rope, spec)
         case other:
             raise UnsupportedModel(
-                f"rope_type {other!r} is not supported; there are: default, linear, llama3, "
-                "longrope, yarn"
+                f"rope_type {other!r} is not supported; there are: default, dynamic, linear, "
+                "llama3, longrope, yarn"
             )
+
+
+def _dynamic(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> Tensor:
+    """A larger base, as much as the longest request needs: one for all requests, whose keys would
+    else depend on how long they get.
+    """
+    original, size = rope["original_max_position_embeddings"], 2 * len(inv_freq)
+    longest = max(spec.max_model_len or spec.max_position_embeddings, original)
+    grown = rope["factor"] * longest / original - (rope["factor"] - 1)
+    base = rope["rope_theta"] * grown ** (size / (size - 2))
+    return 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
 
 
 def _llama3(inv_freq: Tensor, rope: dict[str, Any]) -> Tensor:
@@ -147,9 +166,6 @@ def _longrope(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> tuple[
     """A factor for each pair (arXiv:2402.13753), of short contexts or of long ones: one for all
     requests, whose keys would else depend on how long they get.
     """
-    needed = ("original_max_position_embeddings", "short_factor", "long_factor")
-    if missing := [name for name in needed if name not in rope]:
-        raise UnsupportedModel(f"config.json has rope_type 'longrope' without {', '.join(missing)}")
     original = rope["original_max_position_embeddings"]
     is_long = (spec.max_model_len or spec.max_position_embeddings) > original
     if is_long:

@@ -10,19 +10,20 @@ import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from servd.errors import UnsupportedModel
-from servd.hf import ModelSpec
+from servd.hf import ModelSpec, read_json
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.quantized import Quantized
@@ -207,6 +208,8 @@ def build(spec: ModelSpec) -> Any:
     try:
         # Left out, transformers would ask a terminal whether to run the checkpoint's code.
         config = AutoConfig.from_pretrained(spec.folder, trust_remote_code=False)
+        if spec.config != read_json(Path(spec.folder) / "config.json"):  # or a part of a model
+            config = CONFIG_MAPPING[spec.model_type].from_dict(spec.config)
         if config.is_encoder_decoder:
             raise UnsupportedModel("encoder-decoders are not supported")
         for each in (config, config.get_text_config()):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from servd.hf import ModelSpec
 from servd.worker.layers.experts import SparseMoE
+from servd.worker.layers.quantized import Quantized
 from servd.worker.models.qwen3 import Qwen3ForCausalLM, Qwen3Layer
 from servd.worker.parallel import Parallel
 
@@ -38,3 +40,32 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     """See Qwen3MoeLayer."""
 
     layer = Qwen3MoeLayer
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        super().__init__(spec, parallel)
+        self.hidden_size = spec.hidden_size
+
+    def convert(
+        self, tensors: Iterator[tuple[str, Tensor | Quantized]]
+    ) -> Iterator[tuple[str, Tensor | Quantized]]:
+        """Experts one by one."""
+        return one_by_one(tensors, self.hidden_size)
+
+
+def one_by_one(
+    tensors: Iterator[tuple[str, Tensor | Quantized]], turned: int | None = None
+) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """Where a tensor is that of all experts, [num_experts, out, in], those of each.
+
+    Args:
+        tensors: of a checkpoint, by name.
+        turned: the size of hidden states, where it may be [num_experts, in, out]: so has Qwen 3-VL.
+    """
+    for name, tensor in tensors:
+        prefix, is_of_experts, module = name.partition(".mlp.experts.")
+        if not is_of_experts or isinstance(tensor, Quantized) or tensor.dim() != 3:
+            yield name, tensor
+            continue
+        is_turned = tensor.shape[1 if module == "gate_up_proj" else 2] == turned
+        for number, expert in enumerate(tensor.mT if is_turned else tensor):
+            yield f"{prefix}.mlp.experts.{number}.{module}.weight", expert
