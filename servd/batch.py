@@ -14,7 +14,6 @@ import msgspec
 from msgspec import Meta, Raw
 
 from servd.bounds import shorten
-from servd.options import Section, about
 
 ROUTES = (
     "/v1/chat/completions",
@@ -28,18 +27,6 @@ MAX_LINE = 8 * 2**20  # bytes
 MAX_LINES = 50_000
 
 CustomId = Annotated[str, Meta(min_length=1, max_length=512)] | int
-
-
-class BatchConfig(Section, frozen=True):
-    """Files and batches."""
-
-    batch_dir: Annotated[
-        str | None,
-        about(
-            "Folder that keeps what `/v1/files` and `/v1/batches` are given, so that batches go "
-            "on after a restart. Default: these routes refuse everything."
-        ),
-    ] = None
 
 
 class Line(msgspec.Struct):

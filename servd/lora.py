@@ -1,4 +1,4 @@
-"""LoRA adapters as files: options, and what PEFT wrote."""
+"""LoRA adapters as files: what PEFT wrote."""
 
 from __future__ import annotations
 
@@ -8,51 +8,11 @@ import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 from servd.errors import ConfigError
-from servd.options import Positive, Section, about
-
-
-class LoRAConfig(Section, frozen=True):
-    """LoRA adapters."""
-
-    enable_lora: Annotated[bool, about("Serve LoRA adapters; requests name one as `model`.")] = (
-        False
-    )
-    max_loras: Annotated[Positive, about("Most adapters in one step.")] = 1
-    max_lora_rank: Annotated[
-        Annotated[int, Meta(ge=1, le=512)],
-        about("Largest rank of an adapter; it decides how much memory they take."),
-    ] = 16
-    max_cpu_loras: Annotated[
-        Positive | None,
-        about("Adapters kept in main memory, those used last. Default: --max-loras."),
-    ] = None
-    lora_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        about("Type that adapters are kept in; auto: that of the activations."),
-    ] = "auto"
-    lora_modules: Annotated[
-        list[str],
-        about("Adapters to serve from the start: NAME=FOLDER, or JSON with `name` and `path`."),
-    ] = []
-    lora_dir: Annotated[
-        str | None,
-        about(
-            "Folder of adapters, one folder each, that are loaded when a request names them. "
-            "`/v1/load_lora_adapter` reads from here and from nowhere else. Default: no adapter "
-            "can be loaded at run time."
-        ),
-    ] = None
-
-    @property
-    def num_places(self) -> int:
-        """Adapters that the workers hold at once."""
-        return self.max_loras if self.enable_lora else 0
 
 
 class Adapter(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 
 from servd import data_parallel, plugins, pooling
-from servd.config import Config, choices, flag_of, options_by_name
+from servd.config import Config, LoRAConfig, choices, flag_of, options_by_name
 from servd.data_parallel import Decision
 from servd.errors import ConfigError, UnsupportedModel
 from servd.hf import DEMO_MODEL, ModelSpec, quantization_of
 from servd.join import read_token
-from servd.lora import LoRAConfig, parse_module
+from servd.lora import parse_module
 from servd.pooling import is_encoder_as_decoder
 
 log = logging.getLogger("servd.resolve")

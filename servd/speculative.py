@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
+from servd.config._section import Positive
 from servd.errors import ConfigError
 from servd.hf import DEMO_HEAD, DEMO_MODEL
-from servd.options import Positive
 
 MAX_FORCED_TOKENS = 16  # computed with the token before them, for one request in one step
 

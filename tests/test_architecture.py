@@ -351,7 +351,11 @@ def test_every_package_of_plugins_has_plugins():
 
 
 def test_every_package_that_is_an_option_or_loads_its_own_files_is_a_package_of_plugins():
-    options = re.findall(r'"plugins": "([\w.]+)"', (ROOT / "servd/config.py").read_text())
+    options = [
+        name
+        for path in (ROOT / "servd/config").glob("*.py")
+        for name in re.findall(r'"plugins": "([\w.]+)"', path.read_text())
+    ]
     loading = [s.module for s in SOURCES if "plugins.load(__name__" in s.text]
     assert options
     assert {name.replace(".", "/") for name in options + loading} <= set(PLUGINS)

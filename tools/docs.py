@@ -19,7 +19,7 @@ import msgspec
 from servd.api.protocol.generation import GenerationRequest
 from servd.bounds import INT32_MAX, INT64_MAX
 from servd.config import Config, choices, title_of
-from servd.options import plain
+from servd.config._section import plain
 from servd.params import SamplingParams
 from tools import boards, limits, picture, speed
 
@@ -51,7 +51,7 @@ What each file is for, in its own words. How they work together: [architecture.m
 CONFIG_HEAD = """\
 # Configuration
 
-<!-- Generated from servd/config.py by `make docs`; changes here are lost. -->
+<!-- Generated from servd/config/ by `make docs`; changes here are lost. -->
 
 Every option is a flag of `servd serve`, a key of a `--config` file (`.toml`, `.yaml` or `.json`;
 with dashes or underscores) and a keyword of `servd.LLM`. A flag wins over the file, the file over

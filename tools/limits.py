@@ -15,9 +15,8 @@ from servd.api import (
 from servd.api.protocol import completions, decisions, validation
 from servd.api.response_builders import chunks
 from servd.api.routes import pooling
-from servd.config import ServerConfig
+from servd.config import SchedulerConfig, ServerConfig
 from servd.core.structured_output import grammar
-from servd.scheduling import SchedulerConfig
 
 Row = tuple[str, str, str]
 

@@ -12,8 +12,9 @@ from typing import Literal
 
 from servd.adapter_store import AdapterStore
 from servd.api.async_llm import AsyncLLM
+from servd.config import LoRAConfig
 from servd.errors import ConfigError, Forbidden, InvalidRequest, Unavailable
-from servd.lora import CONFIG, TENSORS, Adapter, AdapterFiles, LoRAConfig
+from servd.lora import CONFIG, TENSORS, Adapter, AdapterFiles
 from servd.messages import EngineReady
 
 NAME = re.compile(r"\w[\w.:@-]*(?:/\w[\w.:@-]*)*", re.ASCII)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from servd.access import Key
 from servd.api.metrics import Metrics
+from servd.config import SchedulerConfig
 from servd.errors import InvalidRequest, Overloaded, RateLimited, RequestError, Unavailable
-from servd.scheduling import SchedulerConfig
 
 MEMORY = 60.0  # seconds of work after which what was served counts a third
 MAX_RETRY_AFTER = 120  # seconds

@@ -20,7 +20,6 @@ from starlette.requests import Request
 from starlette.routing import request_response
 
 import servd
-from servd.access import AccessConfig
 from servd.adapter_store import AdapterStore
 from servd.api import console
 from servd.api.adapters import Adapters
@@ -34,7 +33,7 @@ from servd.api.protocol.errors import error_reply
 from servd.api.response_store import ResponseStores
 from servd.api.routes import load_routers
 from servd.api.siblings import Siblings
-from servd.config import Config
+from servd.config import AccessConfig, Config
 from servd.errors import NotFound, ServdError
 
 Endpoint = Callable[..., Awaitable[Response]]

@@ -8,7 +8,8 @@ from collections.abc import Collection, Sequence
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as Connection
 
-from servd.access import SCOPES, AccessConfig, Key, Scope, hash_key, read_keys
+from servd.access import SCOPES, Key, Scope, hash_key, read_keys
+from servd.config import AccessConfig
 from servd.errors import ConfigError, Forbidden, Unauthorized
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # reveal nothing about the model

@@ -6,8 +6,8 @@ import time
 
 from servd.api.protocol.generation import KVTransferAnswer
 from servd.config import Config
+from servd.config.kv_transfer import FLAG
 from servd.errors import InvalidRequest
-from servd.kv_transfer import FLAG
 from servd.messages import RequestOptions
 
 FIELD = "kv_transfer_params"

@@ -11,8 +11,9 @@ import msgspec
 
 from servd import hf
 from servd.api.adapters import NAME
+from servd.config import LoRAConfig
 from servd.errors import ConfigError
-from servd.lora import CONFIG, LoRAConfig, parse_module
+from servd.lora import CONFIG, parse_module
 
 logger = logging.getLogger("servd.api")
 

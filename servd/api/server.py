@@ -41,7 +41,7 @@ from servd.api.timeline import Tracer
 from servd.api.tokenizer import Tokenizer
 from servd.child import SHOW_STACKS, read_start
 from servd.child_messages import ENGINE_IS_DEAD, StartAPIServer
-from servd.config import Config, ServerConfig
+from servd.config import Config, ObservabilityConfig, ServerConfig
 from servd.core.client import EngineCoreClient, engine_dir, identity
 from servd.errors import ConfigError, ShuttingDown
 from servd.heartbeat import Heartbeat
@@ -221,7 +221,7 @@ def within_file_limit(config: ServerConfig) -> ServerConfig:
     return msgspec.structs.replace(config, max_connections=possible)
 
 
-def spans_of(options: log.ObservabilityConfig) -> Spans | None:
+def spans_of(options: ObservabilityConfig) -> Spans | None:
     """The exporter of OpenTelemetry spans, if one is configured."""
     if options.otlp_traces_endpoint is None:
         return None

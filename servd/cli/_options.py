@@ -14,8 +14,8 @@ import msgspec
 
 from servd import peers
 from servd.config import Config, choices, flag_of, options_by_name, title_of
+from servd.config._section import plain
 from servd.errors import ConfigError
-from servd.options import plain
 
 OTHER_FLAGS = {  # as vLLM has or had them
     "executor": ["--distributed-executor-backend"],

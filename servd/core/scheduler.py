@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Set
 from itertools import islice
 
 from servd import plugins
+from servd.config import SchedulerConfig
 from servd.core.drafts import NO_DRAFTS, Drafts, choose_drafts
 from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.lookahead import Lookahead
@@ -28,7 +29,6 @@ from servd.messages import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from servd.scheduling import SchedulerConfig
 from servd.speculative import max_num_samples
 from servd.stats import SchedulerStats
 from servd.tracing import Mark, StepRecord, now_ns

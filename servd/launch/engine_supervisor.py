@@ -14,11 +14,10 @@ from pathlib import Path
 from servd import hf, ipc
 from servd.child import Child
 from servd.child_messages import StartEngine
-from servd.config import Config, ServerConfig
+from servd.config import Config, ParallelConfig, ServerConfig
 from servd.core.client import engine_address
 from servd.heartbeat import Heartbeat, Watchdog, make_file
 from servd.messages import EngineRestarting
-from servd.parallel import ParallelConfig
 
 logger = logging.getLogger("servd.launch")
 

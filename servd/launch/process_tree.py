@@ -20,12 +20,12 @@ from types import FrameType
 import msgspec
 
 from servd import hf, ipc, log
-from servd.access import AccessConfig, read_keys, tls_context
+from servd.access import read_keys, tls_context
 from servd.adapter_store import AdapterStore
 from servd.api import routing
 from servd.child import Child
 from servd.child_messages import ENGINE_IS_DEAD, StartAPIServer
-from servd.config import Config
+from servd.config import AccessConfig, Config
 from servd.core.client import engine_address, engine_dir
 from servd.errors import ConfigError
 from servd.heartbeat import Heartbeat, Watchdog, make_file

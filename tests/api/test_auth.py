@@ -14,10 +14,11 @@ import openai
 import pytest
 from starlette.routing import Route
 
-from servd.access import AccessConfig, Scope, hash_key, read_keys
+from servd.access import Scope, hash_key, read_keys
 from servd.api import auth, console
 from servd.api.auth import OPEN_PATHS
 from servd.api.routes import load_routers
+from servd.config import AccessConfig
 from servd.errors import ConfigError
 from servd.messages import EngineCoreRequest
 from tests.api.harness import MODEL, Served, serve, user

@@ -9,7 +9,8 @@ import re
 
 import pytest
 
-from servd.log import ObservabilityConfig, current_request, setup
+from servd.config import ObservabilityConfig
+from servd.log import current_request, setup
 from tests.api.harness import serve
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

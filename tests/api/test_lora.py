@@ -16,9 +16,9 @@ import pytest
 from servd.adapter_store import AdapterStore
 from servd.api.adapters import Adapters
 from servd.api.async_llm import AsyncLLM
+from servd.config import LoRAConfig
 from servd.core.executor.fake import expected_tokens
 from servd.hf import FAKE_SPEC
-from servd.lora import LoRAConfig
 from servd.messages import EngineReady, WorkerReady
 from tests.adapters import write_adapter
 from tests.api.harness import MODEL, Served, serve, until

@@ -12,8 +12,8 @@ import httpx
 import pytest
 import trustme
 
-from servd.access import AccessConfig, load_certificates, tls_context
-from servd.config import Config
+from servd.access import load_certificates, tls_context
+from servd.config import AccessConfig, Config
 from servd.errors import ConfigError
 from tests.api.harness import MODEL, listening, serve, user
 

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from servd import cli, peers
-from servd.access import AccessConfig, read_keys
+from servd.access import read_keys
 from servd.cli import _options
-from servd.config import Config, choices, options_by_name
+from servd.config import AccessConfig, Config, choices, options_by_name
 from servd.errors import ConfigError
 
 

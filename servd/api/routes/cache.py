@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from servd.api.context import context_of, json_response
 from servd.api.openapi import describes
+from servd.config.kv_events import KVEventsConfig
 from servd.errors import Unavailable
-from servd.kv_events import KVEventsConfig
 from servd.messages import EngineReady
 from servd.stats import SchedulerStats
 

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from servd.config.kv_events import KVEventsConfig
 from servd.core.kv_cache.block_hash import NO_KEYS, is_of_other_group, root_hash
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.core.request import Request
 from servd.ipc import Publisher
-from servd.kv_events import KVEventsConfig
 
 logger = logging.getLogger("servd.engine")
 DEVICE = "GPU"  # whatever it is: routers tell it from CPU and STORAGE, the tiers below

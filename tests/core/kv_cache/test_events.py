@@ -18,11 +18,11 @@ import zmq
 
 from servd import LLM
 from servd.config import Config
+from servd.config.kv_events import KVEventsConfig
 from servd.core.engine_core import EngineCore
 from servd.core.kv_cache.events import AllBlocksCleared
 from servd.errors import ConfigError
 from servd.ipc import END_OF_REPLAY, Publisher
-from servd.kv_events import KVEventsConfig
 from servd.lora import Adapter
 from servd.messages import ResetPrefixCache
 from tests.core.engines import Log, make_engine, make_request

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from servd.config import Config
+from servd.config.kv_transfer import KVTransferConfig
 from servd.core.kv_cache.tiers import Tiers, remote
 from servd.core.kv_cache.tiers.remote import Ask, Give
 from servd.errors import ConfigError
 from servd.hf import FAKE_SPEC
 from servd.ipc import Keys, Link, Listener, wait
-from servd.kv_transfer import KVTransferConfig
 from servd.messages import AbortRequests
 from servd.resolve import Machine, resolve
 from tests.core.engines import (

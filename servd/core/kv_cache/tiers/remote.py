@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+from servd.config.kv_transfer import FLAG, KVTransferConfig
 from servd.core.kv_cache.tiers.disk import HEADER, WARN_INTERVAL, header
 from servd.ipc import Keys, Link, Listener, tcp_address, wait
-from servd.kv_transfer import FLAG, KVTransferConfig
 from servd.messages import Message
 
 logger = logging.getLogger("servd.engine")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from servd.options import Section, about
+from servd.config._section import Section, about
 
 
 class ModelsConfig(Section, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from servd.options import NotNegative, Positive, Section, about
+from servd.config._section import NotNegative, Positive, Section, about
 
 
 class ParallelConfig(Section, frozen=True):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from servd.options import NotNegative, Positive, Section, about
+from servd.config._section import NotNegative, Positive, Section, about
 
 
 class SchedulerConfig(Section, frozen=True):
