@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -428,8 +429,8 @@ def form_maker(
         table = plugins.load(QUANTIZATIONS, quantization, "quantize_table")
     except AttributeError:
         table = quantize
-    if activations == "int8":
-        quantize, table = (partial(make, x_dtype=x_dtype) for make in (quantize, table))
+    if activations != "float32" and "x_dtype" in signature(quantize).parameters:
+        quantize, table = (partial(make, x_dtype=torch.int8) for make in (quantize, table))
     if imatrix is None:
         return MakeForm(quantize, table=table)
     return MakeForm(quantize, table=table, importance=_imatrix.read(Path(imatrix)))

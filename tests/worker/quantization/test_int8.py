@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from servd.worker import model_loader
 from servd.worker.layers import packed
+from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.packed import PackedMatrix
 from servd.worker.ops import native
 from servd.worker.quantization import int8
 from tests.worker.cpu_kernels import forced
+from tests.worker.driver import Driver, config_for
 
 ROUNDING = ("amx", "bf16", "vnni")  # kernels that multiply integers
 SIZES = (1, 2, 3, 64, 100, 576, 2500)
@@ -89,3 +93,26 @@ def test_the_largest_sums_are_those_of_integers(size: int, x_dtype: torch.dtype)
     error = form.multiply(x.float(), None).double() - x @ codes.T
     rounded = 1e-6 if native.loaded_library().name in ROUNDING else 2**-24 * size  # float32 sums
     assert bool((error.abs() <= rounded * 127 * 128 * size).all())
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_activations_are_rounded_where_it_was_asked_for_rounded_weights(
+    tiny_llama: Path, quantization: str
+):
+    def num_terms(**options: str) -> set[int]:
+        config = config_for(tiny_llama, block_size=16, quantization=quantization, **options)
+        parameters = Driver(config).worker.runner.model.named_parameters()
+        return {w.form.num_terms for _, w in parameters if isinstance(w, Matrix)}
+
+    if native.library() is None:
+        pytest.skip("no compiled kernels: activations are float32 with torch's products")
+    assert num_terms() == num_terms(cpu_activation_dtype="int8") == {1}
+    assert num_terms(cpu_activation_dtype="float32") == {packed.EXACT_TERMS}
+
+
+def test_activations_stay_exact_with_a_checkpoint_that_is_quantized(tiny_llama: Path):
+    got = {
+        name: model_loader.form_maker(torch.float32, None, str(tiny_llama), name).x_dtype
+        for name in ("auto", "float32", "int8")
+    }
+    assert got == {"auto": torch.float32, "float32": torch.float32, "int8": torch.int8}
