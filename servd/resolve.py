@@ -66,65 +66,41 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
     Raises:
         ConfigError: see `decide`.
     """
-    decided = decide(config, spec, machine)
-    return config.replace(**{name: decision.value for name, decision in decided.items()})
+    return decide(config, spec, machine)[0]
 
 
-def decide(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decision]:
-    """Decide every "auto" and None where a value is needed, by option; every decision is logged.
+def decide(config: Config, spec: ModelSpec, machine: Machine) -> tuple[Config, dict[str, Decision]]:
+    """Decide every "auto" and None where a value is needed; every decision is logged.
 
     `attention_backend` stays auto: which backends run is for the worker, which has torch, to find
     out.
 
+    Returns:
+        The configuration with all decisions, and these by option.
+
     Raises:
         ConfigError: options that cannot work together, on this machine or with this model.
     """
+    decided: dict[str, Decision] = {}
+
+    def take(found: dict[str, Decision]) -> None:
+        nonlocal config
+        decided.update(found)
+        config = config.replace(**{name: decision.value for name, decision in found.items()})
+
     _check_plugins(config, spec)
-    decided = data_parallel.divide(config)
-    config = config.replace(**{name: each.value for name, each in decided.items()})
-    decided |= _resolve_devices(config, spec, machine)
-    device = decided["device"].value if "device" in decided else config.parallel.device
-    on_cuda = device == "cuda"
-    if config.model.dtype == "auto":
-        why = "what the checkpoint has" if on_cuda else "a CPU computes in float32"
-        decided["dtype"] = Decision(spec.dtype if on_cuda else "float32", why)
-    if config.model.model_impl == "auto":
-        decided["model_impl"] = _choose_implementation(spec)
-    decided |= _resolve_lengths(config, spec, on_cuda)
-    _check_together(config.replace(**{name: each.value for name, each in decided.items()}), spec)
-    if config.scheduler.async_scheduling is None:
-        why = (
-            "the next step is scheduled while the GPU computes"
-            if on_cuda
-            else ("a CPU that computes has no time to schedule beside it")
-        )
-        decided["async_scheduling"] = Decision(on_cuda, why)
-    if config.model.model == DEMO_MODEL and any(
-        os.path.isdir(name) for name in config.model.served_model_name
-    ):
-        raise ConfigError("--served-model-name took a folder for a name: write MODEL first")
-    if spec.dtype not in ("float32", "bfloat16", "float16"):
-        raise UnsupportedModel(
-            f"checkpoints of type {spec.dtype} are not supported, only float32, bfloat16, float16"
-        )
-    if not config.model.served_model_name:
-        names = _model_names(config.model.model or spec.model_type)
-        decided["served_model_name"] = Decision(names, "the name of the model")
-    observability = config.observability
-    if observability.per_request_spec_decode_metrics != "none" and (
-        config.model.speculative_config is None
-    ):
-        raise ConfigError(
-            "--per-request-spec-decode-metrics tells what became of drafts, and there are none: "
-            "add --speculative-config"
-        )
+    take(data_parallel.divide(config))
+    take(_resolve_devices(config, spec, machine))
+    take(_resolve_lengths(config, spec))
+    take(_resolve_computation(config, spec))
+    _check_together(config, spec)
+    take(_resolve_names(config, spec))
     _check_adapters(config)
     _check_remote(config)
-    if observability.otlp_traces_endpoint is not None:
-        _check_otlp(observability.otlp_traces_endpoint)
+    _check_observability(config)
     for name, decision in decided.items():
         log.info("%s: %s (%s)", name, decision.value, decision.why)
-    return decided
+    return config, decided
 
 
 def _check_plugins(config: Config, spec: ModelSpec) -> None:
@@ -239,8 +215,16 @@ def _check_remote(config: Config) -> None:
             )
 
 
-def _check_otlp(endpoint: str) -> None:
-    """Before a server starts that could not export."""
+def _check_observability(config: Config) -> None:
+    """Before a server starts that would have nothing to tell, or could not export."""
+    tells_of_drafts = config.observability.per_request_spec_decode_metrics != "none"
+    if tells_of_drafts and config.model.speculative_config is None:
+        raise ConfigError(
+            "--per-request-spec-decode-metrics tells what became of drafts, and there are none: "
+            "add --speculative-config"
+        )
+    if (endpoint := config.observability.otlp_traces_endpoint) is None:
+        return
     protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
     if not endpoint.startswith(("http://", "https://")) or protocol != "http/protobuf":
         raise ConfigError(
@@ -255,23 +239,29 @@ def _check_otlp(endpoint: str) -> None:
         ) from error
 
 
-def _model_names(model: str) -> list[str]:
+def _resolve_names(config: Config, spec: ModelSpec) -> dict[str, Decision]:
     """MODEL; for a folder or a file its own name first, which clients can know."""
+    if given := config.model.served_model_name:
+        if config.model.model == DEMO_MODEL and any(map(os.path.isdir, given)):
+            raise ConfigError("--served-model-name took a folder for a name: write MODEL first")
+        return {}
+    model = config.model.model or spec.model_type
     folder_name = [Path(model).resolve().name] if os.path.exists(model) else []
-    return list(dict.fromkeys([*folder_name, model]))
+    names = list(dict.fromkeys([*folder_name, model]))
+    return {"served_model_name": Decision(names, "the name of the model")}
 
 
 def _check_batch_invariant(config: Config, device: str, machine: Machine) -> None:
     if not config.model.batch_invariant:
         return
-    others = {
-        "--tensor-parallel-size": config.parallel.tensor_parallel_size > 1,
-        "--compile": config.model.compile,
-        "--enable-lora": config.lora.enable_lora,
-        "--quantization": config.model.quantization is not None,
-    }
-    if given := [flag for flag, is_given in others.items() if is_given]:
-        raise ConfigError(f"--batch-invariant has no kernels for {given[0]}: leave one of them out")
+    for is_asked, flag in (
+        (config.parallel.tensor_parallel_size > 1, "--tensor-parallel-size"),
+        (config.model.compile, "--compile"),
+        (config.lora.enable_lora, "--enable-lora"),
+        (config.model.quantization, "--quantization"),
+    ):
+        if is_asked:
+            raise ConfigError(f"--batch-invariant has no kernels for {flag}: leave one of them out")
     if device != "cuda":
         raise ConfigError(
             f"--batch-invariant is for CUDA: on a {device} servd's own kernels are so in any case"
@@ -338,12 +328,30 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
     return decided
 
 
-def _choose_implementation(spec: ModelSpec) -> Decision:
-    model_type = spec.model_type
-    has_file = model_type.replace("-", "_") in plugins.names("servd.worker.models")
-    if has_file and not is_encoder_as_decoder(spec):
-        return Decision("servd", f"servd has a file for {model_type}")
-    return Decision("transformers", f"servd has no file for {model_type}")
+def _resolve_computation(config: Config, spec: ModelSpec) -> dict[str, Decision]:
+    """In which type, by whose layers and how many steps at once."""
+    if spec.dtype not in ("float32", "bfloat16", "float16"):
+        raise UnsupportedModel(
+            f"checkpoints of type {spec.dtype} are not supported, only float32, bfloat16, float16"
+        )
+    decided: dict[str, Decision] = {}
+    on_cuda, model_type = config.parallel.device == "cuda", spec.model_type
+    if config.model.dtype == "auto":
+        why = "what the checkpoint has" if on_cuda else "a CPU computes in float32"
+        decided["dtype"] = Decision(spec.dtype if on_cuda else "float32", why)
+    if config.model.model_impl == "auto":
+        has_file = model_type.replace("-", "_") in plugins.names("servd.worker.models")
+        decided["model_impl"] = (
+            Decision("servd", f"servd has a file for {model_type}")
+            if has_file and not is_encoder_as_decoder(spec)
+            else Decision("transformers", f"servd has no file for {model_type}")
+        )
+    if config.scheduler.async_scheduling is None:
+        why = "a CPU that computes has no time to schedule beside it"
+        if on_cuda:
+            why = "the next step is scheduled while the GPU computes"
+        decided["async_scheduling"] = Decision(on_cuda, why)
+    return decided
 
 
 def _whole_prompts(config: Config, spec: ModelSpec) -> dict[str, Decision]:
@@ -385,8 +393,8 @@ def _with_states(config: Config, spec: ModelSpec) -> dict[str, Decision]:
     }
 
 
-def _resolve_lengths(config: Config, spec: ModelSpec, on_cuda: bool) -> dict[str, Decision]:
-    files = pooling.read(spec)
+def _resolve_lengths(config: Config, spec: ModelSpec) -> dict[str, Decision]:
+    files, on_cuda = pooling.read(spec), config.parallel.device == "cuda"
     decided = {} if files.is_causal else _whole_prompts(config, spec)
     if spec.keeps_state:
         decided |= _with_states(config, spec)

@@ -123,9 +123,8 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, De
             config.parallel.executor, speculative.method,
         )  # fmt: skip
         config = config.replace(speculative_config=speculative.with_heads(None))
-    decided = decide(config, spec, look_at_machine())
-    values = {name: decision.value for name, decision in decided.items()}
-    return config.replace(**values), spec, decided
+    config, decided = decide(config, spec, look_at_machine())
+    return config, spec, decided
 
 
 def _refuse_head(model: str, folder: Path) -> None:

@@ -36,7 +36,7 @@ async def test_every_option_is_shown_with_where_its_value_comes_from(http: httpx
 async def test_what_servd_decided_has_a_reason():
     async with serve(executor="fake") as served:
         config = served.app.state.context.config.replace(max_num_seqs=None)
-        decided = decide(config, FAKE_SPEC, Machine())
+        config, decided = decide(config, FAKE_SPEC, Machine())
         reasons = {name: decision.why for name, decision in decided.items()}
         app = create_app(config.replace(max_num_seqs=64), served.async_llm, reasons=reasons)
         transport = httpx.ASGITransport(app=app)
