@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -69,6 +69,11 @@ class Mark(msgspec.Struct, array_like=True, gc=False):
     stage: str
     at_ns: int
     step: int = -1
+
+
+def first(marks: Iterable[Mark], stage: str) -> int | None:
+    """When a stage was reached for the first time, if it was."""
+    return next((mark.at_ns for mark in marks if mark.stage == stage), None)
 
 
 class StepRecord(msgspec.Struct, array_like=True, gc=False):

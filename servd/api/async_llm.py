@@ -303,8 +303,7 @@ class AsyncLLM:
         # The first of parts that run side by side speaks for all.
         known = "" if one.part_of and first else one.part_of or one.request_id
         timeline = self.tracer.running.get(known) or Timeline(one.request_id)
-        sent = now_ns()
-        arrival = timeline.marks[0].at_ns if timeline.marks else sent
+        arrival, sent = timeline.begin_ns, now_ns()
         trace_id = current_request.get().get("trace_id")
         exemplar = {"trace_id": trace_id} if trace_id else None
         choices = [

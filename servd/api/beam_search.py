@@ -19,6 +19,7 @@ from servd.api.async_llm import AsyncLLM
 from servd.api.detokenizer import Detokenizer
 from servd.api.metrics import ChoiceTimes, Metrics
 from servd.api.processor import Prepared
+from servd.api.timeline import Timeline
 from servd.api.tokenizer import Tokenizer
 from servd.errors import EngineError
 from servd.messages import FinishReason, TokenLogprobs
@@ -72,7 +73,9 @@ class BeamSearch:
         """The answers, best first, each whole. Raises what `AsyncLLM.generate` raises."""
         answers: list[CompletionOutput] = []
         reason = FinishReason.ABORT
-        arrival_ns = async_llm.tracer.begin_ns(self.prepared.request_id)
+        request_id = self.prepared.request_id
+        timeline = async_llm.tracer.running.get(request_id) or Timeline(request_id)
+        arrival_ns = timeline.begin_ns
         try:
             while self.running:
                 self.advance(await self._step(async_llm, deadline))
@@ -82,9 +85,7 @@ class BeamSearch:
             reason = FinishReason.ERROR
             raise
         finally:
-            choices = self._count(async_llm.metrics, arrival_ns, answers, reason)
-            if (timeline := async_llm.tracer.running.get(self.prepared.request_id)) is not None:
-                timeline.choices = choices
+            timeline.choices = self._count(async_llm.metrics, arrival_ns, answers, reason)
         return answers
 
     async def _step(self, async_llm: AsyncLLM, deadline: float | None) -> list[TokenLogprobs]:

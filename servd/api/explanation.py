@@ -19,7 +19,7 @@ from servd.api.protocol.requests import (
     TimelineStep,
 )
 from servd.api.timeline import Inquiry, Timeline
-from servd.tracing import Mark, StepRecord, now_ns
+from servd.tracing import Mark, StepRecord, first, now_ns, unix_time
 
 MAX_NEIGHBOURS = 16
 MAX_PROMPTS = 64  # whose stages are looked at
@@ -102,7 +102,7 @@ def _summary(timeline: Timeline, account: Account) -> dict[str, Any]:
         "model": timeline.model,
         "engine": timeline.engine,
         "status": "finished" if timeline.is_finished else "running",
-        "created": round(timeline.created, 3),
+        "created": round(unix_time(timeline.begin_ns), 3),
         "wall_ms": _ms(account.end_ns - account.begin_ns),
         "num_prompt_tokens": timeline.num_prompt_tokens,
         "num_cached_tokens": timeline.num_cached_tokens,
@@ -119,7 +119,7 @@ def _behind(inquiry: Inquiry, account: Account, others: Mapping[str, Ran | None]
     if not any(account.causes.get(cause) for cause in QUEUES):
         return []
     own, marks = ran(inquiry.marks), inquiry.marks
-    begin = next(mark.at_ns for mark in marks if mark.stage == "queued")
+    begin = first(marks, "queued") or 0
     end = own[0] if own else marks[-1].at_ns
     held = {
         name: min(each[1] or end, end) - max(each[0], begin)
@@ -132,7 +132,7 @@ def _behind(inquiry: Inquiry, account: Account, others: Mapping[str, Ran | None]
 
 def ran(marks: list[Mark]) -> Ran | None:
     """When a request ran; None if it has not yet."""
-    begin = next((mark.at_ns for mark in marks if mark.stage == "scheduled"), None)
+    begin = first(marks, "scheduled")
     end = max((mark.at_ns for mark in marks if mark.stage == "returned"), default=0)
     return None if begin is None else (begin, end)
 
@@ -194,23 +194,23 @@ def stage_ns(timelines: Iterable[Timeline]) -> dict[str, int]:
     """Nanoseconds of the stages of a request with these prompts, or the first of them, as far as
     their marks tell.
     """
-    first: dict[str, int] = {}
+    begun: dict[str, int] = {}
     last: dict[str, int] = {}
     for timeline in islice(timelines, MAX_PROMPTS):
         for mark in timeline.marks:
-            first[mark.stage] = min(mark.at_ns, first.get(mark.stage, mark.at_ns))
+            begun[mark.stage] = min(mark.at_ns, begun.get(mark.stage, mark.at_ns))
             last[mark.stage] = max(mark.at_ns, last.get(mark.stage, 0))
     last.setdefault("finished", last.get("returned", 0))  # a stop string ended it
     return {
-        name: max(end, first[begin]) - first[begin]
+        name: max(end, begun[begin]) - begun[begin]
         for name, begin, end in (
-            ("prepare", "received", first.get("sent")),
-            ("queue", "queued", first.get("scheduled")),
-            ("prefill", "scheduled", first.get("first_token")),
+            ("prepare", "received", begun.get("sent")),
+            ("queue", "queued", begun.get("scheduled")),
+            ("prefill", "scheduled", begun.get("first_token")),
             ("decode", "first_token", last["finished"]),
             ("total", "received", now_ns()),
         )
-        if begin in first and end
+        if begin in begun and end
     }
 
 

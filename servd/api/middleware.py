@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,7 +25,7 @@ from servd.api.batch_store import MAX_UPLOAD
 from servd.api.explanation import server_timing
 from servd.api.fair_loop import FairLoop
 from servd.api.metrics import Metrics
-from servd.api.protocol.errors import ErrorReply, error_reply
+from servd.api.protocol.errors import error_reply
 from servd.api.protocol.validation import REQUEST_ID
 from servd.api.timeline import Timeline, Tracer
 from servd.bounds import MAX_TIMEOUT
@@ -39,18 +40,6 @@ MONITORING = {"/health", "/ping", "/metrics", "/load", "/version"}
 TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
 LEFT = 499  # status where the client left before it got one
 MAX_BODY = 32 * 1024 * 1024  # bytes; a million tokens of text are about 5 MB
-
-
-async def send_error(reply: ErrorReply, send: Send) -> None:
-    """Send a whole error response."""
-    headers = {
-        "content-type": "application/json",
-        "content-length": str(len(reply.body)),
-        **reply.headers,
-    }
-    raw = [(name.lower().encode("latin-1"), v.encode("latin-1")) for name, v in headers.items()]
-    await send({"type": "http.response.start", "status": reply.status, "headers": raw})
-    await send({"type": "http.response.body", "body": reply.body})
 
 
 class RequestContext:
@@ -133,7 +122,8 @@ class RequestContext:
             if status:
                 # the server cuts the connection: the client sees that the answer is not whole
                 raise
-            await send_error(reply, send_on)
+            answer = Response(reply.body, reply.status, reply.headers, "application/json")
+            await answer(scope, receive, send_on)
         finally:
             self._observe(scope, status, time.perf_counter() - begin)
             self._end(state, status, written)

@@ -5,19 +5,22 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from operator import attrgetter
+from typing import Self
 
 import msgspec
 
 from servd.api.protocol.requests import PrefixCache, PrefixDifference
 from servd.api.timeline import Timeline
 from servd.config import CacheConfig
+from servd.tracing import first
 
 SECOND = 1e9  # nanoseconds
-REASONS = {
+WHY_NOT = {  # found, though an earlier prompt has it
     "salt": "but has another cache_salt",
     "adapter": "but has another adapter, or other weights of it",
     "engine": "but was sent to another engine",
     "emptied": "but the cache was emptied since: the engine slept or was started again",
+    "unknown": "which the cache has lost since",
 }
 
 
@@ -25,7 +28,7 @@ class Likeness(msgspec.Struct):
     """How an earlier prompt is like another one."""
 
     length: int  # tokens with which both begin
-    obstacles: list[str]  # keys of REASONS
+    obstacles: list[str]  # keys of WHY_NOT
     id: str
     next_token: int | None  # the first that differs, if it goes on
 
@@ -53,57 +56,36 @@ def explain_prefix(
     # The last token is computed in any case: only that gives it a successor.
     num_blocks = max(len(prompt) - 1, 0) // size
     num_matched = timeline.num_cached_tokens // size
-    found = PrefixCache(size, num_blocks, num_matched)
-    found.num_external = timeline.choices[0].num_external_tokens // size
-    scheduled = next((m.at_ns for m in timeline.marks if m.stage == "scheduled"), 0)
-    evicted = timeline.choices[0].evicted_at_ns
+    num_external = timeline.choices[0].num_external_tokens // size
+    found = PrefixCache(size, num_blocks, num_matched, num_external)
     if not config.enable_prefix_caching:
-        found.reason = "disabled"
-        found.text = "nothing is kept: --no-enable-prefix-caching, or a model with states"
+        told = "disabled", "nothing is kept: --no-enable-prefix-caching, or a model with states"
     elif timeline.reads_prompt:
-        found.reason = "prompt_is_read"
-        found.text = "something of every prompt token was asked for, so all were computed"
+        text = "something of every prompt token was asked for, so all were computed"
+        told = "prompt_is_read", text
     elif num_matched >= num_blocks:
-        found.reason = "complete"
         rest = len(prompt) - num_matched * size
-        found.text = f"all full blocks were found; the last {rest} tokens were computed"
-    elif evicted:
-        found.reason = "evicted"
-        found.evicted_seconds_ago = round((scheduled - evicted) / SECOND, 3)
-        found.text = f"block {num_matched} was evicted {found.evicted_seconds_ago:.1f} s before"
+        told = "complete", f"all full blocks were found; the last {rest} tokens were computed"
+    elif evicted := timeline.choices[0].evicted_at_ns:
+        ago = ((first(timeline.marks, "scheduled") or 0) - evicted) / SECOND
+        found.evicted_seconds_ago = round(ago, 3)
+        told = "evicted", f"block {num_matched} was evicted {ago:.1f} s before"
+    elif nearest is None:
+        told = "unknown", "no earlier prompt of this API key is known"
+    elif nearest.length >= (num_matched + 1) * size:
+        reason = next(iter(nearest.obstacles), "unknown")
+        told = reason, f"{nearest.id} shares {nearest.length} tokens, {WHY_NOT[reason]}"
+    elif (other := nearest.next_token) is None:
+        text = f"{nearest.id} ends after {nearest.length} tokens, and its last block was not full"
+        told = "last_block", text
     else:
-        _compare(found, prompt, nearest, token_text)
+        at, token = nearest.length, prompt[nearest.length]
+        own, others = token_text(token), token_text(other)
+        found.difference = PrefixDifference(at, token, own, other, others, nearest.id)
+        text = f"token {at} is {own!r}; in {nearest.id}, which is most like it, {others!r}"
+        told = "different_token", text
+    found.reason, found.text = told
     return found
-
-
-def _compare(
-    found: PrefixCache,
-    prompt: array[int],
-    nearest: Likeness | None,
-    token_text: Callable[[int], str],
-) -> None:
-    """Say what the earlier prompt that begins most like this one tells."""
-    if nearest is None:
-        found.text = "no earlier prompt of this API key is known"
-        return
-    most, other = nearest.length, nearest.next_token
-    if most >= (found.num_matched + 1) * found.block_size:
-        found.reason = next(iter(nearest.obstacles), "unknown")
-        why = REASONS.get(found.reason, "which the cache has lost since")
-        found.text = f"{nearest.id} shares {most} tokens, {why}"
-    elif other is None:
-        found.reason = "last_block"
-        found.text = f"{nearest.id} ends after {most} tokens, and its last block was not full"
-    else:
-        token = prompt[most]
-        found.reason = "different_token"
-        found.difference = PrefixDifference(
-            most, token, token_text(token), other, token_text(other), nearest.id
-        )
-        found.text = (
-            f"token {most} is {token_text(token)!r}; in {nearest.id}, which is most like it, "
-            f"{token_text(other)!r}"
-        )
 
 
 class Sought(msgspec.Struct):
@@ -118,12 +100,11 @@ class Sought(msgspec.Struct):
     cache_number: int | None = None  # None: of another API process, which counts by itself
 
     @classmethod
-    def of(cls, timeline: Timeline) -> Sought:
+    def of(cls, timeline: Timeline) -> Self:
         """That of a request."""
-        scheduled = next((m.at_ns for m in timeline.marks if m.stage == "scheduled"), 0)
         return cls(
-            timeline.owner, timeline.id, timeline.prompt.tobytes(), timeline.salt,
-            timeline.engine, scheduled, timeline.cache_number,
+            timeline.owner, timeline.id, timeline.prompt.tobytes(), timeline.salt, timeline.engine,
+            first(timeline.marks, "scheduled") or 0, timeline.cache_number,
         )  # fmt: skip
 
     def search(self, others: Iterable[Timeline]) -> Likeness | None:
@@ -148,7 +129,7 @@ class Sought(msgspec.Struct):
             "engine": is_elsewhere,
             "emptied": was_emptied and not is_elsewhere,
         }
-        return [reason for reason in REASONS if applies[reason]]
+        return [reason for reason, is_so in applies.items() if is_so]
 
 
 def common_length(a: array[int], b: array[int]) -> int:

@@ -24,7 +24,7 @@ from servd.api.metrics import Report
 from servd.api.prefix_explanation import Likeness, Sought, explain_prefix
 from servd.api.protocol.requests import RequestSummary, RequestTimeline
 from servd.api.timeline import Inquiry
-from servd.tracing import StepRecord
+from servd.tracing import StepRecord, first
 
 log = logging.getLogger("servd.api")
 
@@ -64,9 +64,9 @@ class FindTimeline(msgspec.Struct, tag=True):
         timeline = async_llm.tracer.get(self.request_id, self.owner)
         if timeline is None:
             return None
-        question = FindOthers(Sought.of(timeline))
+        question = FindOthers.of(timeline)
         own = await question.answered_by(server)
-        question.sought.cache_number = None
+        question.cache_number = None
         found = [own, *await server.ask_others(question)]
         others = {name: when for each in found for name, when in each.ran.items()}
         nearest = [each.nearest for each in found if each.nearest is not None]
@@ -74,7 +74,7 @@ class FindTimeline(msgspec.Struct, tag=True):
 
         def explained() -> RequestTimeline:
             result = explain(inquiry, others)
-            if timeline.prompt and any(mark.stage == "scheduled" for mark in inquiry.marks):
+            if timeline.prompt and first(inquiry.marks, "scheduled"):
                 result.prefix_cache = explain_prefix(
                     timeline,
                     max(nearest, key=attrgetter("rank"), default=None),
@@ -93,23 +93,21 @@ class Others(msgspec.Struct):
     nearest: Likeness | None  # the earlier prompt that begins most like its own
 
 
-class FindOthers(msgspec.Struct, tag=True):
-    """The requests of an owner beside one."""
+class FindOthers(Sought, tag=True):
+    """The requests of an owner beside the one that is sought."""
 
     answer: ClassVar[Any] = Others
-    sought: Sought  # the one
 
     async def answered_by(self, server: Siblings) -> Others:
         """What this server knows."""
-        sought, tracer = self.sought, server.async_llm.tracer
-        timelines = tracer.of_owner(sought.owner)
+        timelines = server.async_llm.tracer.of_owner(self.owner)
         size = sum(CHARS_PER_STEP + len(each.prompt) for each in timelines)
 
         def found() -> Others:
-            own = [each for each in timelines if each.engine == sought.engine]
-            return Others({each.id: ran([*each.marks]) for each in own}, sought.search(timelines))
+            own = [each for each in timelines if each.engine == self.engine]
+            return Others({each.id: ran([*each.marks]) for each in own}, self.search(timelines))
 
-        return await server.async_llm.offload(sought.owner, size, found)
+        return await server.async_llm.offload(self.owner, size, found)
 
 
 class ListSteps(msgspec.Struct, tag=True):

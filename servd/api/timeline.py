@@ -19,7 +19,7 @@ from servd.account import Account, account
 from servd.api.metrics import ChoiceTimes
 from servd.api.protocol.requests import RequestSummary
 from servd.params import SamplingParams
-from servd.tracing import Mark, StepRecord, now_ns, unix_time
+from servd.tracing import Mark, StepRecord, first, now_ns
 
 if TYPE_CHECKING:
     from servd.api.otel import Spans  # an extra, imported where it is asked for
@@ -68,20 +68,20 @@ class Timeline(msgspec.Struct, gc=False):
         self.engine, self.cache_number = engine, cache_number
 
     @property
-    def created(self) -> float:
-        """Unix time of its first mark."""
-        return unix_time(self.marks[0].at_ns)
+    def begin_ns(self) -> int:
+        """When it arrived; now, if that is not known."""
+        return self.marks[0].at_ns if self.marks else now_ns()
 
     @property
     def wall_ns(self) -> int:
         """Nanoseconds from its first mark to its last, or to now."""
-        return (self.marks[-1].at_ns if self.is_finished else now_ns()) - self.marks[0].at_ns
+        return (self.marks[-1].at_ns if self.is_finished else now_ns()) - self.begin_ns
 
     @property
     def ttft_ns(self) -> int | None:
         """Nanoseconds from its first mark to its first token."""
-        first = next((mark.at_ns for mark in self.marks if mark.stage == "first_token"), None)
-        return None if first is None else first - self.marks[0].at_ns
+        at_ns = first(self.marks, "first_token")
+        return None if at_ns is None else at_ns - self.begin_ns
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -112,9 +112,9 @@ class Inquiry(msgspec.Struct):
         begin, before, found = self.marks[0].at_ns, STEPS_BEFORE, list[StepRecord]()
         for engine, end in (*self.timeline.earlier, (self.timeline.engine, self.marks[-1].at_ns)):
             steps = self.steps.get(engine, ())
-            first = bisect_left(steps, begin, key=attrgetter("harvested_ns"))
-            last = bisect_left(steps, end, key=attrgetter("started_ns"))
-            found += steps[max(first - before, 0) : last]
+            start = bisect_left(steps, begin, key=attrgetter("harvested_ns"))
+            stop = bisect_left(steps, end, key=attrgetter("started_ns"))
+            found += steps[max(start - before, 0) : stop]
             begin, before = end, 0
         return found
 
@@ -229,11 +229,6 @@ class Tracer:
         timeline = inquiry.timeline
         if self.slowest.get(timeline.id) is timeline:
             timeline.account = inquiry.account()
-
-    def begin_ns(self, request_id: str) -> int:
-        """When a running request arrived; now, if it has no timeline."""
-        timeline = self.running.get(request_id)
-        return timeline.marks[0].at_ns if timeline and timeline.marks else now_ns()
 
     def get(self, request_id: str, owner: str = "") -> Timeline | None:
         """A running, recent or slow request of `owner`."""

@@ -47,14 +47,13 @@ async def health(request: Request) -> Response:
             return json_response(progress, 503 if progress.status == "stalled" else 200)
         case EngineStatus() as status:
             since = min(engine.loading_since for engine in context.async_llm.engines)
-            elapsed = round(time.monotonic() - since, 3)
-            progress = {
+            told = {
+                "status": "restarting" if context.async_llm.is_restarting else "loading",
                 "phase": status.phase,
                 "progress": status.progress,
-                "elapsed_seconds": elapsed,
+                "elapsed_seconds": round(time.monotonic() - since, 3),
             }
-            what = "restarting" if context.async_llm.is_restarting else "loading"
-            return json_response({"status": what, **progress}, 503, {"retry-after": "1"})
+            return json_response(told, 503, {"retry-after": "1"})
         case EngineDead() as status:
             return json_response({"status": "dead", "reason": without_paths(status.reason)}, 503)
 
