@@ -273,7 +273,11 @@ class _Explainer:
                     if own and step.record.step >= self.first_step:
                         self._compute(own, step, begin, until)
                     else:
-                        self._wait(beside or self._lacking(at, arrived), step, begin, until)
+                        cause = beside or self._lacking(at, arrived)
+                        if cause != "preemption":
+                            ns_each = (until - begin) / max(step.record.num_tokens, 1)
+                            self._blame(step.record, ns_each)
+                        self._add(cause, begin, until, step.record.step)
                 begin = until
         causes = Counter({"unaccounted": 0})
         for span in self.spans:
@@ -293,12 +297,6 @@ class _Explainer:
             if record.step < self.first_step and record.started_ns >= arrived and record.waits_for:
                 return f"queue_{record.waits_for}"
         return "queue_step"
-
-    def _wait(self, cause: str, step: Busy, begin: int, end: int) -> None:
-        """Explain the part from `begin` to `end` of a step without the request."""
-        if cause != "preemption":
-            self._blame(step.record, (end - begin) / max(step.record.num_tokens, 1))
-        self._add(cause, begin, end, step.record.step)
 
     def _compute(self, own: str, step: Busy, begin: int, end: int) -> None:
         """Explain the part from `begin` to `end` of a step that had the request in it."""

@@ -6,11 +6,15 @@ import argparse
 import html
 import json
 import time
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from math import exp
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from servd.cli import _calls, _options
+import msgspec
+
+from servd.cli import _options
 from servd.cli._client import Client
 from servd.cli._server import key_of, own_server
 from servd.config import Config
@@ -22,6 +26,32 @@ PAGE = """<!doctype html><meta charset="utf-8"><title>servd trace</title>
 <meta name="color-scheme" content="light dark"><h1>{}</h1><pre>{}</pre>
 """
 ACCESS = ("api_key", "api_key_file")  # nobody else reaches a server of its own
+# Stage of a mark -> the way to what was done until then: before the engine has the request, in it,
+# and after it.
+WAYS = {
+    "API server": {
+        "parsed": ["context.read_body"],
+        "adapted": ["context.read_body", "Adapters.find"],
+        "templated": ["AsyncLLM.prepare", "Processor.process", "ChatTemplate.render"],
+        "tokenised": ["AsyncLLM.prepare", "Processor.process", "Tokenizer.encode"],
+        "checked": ["AsyncLLM.prepare", "Processor.check_structured_output"],
+        "sent": ["AsyncLLM.generate", "EngineCoreClient.send"],
+    },
+    "engine": {"compiled": ["GrammarManager.take"], "queued": ["EngineCoreProc.receive"]},
+    "API server, after": {
+        "returned": ["EngineCoreClient.drain"],
+        "detokenised": ["OutputProcessor.process"],
+        "written": ["RequestContext.__call__"],
+    },
+}
+# The times of a step -> the way to what took them.
+TIMES = {
+    "schedule_ms": ["Scheduler.schedule"],
+    "prepare_ms": ["ModelRunner.execute_model", "InputBatch.gather"],
+    "forward_ms": ["ModelRunner.execute_model", "ModelRunner.forward"],
+    "sample_ms": ["ModelRunner.sample_tokens"],
+}
+MOST_IDS = 12
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
             ask(connect(), WARM_UP, raw, 2)
             calls, tokens = ask(connect(), prompt, raw, max_tokens)
     head = f"{'came after':>12}  {'token':<24}candidates"
-    text = "\n".join([*_calls.draw(calls), "", head, *map(str, tokens)])
+    text = "\n".join([*draw(calls), "", head, *map(str, tokens)])
     if not arguments.html:
         print(text)
         return 0
@@ -66,20 +96,17 @@ def run(arguments: argparse.Namespace) -> int:
 class Token(NamedTuple):
     """A token of the answer, with what it could have been."""
 
-    id: int | None
+    id: int
     candidates: list[tuple[str, float]]  # text and log-probability, of itself first
-    seconds: float | None = None
+    seconds: float
 
     def __str__(self) -> str:
         (text, chance), *others = [(text, f"{exp(p):.0%}") for text, p in self.candidates]
-        came = "" if self.seconds is None else f"{1000 * self.seconds:.3f} ms"
-        token = f"{'' if self.id is None else self.id} {text!r} {chance}".lstrip()
-        return f"{came:>12}  {token:<24}{', '.join(f'{t!r} {c}' for t, c in others)}"
+        token, more = f"{self.id} {text!r} {chance}", ", ".join(f"{t!r} {c}" for t, c in others)
+        return f"{1000 * self.seconds:9.3f} ms  {token:<24}{more}"
 
 
-def ask(
-    client: Client, text: str, raw: bool, max_tokens: int
-) -> tuple[list[_calls.Call], list[Token]]:
+def ask(client: Client, text: str, raw: bool, max_tokens: int) -> tuple[list[Call], list[Token]]:
     """What the server says of the time, as calls.
 
     Raises:
@@ -107,8 +134,8 @@ def ask(
     if info.status == 200 and (device := info.body["engine"]["device"]) != "none":
         runner = "CPUModelRunner" if device == "cpu" else "GPUModelRunner"
         model = info.body["architecture"]
-    sampled = [token.id for token in tokens if token.id is not None]
-    return _calls.of_timeline(timeline, prompt, sampled, runner, model), tokens
+    sampled = [token.id for token in tokens]
+    return of_timeline(timeline, prompt, sampled, runner, model), tokens
 
 
 def _candidates(choice: dict[str, Any]) -> list[list[tuple[str, float]]]:
@@ -123,3 +150,110 @@ def _candidates(choice: dict[str, Any]) -> list[list[tuple[str, float]]]:
         [(each["token"], each["logprob"]) for each in (found, *found["top_logprobs"])]
         for found in logprobs.get("content") or ()
     ]
+
+
+# ---- what lies between two marks of a timeline, as a call of the function that does it ----
+
+
+class Call(msgspec.Struct):
+    """A call of a function, or all calls of a process."""
+
+    name: str
+    seconds: float = 0.0  # 0 if unknown
+    text: str = ""  # what it tells
+    calls: list[Call] = []
+
+    def add(self, way: list[str], seconds: float, text: str) -> None:
+        """Put a call where its way leads, and its time into all calls on it."""
+        call = self
+        for name in way:
+            if not call.calls or call.calls[-1].name != name:
+                call.calls.append(Call(name))
+            call = call.calls[-1]
+            call.seconds += seconds
+        call.text = text
+
+    def folded(self) -> Iterator[Call]:
+        """The calls in it; of those of one name in a row the first two, and the rest as one."""
+        for name, group in groupby(self.calls, lambda call: call.name):
+            same = [*group]
+            yield from same[:2]
+            if more := same[2:]:
+                seconds = sum(call.seconds for call in more)
+                mean = f"{len(more)} more, {1000 * seconds / len(more):.3f} ms each"
+                yield Call(name, seconds, mean)
+
+
+def of_timeline(
+    timeline: dict[str, Any], prompt: list[int], sampled: list[int], runner: str, model: str
+) -> list[Call]:
+    """The way of a request with one choice, and where its time went.
+
+    Args:
+        timeline: with the header X-Servd-Watch, so that it has messages and blocks.
+        prompt: token ids.
+        sampled: token ids.
+        runner: its class or, if that is not known, its base.
+        model: its class; "" if that is not known.
+    """
+    told = {
+        "tokenised": f"{len(prompt)} prompt tokens {shorten(prompt)}",
+        "sent": f"EngineCoreRequest{_bytes(timeline)}",
+        "detokenised": f"{len(sampled)} tokens {shorten(sampled)}",
+    }
+    processes = [Call(name) for name in WAYS]
+    for process in processes:
+        for mark in timeline["marks"]:
+            if way := WAYS[process.name].get(mark["stage"]):
+                process.add(way, mark["took_ms"] / 1000, told.get(mark["stage"], ""))
+    steps = [*_steps(timeline, sampled, runner, model)]
+    processes[1].calls.append(Call("EngineCoreProc.busy_loop", calls=steps))
+    causes = [Call(c["cause"], c["ms"] / 1000, c["meaning"]) for c in timeline["causes"] if c["ms"]]
+    whole = Call(timeline["id"], timeline["wall_ms"] / 1000, timeline["explanation"], causes)
+    return [*processes, whole]
+
+
+def _steps(timeline: dict[str, Any], sampled: list[int], runner: str, model: str) -> Iterator[Call]:
+    """From a request's first step to its last, as far as the timeline has them. Tokens are told
+    where none of others can be among them.
+    """
+    stages = {mark["stage"]: mark["step"] for mark in timeline["marks"] if "step" in mark}
+    first, last = min(stages.values(), default=0), max(stages.values(), default=-1)
+    steps = [step for step in timeline["steps"] if first <= step["step"] <= last]
+    is_alone = {step["num_requests"] for step in steps} == {1} and len(steps) == last - first + 1
+    [blocks] = timeline.get("block_ids") or [[]]
+    for step in steps:
+        about = "step {step}: {num_tokens} tokens of {num_requests} requests".format_map(step)
+        if step["step"] == first and blocks:
+            about += f"; its blocks in the end: {shorten(blocks)}"
+        tokens: list[int] = []
+        if is_alone and step["step"] >= stages.get("first_token", last + 1):
+            end = 1 + step["num_accepted"]
+            tokens, sampled = sampled[:end], sampled[end:]
+        told = {"forward_ms": model, "sample_ms": f"sampled {shorten(tokens)}" * bool(tokens)}
+        call = Call("EngineCore.step", (step["end_ms"] - step["begin_ms"]) / 1000, about)
+        for field, way in TIMES.items():
+            own_way = [name.replace("ModelRunner", runner) for name in way]
+            call.add(own_way, step[field] / 1000, told.get(field, ""))
+        if message := _bytes(step):
+            call.add(["Outbox.send"], 0.0, f"EngineCoreOutputs{message}")
+        yield call
+
+
+def _bytes(told: dict[str, Any]) -> str:
+    return f", {told['message_bytes']} bytes" if "message_bytes" in told else ""
+
+
+def shorten(ids: list[int]) -> str:
+    """The first of them."""
+    return str(ids[:MOST_IDS])[:-1] + (", ...]" if len(ids) > MOST_IDS else "]")
+
+
+def draw(calls: Iterable[Call], prefix: str = "") -> Iterator[str]:
+    """Lines for a terminal."""
+    calls = [*calls]
+    for call in calls:
+        branch, beside = ("└─ ", "   ") if call is calls[-1] else ("├─ ", "│  ")
+        took = f"{1000 * call.seconds:.3f} ms" if call.seconds else ""
+        yield f"{prefix + branch + call.name:<60}{took:>13}  {call.text}".rstrip()
+        yield from draw(call.folded(), prefix + beside)

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 import servd
-from servd.cli import _calls, main, trace
-from servd.cli._calls import Call
+from servd.cli import main, trace
 from servd.cli._client import Client
+from servd.cli.trace import Call
 from servd.errors import ConfigError
 from servd.messages import EngineCoreRequest
 from servd.tracing import STAGES
@@ -79,11 +79,11 @@ def functions(path: Path) -> set[str]:
 
 
 def test_functions_of_a_timeline_exist():
-    ways = {stage: way for ways in _calls.WAYS.values() for stage, way in ways.items()}
-    step = dict.fromkeys([*_calls.TIMES, "begin_ms", "end_ms", "step", "message_bytes"], 0)
+    ways = {stage: way for ways in trace.WAYS.values() for stage, way in ways.items()}
+    step = dict.fromkeys([*trace.TIMES, "begin_ms", "end_ms", "step", "message_bytes"], 0)
     step |= {"num_tokens": 1, "num_requests": 1}
     timeline = {"marks": [{"stage": "scheduled", "step": 0}], "steps": [step]}
-    [drawn] = _calls._steps(timeline, [], "ModelRunner", "")
+    [drawn] = trace._steps(timeline, [], "ModelRunner", "")
     names = {call.name for call in walk(drawn)} | {*chain(*ways.values())}
     files = Path(servd.__file__).parent.rglob("*.py")
     assert len(names) > 15 and names <= {*chain.from_iterable(map(functions, files))}
@@ -112,7 +112,7 @@ async def test_a_running_server_is_asked(raw):
     assert times == sorted(times)
     own = sent.prompt_token_ids
     assert [call.text for call in named(calls, "Tokenizer.encode")] == [
-        f"{len(own)} prompt tokens {_calls.shorten(own)}"
+        f"{len(own)} prompt tokens {trace.shorten(own)}"
     ]
     was = msgspec.structs.replace(sent, block_hashes=[], marks=[])  # the engine fills them in
     size = len(msgspec.msgpack.encode(was))
@@ -122,7 +122,7 @@ async def test_a_running_server_is_asked(raw):
     [first, *_] = named(calls, "EngineCore.step")
     blocks = request.choices[0].block_ids
     assert len(blocks) == -(-(len(own) + NUM_TOKENS - 1) // 4)
-    assert first.text.endswith(f"its blocks in the end: {_calls.shorten(blocks)}")
+    assert first.text.endswith(f"its blocks in the end: {trace.shorten(blocks)}")
     assert first.text.startswith(f"step 0: {len(own)} tokens of 1 requests")
     sampled = [call.text for call in named(calls, "ModelRunner.sample_tokens")]
     assert sampled == [f"sampled [{token.id}]" for token in tokens]
@@ -163,7 +163,7 @@ def test_drawing_folds_what_repeats():
         return Call("step", 0.5, f"number {number}", [Call("inner", 0.001)] * 3)
 
     top = Call("loop", calls=[step(1), step(2), step(3), step(4), Call("end", seconds=1.0)])
-    lines = [" ".join(line.split()) for line in _calls.draw([top])]
+    lines = [" ".join(line.split()) for line in trace.draw([top])]
     assert lines == [
         "└─ loop",
         "├─ step 500.000 ms number 1",
