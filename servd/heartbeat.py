@@ -6,6 +6,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Collection
+from dataclasses import dataclass
 
 BEAT, STEP, READY, LIMIT, ASLEEP = 0, 1, 2, 3, 4  # numbers of 8 bytes
 SIZE = 16384  # bytes
@@ -80,21 +81,18 @@ def make_file() -> int:
     return descriptor
 
 
+@dataclass(eq=False)
 class Watchdog:
     """Judges by looks at a heartbeat, at equal intervals, whether the process is hung.
 
     It counts its own looks: while the whole machine stands still, so does the count.
-
-    Args:
-        heartbeat: of the process.
-        interval: seconds between two looks.
-        patience: seconds for which there may be no beat.
     """
 
-    def __init__(self, heartbeat: Heartbeat, interval: float, patience: float) -> None:
-        self.heartbeat = heartbeat
-        self.interval = interval
-        self.patience = patience
+    heartbeat: Heartbeat  # of the process
+    interval: float  # seconds between two looks
+    patience: float  # seconds for which there may be no beat
+
+    def __post_init__(self) -> None:
         self.seen = (0.0, 0.0)
         self.without_beat = self.without_step = self.ready = 0
 

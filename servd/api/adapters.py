@@ -6,6 +6,7 @@ import asyncio
 import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -21,20 +22,18 @@ NAME = re.compile(r"\w[\w.:@-]*(?:/\w[\w.:@-]*)*", re.ASCII)
 MAX_NAME = 256  # characters
 
 
+@dataclass(eq=False)
 class Adapters:
     """All API servers share a store, so that what one does is seen by all at once, also by those
     that start later.
-
-    Args:
-        config: with enable_lora.
-        async_llm: knows the layers of the model once that is loaded.
-        store: shared.
     """
 
-    def __init__(self, config: LoRAConfig, async_llm: AsyncLLM, store: AdapterStore) -> None:
-        self.config = config
-        self.async_llm = async_llm
-        self.store = store
+    config: LoRAConfig  # with enable_lora
+    async_llm: AsyncLLM  # knows the layers of the model once that is loaded
+    store: AdapterStore  # shared
+
+    def __post_init__(self) -> None:
+        config = self.config
         self.loading = ThreadPoolExecutor(1, "adapters")  # others wait for no lock of the store
         self.folder = None if config.lora_dir is None else Path(config.lora_dir).resolve()
 

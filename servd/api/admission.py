@@ -64,16 +64,12 @@ class Admitted:
         admission.tokens[self.owner] += more
 
 
+@dataclass(eq=False)
 class Admission:
     """The limits on what one API server takes in, overall and per key.
 
     A full queue turns away owners who have their share of it; others are admitted up to twice the
     limit.
-
-    Args:
-        config: the limits.
-        metrics: count refusals by reason.
-        clock: in seconds.
 
     Attributes:
         prompts: unfinished prompts by owner.
@@ -82,12 +78,11 @@ class Admission:
         hands_over: whether it then keeps serving old connections, while new ones reach another.
     """
 
-    def __init__(
-        self, config: SchedulerConfig, metrics: Metrics, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.config = config
-        self.metrics = metrics
-        self.clock = clock
+    config: SchedulerConfig  # the limits
+    metrics: Metrics  # count refusals by reason
+    clock: Callable[[], float] = time.monotonic  # in seconds
+
+    def __post_init__(self) -> None:
         self.prompts: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
         self.num_background = 0
@@ -96,7 +91,7 @@ class Admission:
         self._buckets: dict[str, Bucket] = {}  # by name of the key
         # Prompts served while there were any, and in how long; both decay.
         self._num_served = self._busy_seconds = 0.0
-        self._counted_at = clock()
+        self._counted_at = self.clock()
 
     @contextmanager
     def enter(

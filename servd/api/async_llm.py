@@ -8,6 +8,7 @@ import math
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -69,6 +70,7 @@ DEADLINE_PASSED = (
 )
 
 
+@dataclass(eq=False)
 class AsyncLLM:
     """Prepares requests, sends each to an engine and streams its deltas back. Belongs to one event
     loop.
@@ -78,42 +80,25 @@ class AsyncLLM:
         admission: limits what is taken in.
         loop: gives turns to the owners of requests.
         has_changed: set, and replaced by another one, with the state of any engine.
-
-    Args:
-        config: resolved.
-        spec: the model's.
-        clients: the channels to the engines.
-        processor: makes engine requests.
-        output_processor: makes text.
-        tracer: gets the marks of every request; the HTTP room calls its `finish`.
-        metrics: counts.
-        router: chooses one of several engines.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        spec: ModelSpec,
-        clients: Sequence[EngineCoreClient],
-        processor: Processor,
-        output_processor: OutputProcessor,
-        tracer: Tracer,
-        metrics: Metrics,
-        router: Router | None = None,
-    ) -> None:
-        self.config = config
-        self.spec = spec
-        self.processor = processor
-        self.output_processor = output_processor
-        self.tracer = tracer
-        self.metrics = metrics
-        self.router = router
+    config: Config  # resolved
+    spec: ModelSpec
+    clients: InitVar[Sequence[EngineCoreClient]]  # the channels to the engines
+    processor: Processor  # makes engine requests
+    output_processor: OutputProcessor  # makes text
+    tracer: Tracer  # gets the marks of every request; the HTTP room calls its `finish`
+    metrics: Metrics
+    router: Router | None = None  # chooses one of several engines
+
+    def __post_init__(self, clients: Sequence[EngineCoreClient]) -> None:
+        config, metrics = self.config, self.metrics
         self.admission = Admission(config.scheduler, metrics)
         for _ in clients[1:]:
             Metrics(metrics.labels["model_name"], beside=metrics)
         self.engines = [
             EngineClient(
-                rank, config, client, output_processor, tracer, own,
+                rank, config, client, self.output_processor, self.tracer, own,
                 self._engine_changed, self._move,
             )
             for rank, (client, own) in enumerate(zip(clients, metrics.engines, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as Connection
@@ -87,6 +88,7 @@ class Keys:
         return found[0]
 
 
+@dataclass(eq=False)
 class ApiKeyAuth:
     """Requires a key as `Authorization: Bearer KEY` or `x-api-key: KEY`, with the scope of the
     route. Sets `key`, and its name as `owner` and `client`, in `scope["state"]`.
@@ -94,10 +96,9 @@ class ApiKeyAuth:
     Decides on the ASGI path, which the router uses too, and never on a URL rebuilt from headers.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, open_paths: Collection[str]) -> None:
-        self.app = app
-        self.keys = keys
-        self.open_paths = open_paths
+    app: ASGIApp
+    keys: Keys
+    open_paths: Collection[str]
 
     async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
         """ASGI entry."""

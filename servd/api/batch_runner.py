@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -52,28 +53,20 @@ CLEAN_UP_INTERVAL = 3600.0  # seconds
 PAUSE = 60.0  # seconds after a failure of the server's own
 
 
+@dataclass(eq=False)
 class BatchRunner:
-    """Runs the batches of a folder in one API server.
+    """Runs the batches of a folder in one API server."""
 
-    Args:
-        store: shared with other servers.
-        app: answers the lines.
-        keys: whose owners' batches are run.
-        admission: of this server, which tells when it ends.
-        concurrency: lines that are answered at the same time.
-    """
+    store: BatchStore  # shared with other servers
+    app: ASGIApp  # answers the lines
+    keys: Keys  # whose owners' batches are run
+    admission: Admission  # of this server, which tells when it ends
+    concurrency: int  # lines that are answered at the same time
 
-    def __init__(
-        self, store: BatchStore, app: ASGIApp, keys: Keys, admission: Admission, concurrency: int
-    ) -> None:
-        self.store = store
-        self.app = app
-        self.keys = keys
-        self.admission = admission
-        self.concurrency = concurrency
+    def __post_init__(self) -> None:
         self.num_open = 0  # lines that are being answered
         self._batches: dict[asyncio.Task[None], str] = {}  # and their owners
-        self._room = asyncio.Semaphore(concurrency)
+        self._room = asyncio.Semaphore(self.concurrency)
 
     async def run(self) -> None:
         """Take over what nobody runs, until the server drains. Cancelled, it leaves everything to

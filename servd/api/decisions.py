@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Awaitable, Iterable, Iterator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -62,6 +63,7 @@ def branches(options: list[list[int]]) -> list[Branch]:
     return found
 
 
+@dataclass(eq=False)
 class OptionScorer:
     """Probabilities of options after prompts, for an admitted request.
 
@@ -71,17 +73,12 @@ class OptionScorer:
         num_output_tokens: one for each request to the engine.
     """
 
-    def __init__(
-        self,
-        async_llm: AsyncLLM,
-        request_id: str,
-        options: RequestOptions,
-        deadline: float | None = None,
-    ) -> None:
-        self.async_llm = async_llm
-        self.request_id = request_id
-        self.options = options
-        self.deadline = deadline
+    async_llm: AsyncLLM
+    request_id: str
+    options: RequestOptions
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
         self._numbers = itertools.count()
         self._may_run = asyncio.Semaphore(MAX_CONCURRENT)

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from uuid import uuid4
 
@@ -48,6 +49,7 @@ STEPS_LOOKED_AT = 256  # to predict how long the next one should take
 REQUESTS_LOOKED_AT = 256  # by /health, which anybody may call
 
 
+@dataclass(eq=False)
 class EngineClient:
     """Takes what an engine says and hands on the deltas of its requests. On one event loop.
 
@@ -60,44 +62,25 @@ class EngineClient:
         recovery: what becomes of them when it dies.
         audits: pending, by number.
         cache_number: how often its prefix cache has begun empty, as it started or woke.
-
-    Args:
-        rank: number of the engine.
-        config: resolved.
-        client: the channel.
-        outputs: makes text.
-        tracer: gets the engine's marks and steps.
-        metrics: counts, under this rank.
-        on_change: called when the engine begins to serve, falls asleep, wakes, has died, or is
-            gone for ever.
-        on_report: called whenever the engine has said something.
     """
 
-    status: EngineStatus | EngineReady | EngineDeadMessage
+    rank: int  # number of the engine
+    config: Config  # resolved
+    client: EngineCoreClient  # the channel
+    outputs: OutputProcessor  # makes text
+    tracer: Tracer  # gets the engine's marks and steps
+    metrics: Metrics  # counts, under this rank
+    # Called when the engine begins to serve, falls asleep, wakes, has died, or is gone for ever.
+    on_change: Callable[[EngineClient], None]
+    on_report: Callable[[], None]  # called whenever the engine has said something
 
-    def __init__(
-        self,
-        rank: int,
-        config: Config,
-        client: EngineCoreClient,
-        outputs: OutputProcessor,
-        tracer: Tracer,
-        metrics: Metrics,
-        on_change: Callable[[EngineClient], None],
-        on_report: Callable[[], None],
-    ) -> None:
-        self.rank = rank
-        self.config = config
-        self.client = client
-        self.outputs = outputs
-        self.tracer = tracer
-        self.metrics = metrics
-        self.on_change, self.on_report = on_change, on_report
-        self.status = EngineStatus("starting the engine")
+    def __post_init__(self) -> None:
+        status = EngineStatus("starting the engine")
+        self.status: EngineStatus | EngineReady | EngineDeadMessage = status
         self.stats = SchedulerStats()
         self.loading_since = time.monotonic()
         self.running: dict[str, Running] = {}
-        self.recovery = Recovery(client, outputs, self.running)
+        self.recovery = Recovery(self.client, self.outputs, self.running)
         self.audits: dict[int, asyncio.Future[EngineAudit]] = {}
         self.cache_number = 0
         self.watched: set[str] = set()  # ids of running requests

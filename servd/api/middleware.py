@@ -9,6 +9,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -42,6 +43,7 @@ LEFT = 499  # status where the client left before it got one
 MAX_BODY = 32 * 1024 * 1024  # bytes; a million tokens of text are about 5 MB
 
 
+@dataclass(eq=False)
 class RequestContext:
     """Gives every request an id, returned as X-Request-Id; limits its body; answers errors that
     nothing else did; closes timelines; counts answers.
@@ -54,31 +56,16 @@ class RequestContext:
     or None; `deadline`, on the loop's clock, or None; `headers`, of the answer; `lane`, the least
     that it runs in; `is_logged`, where another process has written the line of the access log;
     `blocked`, marks of the connection where writes waited for the client.
-
-    Args:
-        app: what is surrounded.
-        tracer: has the timelines.
-        loop: gives turns where there are many of them.
-        metrics: count; None where nobody reads them.
-        access_log: as --access-log says.
-        origins: --allowed-origins.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        tracer: Tracer,
-        loop: FairLoop,
-        metrics: Metrics | None,
-        access_log: str = "off",
-        origins: Collection[str] = (),
-    ) -> None:
-        self.app = app
-        self.tracer = tracer
-        self.loop = loop
-        self.metrics = metrics
-        self.access_log = access_log
-        self.origins = frozenset(origins)
+    app: ASGIApp  # what is surrounded
+    tracer: Tracer  # has the timelines
+    loop: FairLoop  # gives turns where there are many of them
+    metrics: Metrics | None  # count; None where nobody reads them
+    access_log: str = "off"  # as --access-log says
+    origins: Collection[str] = ()  # --allowed-origins
+
+    def __post_init__(self) -> None:
         self.is_behind_front = MODEL in os.environ  # which alone can reach this server then
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,7 +126,7 @@ class RequestContext:
                 self.metrics.labelled["vllm:admission_rejections", "max_connections"].inc()
             raise refusal
         is_foreign = scope["method"] == "POST" and headers.get("sec-fetch-site") == "cross-site"
-        if is_foreign and self.origins.isdisjoint({"*", headers.get("origin", "")}):
+        if is_foreign and {"*", headers.get("origin", "")}.isdisjoint(self.origins):
             raise Forbidden("pages of this origin may not send requests: see --allowed-origins")
         if (text := headers.get("x-request-timeout")) and not is_open:
             state["timeout"] = _timeout(text)

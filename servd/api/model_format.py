@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -29,29 +30,19 @@ REASONING_PARSERS = "servd.api.reasoning_parsers"
 SCHEMAS = {"json": "{}", "json_object": '{"type": "object"}'}
 
 
+@dataclass(eq=False)
 class ModelFormat:
-    """How the served model writes reasoning and tool calls.
+    """How the served model writes reasoning and tool calls."""
 
-    Args:
-        tokenizer: the model's.
-        tool_parser: None if the model has no known format; required and named calls work all the
-            same.
-        reasoning_parser: None if the model does not reason.
-        reasons_unasked: the model begins to reason by itself where the prompt neither opens nor
-            closes the tag.
-    """
+    tokenizer: Tokenizer
+    # None if the model has no known format; required and named calls work all the same.
+    tool_parser: type[ToolParser] | None
+    reasoning_parser: type[ReasoningParser] | None  # None if the model does not reason
+    # It begins to reason by itself where the prompt neither opens nor closes the tag.
+    reasons_unasked: bool = False
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        tool_parser: type[ToolParser] | None,
-        reasoning_parser: type[ReasoningParser] | None,
-        reasons_unasked: bool = False,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.tool_parser = tool_parser
-        self.reasoning_parser = reasoning_parser
-        self.reasons_unasked = reasons_unasked
+    def __post_init__(self) -> None:
+        tool_parser, reasoning_parser = self.tool_parser, self.reasoning_parser
         # Parser -> those of its markers that are added tokens.
         self._visible_ids: dict[type, frozenset[int]] = {ForcedCallsParser: frozenset()}
         if tool_parser is not None:

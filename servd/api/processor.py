@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -64,27 +65,19 @@ class Prepared(msgspec.Struct, kw_only=True):
         return self.request.prompt_token_ids
 
 
+@dataclass(eq=False)
 class Processor:
-    """Finds everything that can be wrong with a request; the engine behind it only asserts.
+    """Finds everything that can be wrong with a request; the engine behind it only asserts."""
 
-    Args:
-        config: resolved.
-        spec: the model's.
-        tokenizer: the model's.
-        max_model_len: longest prompt plus output, in tokens.
-        client: number of this API server.
-    """
+    config: Config  # resolved
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    max_model_len: int  # longest prompt plus output, in tokens
+    client: int = 0  # number of this API server
 
-    def __init__(
-        self, config: Config, spec: ModelSpec, tokenizer: Tokenizer, max_model_len: int,
-        client: int = 0,
-    ) -> None:  # fmt: skip
-        self.config = config
-        self.spec = spec
-        self.tokenizer = tokenizer
+    def __post_init__(self) -> None:
+        config, spec, tokenizer = self.config, self.spec, self.tokenizer
         self.pooling = pooling.read(spec)
-        self.max_model_len = max_model_len
-        self.client = client
         server = config.server
         escape = server.escape_special_tokens
         self.chat_template = ChatTemplate.load(

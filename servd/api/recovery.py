@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import msgspec
 
@@ -12,6 +13,7 @@ from servd.core.client import EngineCoreClient
 from servd.tracing import Mark, now_ns
 
 
+@dataclass(eq=False)
 class Recovery:
     """Sends open requests, with their tokens so far, to the engine that replaces a dead one.
 
@@ -25,19 +27,13 @@ class Recovery:
     Attributes:
         is_restarting: the engine has died and there is none to send to yet.
         is_trying: a suspect runs or is still to be sent.
-
-    Args:
-        client: the channel to the engine.
-        outputs: has the tokens so far.
-        running: open requests by id, in order of arrival.
     """
 
-    def __init__(
-        self, client: EngineCoreClient, outputs: OutputProcessor, running: Mapping[str, Running]
-    ) -> None:
-        self.client = client
-        self.outputs = outputs
-        self.running = running
+    client: EngineCoreClient  # the channel to the engine
+    outputs: OutputProcessor  # has the tokens so far
+    running: Mapping[str, Running]  # open requests by id, in order of arrival
+
+    def __post_init__(self) -> None:
         self.is_restarting = False
         self.is_trying = False
         self._at_death: dict[str, int] = {}  # tokens of open requests when the last engine died

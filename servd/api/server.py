@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -63,17 +64,17 @@ CLOSE = (b"connection", b"close")
 reloads: SimpleQueue[Config] = SimpleQueue()  # that the parent has sent, and nobody has taken over
 
 
+@dataclass(eq=False)
 class LoopLag:
     """How late the event loop is, by a timer that runs anyway.
 
     What holds up the loop holds up every request of this process: no work may take long on it.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
-        self.metrics = metrics
-        self.last = math.inf  # the first sample has none before it
-        self.worst = 0.0  # seconds, since the last warning
-        self.next_warning = 0.0
+    metrics: Metrics
+    last: float = math.inf  # the first sample has none before it
+    worst: float = 0.0  # seconds, since the last warning
+    next_warning: float = 0.0
 
     def sample(self) -> None:
         """Called TICK seconds after the last time, plus the lag."""

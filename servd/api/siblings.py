@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -138,17 +139,13 @@ class WriteMetrics(msgspec.Struct, tag=True):
 Question = ListRequests | FindTimeline | FindOthers | ListSteps | WriteMetrics
 
 
+@dataclass(eq=False)
 class Siblings:
-    """What this API server and its siblings know.
+    """What this API server and its siblings know."""
 
-    Args:
-        async_llm: of this one.
-    """
-
-    def __init__(self, async_llm: AsyncLLM) -> None:
-        self.async_llm = async_llm
-        self.path: Path | None = None
-        self._server: asyncio.Server | None = None
+    async_llm: AsyncLLM  # of this one
+    path: Path | None = None  # of its socket, while it listens
+    _server: asyncio.Server | None = None
 
     async def listen(self, path: Path) -> None:
         """Answer siblings, whose sockets are in the same folder and have names that begin alike."""

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from heapq import nlargest
 from itertools import islice
@@ -125,22 +126,17 @@ class Inquiry(msgspec.Struct):
         return account(self.marks, self.known, self.timeline.id)
 
 
+@dataclass(eq=False)
 class Tracer:
     """The timelines of running requests, of the most recent and of the slowest finished ones, and
     the latest steps of the engine.
-
-    Args:
-        keep: how many recent requests.
-        spans: exports spans of requests; None for none.
-        recorder: writes down requests and steps; None for none.
     """
 
-    def __init__(
-        self, keep: int = MAX_RECENT, spans: Spans | None = None, recorder: Recorder | None = None
-    ) -> None:
-        self.keep = keep
-        self.spans = spans
-        self.recorder = recorder
+    keep: int = MAX_RECENT  # recent requests
+    spans: Spans | None = None  # exports spans of requests
+    recorder: Recorder | None = None  # writes down requests and steps
+
+    def __post_init__(self) -> None:
         self.running: dict[str, Timeline] = {}
         self.recent: OrderedDict[str, Timeline] = OrderedDict()
         self.slowest: dict[str, Timeline] = {}

@@ -9,6 +9,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from servd import hf, ipc
@@ -107,35 +108,24 @@ class Deaths:
         return len(self.times) > self.most
 
 
+@dataclass(eq=False)
 class EngineSupervisor:
-    """Starts the engine of a rank, and starts it again under the same API servers.
+    """Starts the engine of a rank, and starts it again under the same API servers."""
 
-    Args:
-        config: resolved.
-        spec: the model's.
-        ipc_dir: where the engines listen.
-        on_exit: called from another thread when one has ended.
-        place: among the engines of this host.
-    """
+    config: Config  # resolved
+    spec: hf.ModelSpec
+    ipc_dir: str  # where the engines listen
+    on_exit: Callable[[Child], None]  # called from another thread when one has ended
+    place: int = 0  # among the engines of this host
 
-    def __init__(
-        self,
-        config: Config,
-        spec: hf.ModelSpec,
-        ipc_dir: str,
-        on_exit: Callable[[Child], None],
-        place: int = 0,
-    ) -> None:
-        rank = config.parallel.first_rank + place
+    def __post_init__(self) -> None:
+        config = self.config
+        self.rank = rank = config.parallel.first_rank + self.place
         if rank and (events := config.cache.kv_events_config):
             config = config.replace(kv_events_config=events.of_rank(rank))
         if rank and (transfer := config.cache.kv_transfer_config):
             config = config.replace(kv_transfer_config=transfer.of_rank(rank))
         self.config = config
-        self.spec = spec
-        self.ipc_dir = ipc_dir
-        self.on_exit = on_exit
-        self.place, self.rank = place, rank
         is_one = config.parallel.data_parallel_size == 1 and not rank
         self.name = "engine" if is_one else f"engine-{rank}"  # in the log
         self.label = "the engine" if is_one else f"engine {rank}"

@@ -13,6 +13,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -92,35 +93,29 @@ def addresses_of(folders: Mapping[int, str]) -> Addresses:
     )
 
 
+@dataclass(eq=False)
 class ProcessTree:
     """This process's children, and what happens when one of them, or it, has to end."""
 
-    def __init__(
-        self,
-        config: Config,
-        spec: hf.ModelSpec,
-        decided: dict[str, Decision],
-        ipc_dir: str,
-        listener: socket.socket | None,
-        started_at: float,
-        read_config: Callable[[], Config],
-    ) -> None:
-        self.config = config
-        self.read_config = read_config
+    config: Config
+    spec: hf.ModelSpec
+    decided: InitVar[dict[str, Decision]]
+    ipc_dir: str
+    listener: socket.socket | None  # handed to every API server
+    started_at: float
+    read_config: Callable[[], Config]
+
+    def __post_init__(self, decided: dict[str, Decision]) -> None:
+        config = self.config
         self.had_terminal = has_terminal()
-        self.spec = spec
         self.reasons = {name: decision.why for name, decision in decided.items()}
-        self.ipc_dir = ipc_dir
-        self.listener = listener  # handed to every API server
         self.hands_over = False  # whether another tree may accept from the same socket
-        self.started_at = started_at
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.reload_is_due = False
         self.engines: list[EngineSupervisor] = []  # by rank; none with --attach
         size = config.parallel.data_parallel_size
-        self.folders = [
-            engine_dir(ipc_dir, rank) for rank in range(size)
-        ]  # for their sockets, by rank
+        # For their sockets, by rank.
+        self.folders = [engine_dir(self.ipc_dir, rank) for rank in range(size)]
         self.routing = routing.make_file() if size > 1 else -1
         self.head: Head | None = None  # if there are engines on other hosts
         self.elsewhere: dict[int, int] = {}  # their incarnations by rank

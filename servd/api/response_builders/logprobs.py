@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from servd.api.protocol.chat import ChoiceLogprobs, TokenLogprob, TopLogprob
 from servd.api.protocol.completions import CompletionLogprobs
@@ -37,6 +38,7 @@ def choice_logprobs(
     return ChoiceLogprobs(content)
 
 
+@dataclass(eq=False)
 class TextOffsets:
     """Where the tokens of one choice begin in its text.
 
@@ -44,12 +46,11 @@ class TextOffsets:
     token does.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, skipped: frozenset[int], name: Callable[[int], str]
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.skipped = skipped  # tokens that are not in the text
-        self.name = name  # names tokens
+    tokenizer: Tokenizer
+    skipped: frozenset[int]  # tokens that are not in the text
+    name: Callable[[int], str]  # names tokens
+
+    def __post_init__(self) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.offset = 0
 
