@@ -379,7 +379,7 @@ def test_screenshots_of_a_busy_server():
             ]
             for thread in load:
                 thread.start()
-                threading.Event().wait(0.3)
+                threading.Event().wait(0.1)
             page.wait(".panel a code")
             shoot(page, "live")
             for thread in load:
