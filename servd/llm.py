@@ -186,6 +186,7 @@ class LLM:
             InvalidRequest: a prompt or parameter is not acceptable; nothing has been computed.
         """
         bounds.verify(params, 0)
+        self.engine.processor.check_sums()
         sampling = SamplingParams(
             n=params.beam_width, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos,
             include_stop_str_in_output=params.include_stop_str_in_output,

@@ -14,7 +14,7 @@ from servd.errors import InvalidRequest
 # Limits of one request. The engine's columns have 32 or 64 bits; lists are sent once per prompt.
 MAX_N = 128
 MAX_BEAMS = 16
-MAX_LOGPROBS = 20  # that clients may ask for
+MAX_LOGPROBS = 20  # that clients may ask for, unless --max-logprobs says more
 MAX_CANDIDATES = 512  # that beam search asks for: for each beam, more than there are ways to end
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP = 16
@@ -27,11 +27,13 @@ MAX_BAD_WORDS = 512
 MAX_BAD_WORD_LENGTH = 256  # characters
 MAX_BAD_WORD_TOKENS = 32
 
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+
 # These concern text: the API room alone uses them.
 TEXT_PARAMS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "bad_words")
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_CANDIDATES)]
 BadWord = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
 
 
@@ -130,7 +132,7 @@ class SamplingParams(
     allowed_token_ids: (
         Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
     ) = None
-    # None: none; k: the sampled token and the k most likely. Clients: up to MAX_LOGPROBS.
+    # None: none; k: the sampled token and the k most likely. Clients: up to --max-logprobs.
     logprobs: Annotated[int, Meta(ge=0, le=MAX_CANDIDATES)] | None = None
     stop: Annotated[
         list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]],

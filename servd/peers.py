@@ -95,7 +95,6 @@ NEEDLESS = {
 
 TEXT_ONLY = "leave it out: servd reads nothing but text, and refuses the rest"
 CAPTURE = "leave it out; --enforce-eager does without CUDA graphs, and --compile fuses layers"
-LOGPROBS = "leave it out: log-probabilities are the model's own, before temperature and penalties"
 EXPERTS = "leave it out: --enable-expert-parallel and --tensor-parallel-size place experts"
 CONTEXT = "not supported: cut the model, with --tensor-parallel-size or --pipeline-parallel-size"
 HF_FILES = "leave it out: the model's files in Hugging Face's form are read"
@@ -132,8 +131,6 @@ INSTEAD = {
     "limit_mm_per_prompt": TEXT_ONLY,
     "log_config_file": "use --log-level, --log-format and --access-log",
     "logits_processors": "send `logit_bias`, `bad_words` or `structured_outputs` in the request",
-    "logprobs_mode": LOGPROBS,
-    "max_logprobs": "leave it out: a request may have 20, and `logprob_token_ids` any 128",
     "max_num_partial_prefills": "use --long-prefill-token-threshold",
     "max_parallel_loading_workers": "leave it out: files are read as fast as the disk is",
     "media_io_kwargs": TEXT_ONLY,

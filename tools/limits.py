@@ -147,7 +147,11 @@ def tables() -> dict[str, list[Row]]:
                 "400",
             ),
             ("numbers of vectors in one body", f"{pooling.MAX_NUMBERS:,}", "400"),
-            ("candidates for each token, `logprobs`", f"{params.MAX_LOGPROBS}", "400"),
+            (
+                "candidates for each token, `logprobs`",
+                f"{params.MAX_LOGPROBS} (`--max-logprobs`)",
+                "400",
+            ),
             (
                 "stored responses of a key",
                 f"{server.max_stored_responses:,} (`--max-stored-responses`), "

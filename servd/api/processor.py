@@ -24,7 +24,7 @@ from servd.errors import ContextTooLong, InvalidRequest
 from servd.hf import ModelSpec
 from servd.messages import EngineCoreRequest, RequestOptions
 from servd.params import (
-    MAX_LOGPROBS,
+    MAX_CANDIDATES,
     TEXT_PARAMS,
     PoolingParams,
     ReasoningTags,
@@ -246,6 +246,24 @@ class Processor:
         last_tag = next((i for i in reversed(known) if i in (start_id, end_id)), end_id)
         return ReasoningTags(end_id, None if last_tag == start_id else start_id)
 
+    def check_logprobs(self, name: str, num_logprobs: int | None) -> None:
+        """Check that a request's field asks for as many candidates as it may.
+
+        Raises:
+            InvalidRequest: it asks for more.
+        """
+        most = self.config.model.max_logprobs
+        if num_logprobs is not None and num_logprobs > (MAX_CANDIDATES if most < 0 else most):
+            raise InvalidRequest(
+                f"{name} must be at most {most} (--max-logprobs), got {num_logprobs}", param=name
+            )
+
+    def check_sums(self) -> None:
+        """Raise InvalidRequest where the engine tells logits, which do not add up."""
+        mode = self.config.model.logprobs_mode
+        if mode.endswith("logits"):
+            raise InvalidRequest(f"not possible with --logprobs-mode {mode}: it takes logprobs")
+
     def check_token_ids(self, token_ids: list[int], param: str) -> None:
         """Check that all ids are in the model's vocabulary.
 
@@ -390,10 +408,8 @@ class Processor:
         """`params` with what follows from the prompt and the model; checks that the request fits
         into the context.
         """
-        if (params.logprobs or 0) > MAX_LOGPROBS:  # the engine could give more
-            raise InvalidRequest(
-                f"logprobs must be at most {MAX_LOGPROBS}, got {params.logprobs}", param="logprobs"
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            self.check_logprobs(name, getattr(params, name))
         room = self.max_model_len - len(token_ids)
         param = prompt.param
         if room < least:

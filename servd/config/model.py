@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from servd.config._section import NotNegative, Positive, Section, about
 from servd.hf import GenerationDefaults
+from servd.params import MAX_CANDIDATES, MAX_LOGPROBS, LogprobsMode
 from servd.speculative import SpeculativeConfig
 
 
@@ -98,6 +99,21 @@ class ModelConfig(Section, frozen=True):
             "dummy: seeded random weights, for tests."
         ),
     ] = "auto"
+    logprobs_mode: Annotated[
+        LogprobsMode,
+        about(
+            "What `logprobs` are: of the model's logits, or of those processed by penalties, "
+            "biases, grammars, temperature, top-k, top-p and min-p; or these logits themselves."
+        ),
+    ] = "raw_logprobs"
+    max_logprobs: Annotated[
+        int,
+        about(
+            f"Most candidates that `logprobs` may ask for; -1: {MAX_CANDIDATES}.",
+            ge=-1,
+            le=MAX_CANDIDATES,
+        ),
+    ] = MAX_LOGPROBS
     seed: Annotated[
         NotNegative, about("Seed of everything random: dummy weights, requests without a seed.")
     ] = 0

@@ -161,7 +161,8 @@ class ModelRunner(ABC):
             self.spec.vocab_size,
         )  # fmt: skip
         self.states.make_room(state.arrange(self.model))
-        self.sampler = Sampler(self.spec.vocab_size, self.max_num_seqs, self.device)
+        mode = self.config.model.logprobs_mode
+        self.sampler = Sampler(self.spec.vocab_size, self.max_num_seqs, self.device, mode)
         self.readers = readers.load(self.states, self.model.compute_logits, self.spec)
         self.proposer = spec_decode.load(
             Target(

@@ -178,3 +178,14 @@ async def test_an_error_in_one_step_ends_the_search(served):
     served.async_llm.fail(EngineDead("gone"))
     assert (await asking).status_code == 503
     assert served.async_llm.num_unfinished == 0
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
+async def test_logits_are_not_added_up(mode):
+    async with serve(logprobs_mode=mode) as served:
+        body = {"prompt": "a", "n": 2, "max_tokens": 2, "use_beam_search": True}
+        check(await served.http.post(COMPLETIONS, json=body), 400)
+        question = {"type": "predicate", "instructions": "Is it so?"}
+        body = {"input": "a", "questions": [question]}
+        check(await served.http.post("/v1/decisions", json=body), 400)
+        assert (await served.http.post(COMPLETIONS, json={"prompt": "a"})).status_code == 200

@@ -404,7 +404,11 @@ LONG = f"'{'x' * 49}... (101 characters)"
         ({"messages": [{}]}, "messages[0].role is missing"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
         ({"max_tokens": "5"}, "max_tokens must be a whole number, got '5'"),
-        ({"top_logprobs": 21}, "top_logprobs must be at most 20, got 21"),
+        (
+            {"logprobs": True, "top_logprobs": 21},
+            "top_logprobs must be at most 20 (--max-logprobs), got 21",
+        ),
+        ({"logprobs": True, "top_logprobs": 513}, "top_logprobs must be at most 512, got 513"),
         ({"stream": "yes"}, "stream must be true or false, got 'yes'"),
         ({"reasoning_effort": "x" * 99}, f"reasoning_effort must be {EFFORTS}, got {LONG}"),
         ({"stop": 5}, "stop must be a string or a list of strings"),

@@ -112,6 +112,12 @@ def test_only_the_server_itself_gets_more_log_probabilities_than_the_limit():
     make().process(asked("a"), SamplingParams(logprobs=MAX_LOGPROBS))
     with pytest.raises(InvalidRequest, match=f"logprobs must be at most {MAX_LOGPROBS}"):
         make().process(asked("a"), SamplingParams(logprobs=MAX_LOGPROBS + 1))
+    for most, allowed in ((5, 5), (50, 50), (-1, 512)):
+        processor = make(max_logprobs=most)
+        for name in ("logprobs", "prompt_logprobs"):
+            processor.process(asked("a"), SamplingParams(**{name: allowed}))
+            with pytest.raises(InvalidRequest, match=f"^{name} must be .* {allowed}[, ]"):
+                processor.process(asked("a"), SamplingParams(**{name: allowed + 1}))
 
 
 def test_not_even_a_text_that_need_not_fit_is_tokenised_at_any_length(monkeypatch):

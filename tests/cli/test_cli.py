@@ -80,14 +80,14 @@ def test_a_flag_without_an_effect_is_told(caplog):
 
 
 def test_every_flag_that_is_unknown_is_named_with_what_to_do_instead(capsys):
-    line = "m --max-logprobs 20 -dcp --compilation-config.level 3 --hf-token x -O3 -ngl 99 -np 4"
+    line = "m --tokenizer-mode x -dcp --compilation-config.level 3 --hf-token x -O3 -ngl 99 -np 4"
     with pytest.raises(SystemExit):
         cli.main(["serve", *line.split()])
     shown = [
         line.partition("unknown argument ")[2] for line in capsys.readouterr().err.splitlines()
     ]
     flags, remedies = zip(*(line.split("; ", 1) for line in shown if line), strict=True)
-    given = "--max-logprobs -dcp --compilation-config.level --hf-token -O3 -ngl -np"
+    given = "--tokenizer-mode -dcp --compilation-config.level --hf-token -O3 -ngl -np"
     assert [*flags] == given.split()
     assert not [each for each in remedies if "did you mean" in each or "--help" in each]
 

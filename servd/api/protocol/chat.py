@@ -24,7 +24,7 @@ from servd.api.protocol.validation import OpenObject, RequestBody
 from servd.bounds import INT32_MAX
 from servd.errors import InvalidRequest
 from servd.messages import FinishReason
-from servd.params import MAX_LOGPROBS
+from servd.params import MAX_CANDIDATES
 
 # ---- request ----
 
@@ -228,7 +228,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     """Most output tokens; without it, up to the end of the context."""
     logprobs: bool | None = None
     """Log-probabilities of the output's tokens."""
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_CANDIDATES)] | None = None
     """How many of the most likely tokens come with each."""
     include_reasoning: bool | None = None
     """With false, reasoning is left out of the answer."""

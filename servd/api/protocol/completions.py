@@ -20,7 +20,7 @@ from servd.api.protocol.generation import (
 )
 from servd.errors import InvalidRequest
 from servd.messages import FinishReason
-from servd.params import MAX_LOGPROBS
+from servd.params import MAX_CANDIDATES
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 1024  # over all prompts: each is a request to the engine
@@ -63,7 +63,7 @@ class CompletionRequest(GenerationRequest):
     """A string, token ids, or a list of either."""
     echo: bool | None = None
     """The answer begins with the prompt."""
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_CANDIDATES)] | None = None
     """Log-probabilities of the tokens, each with so many of the most likely."""
     best_of: int | None = None
     """Refused unless it equals `n`."""

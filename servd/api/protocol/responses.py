@@ -20,7 +20,7 @@ from servd.api.protocol.translation import TranslatedRequest
 from servd.api.protocol.validation import FewKeys, OpenObject
 from servd.bounds import INT32_MAX
 from servd.errors import InvalidRequest
-from servd.params import MAX_LOGPROBS
+from servd.params import MAX_CANDIDATES
 
 # ---- request ----
 
@@ -190,7 +190,7 @@ class ResponsesRequest(TranslatedRequest):
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: Annotated[list[str], Field(fail_fast=True)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_CANDIDATES)] | None = None
     store: bool | None = None
     background: bool | None = None
     stream_options: dict[str, Any] | None = None

@@ -68,6 +68,10 @@ class ResponseBuilder(ABC):
         self.id = response_id
         self.model = request.state.model
         self.prompts = prompts
+        # Under its own name: the parameter is a number in completions, and yes or no in chats.
+        self.async_llm.processor.check_logprobs(
+            "top_logprobs", getattr(asked, "top_logprobs", None)
+        )
         self.params = asked.sampling_params(self.async_llm.processor.default_params)
         self.options = asked.request_options  # once admitted, with what the API key decides
         self.n = self.params.n
@@ -162,6 +166,7 @@ class ResponseBuilder(ABC):
             self.token_ids = [[] for _ in range(self.n * len(prepared))]
             self.start()
             if asked.use_beam_search:
+                async_llm.processor.check_sums()
                 length_penalty = 1.0 if asked.length_penalty is None else asked.length_penalty
                 early_stopping = asked.early_stopping or False
                 outputs = beam_search.search(

@@ -48,6 +48,7 @@ async def create_decision(request: Request) -> Response:
     context = context_of(request)
     async_llm = context.async_llm
     body = await read_body(request, DecisionsRequest)
+    async_llm.processor.check_sums()
     request_id = f"decision-{request.state.unique_id}"
     asked = RequestOptions(cache_salt=body.prompt_cache_key)
     await trace(request, [request_id])

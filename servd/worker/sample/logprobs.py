@@ -64,9 +64,14 @@ class LogprobsTensors:
 
 
 class SampledLogprobs:
-    """Which slots ask for the log-probabilities of their sampled tokens, and of how many others."""
+    """Which slots ask for the log-probabilities of their sampled tokens, and of how many others.
 
-    def __init__(self) -> None:
+    Args:
+        are_logits: logits are told in their place.
+    """
+
+    def __init__(self, are_logits: bool = False) -> None:
+        self.are_logits = are_logits
         self.num_logprobs: dict[int, int] = {}  # slot -> k
         self.named: dict[int, list[int]] = {}  # slot -> token ids asked for by name
 
@@ -80,13 +85,11 @@ class SampledLogprobs:
             self.named[slot] = params.logprob_token_ids
         return True
 
-    def gather(
-        self, raw_logits: Tensor, sampled: Tensor, rows: Rows, num_rows: int
-    ) -> LogprobsTensors:
+    def gather(self, logits: Tensor, sampled: Tensor, rows: Rows, num_rows: int) -> LogprobsTensors:
         """What `rows`, of the step's `num_rows`, asked for.
 
         Args:
-            raw_logits: [m, vocab] float32, of these rows.
+            logits: [m, vocab] float32, of these rows.
             sampled: [num_rows] int64.
             rows: those that asked.
             num_rows: the step's.
@@ -96,7 +99,10 @@ class SampledLogprobs:
         for row, slot in zip(rows.host_index.tolist(), slots, strict=True):
             num_logprobs[row] = self.num_logprobs[slot]
         named = [self.named.get(slot, []) for slot in slots] if self.named else []
-        return gather_logprobs(raw_logits, sampled[rows.index], num_logprobs, named)
+        told = gather_logprobs(logits, sampled[rows.index], num_logprobs, named)
+        if self.are_logits:
+            return replace(told, logprobs=logits.gather(1, told.token_ids))
+        return told
 
 
 def gather_logprobs(
@@ -108,7 +114,7 @@ def gather_logprobs(
     """Compute what the rows asked for.
 
     Args:
-        logits: [m, vocab] float32, raw, of the rows that asked.
+        logits: [m, vocab] float32, of the rows that asked.
         sampled: [m] int64, their sampled tokens.
         num_logprobs: [n], k of each row of the step, None where not asked.
         named: [m] token ids that each row asked for by name; empty if none did.

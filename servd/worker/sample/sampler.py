@@ -7,9 +7,9 @@
 
 Order, equal in effect to vLLM's: log-probabilities of the raw logits; the logits processors in the
 order of their package; the fused pass of bias, bitmask and penalties; temperature; min-p; top-k and
-top-p; draw. What a step needs is known on the host, and nothing on the device is waited for. A
-token depends only on its row's logits, parameters, earlier tokens, seed and position, never on the
-rest of the batch.
+top-p; log-probabilities of what is left, if those are wanted; draw. What a step needs is known on
+the host, and nothing on the device is waited for. A token depends only on its row's logits,
+parameters, earlier tokens, seed and position, never on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from servd.params import MAX_LOGPROBS, SamplingParams
+from servd.params import MAX_LOGPROBS, LogprobsMode, SamplingParams
 from servd.worker.device import upload
 from servd.worker.sample import logits_processors, ops
 from servd.worker.sample.fixed_point import MAX_VOCAB_SIZE
@@ -75,16 +75,24 @@ class Sampler:
         vocab_size: columns of the logits.
         max_num_seqs: number of slots.
         device: where the logits will be.
+        mode: what is told of the sampled and the most likely tokens.
     """
 
-    def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        max_num_seqs: int,
+        device: torch.device,
+        mode: LogprobsMode = "raw_logprobs",
+    ) -> None:
         assert vocab_size <= MAX_VOCAB_SIZE, vocab_size
         self.uses = np.zeros(max_num_seqs, dtype=np.int64)  # bits of each slot
         self.temperature = torch.ones(max_num_seqs, device=device)
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.ops = ops.for_device(device)
         self.narrowing = Narrowing(vocab_size, max_num_seqs, device, self.ops)
-        self.logprobs = SampledLogprobs()
+        self.logprobs = SampledLogprobs(mode.endswith("logits"))
+        self.tells_processed = mode.startswith("processed")
         # Rows that go on after a draft that was not kept have the state of nobody.
         self.null_slot = max_num_seqs
         processors = logits_processors.load(vocab_size, max_num_seqs + 1, device)
@@ -182,14 +190,16 @@ class Sampler:
         if used & ~(RANDOM | NARROWED) or bitmask is not None:
             logits = logits.float()  # for what is added to them, or told of them
         asked = step.subset(LOGPROBS) if used & LOGPROBS else None
-        raw_logits = None
-        if asked is not None:
-            in_order = drafts is None or drafts.parents is None
-            raw_logits = asked.copy_of(logits) if in_order else logits.clone()
+        told = None  # logits of the rows that asked; of all rows if their order may change
+        in_order = drafts is None or drafts.parents is None
+        if asked is not None and not self.tells_processed:
+            told = asked.copy_of(logits) if in_order else logits.clone()
         if drafts is not None and used & self.stateful:
             token_ids = self._choose_in_turn(logits, step, bitmask, drafts)
         else:
             token_ids = self._choose(logits, step, bitmask)
+        if asked is not None and told is None:
+            told = asked.copy_of(logits) if in_order else logits
         best = logits.gather(1, token_ids.unsqueeze(1))
         num_kept = order = logprobs = None
         if drafts is not None:
@@ -197,10 +207,10 @@ class Sampler:
             num_kept, order = drafts.verify(token_ids)
         if order is not None:
             token_ids, best = token_ids[order], best[order]
-            if asked is not None and raw_logits is not None:
-                raw_logits = raw_logits[order[asked.index]]
-        if asked is not None and raw_logits is not None:
-            logprobs = self.logprobs.gather(raw_logits, token_ids, asked, len(host_slots))
+            if asked is not None and told is not None:
+                told = told[order[asked.index]]
+        if asked is not None and told is not None:
+            logprobs = self.logprobs.gather(told, token_ids, asked, len(host_slots))
         return SamplerOutput(token_ids, logprobs, num_kept, order, best)
 
     def _choose(
@@ -237,15 +247,23 @@ class Sampler:
                 step.slots[index], step.positions[index], step.host_slots[chosen], step.uses[chosen]
             )
             masks = None if bitmask is None else bitmask[index]
-            token_ids[index] = self._choose(logits[index], part, masks, is_kept[row])
+            chosen_logits = logits[index]
+            token_ids[index] = self._choose(chosen_logits, part, masks, is_kept[row])
+            if self.tells_processed:
+                logits[index] = chosen_logits
             is_kept[row] &= token_ids[index] == drafts.draft_ids[index]
         return token_ids
 
     def _draw(self, logits: Tensor, token_ids: Tensor, rows: Rows) -> None:
-        """Replace the most probable tokens of random rows by drawn ones."""
-        best, logits = token_ids[rows.index], logits[rows.index].float()
+        """Replace the most probable tokens of random rows by drawn ones; of logits that are told,
+        what was drawn from.
+        """
+        whole, best, logits = logits, token_ids[rows.index], logits[rows.index].float()
         peaks = logits.gather(1, best.unsqueeze(1)).squeeze(1)  # NaN if the row holds any
         weights = self.ops.to_weights(logits, peaks, self.temperature[rows.slots])
         lowest = self.narrowing.lowest(weights, rows, NARROWED)
         drawn = self.ops.draw(weights, lowest, self.seeds[rows.slots], rows.positions)
         token_ids[rows.index] = torch.where(peaks.isfinite(), drawn, best)
+        if self.tells_processed and (rows.uses & LOGPROBS).any():
+            scaled = logits / self.temperature[rows.slots].unsqueeze(1)
+            whole[rows.index] = scaled.masked_fill_(weights < lowest.unsqueeze(1), -torch.inf)

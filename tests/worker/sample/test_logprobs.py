@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from servd.params import SamplingParams
 from servd.worker.sample.sampler import Sampler
+from tests.worker.sample.reference import distribution, processed_logits
 
 VOCAB = 200
 
 
-def run(params: list[SamplingParams], logits: torch.Tensor):
-    sampler = Sampler(VOCAB, len(params), torch.device("cpu"))
+def run(params: list[SamplingParams], logits: torch.Tensor, mode="raw_logprobs"):
+    sampler = Sampler(VOCAB, len(params), torch.device("cpu"), mode)
     for slot, p in enumerate(params):
         sampler.add(slot, p, [1, 2, 3], [], [0])
     slots = list(range(len(params)))
@@ -41,6 +43,40 @@ def test_values_and_ranks_are_those_of_the_raw_logits():
         assert got.token_ids == [token_ids[row], *best]
         np.testing.assert_allclose(got.logprobs, exact[got.token_ids], atol=1e-5)
         assert got.rank == 1 + int((exact > exact[token_ids[row]]).sum())
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits", "raw_logits"])
+def test_modes(mode):
+    """A row's values are those of what it was drawn from, whatever the others ask for."""
+    logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(2)) * 4
+    params = [
+        SamplingParams(temperature=0, logprobs=5),
+        SamplingParams(temperature=2, seed=3, top_k=9),
+        SamplingParams(temperature=0, logprobs=20, logit_bias={9: 100.0}, repetition_penalty=2),
+        SamplingParams(
+            temperature=1.5, seed=1, logprobs=20, logit_bias={9: 3.0}, repetition_penalty=2,
+            top_k=8, top_p=0.9, logprob_token_ids=[9, 4],
+        ),
+        SamplingParams(temperature=0.5, seed=2, logprobs=3),
+    ]  # fmt: skip
+    token_ids, lists = run(params, logits, mode)
+    assert token_ids == run(params, logits)[0] and lists[1] is None
+    for row in (0, 2, 3, 4):
+        exact = logits[row].double().numpy()
+        if mode != "raw_logits":
+            exact = processed_logits(exact.copy(), params[row], [1, 2, 3], [], [0])
+            if not params[row].is_greedy:
+                exact = exact / params[row].temperature
+                kept = distribution(logits[row].double().numpy(), params[row], [1, 2, 3], [], [0])
+                exact = np.where(kept > 0, exact, -np.inf)
+        if mode == "processed_logprobs":
+            exact = exact - np.log(np.exp(exact - exact.max()).sum()) - exact.max()
+        got = lists[row]
+        assert got.token_ids[0] == token_ids[row]
+        np.testing.assert_allclose(got.logprobs, exact[got.token_ids], atol=1e-4)
+        num_finite = int(np.isfinite(exact).sum())
+        best = np.argsort(-exact)[: min(params[row].logprobs, num_finite)].tolist()
+        assert got.token_ids[1 : 1 + len(best)] == best
 
 
 def test_nothing_is_computed_when_no_row_asks():
