@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -142,6 +143,26 @@ def test_workloads(tmp_path: Path):
         _data.make_prompts(arguments(jsonl=file))
 
 
+def test_conversations_of_sharegpt(tmp_path: Path):
+    turns = [[f"question {i} " * 4, f"answer {i} " * (i + 1)] for i in range(20)]
+    turns += [["?", "too short a question"], ["no answer " * 4], ["long " * 9999, "answer " * 9]]
+    entries = [{"conversations": [{"value": text} for text in pair]} for pair in turns]
+    file = tmp_path / "sharegpt.json"
+    file.write_text(json.dumps(entries))
+    options = {"dataset-name": "sharegpt", "dataset-path": file, "num-prompts": 12}
+    prompts = _data.make_prompts(arguments(**options), more=3, num_tokens=len)
+    assert len({prompt.content for prompt in prompts}) == 15
+    whole = dict(pair for pair in turns if len(pair) == 2)
+    assert all(len(whole[prompt.content]) == prompt.output_len for prompt in prompts)
+    with pytest.raises(ServdError, match="20 prompts of 30"):
+        _data.make_prompts(arguments(**options), more=18, num_tokens=len)
+    file.write_text('{"conversations": 3}')
+    with pytest.raises(ServdError, match="JSON list"):
+        _data.make_prompts(arguments(**options))
+    with pytest.raises(ServdError, match="needs --dataset-path"):
+        _data.make_prompts(arguments(**{"dataset-name": "sharegpt"}))
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
@@ -160,7 +181,12 @@ def commands() -> dict[str, list[str]]:
         ],
         "engine_step": engine,
         "latency": [*engine, "--repeats", "2"],
-        "serve": ["--num-prompts", "6", "--output-len", "5", "--concurrency", "3"],
+        "serve": [  # as vLLM's users write it
+            "--backend", "vllm", "--endpoint", "/v1/completions", "--dataset-name", "random",
+            "--num-prompts", "6", "--random-output-len", "5", "--max-concurrency", "3",
+            "--random-range-ratio", "0", "--seed", "7", "--save-result", "--result-filename",
+            "result.json", "--percentile-metrics", "ttft,tpot", "--disable-tqdm",
+        ],
         "spec": [*engine, "--methods", "ngram", "--depths", "3", "--batches", "1", "2"],
         "startup": ["--serve", "--executor fake", "--repeats", "1", "--port", str(free_port())],
         "throughput": engine,
@@ -171,7 +197,8 @@ def commands() -> dict[str, list[str]]:
 def test_command(name: str, tmp_path: Path, request: pytest.FixtureRequest):
     options = commands()[name]
     if name == "serve":
-        options += ["--url", request.getfixturevalue("fake_server").url]
+        url = urlsplit(request.getfixturevalue("fake_server").url)
+        options += ["--host", url.hostname, "--port", str(url.port), "--result-dir", str(tmp_path)]
     file = tmp_path / "figures.json"
     result = subprocess.run(
         [
@@ -192,6 +219,11 @@ def test_command(name: str, tmp_path: Path, request: pytest.FixtureRequest):
     match name:
         case "serve":
             assert figures["output_tokens"] == 30
+            saved = json.loads((tmp_path / "result.json").read_text())
+            assert (saved["completed"], saved["total_output_tokens"]) == (6, 30)
+            assert saved["mean_ttft_ms"] == figures["ttft_ms"]["mean"]
+            assert saved["median_e2el_ms"] == figures["request_ms"]["p50"]
+            assert (saved["num_prompts"], saved["max_concurrency"]) == (6, 3)
         case "throughput":
             assert figures["requests"] == 3
         case "spec":

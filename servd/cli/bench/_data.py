@@ -1,10 +1,11 @@
-"""Prompts for measurements: random, with a shared prefix, or from a JSONL file."""
+"""Prompts for measurements: random, with a shared prefix, or from a JSONL or ShareGPT file."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from servd.errors import ServdError
 # Ids that are ordinary tokens in practically every vocabulary, also in that of the fake model:
 # special ones stand at its beginning or end.
 TOKEN_IDS = range(32, 250)
+CHARS_PER_TOKEN = 4  # where nobody can count them
+# Tokens of the conversations of ShareGPT that are used, as peers choose them.
+SHORTEST, LONGEST_PROMPT, LONGEST = 4, 1024, 2048
 
 
 @dataclass(frozen=True)
@@ -53,21 +57,30 @@ def add_options(
         help="output tokens [%(default)s]",
     )
     group.add_argument(
-        "--range-ratio", type=float, default=0.0, metavar="X",
+        "--range-ratio", "--random-range-ratio", type=float, default=0.0, metavar="X",
         help="lengths vary evenly by this share, e.g. 0.5: from half to one and a half "
              "[%(default)s]",
     )  # fmt: skip
     group.add_argument(
         "--prefix-len",
+        "--random-prefix-len",
         type=int,
         default=0,
         metavar="N",
         help="tokens that all prompts begin with [%(default)s]",
     )
     group.add_argument(
+        "--dataset-name",
+        choices=("random", "sharegpt", "custom"),
+        default=None,
+        help="random prompts, conversations of a ShareGPT file, or --jsonl "
+        "[random, or custom with a file]",
+    )
+    group.add_argument(
         "--jsonl",
+        "--dataset-path",
         metavar="FILE",
-        help='prompts from a file: {"prompt": text or ids, "output_len": N}',
+        help='prompts from a file: {"prompt": text or ids, "output_len": N}, or that of ShareGPT',
     )
     group.add_argument(
         "--data-seed",
@@ -78,16 +91,32 @@ def add_options(
     )
 
 
-def make_prompts(arguments: argparse.Namespace, more: int = 0) -> list[Prompt]:
+def about_tokens(text: str) -> int:
+    """About how many tokens a text has."""
+    return len(text) // CHARS_PER_TOKEN
+
+
+def make_prompts(
+    arguments: argparse.Namespace, more: int = 0, num_tokens: Callable[[str], int] = about_tokens
+) -> list[Prompt]:
     """The workload that the flags describe, preceded by `more` prompts to warm up with.
 
+    Args:
+        arguments: of the command line.
+        more: how many.
+        num_tokens: counts those of a text.
+
     Raises:
-        ServdError: the JSONL file cannot be used.
+        ServdError: the file is missing or cannot be used.
     """
-    if arguments.jsonl:
-        num_prompts = arguments.num_prompts + more
+    name = arguments.dataset_name or ("custom" if arguments.jsonl else "random")
+    if name != "random" and not arguments.jsonl:
+        raise ServdError(f"--dataset-name {name} needs --dataset-path FILE")
+    rng, num_prompts = random.Random(arguments.data_seed), arguments.num_prompts + more
+    if name == "sharegpt":
+        return _read_sharegpt(Path(arguments.jsonl), num_prompts, rng, num_tokens)
+    if name == "custom":
         return _read_jsonl(Path(arguments.jsonl), num_prompts, arguments.output_len)
-    rng = random.Random(arguments.data_seed)
 
     def length(mean: int) -> int:
         spread = int(mean * arguments.range_ratio)
@@ -99,8 +128,34 @@ def make_prompts(arguments: argparse.Namespace, more: int = 0) -> list[Prompt]:
     prefix = tokens(arguments.prefix_len)
     return [
         Prompt(prefix + tokens(length(arguments.input_len)), length(arguments.output_len))
-        for _ in range(arguments.num_prompts + more)
+        for _ in range(num_prompts)
     ]
+
+
+def _read_sharegpt(
+    file: Path, num_prompts: int, rng: random.Random, num_tokens: Callable[[str], int]
+) -> list[Prompt]:
+    """First turns of conversations, in a random order; as many tokens of output as the answers."""
+    try:
+        found = [each["conversations"] for each in json.loads(file.read_text(encoding="utf8"))]
+        pairs = [(turns[0]["value"], turns[1]["value"]) for turns in found if len(turns) > 1]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ServdError(
+            f"--dataset-path {file}: {error!r}; it must be a JSON list of objects with "
+            '`conversations`: [{"value": text}, ...]'
+        ) from None
+    rng.shuffle(pairs)
+    prompts: list[Prompt] = []
+    for text, answer in pairs:
+        if len(prompts) == num_prompts:
+            break
+        input_len, output_len = num_tokens(text), num_tokens(answer)
+        is_long = input_len > LONGEST_PROMPT or input_len + output_len > LONGEST
+        if min(input_len, output_len) >= SHORTEST and not is_long:
+            prompts.append(Prompt(text, output_len))
+    if len(prompts) < num_prompts:
+        raise ServdError(f"--dataset-path {file}: has {len(prompts)} prompts of {num_prompts}")
+    return prompts
 
 
 def _read_jsonl(file: Path, num_prompts: int, output_len: int) -> list[Prompt]:

@@ -92,7 +92,24 @@ def show(summary: Mapping[str, Any], json_file: str | None) -> None:
         write_json(json_file, summary)
 
 
-def write_json(file: str, summary: Mapping[str, Any]) -> None:
+def as_vllm(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The same under the names that scripts for vLLM's results read."""
+    names = {
+        "duration": "seconds", "completed": "requests", "failed": "failed",
+        "total_input_tokens": "prompt_tokens", "total_output_tokens": "output_tokens",
+        "request_throughput": "requests_per_s", "output_throughput": "output_tokens_per_s",
+        "total_token_throughput": "total_tokens_per_s",
+    }  # fmt: skip
+    found = {theirs: summary[ours] for theirs, ours in names.items()}
+    spreads = {"ttft": "ttft_ms", "tpot": "tpot_ms", "itl": "itl_ms", "e2el": "request_ms"}
+    columns = {"mean": "mean", "median": "p50", "p90": "p90", "p99": "p99"}
+    for metric, name in spreads.items():
+        for theirs, ours in columns.items():
+            found[f"{theirs}_{metric}_ms"] = summary[name].get(ours, 0.0)
+    return found
+
+
+def write_json(file: str | Path, summary: Mapping[str, Any]) -> None:
     """The summary with full precision."""
     Path(file).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf8")
 

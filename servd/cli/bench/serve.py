@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import time
+from pathlib import Path
+from typing import Any
 
 from servd.cli import _client
 from servd.cli.bench import _data, _load, _report
+
+# vLLM's flags for what is so anyhow, and what they may say.
+NEEDLESS: dict[str, dict[str, Any]] = {
+    "--backend": {"choices": ("vllm", "openai")},
+    "--endpoint": {"choices": ("/v1/completions",)},
+    "--tokenizer": {},
+    "--metric-percentiles": {},
+    "--percentile-metrics": {},
+    "--disable-tqdm": {"action": "store_true"},
+    "--trust-remote-code": {"action": "store_true"},
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
     _client.add_server_options(parser)
+    parser.add_argument("--host", metavar="NAME", help="with --port, in place of --url")
+    parser.add_argument("--port", type=int, metavar="N", help="with --host, in place of --url")
     parser.add_argument(
         "--concurrency",
         "--max-concurrency",
@@ -23,7 +39,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--request-rate", type=float, metavar="X", help="requests a second, Poisson [all at once]"
     )
     parser.add_argument(
-        "--warmup", type=int, default=1, metavar="N", help="requests sent before, not counted [1]"
+        "--warmup",
+        "--num-warmups",
+        type=int,
+        default=1,
+        metavar="N",
+        help="requests sent before, not counted [1]",
     )
     parser.add_argument(
         "--ignore-eos",
@@ -33,18 +54,41 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     _report.add_options(parser)
     parser.add_argument(
+        "--save-result", action="store_true", help="write the figures under vLLM's names, too"
+    )
+    parser.add_argument("--result-filename", metavar="FILE", help="where [MODEL-TIME.json]")
+    parser.add_argument("--result-dir", default=".", metavar="DIR", help="in this folder [.]")
+    for flag, rules in NEEDLESS.items():
+        parser.add_argument(flag, help=argparse.SUPPRESS, **rules)
+    parser.add_argument(
         "--plot", metavar="FILE", help="draw the distributions (.svg or .png; needs matplotlib)"
     )
+    parser.add_argument("--seed", dest="data_seed", type=int, help=argparse.SUPPRESS)
     _data.add_options(parser, num_prompts=64, input_len=64, output_len=64)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; 1 if any request failed."""
     figure = _report.new_figure() if arguments.plot else None
-    prompts = _data.make_prompts(arguments, more=arguments.warmup)
-    records, seconds = asyncio.run(_measure(arguments, prompts))
+    if arguments.host is not None or arguments.port is not None:
+        arguments.url = f"http://{arguments.host or '127.0.0.1'}:{arguments.port or 8000}"
+    client = _client.Client(arguments.url, arguments.api_key)
+    arguments.model = arguments.model or client.first_model()
+    prompts = _data.make_prompts(
+        arguments, arguments.warmup, lambda text: _num_tokens(client, arguments.model, text)
+    )
+    records, seconds = asyncio.run(_measure(arguments, client.url, prompts))
     summary = _report.summarise(records, seconds)
     _report.show(summary, arguments.json)
+    if arguments.save_result:
+        when = time.strftime("%Y%m%d-%H%M%S")
+        name = arguments.result_filename or f"{arguments.model.replace('/', '--')}-{when}.json"
+        about = {
+            "date": when, "model_id": arguments.model, "num_prompts": arguments.num_prompts,
+            "request_rate": str(arguments.request_rate or "inf"),
+            "max_concurrency": arguments.concurrency,
+        }  # fmt: skip
+        _report.write_json(Path(arguments.result_dir, name), about | _report.as_vllm(summary))
     if summary["failed"]:
         print(f"\nfirst error: {summary['first_error']}")
     if arguments.plot:
@@ -52,13 +96,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if summary["failed"] else 0
 
 
+def _num_tokens(client: _client.Client, model: str, text: str) -> int:
+    """As the server counts, if it says."""
+    answer = client.ask("POST", "/tokenize", {"model": model, "prompt": text})
+    return answer.body["count"] if answer.status == 200 else _data.about_tokens(text)
+
+
 async def _measure(
-    arguments: argparse.Namespace, prompts: list[_data.Prompt]
+    arguments: argparse.Namespace, url: str, prompts: list[_data.Prompt]
 ) -> tuple[list[_load.Record], float]:
-    client = _client.Client(arguments.url, arguments.api_key)
     load = _load.Load(
-        url=client.url,
-        model=arguments.model or client.first_model(),
+        url=url,
+        model=arguments.model,
         concurrency=arguments.concurrency,
         request_rate=arguments.request_rate,
         api_key=arguments.api_key,
