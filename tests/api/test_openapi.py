@@ -224,13 +224,16 @@ def lengths(schema: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
             yield (["x"] * most, ["x"] * (most + 1)) if is_list else ("x" * most, "x" * (most + 1))
 
 
-# By the size of the model, or by another field.
+# By the size of the model, an option, or by another field.
 RULED_OTHERWISE = {
     "best_of",
     "dimensions",
+    "logprobs",
     "min_tokens",
     "output_dimension",
+    "prompt_logprobs",
     "thinking_token_budget",
+    "top_logprobs",
 }
 BOUNDED = [
     (path, field)

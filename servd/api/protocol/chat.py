@@ -229,7 +229,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     logprobs: bool | None = None
     """Log-probabilities of the output's tokens."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_CANDIDATES)] | None = None
-    """How many of the most likely tokens come with each."""
+    """How many of the most likely tokens come with each; up to --max-logprobs (20)."""
     include_reasoning: bool | None = None
     """With false, reasoning is left out of the answer."""
     echo: bool | None = None

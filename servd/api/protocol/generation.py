@@ -165,8 +165,8 @@ class GenerationRequest(StructuredRequest):
     logprob_token_ids: TokenIds | None = None
     """With `logprobs`: the log-probabilities of these tokens, too, at every position."""
     prompt_logprobs: int | None = None
-    """Log-probabilities of the prompt's tokens, each with so many of the most likely; not
-    streamed.
+    """Log-probabilities of the prompt's tokens, each with so many of the most likely, up to
+    --max-logprobs (20); not streamed.
     """
     truncate_prompt_tokens: KeptTokens | None = None
     """Keep only so many tokens of the prompt, the last ones; -1 for as many as fit."""
