@@ -41,6 +41,7 @@ OTHER_FLAGS = {
     "--head", "--address",  # ray start
     "--url", "--concurrency",  # servd run-batch
     "--num-prompts", "--input-len", "--output-len", "--prefix-len", "--request-rate",  # servd bench
+    "--dataset-name", "--dataset-path", "--save-result", "--result-dir", "--result-filename",
     "--json", "--jsonl", "--plot", "--out",  # servd bench and benchmarks
     "--no-deps", "--only-binary", "--python-version", "--implementation", "--platform",  # pip
     "--threads", "--work", "--base", "--examples", "--topics",  # tools.demo_model.train
