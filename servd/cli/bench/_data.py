@@ -83,12 +83,9 @@ def add_options(
         help='prompts from a file: {"prompt": text or ids, "output_len": N}, or that of ShareGPT',
     )
     group.add_argument(
-        "--data-seed",
-        type=int,
-        default=0,
-        metavar="N",
+        "--data-seed", type=int, default=0, metavar="N",
         help="of prompts and arrivals [%(default)s]",
-    )
+    )  # fmt: skip
 
 
 def about_tokens(text: str) -> int:
