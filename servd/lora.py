@@ -62,6 +62,13 @@ UNSUPPORTED = {
 }
 # Ways to begin a training that change the weights of the model, too.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Parts of names that models have, where adapters have no linear layer to change.
+NO_LINEAR = {
+    ".experts.": "is of experts, each of which computes a few of the tokens",
+    ".kv_b_proj": "is applied head by head, to queries and to what attention yields",
+    ".gate": "chooses the experts of a token",
+    ".conv1d": "is a convolution",
+}
 REMEDY = "train it without, or merge it into the model and serve that"
 
 
@@ -143,6 +150,9 @@ class AdapterFiles:
             raise self._error(f"rank {self.rank}, at most {max_rank}: raise --max-lora-rank")
         for module, (a, b, _) in self.modules.items() if layers else ():
             if module not in layers:
+                for part, what in NO_LINEAR.items():
+                    if part in f"{module}." if part[-1] == "." else module.endswith(part):
+                        raise self._error(f"{module} {what}: adapters cannot change it; {REMEDY}")
                 raise self._error(f"the model has no linear layer {module}")
             inputs, outputs = self.shapes[a][1], self.shapes[b][0]
             if (inputs, outputs) != (*layers[module],):

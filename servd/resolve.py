@@ -23,6 +23,7 @@ from servd.pooling import is_encoder_as_decoder
 
 log = logging.getLogger("servd.resolve")
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 OTLP_EXPORTER = "opentelemetry-exporter-otlp-proto-http"
 
 
@@ -167,6 +168,8 @@ def _check_together(config: Config, spec: ModelSpec) -> None:
     if config.cache.kv_transfer_config is not None:
         read_token(config)
     model, num_stages = config.model, config.parallel.pipeline_parallel_size
+    if config.parallel.enable_expert_parallel:
+        _check_experts(config.parallel.tensor_parallel_size, spec)
     kept = config.cache.kv_cache_dtype
     if config.parallel.device == "cuda" and kept not in ("auto", "fp8", model.dtype):
         raise ConfigError(
@@ -196,6 +199,16 @@ def _check_together(config: Config, spec: ModelSpec) -> None:
     ):
         if is_asked:
             raise ConfigError(f"{flag} does not work with {what}")
+
+
+def _check_experts(num_ranks: int, spec: ModelSpec) -> None:
+    """Say it where whole experts on each rank are asked for in vain."""
+    has_experts = any(
+        isinstance(count := spec.config.get(key), int) and count > 1 for key in EXPERT_COUNTS
+    )
+    if not has_experts or num_ranks == 1:
+        why = "one device has all experts" if has_experts else "the model has no experts"
+        log.warning("--enable-expert-parallel has no effect: %s", why)
 
 
 def _check_remote(config: Config) -> None:

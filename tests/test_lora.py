@@ -111,6 +111,22 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path):
         files.check(4, {"layers.0.other": (8, 6)})
 
 
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("mlp.experts.3.up_proj", "is of experts, each of which computes a few of the tokens"),
+        ("self_attn.kv_b_proj", "is applied head by head .* adapters cannot change it; train it w"),
+        ("mlp.gate", "chooses the experts"),
+        ("mlp.shared_experts.up_proj", "the model has no linear layer layers.0.mlp.shared_experts"),
+    ],
+)
+def test_layers_that_adapters_cannot_change_are_said(tmp_path: Path, module: str, words: str):
+    name = f"base_model.model.model.layers.0.{module}"
+    shapes = {f"{name}.lora_A.weight": (4, 8), f"{name}.lora_B.weight": (6, 4)}
+    with pytest.raises(ConfigError, match=words):
+        AdapterFiles(write_adapter(tmp_path, shapes=shapes)).check(8, {"layers.0.other": (8, 6)})
+
+
 @pytest.mark.parametrize("size", [0, 5, 50, -1])
 def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, size: int):
     file = write_adapter(tmp_path) / "adapter_model.safetensors"

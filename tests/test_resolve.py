@@ -44,6 +44,22 @@ def test_on_cuda():
     assert config.scheduler.async_scheduling is True
 
 
+@pytest.mark.parametrize(
+    ("config", "num_ranks", "told"),
+    [
+        ({}, 2, "the model has no experts"),
+        ({"num_experts": 8}, 1, "one device has all experts"),
+        ({"n_routed_experts": 8}, 2, None),
+    ],
+)
+def test_experts_that_are_not_spread_are_said(config, num_ranks, told, caplog):
+    spec = msgspec.structs.replace(SPEC, config=config)
+    options = {"enable_expert_parallel": True, "tensor_parallel_size": num_ranks}
+    resolve(Config.load(options), spec, CPU)
+    said = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert said == ([f"--enable-expert-parallel has no effect: {told}"] if told else [])
+
+
 def test_only_cuda_compiles():
     machine = msgspec.structs.replace(CUDA, has_triton=True)
     assert decide(machine, compile=True).model.compile and not decide(machine).model.compile

@@ -253,15 +253,16 @@ class EngineCoreProc:
         self.is_tired = self.was_asleep = False
         if self.executor is None:
             return
-        gc.unfreeze()
         self.executor.shutdown()
         self.executor = None
         engine.forget_workers()
-        gc.collect()
-        gc.freeze()  # else the end of the process looks at all that is imported, for half a second
         ctypes.CDLL(None).malloc_trim(0)  # glibc would keep most of it
         logger.info("asleep: weights and KV cache are freed")
         self.say_asleep(True)
+        # For what is left in cycles, while another model is loaded.
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()  # else the end of the process looks at all that is imported, for half a second
 
     def wake_up(self, engine: EngineCore) -> None:
         """Load the model again, if it sleeps; messages wait meanwhile."""

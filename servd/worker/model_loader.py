@@ -6,7 +6,7 @@ import logging
 import math
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
@@ -171,6 +171,7 @@ def load_weights(
     files = weight_files(folder, load_format)
     _check(files)
     done, total, names = 0, sum(file.stat().st_size for file in files), set[str]()
+    plain: list[str] = []  # matrices of layers of which the importance matrix says nothing
     convert = getattr(model, "convert", iter)  # where the names of checkpoints are not the model's
     for name, tensor in convert(_checkpoint(files, next(iter(weights.values())))):
         try:
@@ -184,14 +185,20 @@ def load_weights(
                     names.add(renamed)
                     if isinstance(target, Matrix) and not target.missing:
                         target.reform(make.of(renamed, target))
+                        if type(target) is Matrix and renamed not in make.importance:
+                            plain.append(renamed)
         except ValueError as error:
             layer = IN_LAYER.search(name)
             where = f"layer {layer[1]}: {layer[2]}" if layer else name
             raise UnsupportedModel(f"{folder}: {where} has {error}") from None
         done += tensor.nbytes
         progress(min(done / total, 1.0))
-    if make.importance and not make.importance.keys() & names:
-        raise ConfigError("--quantization-imatrix: it has none of the layers of this model")
+    if make.importance:
+        _check_importance(make.importance.keys(), names, plain)
+    _check_complete(folder, weights)
+
+
+def _check_complete(folder: str, weights: dict[str, Weight]) -> None:
     missing = [name for name, weight in weights.items() if weight.missing]
     if missing:
         named = ", ".join(missing[:MAX_NAMED]) + ", ..." * (len(missing) > MAX_NAMED)
@@ -199,6 +206,16 @@ def load_weights(
             f"{folder} lacks the weights of {len(missing)} parameters that config.json asks for: "
             f"{named}"
         )
+
+
+def _check_importance(known: Set[str], names: Set[str], plain: list[str]) -> None:
+    if not known & names:
+        raise ConfigError("--quantization-imatrix: it has none of the layers of this model")
+    if plain:
+        log.warning(
+            "--quantization-imatrix says nothing of %d matrices, such as %s: they are rounded as "
+            "without it", len(plain), plain[0],
+        )  # fmt: skip
 
 
 def _check(files: list[Path]) -> None:

@@ -6,6 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 
@@ -35,6 +36,9 @@ class Worker:
     """Start-up is `load_model`, then `allocate_kv_cache`; each step is `execute_model`, then
     `sample_tokens`.
 
+    Attributes:
+        compared: folders of models that were compared with their plans; not again at a wake-up.
+
     Args:
         config: resolved.
         spec: the model's, with a local folder.
@@ -42,6 +46,8 @@ class Worker:
         progress: called with a start-up phase and how far it is, 0 to 1.
         distributed_init: where several ranks meet, e.g. "tcp://127.0.0.1:29500".
     """
+
+    compared: ClassVar[set[str]] = set()
 
     def __init__(
         self,
@@ -94,7 +100,8 @@ class Worker:
                 log.info("%s", part)
         self.progress("measuring memory", 0.0)
         num_blocks = self.runner.count_blocks()
-        if self.parallel.rank == 0:
+        if self.parallel.rank == 0 and self.runner.spec.folder not in self.compared:
+            self.compared.add(self.runner.spec.folder)
             dry_run.compare(self.runner)
         return WorkerReady(
             device=name_of(self.device),
@@ -144,9 +151,12 @@ class Worker:
         and gives back the memory of a GPU, which torch would keep.
         """
         self.parallel.close()
+        if self.parallel.size * self.parallel.num_stages == 1:
+            # In a process that goes on. It is in cycles, and the collector would take a tenth of a
+            # second, as it looks at all that was ever imported.
+            vars(self.runner).clear()
         if self.device.type == "cpu":
             torch.set_num_threads(self.num_threads)
         else:
-            del self.runner
             gc.collect()
             torch.cuda.empty_cache()

@@ -228,11 +228,11 @@ def test_an_engine_sleeps_when_nothing_is_left_and_a_request_wakes_it(running: A
     running.inputs.put(Sleep())  # while it runs
     assert output_of(running) == expected_tokens(prompt, 20, FAKE_SPEC.vocab_size)
     assert next_of(running, EngineReady).is_asleep and running.executor is None
-    assert gc.get_freeze_count()  # the end of a process looks at what is not: half a second
     running.inputs.put(AbortRequests(["unknown"]))
     running.inputs.put(Audit(0, 7))
     assert next_of(running, EngineAudit).problems == []
     assert running.executor is None
+    assert gc.get_freeze_count()  # the end of a process looks at what is not: half a second
     running.inputs.put(ask())
     assert not next_of(running, EngineReady).is_asleep
     # Nothing that the last executor had computed or held counts.

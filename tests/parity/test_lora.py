@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+import shutil
 from functools import cache
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from servd.core.engine_core import EngineCore
 from servd.messages import EngineCoreRequest, RequestOptions
 from servd.params import SamplingParams
 from servd.worker.ops import native
+from tests.adapters import write_adapter
 from tests.core.engines import Log
 from tests.parity.adapters import GPT2_KINDS, KINDS, make_adapter, store
 from tests.parity.families import CASES, greedy
@@ -119,6 +122,28 @@ def test_adapters_of_layers_whose_rows_are_in_another_order(
     targets = [queries, "kv_a_proj_with_mqa", "o_proj"]
     options = {"r": 4, "target_modules": targets, "lora_alpha": 12}
     merged = make_adapter(base, tmp_path, options, seed=1)
+    named = store(tmp_path, it=tmp_path / "adapter")
+    engine = make_engine(base, num_blocks=80, depth=1, enable_lora=True)
+    check(engine, base, {"it": merged}, requests_of(named, 4))
+
+
+def test_an_adapter_of_what_all_tokens_go_through_beside_experts(checkpoints, tmp_path: Path):
+    """PEFT would take experts for it, too: it is merged here."""
+    base = checkpoints("deepseek_v2", next(iter(CASES["deepseek_v2"])))
+    merged, shapes = tmp_path / "merged", {}
+    shutil.copytree(base, merged)
+    tensors = load_file(base / "model.safetensors")
+    names = [f"model.layers.1.mlp.shared_experts.{each}_proj" for each in ("up", "down")]
+    for name in names:
+        outputs, inputs = tensors[f"{name}.weight"].shape
+        peft = f"base_model.model.{name}"
+        shapes |= {f"{peft}.lora_A.weight": (4, inputs), f"{peft}.lora_B.weight": (outputs, 4)}
+    write_adapter(tmp_path / "adapter", shapes=shapes)
+    added = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for name in names:
+        a, b = (added[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
+        tensors[f"{name}.weight"] += 8 / 4 * b @ a
+    save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
     named = store(tmp_path, it=tmp_path / "adapter")
     engine = make_engine(base, num_blocks=80, depth=1, enable_lora=True)
     check(engine, base, {"it": merged}, requests_of(named, 4))

@@ -112,6 +112,7 @@ def adapter_of(folder: Path) -> Adapter:
                 "mixtral",
                 "olmo2",
                 "phi3",
+                "qwen3_5_moe_text",
                 "qwen3_5_text",
                 "qwen3_next",
                 "smollm3",
@@ -135,6 +136,7 @@ def test_two_ranks_equal_one(tmp_path: Path, model_type: str, options: dict[str,
                 ("gpt_oss", CASES["gpt_oss"]["sinks"]),
                 ("mixtral", CASES["mixtral"]["experts"]),  # 2 and 3 of them
                 ("qwen3_moe", QWEN3_MOE),
+                ("qwen3_5_moe_text", CASES["qwen3_5_moe_text"]["experts"]),
             )
         ),
     ],

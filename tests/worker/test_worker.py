@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import re
 import shutil
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +87,19 @@ def test_torch_has_one_thread_where_kernels_do_the_work(
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_model_that_sleeps_leaves_nothing_to_the_collector(llama: Path):
+    """Else another one waits for that before it is loaded."""
+    worker = Worker(config_for(str(llama)), read_spec(llama), 0, lambda *_: None)
+    worker.allocate_kv_cache(worker.load_model().num_blocks)
+    weights = [weakref.ref(weight) for weight in worker.runner.model.parameters()]
+    gc.disable()
+    try:
+        worker.shutdown()
+        assert weights and not any(weight() is not None for weight in weights)
+    finally:
+        gc.enable()
 
 
 def test_cache_is_not_larger_than_all_requests_need(llama: Path, caplog: pytest.LogCaptureFixture):

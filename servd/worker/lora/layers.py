@@ -156,7 +156,7 @@ def _linear_layers(model: Model) -> dict[str, tuple[Matrix, int | None]]:
         matrix = getattr(module, "weight", None)
         if type(matrix) is not Matrix or isinstance(module, nn.Embedding):
             continue
-        if not IN_A_LAYER.search(name) or "experts." in name:
+        if not IN_A_LAYER.search(name) or ".experts." in name:
             continue
         parent, _, last = name.rpartition(".")
         # Phi-3's own matrices have names of fused ones, and one part.

@@ -38,6 +38,8 @@ def write(path: Path, kind: str = "imatrix", **changed: Any) -> dict[str, np.nda
     means = {}
     for layer in range(2):
         for name, size in (NAMES | changed).items():
+            if size is None:
+                continue
             means[f"blk.{layer}.{name}"] = mean = generator.lognormal(0, 2, size).astype(np.float32)
             writer.add_tensor(f"blk.{layer}.{name}.weight.in_sum2", mean[None] * 50)
             writer.add_tensor(f"blk.{layer}.{name}.weight.counts", np.full((1, 1), 50, np.float32))
@@ -95,6 +97,23 @@ def test_matrices_of_a_model_get_theirs(tiny_llama: Path, tmp_path: Path):
         wrong = [(each[name].rows(rows) - exact[name].rows(rows)) for each in (plain, weighed)]
         before, after = (float((each.double().square() @ mean).sum()) for each in wrong)
         assert after < 0.9 * before
+
+
+def test_matrices_that_it_does_not_have_are_counted(
+    tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Such as those of experts, which llama.cpp has as one."""
+    write(tmp_path / "all")
+    write(tmp_path / "some", ffn_down=None)
+    for name, told in (
+        ("all", []),
+        ("some", ["2 matrices, such as model.layers.0.mlp.down_proj."]),
+    ):
+        caplog.clear()
+        options = {"quantization": "int4", "quantization_imatrix": str(tmp_path / name)}
+        Driver(config_for(tiny_llama, block_size=16, **options))
+        found = [each.getMessage() for each in caplog.records if "imatrix" in each.getMessage()]
+        assert len(found) == len(told) and all(map(str.__contains__, found, told))
 
 
 def test_a_plan_with_one_is_that_without(tiny_llama: Path, tmp_path: Path):
