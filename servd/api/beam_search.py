@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -39,28 +40,23 @@ class Beam(msgspec.Struct, frozen=True):
     score: float = -math.inf
 
 
+@dataclass(eq=False)
 class BeamSearch:
-    """The state of one search; `n` of the prepared request is the number of beams and of answers.
+    """A search; `n` of the prepared request is the number of beams and of answers."""
 
-    Args:
-        prepared: the request; of its parameters, n, max_tokens, ignore_eos, stop_token_ids and
-            those of text count.
-        length_penalty: a score is the log-probability divided by the length to this power: above 0
-            favours long ones.
-        early_stopping: True ends when n continuations have ended; False when no running beam could
-            do better if it ended now; "never" when none could at any length.
-    """
+    # Of its parameters n, max_tokens, ignore_eos, stop_token_ids and those of text count.
+    prepared: Prepared
+    # A score is the log-probability divided by the length to this power: above 0 favours long ones.
+    length_penalty: float
+    # True ends when n continuations have ended; False when no running beam could do better if it
+    # ended now; "never" when none could at any length.
+    early_stopping: EarlyStopping
 
-    def __init__(
-        self, prepared: Prepared, length_penalty: float, early_stopping: EarlyStopping
-    ) -> None:
-        params = prepared.params
+    def __post_init__(self) -> None:
+        prepared, params = self.prepared, self.prepared.params
         assert params.max_tokens is not None
-        self.prepared = prepared
         self.num_beams = params.n
         self.max_tokens = params.max_tokens
-        self.length_penalty = length_penalty
-        self.early_stopping = early_stopping
         self.ends = frozenset(prepared.request.eos_token_ids).union(params.stop_token_ids)
         # So many cannot all end.
         self.num_candidates = min(max(2, 1 + len(self.ends)) * self.num_beams, MAX_CANDIDATES)

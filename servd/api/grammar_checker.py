@@ -9,6 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import msgspec
 
@@ -38,21 +39,19 @@ ATTEMPTS = 2
 UNKNOWN = "unknown"
 
 
+@dataclass(eq=False)
 class GrammarChecker:
     """Compiles each grammar once in a separate process, with limits of size and time. Thread-safe.
 
     The library bounds much of its work but not all of it, and some of what it does not bound ends
     the process. The engine compiles with the same limits, so it meets only grammars that have
     passed here.
-
-    Args:
-        config: resolved; its limits are those of the engine.
-        spec: the model's.
     """
 
-    def __init__(self, config: Config, spec: ModelSpec) -> None:
-        self.config = config
-        self.spec = spec
+    config: Config  # resolved; its limits are those of the engine
+    spec: ModelSpec
+
+    def __post_init__(self) -> None:
         self._turns = Turns()  # one grammar at a time
         self._process: tuple[Child, socket.socket] | None = None
         self._is_ready = False

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -36,22 +37,16 @@ BLOCKED_NS = 1_000_000  # a write that takes longer waits for the client
 MAX_BLOCKED = 128  # marks of such writes that are kept, the last ones
 
 
+@dataclass(eq=False)
 class Connections:
-    """The limits of a server's connections, and which of them could be closed for a new one.
+    """The limits of a server's connections, and which of them could be closed for a new one."""
 
-    Args:
-        config: has the limits.
-        on_refused: called with the status of every answer that the application does not give, and
-            with the path and method of the request, "" before its head is whole.
-    """
+    config: ServerConfig  # has the limits
+    # Called with the status of every answer that the application does not give, and with the path
+    # and method of the request, "" before its head is whole.
+    on_refused: Callable[[int, str, str], None] = lambda status, path, method: None
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        on_refused: Callable[[int, str, str], None] = lambda status, path, method: None,
-    ) -> None:
-        self.config = config
-        self.on_refused = on_refused
+    def __post_init__(self) -> None:
         self.idle: dict[HttpProtocol, None] = {}  # without an open request; idle for longest first
 
 

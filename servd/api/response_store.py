@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -37,19 +38,17 @@ class Stored(msgspec.Struct):
         return [*self.items, *msgspec.to_builtins(self.response.output)]
 
 
+@dataclass(eq=False)
 class ResponseStore:
     """Keeps the most recently used responses, limited in number and size, and all running ones.
 
     Every API key has a store of its own: what is in another is as if it did not exist.
-
-    Args:
-        max_responses: 0 stores nothing.
-        max_bytes: over all responses, as JSON.
     """
 
-    def __init__(self, max_responses: int, max_bytes: int = MAX_BYTES) -> None:
-        self.max_responses = max_responses
-        self.max_bytes = max_bytes
+    max_responses: int  # 0 stores nothing
+    max_bytes: int = MAX_BYTES  # over all responses, as JSON
+
+    def __post_init__(self) -> None:
         self.num_bytes = 0
         self._stored: OrderedDict[str, Stored] = OrderedDict()  # least recently used first
 

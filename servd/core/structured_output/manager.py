@@ -171,17 +171,14 @@ class Row:
         return GrammarEnd() if not self.starts_after and self.matcher.is_complete else None
 
 
+@dataclass(eq=False)
 class GrammarManager:
-    """Keeps the common path free of grammars: a step without any costs a look at its new requests.
+    """Keeps grammars off the common path: a step without any costs a look at its new requests."""
 
-    Args:
-        config: resolved.
-        spec: the model's.
-    """
+    config: Config  # resolved
+    spec: ModelSpec
 
-    def __init__(self, config: Config, spec: ModelSpec) -> None:
-        self.config = config
-        self.spec = spec
+    def __post_init__(self) -> None:
         # Called from another thread; whoever drives the engine passes the news to
         # `EngineCore.handle`.
         self.on_compiled: Callable[[Compiled], None] = lambda compiled: None
