@@ -43,13 +43,7 @@ from servd.errors import (
 from servd.hf import ModelSpec
 from servd.log import current_request
 from servd.messages import EngineDead as EngineDeadMessage
-from servd.messages import (
-    EngineReady,
-    EngineStatus,
-    FinishReason,
-    RequestOptions,
-    ResetPrefixCache,
-)
+from servd.messages import EngineReady, EngineStatus, FinishReason, RequestOptions, ResetPrefixCache
 from servd.outputs import CompletionOutput
 from servd.params import PoolingParams, SamplingParams
 from servd.tracing import Mark, now_ns

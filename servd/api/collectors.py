@@ -12,7 +12,7 @@ import msgspec
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Exemplar, Sample
+from prometheus_client.samples import Exemplar
 
 from servd.api.metric_names import GAUGES
 from servd.stats import SchedulerStats
@@ -122,10 +122,7 @@ class WithExemplars(Collector):
     def collect(self) -> Iterator[Metric]:
         """Called by the library."""
         for family in chain.from_iterable(source.collect() for source in self.sources):
-            if family.type == "histogram":
-                family.samples = [self._with_exemplar(sample) for sample in family.samples]
+            for i, sample in enumerate(family.samples if family.type == "histogram" else ()):
+                key = sample.name, sample.labels.get("engine", ""), sample.labels.get("le", "")
+                family.samples[i] = sample._replace(exemplar=self._exemplars.get(key))
             yield family
-
-    def _with_exemplar(self, sample: Sample) -> Sample:
-        key = sample.name, sample.labels.get("engine", ""), sample.labels.get("le", "")
-        return sample._replace(exemplar=self._exemplars.get(key))

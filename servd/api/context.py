@@ -102,9 +102,7 @@ def shelf_of(request: Request) -> Shelf:
 
 @contextmanager
 def admit(
-    request: Request,
-    options: RequestOptions,
-    num_prompts: int = 1,
+    request: Request, options: RequestOptions, num_prompts: int = 1
 ) -> Iterator[tuple[Admitted, RequestOptions]]:
     """Admit a request whose body has been read; see `AsyncLLM.admit`.
 

@@ -26,7 +26,7 @@ MAX_PROMPTS = 64  # whose stages are looked at
 SECOND = 1_000_000_000  # nanoseconds
 Ran = tuple[int, int]  # from when to when a request ran, 0 for still
 QUEUES = ("queue_slots", "queue_blocks", "queue_budget", "queue_adapters")  # causes
-BLOCKING = ("blocked", "resumed")  # stages
+BLOCKING = {"blocked": -1, "resumed": 1}  # stages, as they count in the time that it lasted
 AS_RECORDED = {*TimelineStep.__struct_fields__} & {*StepRecord.__struct_fields__}
 
 
@@ -54,7 +54,7 @@ def explain(inquiry: Inquiry, others: Mapping[str, Ran | None]) -> RequestTimeli
     largest_first = sorted(account.causes.items(), key=lambda item: -item[1])
     neighbours = sorted(account.neighbours.items(), key=lambda item: -item[1].ns)
     marks = [mark for mark in inquiry.marks if mark.stage != "now"]
-    blocked = {stage: sum(m.at_ns for m in marks if m.stage == stage) for stage in BLOCKING}
+    blocked = sum(BLOCKING.get(mark.stage, 0) * mark.at_ns for mark in marks)
     return RequestTimeline(
         **_summary(timeline, account),
         explanation=_explanation(timeline, account),
@@ -88,7 +88,7 @@ def explain(inquiry: Inquiry, others: Mapping[str, Ran | None]) -> RequestTimeli
             for i, each in neighbours[:MAX_NEIGHBOURS]
         ],
         behind=_behind(inquiry, account, others),
-        blocked_ms=_ms(blocked["resumed"] - blocked["blocked"]),
+        blocked_ms=_ms(blocked),
         message_bytes=timeline.num_bytes or UNSET,
         block_ids=[[*each.block_ids] for each in timeline.choices] if timeline.num_bytes else UNSET,
     )

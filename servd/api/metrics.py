@@ -19,22 +19,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.utils import floatToGoString
 
-from servd.api.collectors import (
-    EngineCollector,
-    EngineState,
-    ProcessesCollector,
-    WithExemplars,
-)
-from servd.api.metric_names import (
-    COUNTERS,
-    HISTOGRAMS,
-    HTTP_BUCKETS,
-    LABELLED,
-    OF_STEPS,
-    SLEEP_BUCKETS,
-    SLEEP_OPERATIONS,
-    STAGES,
-)
+from servd.api import metric_names as names
+from servd.api.collectors import EngineCollector, EngineState, ProcessesCollector, WithExemplars
 from servd.config import Config
 from servd.kv_layout import KVLayout
 from servd.messages import EngineCoreOutput, EngineReady, FinishReason
@@ -122,15 +108,16 @@ class Families:
         self.all = WithExemplars([*counted, self.processes])
         labels, lengths = ["model_name", "engine"], _one_two_five(max_model_len)
         self.counters = {
-            name: Counter(name, text, labels, registry=registry) for name, text in COUNTERS.items()
+            name: Counter(name, text, labels, registry=registry)
+            for name, text in names.COUNTERS.items()
         }
         self.labelled = {
             name: Counter(name, text, [*labels, *own], registry=registry)
-            for name, (text, own) in LABELLED.items()
+            for name, (text, own) in names.LABELLED.items()
         }
         self.histograms = {
             name: TalliedHistogram(name, text, labels, buckets=own or lengths, registry=registry)
-            for name, (text, own) in HISTOGRAMS.items()
+            for name, (text, own) in names.HISTOGRAMS.items()
         }
         # Under the names of prometheus-fastapi-instrumentator, without the labels of a model.
         self.http_requests = Counter(
@@ -139,7 +126,7 @@ class Families:
         self.http_seconds = TalliedHistogram(
             "http_request_duration_seconds",
             "From the head of a request to the last byte of its answer.", ["handler", "method"],
-            buckets=HTTP_BUCKETS, registry=registry,
+            buckets=names.HTTP_BUCKETS, registry=registry,
         )  # fmt: skip
         # Seconds of answers that the two do not show yet, by the labels of the first.
         self.answers = defaultdict[tuple[str, str, int], list[float]](list)
@@ -147,14 +134,14 @@ class Families:
         self.sleep_seconds = Histogram(
             "vllm:sleep_mode_operation_duration_seconds",
             "From a request to sleep or wake up to its answer.", ["operation"],
-            buckets=SLEEP_BUCKETS, registry=registry,
+            buckets=names.SLEEP_BUCKETS, registry=registry,
         )  # fmt: skip
         self.sleeping = Gauge(
             "vllm:sleep_mode_operations_in_flight",
             "Requests to sleep or wake up that are not answered yet.", ["operation"],
             multiprocess_mode="livesum", registry=registry,
         )  # fmt: skip
-        for operation in SLEEP_OPERATIONS:
+        for operation in names.SLEEP_OPERATIONS:
             self.sleep_seconds.labels(operation)
             self.sleeping.labels(operation)
 
@@ -202,7 +189,7 @@ class Metrics:
         self.labelled = {
             (name, *own): family.labels(*labels.values(), *own)
             for name, family in families.labelled.items()
-            for own in product(*LABELLED[name][1].values())
+            for own in product(*names.LABELLED[name][1].values())
         }
         self._gaps = self.histograms["vllm:inter_token_latency_seconds"]
         self._note_gap = self._gaps.values.append
@@ -269,7 +256,7 @@ class Metrics:
                 histogram.values += [ns / SECOND for ns in times]
 
     def _count(self, stats: SchedulerStats) -> None:
-        for name, count_of in OF_STEPS.items():
+        for name, count_of in names.OF_STEPS.items():
             if count := count_of(stats):
                 self.counters[name].inc(count)
         accepted = self.families.labelled["vllm:spec_decode_num_accepted_tokens_per_pos"]
@@ -333,7 +320,7 @@ class Metrics:
             "vllm:request_generation_tokens": choice.num_tokens,
             "vllm:request_num_preemptions": choice.num_preemptions,
         }
-        for name, (begin, end) in STAGES.items():
+        for name, (begin, end) in names.STAGES.items():
             if begin in marks and end in marks:
                 values[name] = (marks[end] - marks[begin]) / SECOND
         if "first_token" in marks and choice.num_tokens > 1:

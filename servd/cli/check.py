@@ -9,7 +9,6 @@ import os
 import resource
 import shutil
 import socket
-import sys
 import tempfile
 import urllib.parse
 import urllib.request
@@ -62,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             words = ": ".join(filter(None, (finding.text, finding.remedy)))
             print(f"{finding.status:<9}{finding.name:<15}{words}", flush=True)
     if arguments.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(findings)).decode() + "\n")
+        print(msgspec.json.format(msgspec.json.encode(findings)).decode())
     return int(any(finding.status == "failed" for finding in findings))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 
 import msgspec
@@ -51,8 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
             "by --max-model-len, the model or the KV cache"
         )
     if arguments.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report.facts(lengths))).decode())
-        print()
+        print(msgspec.json.format(msgspec.json.encode(report.facts(lengths))).decode())
     else:
         print(report.text(lengths))
     return 0 if plan.num_blocks else 1

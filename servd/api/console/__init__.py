@@ -46,10 +46,11 @@ def files() -> dict[str, File]:
     contents = {path.relative_to(FOLDER).as_posix(): path.read_bytes() for path in paths}
     scripts = (f'<link rel="modulepreload" href="console/{n}">' for n in contents if ".js" in n)
     page = contents["index.html"].replace(b"<!-- modulepreload -->", "\n".join(scripts).encode())
-    return {
-        name: File(content, _headers(name, content))
-        for name, content in {**contents, "index.html": page}.items()
-    }
+    found: dict[str, File] = {}
+    for name, content in {**contents, "index.html": page}.items():
+        media_type, etag = MEDIA_TYPES[Path(name).suffix], hashlib.sha256(content).hexdigest()[:32]
+        found[name] = File(content, {**HEADERS, "content-type": media_type, "etag": f'"{etag}"'})
+    return found
 
 
 def open_paths() -> set[str]:
@@ -57,8 +58,3 @@ def open_paths() -> set[str]:
     has the page; they are the same on every server, and what one knows comes from guarded routes.
     """
     return {f"/console/{name}" for name in files()}
-
-
-def _headers(name: str, content: bytes) -> dict[str, str]:
-    etag = hashlib.sha256(content).hexdigest()[:32]
-    return {**HEADERS, "content-type": MEDIA_TYPES[Path(name).suffix], "etag": f'"{etag}"'}
