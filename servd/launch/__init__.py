@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import logging
-import os
 import resource
-import secrets
-import shutil
-import socket
-import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from servd import hf, ipc, log, plugins
+from servd import hf, log, plugins
 from servd.config import Config
-from servd.core.client import EngineCoreClient, engine_dir, identity
+from servd.core.client import identity
 from servd.core.executor import EXECUTORS
 from servd.errors import ConfigError, UnsupportedModel
 from servd.launch import node
-from servd.launch.engine_supervisor import newest_engine, somebody_listens
 from servd.launch.process_tree import ProcessTree, check_access, url_of
-from servd.messages import EngineDead
+from servd.launch.sockets import (
+    check_engine,
+    inherited_listener,
+    listen,
+    open_batch_dir,
+    socket_folder,
+)
 from servd.resolve import Decision, decide, look_at_machine
 
 logger = logging.getLogger("servd.launch")
-
-LONGEST_SOCKET_NAME = f"client-{2**31 - 1}"
-
-FIRST_INHERITED = 3  # descriptor of the first socket from systemd
-ATTACH_TIMEOUT = 5.0  # seconds for an engine's first word
 
 
 def serve(read_config: Callable[[], Config]) -> int:
@@ -62,7 +57,7 @@ def serve(read_config: Callable[[], Config]) -> int:
             logger.info("listening on %s", url_of(listener, config.access))
             return front_server.serve(read_config, listener)
         config, spec, decided = find_and_resolve(config)
-        with SocketFolder(config) as ipc_dir:
+        with socket_folder(config) as ipc_dir:
             if config.server.headless and config.parallel.has_head:
                 return node.serve(config, spec, ipc_dir)
             if config.server.attach:
@@ -187,152 +182,3 @@ def find_draft(config: Config) -> Config:
         speculative = msgspec.structs.replace(speculative, method=method)
     speculative = speculative.with_heads(keys.get("num_heads") or keys.get("medusa_num_heads"))
     return config.replace(speculative_config=speculative)
-
-
-def inherited_listener() -> socket.socket | None:
-    """The socket that whoever started this process listens on, and may hand to its successor: as
-    systemd gives it, see sd_listen_fds(3). --host, --port and --uds do not count then.
-
-    Raises:
-        ConfigError: there are several, or what is there is none that listens.
-    """
-    count, pid = (os.environ.pop(name, "") for name in ("LISTEN_FDS", "LISTEN_PID"))
-    if pid != str(os.getpid()):
-        return None
-    if count != "1":
-        raise ConfigError(f"LISTEN_FDS={count}: servd listens on one socket; give it one")
-    try:
-        os.set_inheritable(FIRST_INHERITED, False)
-        listener = socket.socket(fileno=FIRST_INHERITED)
-        listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    except OSError as error:
-        raise ConfigError(f"LISTEN_FDS: descriptor {FIRST_INHERITED}: {error.strerror}") from None
-    if not listens:
-        listener.close()
-        raise ConfigError("LISTEN_FDS: the socket does not listen; it must be a ListenStream")
-    return listener
-
-
-def listen(config: Config) -> socket.socket:
-    """Open the port (or Unix socket) at once: what comes before the servers are up waits in the
-    backlog.
-
-    Raises:
-        ConfigError: the port is taken or not allowed.
-    """
-    server = config.server
-    if server.uds:
-        return listen_uds(server.uds)
-    try:
-        family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-        return socket.create_server((server.host, server.port), family=family, backlog=2048)
-    except OSError as error:
-        remedy = "choose another with --port" if error.errno == 98 else "check --host and --port"
-        raise ConfigError(
-            f"cannot listen on {server.host}:{server.port}: {error.strerror}; {remedy}"
-        ) from None
-
-
-def listen_uds(path: str) -> socket.socket:
-    """Bind a Unix socket, taking over a file that no process listens on any more."""
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        if os.path.exists(path):
-            if not stat.S_ISSOCK(os.stat(path).st_mode):
-                raise ConfigError(
-                    f"--uds {path}: this is not a socket; choose another path, or remove it"
-                )
-            if somebody_listens(path):
-                raise ConfigError(f"--uds {path}: another process listens there")
-            os.unlink(path)
-        listener.bind(path)
-        listener.listen(2048)
-    except OSError as error:
-        raise ConfigError(f"--uds {path}: {error.strerror or error}") from None
-    return listener
-
-
-def check_private(folder: str, flag: str) -> None:
-    """Check that no other user can reach what is in a folder: sockets there control the engine.
-
-    Raises:
-        ConfigError: it belongs to another user, or others may enter it.
-    """
-    status = os.stat(folder)
-    if status.st_uid != os.geteuid():
-        raise ConfigError(f"{flag} {folder}: this folder belongs to another user")
-    if status.st_mode & 0o077:
-        raise ConfigError(f"{flag} {folder}: other users may enter this folder; chmod 700 it")
-
-
-def open_batch_dir(folder: str) -> None:
-    """Make the folder of batches, unless it is there.
-
-    Raises:
-        ConfigError: that is not possible, or see `check_private`.
-    """
-    try:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--batch-dir {folder}: {error.strerror}") from None
-    check_private(folder, "--batch-dir")
-
-
-def check_engine(ipc_dir: str, identity: str) -> None:
-    """Check that the engine that listens in a folder takes an API server of this identity.
-
-    Raises:
-        ConfigError: it is of another version or model.
-    """
-    incarnation = newest_engine(ipc_dir)
-    client = EngineCoreClient(ipc_dir, secrets.randbits(31), identity, incarnation)
-    try:
-        answer = client.recv(ATTACH_TIMEOUT)  # None from one that has just begun: asked again
-    finally:
-        client.close()
-    if isinstance(answer, EngineDead):
-        raise ConfigError(f"--attach {ipc_dir}: {answer.reason}; start both with the same options")
-
-
-class SocketFolder:
-    """The folder of the sockets: --attach's, --ipc-dir, or a private one, removed at the end."""
-
-    def __init__(self, config: Config) -> None:
-        server = config.server
-        self.is_private = not (server.attach or server.ipc_dir)
-        self.path = server.attach or server.ipc_dir or str(ipc.private_dir())
-        last_rank = config.parallel.data_parallel_size - 1
-        longest_path = os.path.join(engine_dir(self.path, last_rank), LONGEST_SOCKET_NAME)
-        longest = len(os.fsencode(longest_path))
-        if longest > ipc.MAX_SOCKET_PATH:
-            raise ConfigError(
-                f"--ipc-dir {self.path}: too long by {longest - ipc.MAX_SOCKET_PATH} bytes for "
-                f"the path of a socket"
-            )
-        if server.attach and os.path.isdir(self.path):
-            check_private(self.path, "--attach")
-        has_engine = newest_engine(self.path) >= 0
-        if server.attach and not has_engine:
-            raise ConfigError(
-                f"--attach {server.attach}: no engine listens there; start one with --headless"
-            )
-        if server.ipc_dir and has_engine:
-            raise ConfigError(
-                f"--ipc-dir {server.ipc_dir}: another engine listens there; choose another folder"
-            )
-        if server.ipc_dir:
-            os.makedirs(self.path, mode=0o700, exist_ok=True)
-            check_private(self.path, "--ipc-dir")
-        self.has_engine = not server.attach
-
-    def __enter__(self) -> str:
-        return self.path
-
-    def __exit__(self, *_: object) -> None:
-        if self.is_private:
-            shutil.rmtree(self.path, ignore_errors=True)
-        elif self.has_engine:  # its socket would make --attach believe in it
-            for path in Path(self.path).glob("engine*"):
-                path.unlink()
-            for folder in Path(self.path).glob("rank-*"):
-                shutil.rmtree(folder, ignore_errors=True)

@@ -25,7 +25,7 @@ from servd.config import Config
 from servd.errors import ConfigError
 from servd.hf import FAKE_SPEC
 from servd.ipc import Outbox
-from servd.launch import check_private
+from servd.launch.sockets import check_private
 from servd.messages import EngineReady
 from tests.integration.conftest import Server
 from tests.integration.test_processes import socket_folder

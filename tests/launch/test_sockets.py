@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from servd import launch
 from servd.api.server import tell_systemd
 from servd.errors import ConfigError
+from servd.launch import sockets
 
 
 @pytest.mark.parametrize(
@@ -26,14 +26,14 @@ def test_only_a_socket_that_listens_is_taken_over(make, reason, tmp_path: Path, 
     monkeypatch.setenv("LISTEN_FDS", "1")
     monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
     file = make(tmp_path / "file")
-    monkeypatch.setattr(launch, "FIRST_INHERITED", os.dup(file.fileno()))
+    monkeypatch.setattr(sockets, "FIRST_INHERITED", os.dup(file.fileno()))
     file.close()
     if reason is None:
-        with launch.inherited_listener() as listener:
+        with sockets.inherited_listener() as listener:
             assert listener.getsockname()[1] and not listener.get_inheritable()
     else:
         with pytest.raises(ConfigError, match=f"LISTEN_FDS.*{reason}"):
-            launch.inherited_listener()
+            sockets.inherited_listener()
     assert "LISTEN_FDS" not in os.environ
 
 

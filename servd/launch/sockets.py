@@ -1,0 +1,166 @@
+"""The sockets of a server: the port, and the folder of those between its processes."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from servd import ipc
+from servd.config import Config
+from servd.core.client import EngineCoreClient, engine_dir
+from servd.errors import ConfigError
+from servd.launch.engine_supervisor import newest_engine, somebody_listens
+from servd.messages import EngineDead
+
+LONGEST_SOCKET_NAME = f"client-{2**31 - 1}"
+
+FIRST_INHERITED = 3  # descriptor of the first socket from systemd
+ATTACH_TIMEOUT = 5.0  # seconds for an engine's first word
+
+
+def inherited_listener() -> socket.socket | None:
+    """The socket that whoever started this process listens on, and may hand to its successor: as
+    systemd gives it, see sd_listen_fds(3). --host, --port and --uds do not count then.
+
+    Raises:
+        ConfigError: there are several, or what is there is none that listens.
+    """
+    count, pid = (os.environ.pop(name, "") for name in ("LISTEN_FDS", "LISTEN_PID"))
+    if pid != str(os.getpid()):
+        return None
+    if count != "1":
+        raise ConfigError(f"LISTEN_FDS={count}: servd listens on one socket; give it one")
+    try:
+        os.set_inheritable(FIRST_INHERITED, False)
+        listener = socket.socket(fileno=FIRST_INHERITED)
+        listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    except OSError as error:
+        raise ConfigError(f"LISTEN_FDS: descriptor {FIRST_INHERITED}: {error.strerror}") from None
+    if not listens:
+        listener.close()
+        raise ConfigError("LISTEN_FDS: the socket does not listen; it must be a ListenStream")
+    return listener
+
+
+def listen(config: Config) -> socket.socket:
+    """Open the port (or Unix socket) at once: what comes before the servers are up waits in the
+    backlog.
+
+    Raises:
+        ConfigError: the port is taken or not allowed.
+    """
+    server = config.server
+    if server.uds:
+        return listen_uds(server.uds)
+    try:
+        family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+        return socket.create_server((server.host, server.port), family=family, backlog=2048)
+    except OSError as error:
+        remedy = "choose another with --port" if error.errno == 98 else "check --host and --port"
+        raise ConfigError(
+            f"cannot listen on {server.host}:{server.port}: {error.strerror}; {remedy}"
+        ) from None
+
+
+def listen_uds(path: str) -> socket.socket:
+    """Bind a Unix socket, taking over a file that no process listens on any more."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if os.path.exists(path):
+            if not stat.S_ISSOCK(os.stat(path).st_mode):
+                raise ConfigError(
+                    f"--uds {path}: this is not a socket; choose another path, or remove it"
+                )
+            if somebody_listens(path):
+                raise ConfigError(f"--uds {path}: another process listens there")
+            os.unlink(path)
+        listener.bind(path)
+        listener.listen(2048)
+    except OSError as error:
+        raise ConfigError(f"--uds {path}: {error.strerror or error}") from None
+    return listener
+
+
+def check_private(folder: str, flag: str) -> None:
+    """Check that no other user can reach what is in a folder: sockets there control the engine.
+
+    Raises:
+        ConfigError: it belongs to another user, or others may enter it.
+    """
+    status = os.stat(folder)
+    if status.st_uid != os.geteuid():
+        raise ConfigError(f"{flag} {folder}: this folder belongs to another user")
+    if status.st_mode & 0o077:
+        raise ConfigError(f"{flag} {folder}: other users may enter this folder; chmod 700 it")
+
+
+def open_batch_dir(folder: str) -> None:
+    """Make the folder of batches, unless it is there.
+
+    Raises:
+        ConfigError: that is not possible, or see `check_private`.
+    """
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--batch-dir {folder}: {error.strerror}") from None
+    check_private(folder, "--batch-dir")
+
+
+def check_engine(ipc_dir: str, identity: str) -> None:
+    """Check that the engine that listens in a folder takes an API server of this identity.
+
+    Raises:
+        ConfigError: it is of another version or model.
+    """
+    incarnation = newest_engine(ipc_dir)
+    client = EngineCoreClient(ipc_dir, secrets.randbits(31), identity, incarnation)
+    try:
+        answer = client.recv(ATTACH_TIMEOUT)  # None from one that has just begun: asked again
+    finally:
+        client.close()
+    if isinstance(answer, EngineDead):
+        raise ConfigError(f"--attach {ipc_dir}: {answer.reason}; start both with the same options")
+
+
+@contextmanager
+def socket_folder(config: Config) -> Iterator[str]:
+    """The folder of the sockets: --attach's, --ipc-dir, or a private one, removed at the end.
+
+    Raises:
+        ConfigError: its path is too long, it has no engine or one too many, or see `check_private`.
+    """
+    server = config.server
+    path = server.attach or server.ipc_dir or str(ipc.private_dir())
+    last_rank = config.parallel.data_parallel_size - 1
+    longest_path = os.path.join(engine_dir(path, last_rank), LONGEST_SOCKET_NAME)
+    if (excess := len(os.fsencode(longest_path)) - ipc.MAX_SOCKET_PATH) > 0:
+        raise ConfigError(f"--ipc-dir {path}: too long by {excess} bytes for the path of a socket")
+    if server.attach and os.path.isdir(path):
+        check_private(path, "--attach")
+    has_engine = newest_engine(path) >= 0
+    if server.attach and not has_engine:
+        raise ConfigError(f"--attach {path}: no engine listens there; start one with --headless")
+    if server.ipc_dir:
+        if has_engine:
+            raise ConfigError(
+                f"--ipc-dir {path}: another engine listens there; choose another folder"
+            )
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        check_private(path, "--ipc-dir")
+    try:
+        yield path
+    finally:
+        if not (server.attach or server.ipc_dir):
+            shutil.rmtree(path, ignore_errors=True)
+        elif not server.attach:  # a socket left there would make --attach believe in its engine
+            for socket_file in Path(path).glob("engine*"):
+                socket_file.unlink()
+            for folder in Path(path).glob("rank-*"):
+                shutil.rmtree(folder, ignore_errors=True)
