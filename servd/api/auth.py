@@ -24,6 +24,7 @@ SCOPE_OF_PATH: dict[str, Scope] = {
     "/reset_prefix_cache": "admin",
     "/server_info": "admin",
     "/sleep": "admin",
+    "/slots": "metrics",
     "/v1/cache": "metrics",
     "/v1/load_lora_adapter": "admin",
     "/v1/steps": "metrics",

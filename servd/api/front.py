@@ -56,7 +56,8 @@ OF_REQUESTS = OWN | {
 OF_ALL_MODELS = {"/openapi.json", "/docs", "/redoc", "/version", "/", "/console/{file:path}"}
 # Beside GET and DELETE, what needs no weights.
 LOOKS = {
-    "/detokenize", "/tokenize", "/v1/chat/completions/render", "/v1/messages/count_tokens",
+    "/detokenize", "/tokenize", "/v1/detokenize", "/v1/tokenize",
+    "/v1/chat/completions/render", "/v1/messages/count_tokens",
     "/v1/responses/input_tokens", "/v1/responses/{response_id}/cancel",
 }  # fmt: skip
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"

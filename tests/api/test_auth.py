@@ -213,14 +213,15 @@ def key_file(tmp_path: Path) -> Path:
 
 
 # A new route fails the test below until it is sorted in here.
-FOR_METRICS = {"/kv_event_sources", "/load", "/metrics", "/v1/cache", "/v1/steps"}
+FOR_METRICS = {"/kv_event_sources", "/load", "/metrics", "/slots", "/v1/cache", "/v1/steps"}
 FOR_ADMINS = {
     "/debug/audit", "/is_sleeping", "/reset_prefix_cache", "/server_info", "/sleep",
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/wake_up",
 }  # fmt: skip
 FOR_INFERENCE = {
     "/classify", "/debug/requests/{request_id}", "/detokenize", "/docs", "/invocations",
-    "/openapi.json", "/pooling", "/redoc", "/rerank", "/score", "/tokenize", "/tokenizer_info",
+    "/openapi.json", "/pooling", "/props", "/redoc",
+    "/v1/detokenize", "/v1/tokenize", "/rerank", "/score", "/tokenize", "/tokenizer_info",
     "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/chat/completions/render",
     "/v1/completions", "/v1/decisions", "/v1/embeddings", "/v1/messages",
     "/v1/messages/count_tokens", "/v1/models", "/v1/models/{name:path}", "/v1/requests",

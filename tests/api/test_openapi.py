@@ -46,6 +46,7 @@ BASES |= {
     "/v1/rerank": BASES["/rerank"],
     "/v1/responses/input_tokens": BASES["/v1/responses"],
     "/v1/score": BASES["/score"],
+    "/v1/tokenize": BASES["/tokenize"],
     "/v2/rerank": BASES["/rerank"],
 }
 load_all_checks()

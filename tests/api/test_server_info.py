@@ -12,7 +12,7 @@ from servd.api.app import create_app
 from servd.config import flag_of, options_by_name
 from servd.messages import EngineReady
 from servd.resolve import Machine, decide
-from tests.api.harness import FAKE_SPEC, MODEL, serve
+from tests.api.harness import FAKE_SPEC, MODEL, serve, until
 
 
 def by_flag(info: dict) -> dict[str, dict]:
@@ -66,3 +66,21 @@ async def test_the_engine_tells_what_it_found_out_and_how_long_it_took():
     assert ready["engine"]["device"] == "NVIDIA H200" and ready["engine"]["block_size"] == 32
     assert ready["engine"]["max_model_len"] == 2048
     assert ready["startup_seconds"] == {"loading weights": 1.5}
+
+
+async def test_props_and_slots_of_llama_server():
+    async with serve(max_num_seqs=3) as served:
+        props = (await served.http.get("/props")).json()
+        assert props["default_generation_settings"]["n_ctx"] == 4096 and props["total_slots"] == 3
+        assert props["model_alias"] == MODEL and props["eos_token"] == "<eos>"
+        template = (await served.http.get("/tokenizer_info")).json()["chat_template"]
+        assert props["chat_template"] == template
+        served.engine.step_seconds = 0.01
+        body = {"prompt": ["a", "b"], "max_tokens": 2000}
+        asking = asyncio.create_task(served.http.post("/v1/completions", json=body))
+        await until(lambda: served.async_llm.engines[0].stats.num_running == 2)
+        slots = (await served.http.get("/slots")).json()
+        assert [slot["id"] for slot in slots] == [0, 1, 2]
+        assert [slot["is_processing"] for slot in slots] == [True, True, False]
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)

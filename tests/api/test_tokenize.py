@@ -10,10 +10,12 @@ from servd.hf import FAKE_SPEC
 from tests.api.harness import MODEL, chat_prompt, serve, user
 
 
-async def test_a_text(http):
-    answer = (
-        await http.post("/tokenize", json={"prompt": "héllo", "return_token_strs": True})
-    ).json()
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+async def test_a_text(http, prefix):
+    body = {"prompt": "héllo", "return_token_strs": True}
+    answer = (await http.post(f"{prefix}/tokenize", json=body)).json()
+    back = await http.post(f"{prefix}/detokenize", json={"tokens": answer["tokens"]})
+    assert back.json() == {"prompt": "héllo"}
     assert bytes(answer["tokens"]).decode() == "héllo"
     assert (answer["count"], answer["max_model_len"]) == (6, 4096)
     assert answer["token_strs"][0] == "h" and len(answer["token_strs"]) == 6

@@ -17,6 +17,7 @@ router = APIRouter()
 
 
 @router.post("/tokenize")
+@router.post("/v1/tokenize")  # as SGLang has it
 @describes(Tokenized, body=TokenizeRequest)
 async def tokenize(request: Request) -> Response:
     """The token ids that a completion or a chat would compute."""
@@ -44,6 +45,7 @@ async def tokenizer_info(request: Request) -> Response:
 
 
 @router.post("/detokenize")
+@router.post("/v1/detokenize")
 @describes(Detokenized, body=DetokenizeRequest)
 async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens included."""

@@ -1,0 +1,85 @@
+"""GET /props and GET /slots, with llama-server's names."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+import servd
+from servd.api.context import context_of, json_response
+from servd.api.openapi import describes
+
+router = APIRouter()
+
+
+class Modalities(msgspec.Struct):
+    """What prompts may have besides text."""
+
+    vision: bool = False
+    audio: bool = False
+
+
+class Settings(msgspec.Struct):
+    """What holds for a request that says nothing else."""
+
+    n_ctx: int
+
+
+class Props(msgspec.Struct):
+    """The model, and how it is prompted."""
+
+    default_generation_settings: Settings
+    total_slots: int
+    model_alias: str
+    model_path: str
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    build_info: str
+    modalities: Modalities
+
+
+class Slot(msgspec.Struct):
+    """A place for a request in the batch."""
+
+    id: int
+    n_ctx: int
+    is_processing: bool
+
+
+@router.get("/props")
+@describes(Props)
+async def props(request: Request) -> Response:
+    """The model's names, template, context and slots."""
+    context = context_of(request)
+    processor = context.async_llm.processor
+    tokenizer = processor.tokenizer
+    answer = Props(
+        Settings(context.max_model_len),
+        len(_slots(request)),
+        context.model_names[0],
+        context.config.model.model or context.model_names[0],
+        processor.chat_template.source,
+        tokenizer.bos_token or "",
+        tokenizer.eos_token or "",
+        f"servd {servd.__version__}",
+        Modalities(),
+    )
+    return json_response(answer)
+
+
+@router.get("/slots")
+@describes(list[Slot])
+async def slots(request: Request) -> Response:
+    """The places of all engines, as those last reported."""
+    return json_response(_slots(request))
+
+
+def _slots(request: Request) -> list[Slot]:
+    context = context_of(request)
+    size = context.config.scheduler.max_num_seqs or 0
+    running = [engine.stats.num_running for engine in context.async_llm.engines]
+    busy = [place < count for count in running for place in range(size)]
+    return [Slot(i, context.max_model_len, is_busy) for i, is_busy in enumerate(busy)]
