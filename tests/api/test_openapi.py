@@ -46,7 +46,7 @@ BASES |= {
     "/v1/rerank": BASES["/rerank"],
     "/v1/responses/input_tokens": BASES["/v1/responses"],
     "/v1/score": BASES["/score"],
-    "/v1/tokenize": BASES["/tokenize"],
+    "/v1/tokenize": {"prompt": "hi"},
     "/v2/rerank": BASES["/rerank"],
 }
 load_all_checks()
