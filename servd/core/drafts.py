@@ -36,12 +36,19 @@ class Drafts:
         self.lookahead = lookahead
         self.kv_cache = kv_cache
 
-    def ask(self, request: Request, scheduled: ScheduledRequest) -> None:
+    def wanted(self, request: Request) -> int:
+        """How many are worth their time, if there is room for any."""
+        has_room = request.num_tokens + 2 < request.max_num_tokens
+        return self.lookahead.num_drafts(request.acceptance) if has_room else 0
+
+    def ask(self, request: Request, scheduled: ScheduledRequest, wanted: int) -> None:
         """Have the workers draft as far as it is worth its time and leaves room for the token after
-        the drafts; where a model drafts, it has keys and values of its own for them.
+        the drafts; where a model drafts, it has keys and values of its own for them. `wanted`: as
+        `wanted` has said; 0: it was not asked.
         """
         room = request.max_num_tokens - request.num_tokens - 1
-        num_drafts = max(min(self.lookahead.num_drafts(request.acceptance), room), 0)
+        wanted = wanted or self.lookahead.num_drafts(request.acceptance)
+        num_drafts = max(min(wanted, room), 0)
         block_ids = self.kv_cache.extend(request, num_drafts) if num_drafts else []
         if block_ids is None:
             block_ids, num_drafts = [], 0

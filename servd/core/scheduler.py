@@ -196,7 +196,9 @@ class Scheduler:
         drafts_left = min(self.max_num_samples - num_samples, budget - len(self.running))
         may_draft, special = self.lookahead.is_open, {*idle_slots, *forced}
         for request in part:
-            decodes = request.decodes_until and not may_draft and request.slot not in special
+            decodes = request.decodes_until and request.slot not in special
+            wanted = self.drafts.wanted(request) if may_draft and decodes else 0
+            decodes = decodes and not wanted
             if decodes and request.num_computed_tokens < request.decodes_until:
                 step.decode(request)
                 budget -= 1
@@ -219,7 +221,8 @@ class Scheduler:
             if decodes and len(new_block_ids) < 2:  # as many as a step's columns have place for
                 self._decode(step, request, new_block_ids)
             else:
-                self._append(step, request, 1, new_block_ids, num_drafts, drafts[:num_drafts])
+                drafts = drafts[:num_drafts]
+                self._append(step, request, 1, new_block_ids, num_drafts, drafts, wanted)
             budget -= 1 + num_drafts
             drafts_left -= num_drafts
         return budget, partial
@@ -311,7 +314,7 @@ class Scheduler:
 
     def _append(
         self, step: Step, request: Request, num_tokens: int, new_block_ids: list[int],
-        num_drafts: int = 0, draft_token_ids: list[int] = NO_DRAFTS,
+        num_drafts: int = 0, draft_token_ids: list[int] = NO_DRAFTS, wanted: int = 0,
     ) -> None:  # fmt: skip
         """Count `num_tokens` and the drafts after them as computed, and the tokens that the last of
         them yield as known to come: all drafts, as if they were kept, and one more.
@@ -326,7 +329,7 @@ class Scheduler:
             request.num_tokens += num_drafts + 1
             request.num_drafts = 0
             if self.lookahead.is_open:
-                self.drafts.ask(request, scheduled)
+                self.drafts.ask(request, scheduled, wanted)
             request.decodes_until = 0 if request.num_drafts else self.kv_cache.room_of(request)
         if num_tokens > 1 or not samples:
             step.record.prefills[request.request_id] = num_tokens

@@ -61,6 +61,7 @@ class CPUModelRunner(ModelRunner):
         super().allocate_kv_cache(num_blocks)
         self.num_threads = torch.get_num_threads()
         keep_freed_memory()  # only now: what loading has freed is the system's again
+        self.states.inputs.reserve(self.max_num_samples)
         self.programs = self.make_programs(self.run, self.max_num_samples)
         if self.programs is not None:
             self.programs.variant = lambda: self.variant

@@ -65,6 +65,7 @@ class DecodeInputs:
 
     def reserve(self, max_num_tokens: int) -> None:
         """Have room for so many tokens. What was made of the memory before is to be made again."""
+        self.max_num_tokens = max_num_tokens
         self.memory = torch.zeros(
             NUM_NUMBERS * max_num_tokens, dtype=torch.int64, device=self.device
         )
@@ -104,12 +105,18 @@ class DecodeInputs:
             )
         return found
 
-    def fill(self, slots: Sequence[int], changes: np.ndarray) -> tuple[Columns, np.ndarray]:
-        """Start the copy of a step in which each slot computes its next token.
+    def fill(
+        self,
+        slots: Sequence[int] | np.ndarray,
+        changes: np.ndarray,
+        columns: np.ndarray | int = NOT_COMPUTED,
+    ) -> tuple[Columns, np.ndarray]:
+        """Start the copy of a step in which each slot computes its next token, or of others.
 
         Args:
-            slots: distinct.
+            slots: of each token; distinct where they compute their next ones.
             changes: see `BlockTables.take_changes`; of no more blocks than the step has room for.
+            columns: of each token, int64 [n].
 
         Returns:
             the step, whose columns are not found yet, and the slots, int64 [n], on the host. Both
@@ -120,7 +127,7 @@ class DecodeInputs:
         numbers, pinned, is_sent = self._next_buffer()
         given = numbers[: NUM_GIVEN * size].reshape(NUM_GIVEN, size)
         given[SLOT, :num_tokens] = slots
-        given[COLUMN, :num_tokens] = NOT_COMPUTED
+        given[COLUMN, :num_tokens] = columns
         given[PLACE] = 0
         given[TABLE_ROW:, :num_changes] = changes.reshape(3, num_changes)
         given[TABLE_ROW:, num_changes:] = self.padding[TABLE_ROW:]

@@ -11,7 +11,6 @@ import torch
 
 from servd.messages import Decodes, SchedulerOutput
 from servd.worker.attention import AttentionBatch
-from servd.worker.block_table import NO_CHANGES
 from servd.worker.decode_inputs import PLACE, Columns
 from servd.worker.device import upload
 from servd.worker.request_states import RequestStates
@@ -51,8 +50,9 @@ class InputBatch:
     sample_tokens: torch.Tensor  # int64 [m]: index in the step of the token before it
     sample_slots: torch.Tensor  # int64 [m]
     sample_positions: torch.Tensor  # int64 [m]: index in the sequence that it will have
-    # Where each row computes one token and samples: the step as it lies in memory. The tensors of
-    # this batch are views of it, good until the next step is gathered.
+    # Where each row computes one known token and samples, on a CPU with drafts behind it: the step
+    # as it lies in memory. The tensors of this batch are views of it, good until the next step is
+    # gathered.
     columns: Columns | None = None
     is_part: bool = False  # of a step, whose memory is not to be used for it
 
@@ -133,12 +133,8 @@ class InputBatch:
         """The same where each row computes one token: little is left to find out, and that is found
         in one go; with graphs when the step runs, as they begin with it.
         """
-        num_rows, tables, inputs = len(decodes.slots), states.block_tables, states.inputs
-        changes = tables.take_changes()
-        if len(changes) > 3 * num_rows:  # what steps without rows have left
-            tables.apply(upload(changes, states.token_ids.device))
-            changes = NO_CHANGES
-        columns, slots = inputs.fill(decodes.slots, changes)
+        num_rows, inputs = len(decodes.slots), states.inputs
+        columns, slots = inputs.fill(decodes.slots, states.take_changes(num_rows))
         if not inputs.sizes:
             states.begin_decode(columns)
         if inputs.is_shared and not inputs.sizes:  # at hand, so they need not be bounds
@@ -179,28 +175,22 @@ class InputBatch:
         """The same where each row computes one known token, and its drafts: little is left to find
         out. int64 [num_rows] each, on the host.
         """
-        query_lens, device = num_drafts + 1, states.token_ids.device
+        query_lens, step = num_drafts + 1, None
         indices, known_ends = states.indices[: len(slots)], query_lens.cumsum() - query_lens
         rows = indices.repeat(query_lens)
         offsets = np.arange(len(rows)) - known_ends[rows]
-        token_slots = slots[rows]
-        bounds, places = computed[rows] + offsets + 1, offsets[:0]
-        if states.tree is not None:
-            places = offsets * states.is_tree[token_slots]
-            bounds += states.tree.host_shifts[places]
-        num_tokens, changes = len(token_slots), states.block_tables.take_changes()
-        packed = upload(np.concatenate((token_slots, offsets, places, changes)), device)
-        tokens = packed[: 2 * num_tokens + len(places)].view(-1, num_tokens)
-        states.block_tables.apply(packed[2 * num_tokens + len(places) :])
-        slots_d, columns, *rest = tokens.unbind()
-        is_known = columns.eq(0).long()
-        columns += states.num_computed.index_select(0, slots_d)
-        states.num_computed.index_add_(0, slots_d, is_known)
-        positions = states.positions(columns, rest[0]) if rest else columns
-        next_positions = positions + 1
-        if device.type == "cpu":
+        token_slots, bounds = slots[rows], computed[rows] + offsets + 1
+        inputs = states.inputs
+        is_at_hand = inputs.is_shared and not inputs.sizes and len(rows) <= inputs.max_num_tokens
+        if is_at_hand and states.tree is None:
+            step = states.begin_verify(slots, token_slots, offsets)
+            tokens, positions, next_positions = step.tokens, step.columns, step.next_columns
+        else:
+            tokens, positions, bounds = _find(states, token_slots, offsets, bounds)
+            next_positions = positions + 1
+        if positions.device.type == "cpu":
             bounds = next_positions.numpy()  # at hand, so they need not be bounds
-        ones, ends = np.ones_like(offsets), torch.arange(num_tokens, device=device)
+        ones = np.ones_like(offsets)
         return cls(
             states=states,
             tokens=tokens,
@@ -214,9 +204,10 @@ class InputBatch:
             attention_rows=AttentionRows(ones, bounds, None),
             sample_rows=indices,
             sample_host_slots=token_slots,
-            sample_tokens=ends,
-            sample_slots=slots_d,
+            sample_tokens=torch.arange(len(rows), device=positions.device),
+            sample_slots=tokens[0],
             sample_positions=next_positions,
+            columns=step,
         )
 
     def part(self, first: int, end: int) -> InputBatch:
@@ -242,6 +233,12 @@ class InputBatch:
         """Whether each row of the attention computes one token."""
         return len(self.attention_rows.query_lens) == self.tokens.shape[1]
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether each row computes one token, and no drafts are verified or wanted."""
+        num_tokens = self.tokens.shape[1]
+        return num_tokens == len(self.host_slots) and not len(self.drafting_rows)
+
     @cached_property
     def drafting_rows(self) -> np.ndarray:
         """Those that want drafts for the next step, int64 [n], on the host."""
@@ -262,21 +259,58 @@ class InputBatch:
     @cached_property
     def token_ids(self) -> torch.Tensor:
         """int64 [num_tokens]; -1 in place of a draft that was not found."""
-        if self.columns is not None:
+        has_drafts = len(self.sample_host_slots) > len(self.sample_rows)
+        if self.columns is not None and not has_drafts:
             return self.columns.token_ids
-        return self.states.token_ids[self.tokens[0], self.tokens[1]].long()
+        return self.states.read(self.tokens[0], self.tokens[1])
 
     @property
     def input_ids(self) -> torch.Tensor:
         """int64 [num_tokens]: with any token in place of a draft that was not found."""
+        if self.columns is not None:
+            return self.columns.token_ids
         return self.token_ids.clamp(min=0) if self.num_drafts.any() else self.token_ids
+
+    def ends(self, num_kept: torch.Tensor | None) -> torch.Tensor:
+        """Index in the step of the last token of each row that is known or kept, int64 [num_rows];
+        see `SamplerOutput`.
+        """
+        ends, device = upload(self.known_ends, self.tokens.device), self.tokens.device
+        if num_kept is None:
+            return ends
+        if len(num_kept) == len(ends):
+            return ends + num_kept
+        return ends.index_add(0, upload(self.sample_rows, device), num_kept)
 
     @cached_property
     def attention(self) -> AttentionBatch:
         """What the attention backend makes its metadata of."""
         if self.columns is not None:
-            return columns_attention(self.states, self.columns, self.query_lens, self.seq_lens)
+            rows = self.attention_rows
+            return columns_attention(self.states, self.columns, rows.query_lens, rows.seq_lens)
         return self.attention_rows.gather(self.states, *self.tokens)
+
+
+def _find(
+    states: RequestStates, token_slots: np.ndarray, offsets: np.ndarray, bounds: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    """Tokens of a step, see `InputBatch`, their positions, and what those are below, of rows whose
+    first token is known; each `offsets` behind it, int64 [num_tokens], and below `bounds` but for a
+    tree.
+    """
+    num_tokens, changes, places = len(offsets), states.block_tables.take_changes(), offsets[:0]
+    if states.tree is not None:
+        places = offsets * states.is_tree[token_slots]
+        bounds = bounds + states.tree.host_shifts[places]
+    parts = token_slots, offsets, places, changes
+    packed = upload(np.concatenate(parts), states.token_ids.device)
+    tokens = packed[: 2 * num_tokens + len(places)].view(-1, num_tokens)
+    states.block_tables.apply(packed[2 * num_tokens + len(places) :])
+    slots, columns, *rest = tokens.unbind()
+    is_known = columns.eq(0).long()
+    columns += states.num_computed.index_select(0, slots)
+    states.num_computed.index_add_(0, slots, is_known)
+    return tokens, states.positions(columns, rest[0]) if rest else columns, bounds
 
 
 @dataclass(frozen=True)

@@ -330,10 +330,11 @@ class ModelRunner(ABC):
     def _sample(
         self, batch: InputBatch, hidden: torch.Tensor, bitmask: GrammarBitmask | None
     ) -> SampledTokens:
-        columns, slots = batch.columns, batch.host_slots
-        if columns is not None and bitmask is None and self.sampler.is_plain(slots):
-            output = SamplerOutput(self.choose(hidden, columns), None)
-            return SampledTokens(batch.sample_rows, batch.num_drafts, output)
+        drafts = SpecDecodeMetadata.of(batch, self.acceptance_chances)
+        columns, has_others = batch.columns, drafts is not None and drafts.is_synthetic
+        if columns is not None and bitmask is None and not has_others:
+            if self.sampler.is_plain(batch.host_slots):
+                return self._sample_plain(batch, self.choose(hidden, columns), drafts)
         chosen = hidden if batch.samples_all else hidden[batch.sample_tokens]
         logits = self.model.compute_logits(chosen)  # [m, vocab]
         sampled = self.sampler(
@@ -342,13 +343,21 @@ class ModelRunner(ABC):
             batch.sample_host_slots,
             batch.sample_positions,
             self._unpack(bitmask, batch) if bitmask else None,
-            SpecDecodeMetadata.of(batch, self.acceptance_chances),
+            drafts,
         )
         self.states.write(batch.sample_slots, batch.sample_columns, sampled.token_ids)
         if sampled.num_kept is not None:
-            slots = upload(batch.host_slots[batch.sample_rows], self.device)
-            self.states.num_computed.index_add_(0, slots, sampled.num_kept)
+            self.states.keep(batch.host_slots[batch.sample_rows], sampled.num_kept)
         return SampledTokens(batch.sample_rows, batch.num_drafts[batch.sample_rows], sampled)
+
+    def _sample_plain(
+        self, batch: InputBatch, token_ids: torch.Tensor, drafts: SpecDecodeMetadata | None
+    ) -> SampledTokens:
+        num_kept = None if drafts is None else drafts.verify(token_ids)[0]
+        if num_kept is not None:
+            self.states.keep(batch.host_slots, num_kept)
+        output = SamplerOutput(token_ids, None, num_kept)
+        return SampledTokens(batch.sample_rows, batch.num_drafts, output)
 
     def choose(self, hidden: torch.Tensor, columns: Columns) -> torch.Tensor:
         """Sample a step whose requests are all greedy, and ask for nothing else: what

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -49,6 +49,15 @@ class LogitsSpy:
     def __call__(self, logits: torch.Tensor, *args: Any) -> SamplerOutput:
         self.rows = list(logits.clone())
         return self.sampler(logits, *args)
+
+    @property
+    def ops(self) -> Any:
+        """Those of the sampler, for steps that need no more of it."""
+        return SimpleNamespace(choose=self._choose)
+
+    def _choose(self, logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+        self.rows = list(logits.clone())
+        return self.sampler.ops.choose(logits, *args)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.sampler, name)

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import torch
 
-from servd.messages import Decodes, NewRequest, SchedulerOutput
+from servd.messages import Decodes, NewRequest, ScheduledRequest, SchedulerOutput
 from servd.params import SamplingParams
 from servd.worker.input_batch import AttentionRows, InputBatch
 from servd.worker.request_states import RequestStates
@@ -62,6 +62,39 @@ def test_columns_are_gathered_as_rows_are():
         for name in ("query_start_loc", "seq_lens_device", "block_tables", "slot_mapping"):
             assert plain(getattr(one.attention, name)) == plain(getattr(other.attention, name))
         assert one.is_decode and one.samples_all
+
+
+def test_drafts_at_hand_are_gathered_as_those_of_a_device_are():
+    for seed in range(20):
+        batches, draw = [], random.Random(seed)
+        slots = draw.sample(range(NUM_SLOTS), draw.randint(1, NUM_SLOTS))
+        drafts = [
+            [draw.randrange(-1, VOCAB_SIZE) for _ in range(draw.randint(0, 5))] for _ in slots
+        ]
+        for room in (NUM_SLOTS * 6, 0):
+            states, computed = filled_states(seed)
+            states.inputs.reserve(room)
+            rows = [
+                ScheduledRequest(
+                    slot, 1 + len(ids), [40 + slot, 60 + slot], True, computed[slot], len(ids)
+                )
+                for slot, ids in zip(slots, drafts, strict=True)
+            ]
+            for row, ids in zip(rows, drafts, strict=True):
+                states.block_tables.append(row.slot, row.new_block_ids)
+                first = computed[row.slot] + 1
+                states.token_ids[row.slot, first : first + len(ids)] = torch.tensor(ids).int()
+            batches.append(InputBatch.gather(SchedulerOutput(1, rows), states))
+        one, other = batches
+        assert one.columns is not None and other.columns is None
+        for field in dataclasses.fields(InputBatch):
+            if field.name not in ("states", "columns"):
+                assert plain(getattr(one, field.name)) == plain(getattr(other, field.name)), field
+        assert one.states.num_computed.tolist() == other.states.num_computed.tolist()
+        for name in ("token_ids", "input_ids", "sample_columns"):
+            assert plain(getattr(one, name)) == plain(getattr(other, name))
+        for name in ("query_start_loc", "seq_lens_device", "block_tables", "slot_mapping"):
+            assert plain(getattr(one.attention, name)) == plain(getattr(other.attention, name))
 
 
 def test_columns_come_before_rows():

@@ -31,7 +31,7 @@ from servd.worker.sample import ops
 from servd.worker.sample.shift import Shift
 from servd.worker.spec_decode import Proposer, Target
 
-MOST_BEHIND = 32  # tokens of a row that it may catch up with
+MOST_BEHIND = 32  # tokens of a row that it can catch up with
 MOST_IN_ROWS = 8  # of a row, where each token is a row of the attention
 
 
@@ -145,11 +145,12 @@ class EagleProposer(Proposer):
     writes keys and values of positions whose tokens may turn out to be others; but these are
     computed again before any later token reads them.
 
-    A row that wants no drafts only keeps the features of its last tokens, to catch up when it wants
-    some. Older tokens are skipped: the head's cache goes on without them, so that the places of a
-    row in its blocks are its positions less `skipped`. Long prompts are followed at once. Blocks
-    that the prefix cache lends may have keys and values of skipped tokens, or made with the next
-    token of another request: drafts after them may be worse.
+    A row that wants no drafts only keeps the features of its tokens, to catch up when it wants
+    some. After more than a few it does not, as drafts do not pay, and the tokens are skipped: the
+    head's cache goes on without them, so that the places of a row in its blocks are its positions
+    less `skipped`. Long prompts are followed at once. Blocks that the prefix cache lends may have
+    keys and values of skipped tokens, or made with the next token of another request: drafts after
+    them may be worse.
     """
 
     head_class: ClassVar[type[EagleHead]] = EagleHead
@@ -232,29 +233,40 @@ class EagleProposer(Proposer):
         """Catch up with rows that want drafts, or whose tokens are drafts or too many to be kept;
         keep what the others will need for it.
         """
-        read = self.head.read(hidden)
-        wants = batch.max_new_drafts > 0
-        runs = wants | (batch.num_drafts > 0) | (batch.query_lens > MOST_BEHIND)  # [num_rows]
         behind = self.behind[batch.host_slots] + batch.query_lens
         slots, positions = batch.tokens[:2]
+        if batch.is_plain:
+            self.behind[batch.host_slots] = behind
+            if behind.min() <= MOST_BEHIND:  # else nobody has drafted for long
+                self._keep(slots, positions, hidden, self.head.read(hidden), 1)
+            return
+        wants = batch.max_new_drafts > 0
+        runs = wants | (batch.num_drafts > 0) | (batch.query_lens > MOST_BEHIND)  # [num_rows]
+        read = self.head.read(hidden)
         if runs.any():
             self._keep_recent()
-            missed = self.behind[batch.host_slots] + self.skipped[batch.host_slots]
-            if runs.all() and not missed.any():
+            is_along = runs.all() and not self.behind[batch.host_slots].any()
+            if is_along and (self._is_decode(batch) or not self.skipped[batch.host_slots].any()):
                 return self._go_along(batch, read, num_kept)
             self._catch_up(batch, read, np.flatnonzero(runs), wants[runs])
             behind[runs] = 0
             tokens = upload(np.flatnonzero(np.repeat(~runs, batch.query_lens)), read.device)
             slots, positions, read = slots[tokens], positions[tokens], read[tokens]
         self.behind[batch.host_slots] = behind
-        if len(slots):  # where nobody drafts for long, this is all that a step does
+        if len(slots):
             longest = int(batch.query_lens.max(where=~runs, initial=0))
-            if self.num_recent + longest > MOST_BEHIND:
-                self._keep_recent()
-            # Hidden states, and tokens that decode, are where the next step's will be.
-            slots, positions = torch.stack((slots, positions))
-            self.recent.append((slots, positions, read.clone() if read is hidden else read))
-            self.num_recent += longest
+            self._keep(slots, positions, hidden, read, longest)
+
+    def _keep(
+        self, slots: Tensor, positions: Tensor, hidden: Tensor, read: Tensor, longest: int
+    ) -> None:
+        """Keep what was read of tokens, of which no row has more than `longest`."""
+        if self.num_recent + longest > MOST_BEHIND:
+            self._keep_recent()
+        # Hidden states, and tokens that decode, are where the next step's will be.
+        slots, positions = torch.stack((slots, positions))
+        self.recent.append((slots, positions, read.clone() if read is hidden else read))
+        self.num_recent += longest
 
     def _keep_recent(self) -> None:
         """Write what was read of the last steps where `kept` has it; no two have the same place."""
@@ -265,20 +277,24 @@ class EagleProposer(Proposer):
             self.num_recent = 0
 
     def _go_along(self, batch: InputBatch, read: Tensor, num_kept: Tensor | None) -> None:
-        """Run the head over a step of which it follows every row, having followed all before."""
-        (slots, positions), device = batch.tokens[:2], read.device
-        next_ids = self.states.token_ids[slots, positions + 1].long()
-        is_decode = batch.is_decode and len(slots) <= self.max_num_rows
-        run = self.passes if is_decode else self._follow
-        made = run(next_ids, positions, batch.attention, read)
-        wanted, last = batch.drafting_rows, upload(batch.known_ends, device)
-        if num_kept is not None:
-            last = last.index_add(0, upload(batch.sample_rows, device), num_kept)
+        """Run the head over a step of which it follows every row, and was behind in none."""
+        (slots, positions), attention = batch.tokens[:2], batch.attention
+        wanted, last = batch.drafting_rows, batch.ends(num_kept)
+        skipped, self.num_skipped = self.skipped[batch.host_slots], None
+        if skipped.any():
+            of_tokens = upload(skipped.repeat(batch.query_lens), read.device)
+            attention = decode_attention(self.states, slots, positions - of_tokens)
+            self.num_skipped = upload(skipped[wanted], read.device)
+        run = self.passes if self._is_decode(batch) else self._follow
+        made = run(self.states.read(slots, positions + 1), positions, attention, read)
         if len(wanted) < len(last):
-            last = last[upload(wanted, device)]
+            last = last[upload(wanted, read.device)]
         self.features = made.index_select(0, last)
-        self.num_skipped = None
-        self.limits = upload(batch.max_new_drafts[wanted], device)
+        self.limits = batch.max_new_drafts[wanted]
+
+    def _is_decode(self, batch: InputBatch) -> bool:
+        """Whether `passes` can run the head over its tokens."""
+        return batch.is_decode and batch.tokens.shape[1] <= self.max_num_rows
 
     def _catch_up(
         self, batch: InputBatch, read: Tensor, rows: np.ndarray, wants: np.ndarray
@@ -293,7 +309,8 @@ class EagleProposer(Proposer):
             wants: [n] bool: which of them draft; their features are kept for `propose`.
         """
         host_slots = batch.host_slots[rows]
-        behind = np.minimum(self.behind[host_slots], MOST_BEHIND)
+        behind = self.behind[host_slots]
+        behind[behind > MOST_BEHIND] = 0  # what is kept are the first ones, and others are missing
         self.skipped[host_slots] += self.behind[host_slots] - behind
         lens = behind + batch.query_lens[rows]
         ends = np.cumsum(lens)
@@ -318,7 +335,7 @@ class EagleProposer(Proposer):
         places, bounds = positions - skipped[row], batch.seq_lens[rows]
         if places.device.type == "cpu":
             bounds = places.numpy()[ends - 1] + 1
-        next_ids = self.states.token_ids[slots, positions + 1].long()
+        next_ids = self.states.read(slots, positions + 1)
         is_program = self.passes != self._follow
         if is_program and len(places) <= self.max_num_rows and lens.max() <= MOST_IN_ROWS:
             attention, run = decode_attention(self.states, slots, places), self.passes
@@ -329,18 +346,22 @@ class EagleProposer(Proposer):
         num_right = self.states.num_computed[row_slots] - start
         self.features = made[(firsts + num_right - 1)[drafting]]
         self.num_skipped = skipped[drafting]
-        self.limits = upload(batch.max_new_drafts[rows][wants], read.device)
+        self.limits = batch.max_new_drafts[rows][wants]
 
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:
         """A chain of likeliest tokens, up to `max_model_len`."""
-        newest = self.states.num_computed[slots]
-        # A row has blocks for no more; positions from the newest token's on are computed again.
+        newest = self.states.num_computed.index_select(0, slots)
         depths = self.after[: num_drafts - 1].unsqueeze(1)
-        positions = newest - 1 + torch.minimum(depths, self.limits)  # [num_drafts - 1, n]
+        # A row has blocks for no more; positions from the newest token's on are computed again.
+        if self.limits.min() < num_drafts - 1:
+            depths = torch.minimum(depths, upload(self.limits, slots.device))
+        positions = newest - 1 + depths  # [num_drafts - 1, n]
         columns = positions if self.num_skipped is None else positions - self.num_skipped
         drafts = self.chain(self.features, slots, positions, columns)
-        room = (self.config.max_model_len or self.states.max_model_len) - newest.unsqueeze(1)
-        return drafts.masked_fill_(self.after[:num_drafts] >= room, -1)
+        most = self.config.max_model_len or self.states.max_model_len
+        if max_len + num_drafts <= most:
+            return drafts
+        return drafts.masked_fill_(self.after[:num_drafts] >= most - newest.unsqueeze(1), -1)
 
     def top(self, features: Tensor) -> Tensor:
         """See `Drafter`."""

@@ -169,11 +169,9 @@ class MedusaProposer(Proposer):
         wanted = batch.drafting_rows
         if not len(wanted):
             return
-        last, device = upload(batch.known_ends, hidden.device), hidden.device
-        if num_kept is not None:
-            last = last.index_add(0, upload(batch.sample_rows, device), num_kept)
+        last = batch.ends(num_kept)
         if len(wanted) < len(last):
-            last = last.index_select(0, upload(wanted, device))
+            last = last.index_select(0, upload(wanted, hidden.device))
         self.hidden = hidden.index_select(0, last)
 
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:

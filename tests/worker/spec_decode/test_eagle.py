@@ -200,11 +200,12 @@ def test_a_row_with_few_drafts_beside_one_with_many(target: Path, tmp_path: Path
     assert not cache[:, nobodys].any() and cache[:, driver.blocks[few]].any()
 
 
+@pytest.mark.parametrize("num_missed", [6, 9])
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_a_row_without_drafts_is_followed_when_it_wants_some(
-    target: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+    target: Path, tmp_path: Path, method: str, num_missed: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """The head sees the last tokens of those that it missed."""
+    """The head sees the tokens that it missed, if they are few."""
     monkeypatch.setattr(eagle, "MOST_BEHIND", 6)
     config = {"method": method} | getattr(checkpoints, method)(target, tmp_path)
     driver = Driver(config_for(target, speculative_config=config, enforce_eager=True))
@@ -219,12 +220,13 @@ def test_a_row_without_drafts_is_followed_when_it_wants_some(
     slot = driver.add(prompt)
     driver.step({slot: len(prompt)})
     assert calls == [8]  # too many to be kept
-    driver.generate([slot, driver.add(beside)], 10)
+    driver.generate([slot, driver.add(beside)], num_missed + 1)
     assert calls == [8]
     driver.step({slot: driver.left(slot)}, max_new_drafts={slot: NUM_DRAFTS})
-    assert calls == [8, 6 + 1, 1, 1, 1]
-    skipped = range(8, len(driver.tokens[slot]) - 1 - 7)
-    assert len(skipped) == 3
+    num_seen = num_missed if num_missed <= 6 else 0
+    assert calls == [8, num_seen + 1, 1, 1, 1]
+    skipped = range(8, 8 + num_missed - num_seen)
+    assert skipped.stop + num_seen + 1 == len(driver.tokens[slot]) - 1
     for _ in range(3):
         expected = plain.drafts(driver.tokens[slot], NUM_DRAFTS, skipped)
         assert driver.drafts[slot] == expected
