@@ -13,13 +13,14 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
-from servd.config._section import Positive
 from servd.errors import ConfigError
 from servd.hf import DEMO_HEAD, DEMO_MODEL
 
 MAX_FORCED_TOKENS = 16  # computed with the token before them, for one request in one step
 
 MOST_DRAFTS, DEFAULT_DRAFTS = 64, 5
+# Not the ones of servd.config, which imports this module.
+Positive = Annotated[int, Meta(ge=1)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 # Part of the draft's name -> its method, the most specific first.
 METHODS_BY_NAME = {
