@@ -139,15 +139,15 @@ class Outbox:
 
     Args:
         to: address of the inbox.
-        is_bound: the inbox is there, and `send` tells when it no longer is.
+        must_exist: the inbox is there, and `send` tells when it no longer is.
 
     Raises:
         ConnectionError: it is no address, or no process listens there (after CONNECT_TIMEOUT).
     """
 
-    def __init__(self, to: str, is_bound: bool = False) -> None:
+    def __init__(self, to: str, must_exist: bool = False) -> None:
         self.socket = zmq.Context.instance().socket(zmq.PUSH)
-        self.socket.setsockopt(zmq.IMMEDIATE, is_bound)  # nothing is queued for a dead process
+        self.socket.setsockopt(zmq.IMMEDIATE, must_exist)  # nothing is queued for a dead process
         self.socket.setsockopt(zmq.LINGER, 500)  # milliseconds to deliver the last words
         self.socket.setsockopt(zmq.SNDHWM, 0)
         try:
@@ -155,7 +155,7 @@ class Outbox:
         except zmq.ZMQError as error:
             self.close()
             raise ConnectionError(f"{to}: {error}") from None
-        if is_bound and not self.socket.poll(CONNECT_TIMEOUT, zmq.POLLOUT):
+        if must_exist and not self.socket.poll(CONNECT_TIMEOUT, zmq.POLLOUT):
             self.close()
             raise ConnectionError(f"{to}: nobody is there")
 

@@ -198,7 +198,7 @@ def test_close_removes_the_socket_file(tmp_path):
 
 def test_an_outbox_tells_that_its_inbox_is_gone(at):
     receiver = ipc.Inbox(at, ToEngine)
-    sender = ipc.Outbox(at, is_bound=True)
+    sender = ipc.Outbox(at, must_exist=True)
     sender.send(AbortRequests(["a"]))
     assert receiver.recv(10) == AbortRequests(["a"])
     receiver.close()

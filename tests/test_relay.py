@@ -165,7 +165,7 @@ def test_an_api_server_and_an_engine_of_another_host_talk_as_if_they_were_on_one
     assert attach.inbox.startswith(f"ipc://{hosts.folder}/node/")
     assert engine.recv(30) == AbortRequests(["early"])
 
-    answers = Outbox(attach.inbox, is_bound=True)
+    answers = Outbox(attach.inbox, must_exist=True)
     for i in range(100):
         answers.send(EngineStatus("loading", i / 100))
     assert [client.recv(30).progress for _ in range(100)] == [i / 100 for i in range(100)]
@@ -330,7 +330,7 @@ def test_an_engine_whose_connection_breaks_is_lost_though_its_host_still_beats(h
     head = node.head
     node.link.socket.disconnect(head)
     node.link.socket.connect(head)
-    answers = Outbox(attach.inbox, is_bound=True)
+    answers = Outbox(attach.inbox, must_exist=True)
     answers.send(EngineStatus("for nobody"))
     assert [hosts.event(), hosts.event()] == [("node", "has ended"), ("node", 1)]
     assert received(client, EngineRestarting).incarnation == 1

@@ -326,7 +326,7 @@ class EngineCoreProc:
         certain.
         """
         try:
-            self.outputs.put(Attached(client, Outbox(client.inbox, is_bound=True)))
+            self.outputs.put(Attached(client, Outbox(client.inbox, must_exist=True)))
         except ConnectionError as error:
             logger.info("API server %d is gone before it was attached: %s", client.client, error)
             self.inputs.put(ClientGone(client.client))
