@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 DAMPING = 0.01  # of the diagonal's mean, added to it: inputs will not be quite as those seen
+ENOUGH = 2  # inputs for each column
 BLOCK = 128  # columns whose errors are passed on to the others at once
 ROWS = 1024  # of a matrix at once
 WIDTHS = [0.84, 0.88, 0.92, 0.96, 1.0]  # of a grid, over the width of a group's numbers
@@ -25,6 +26,7 @@ def quantize(
     group_size: int,
     drift: Tensor | None = None,
     is_symmetric: bool = True,
+    num_inputs: int | None = None,
 ) -> Codes:
     """The codes for which the sum of (weight - codes)^T moments (weight - codes) is least, nearly.
 
@@ -36,9 +38,12 @@ def quantize(
         drift: float32 [in, in], the sum of (y - x)^T x, where y are the inputs that the weight was
             made for: products with x are to be those that it has with y. None: they are x.
         is_symmetric: see `Codes`.
+        num_inputs: of x, if it is known. With few, the drift is left out: what least squares would
+            make of it is right for these alone.
     """
     moments = _damped(moments)
-    if drift is not None:  # the matrix of least squares, which is rounded instead
+    is_known = num_inputs is None or num_inputs >= ENOUGH * len(moments)
+    if drift is not None and is_known:  # the matrix of least squares, which is rounded instead
         weight = weight + torch.linalg.solve(moments, (weight @ drift).t()).t()
     order, upper = _in_order(moments)
     parts = []

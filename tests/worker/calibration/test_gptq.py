@@ -118,3 +118,21 @@ def test_it_makes_up_for_inputs_that_have_changed():
         return float((x.double() @ rounded.double().t() - wanted).norm() / wanted.norm())
 
     assert distance((y - x).t() @ x) < 0.9 * distance(None)
+
+
+def test_what_few_inputs_say_of_a_change_is_not_made_up_for():
+    """The weights that fit these by least squares would be worse for others than those without."""
+    weight, x = made(8, 64)
+    x = x / x.std(0)
+    y = x + 0.2 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    few = slice(80)
+
+    def others(num_inputs: int | None) -> float:
+        """Error for inputs that it was not shown."""
+        drift = (y[few] - x[few]).t() @ x[few]
+        moments = x[few].t() @ x[few]
+        made = quantize(weight, moments, 8, 32, drift, num_inputs=num_inputs)
+        return error(weight, made.dequantize(), x[80:])
+
+    assert others(80) < 0.5 * others(None)
+    assert others(128) == others(None)
