@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -29,17 +30,12 @@ class Drafter(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class Chain:
-    """Drafts for rows, token by token.
+    """Drafts for rows, token by token."""
 
-    Args:
-        drafter: makes them.
-        states: has the rows' blocks.
-    """
-
-    def __init__(self, drafter: Drafter, states: RequestStates) -> None:
-        self.drafter = drafter
-        self.states = states
+    drafter: Drafter  # makes them
+    states: RequestStates  # has the rows' blocks
 
     def __call__(
         self, features: Tensor, slots: Tensor, positions: Tensor, columns: Tensor

@@ -29,27 +29,19 @@ class Together:
     size: int = 0  # numbers
 
 
+@dataclass(eq=False)
 class Chooser:
-    """Chooses among the matrices of a model.
+    """Chooses among the matrices of a model."""
 
-    Args:
-        model: as it was.
-        bits: of most of the matrices.
-        group_size: columns that share a scale.
-        is_symmetric: see `gptq.Codes`.
-        tensor_of: tells of a layer's name and matrix whether it becomes smaller at all.
-    """
+    model: Model  # as it was
+    bits: int  # of most of the matrices
+    group_size: int  # columns that share a scale
+    is_symmetric: bool  # see `gptq.Codes`
+    # Tells of a layer's name and matrix whether it becomes smaller at all.
+    tensor_of: Callable[[str, Tensor], str | None]
 
-    def __init__(
-        self,
-        model: Model,
-        bits: int,
-        group_size: int,
-        is_symmetric: bool,
-        tensor_of: Callable[[str, Tensor], str | None],
-    ) -> None:
-        self.model, self.bits, self.group_size, self.tensor_of = model, bits, group_size, tensor_of
-        self.bits_each = gptq.bits_each(bits, group_size, is_symmetric)
+    def __post_init__(self) -> None:
+        self.bits_each = gptq.bits_each(self.bits, self.group_size, self.is_symmetric)
 
     def choose(
         self, batches: Sequence[Tensor], mean_bits: float, progress: Callable[[float], None]

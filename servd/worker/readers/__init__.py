@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -27,22 +28,14 @@ class StepPart(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class Reader(ABC):
-    """Follows the requests that ask for something, through all chunks of their prompts.
+    """Follows the requests that ask for something, through all chunks of their prompts."""
 
-    Args:
-        states: those of all slots.
-        compute_logits: hidden states [n, hidden] to logits [n, vocab], or to what the model's head
-            has in their place.
-        spec: the model's.
-    """
-
-    def __init__(
-        self, states: RequestStates, compute_logits: Callable[[Tensor], Tensor], spec: ModelSpec
-    ) -> None:
-        self.states = states
-        self.compute_logits = compute_logits
-        self.spec = spec
+    states: RequestStates  # those of all slots
+    # Hidden states [n, hidden] to logits [n, vocab], or what the model's head has in their place.
+    compute_logits: Callable[[Tensor], Tensor]
+    spec: ModelSpec
 
     @abstractmethod
     def add(self, request: NewRequest) -> None:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -49,27 +50,22 @@ MAX_REFUSED = 1 << 16  # hashes that are remembered
 PAUSE = 0.005  # seconds between looks at files that are read while there is nothing else to do
 
 
+@dataclass(eq=False)
 class Tiers:
     """Decides which blocks are copied, written and read, in numbers of blocks and slots.
 
     Copies are made by the workers in the order of the decisions, before anything of the step is
     computed: so a slot or block counts as filled from the moment of the decision.
-
-    Args:
-        host: the slots.
-        disk: the files; None: none.
-        block_size: tokens.
-        exchange: the blocks of other engines, and for them; None: there are none.
     """
 
-    def __init__(
-        self, host: Host, disk: Disk | None, block_size: int, exchange: Exchange | None = None
-    ) -> None:
-        self.host = host
-        self.disk = disk
-        self.exchange = exchange
+    host: Host  # the slots
+    disk: Disk | None  # the files
+    block_size: int  # tokens
+    exchange: Exchange | None = None  # the blocks of other engines, and for them
+
+    def __post_init__(self) -> None:
+        host, disk, exchange = self.host, self.disk, self.exchange
         self._stores: list[Disk | Exchange] = [each for each in (disk, exchange) if each]
-        self.block_size = block_size
         self._prefills = Cost()  # a token's, in steps with prompts
         self._returns = {"host": Cost(), "disk": Cost(), "remote": Cost()}  # a block's
         self.stats = {"host": TierStats("host")}

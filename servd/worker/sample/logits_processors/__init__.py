@@ -41,26 +41,21 @@ class SlotRequest:
     eos_token_ids: Sequence[int]
 
 
+@dataclass(eq=False)
 class LogitsProcessor(ABC):
     """Follows the requests that use a feature, by the slots that they have.
 
     State of a slot is written when a request that uses it enters and read only for such requests,
     so nothing has to be cleared when one leaves. Nothing waits for the device.
-
-    Args:
-        vocab_size: columns of the logits.
-        max_num_seqs: number of slots.
-        device: where the logits will be.
     """
 
     order: ClassVar[int]
     # Fields of SamplingParams that use it at its most costly: memory is set aside for them.
     example: ClassVar[Mapping[str, Any]]
 
-    def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
-        self.vocab_size = vocab_size
-        self.max_num_seqs = max_num_seqs
-        self.device = device
+    vocab_size: int  # columns of the logits
+    max_num_seqs: int  # number of slots
+    device: torch.device  # where the logits will be
 
     @abstractmethod
     def add(self, request: SlotRequest) -> bool:
