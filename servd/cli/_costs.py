@@ -49,10 +49,11 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """From a prompt's arrival until the engine has it."""
         return round(self.before + self.before_token * tokens)
 
-    def of_decoding(self, steps: int, rows: int, context: int) -> float:
-        """So many steps of the same requests, with a token each; `context` is that of the first."""
-        one = self.of_step(rows, rows, context, 0)
-        return steps * one + self.context * rows * steps * (steps - 1) / 2
+    def of_decoding(self, rows: int, context: int) -> tuple[float, float]:
+        """Of the same requests with a token each: the first step, and what each takes more than the
+        one before.
+        """
+        return self.of_step(rows, rows, context, 0), self.context * rows
 
 
 FITTED = Costs.__struct_fields__[:9]

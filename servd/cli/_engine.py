@@ -1,20 +1,19 @@
 """Engine: the real Scheduler and KV cache in virtual time; a step takes what Costs say.
 
 As long as an engine only decodes and nothing reaches it, its steps are all alike: they are put off
-until something does, and scheduled as one, in which every request has as many tokens as it would
-have got. That is what the Scheduler does with tokens that are known beforehand, and leaves it as
-those steps would have.
+until something does. Then the requests get the tokens and blocks of all of them at once, as those
+steps would have left them; but the Scheduler makes a last one after which a request may end.
 """
 
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-import servd.core.request
 from servd.cli._costs import Costs
 from servd.config import Config
 from servd.core.executor import Executor, Progress
@@ -46,21 +45,20 @@ class Clock:
 
 @contextmanager
 def virtual_time(clock: Clock) -> Iterator[None]:
-    """The core reads this clock, and takes any number of tokens that are known beforehand."""
-    places: list[tuple[Any, str, Any]] = [
-        (module, "now_ns", clock.now_ns)
+    """The core reads this clock."""
+    modules: list[Any] = [
+        module
         for name, module in sys.modules.items()
         if name.startswith("servd.core") and hasattr(module, "now_ns")
     ]
-    places.append((servd.core.request, "MAX_FORCED_TOKENS", FAR))
-    before = [getattr(module, name) for module, name, _ in places]
+    before = [module.now_ns for module in modules]
     try:
-        for module, name, value in places:
-            setattr(module, name, value)
+        for module in modules:
+            module.now_ns = clock.now_ns
         yield
     finally:
-        for (module, name, _), value in zip(places, before, strict=True):
-            setattr(module, name, value)
+        for module, now_ns in zip(modules, before, strict=True):
+            module.now_ns = now_ns
 
 
 @lru_cache(1 << 12)
@@ -122,9 +120,10 @@ class Engine:
         self.until = NEVER  # when that ends
         self.began = 0
         self.num_steps = 0  # in it
+        self.is_cut = False  # it ends before the last of the steps that were put off
         self.num_tokens = 0  # that it computes
         self.launched: SchedulerOutput | None = None  # its step; None: decoding steps, put off
-        self.context = 0  # tokens that the first of those looks at
+        self.decoding = 0.0, 0.0  # what the first of those takes, and each later one more
         self.owners: set[str] = set()  # of all requests so far
         self.is_stuck = False  # none of those that wait can start before something changes
         self.busy_ns = 0.0
@@ -143,38 +142,35 @@ class Engine:
         if self.is_idle:
             self.until = now
         elif self.launched is None and self.num_steps > 1:
-            low, high = 1, self.num_steps
-            while low < high:
-                middle = (low + high) // 2
-                if self.began + self._decoding_ns(middle) >= now:
-                    high = middle
-                else:
-                    low = middle + 1
+            low = 1 + bisect_left(range(1, self.num_steps), now - self.began, key=self._decoding_ns)
             if low == self.num_steps:
                 return False
-            self.num_steps, self.until = low, self.began + self._decoding_ns(low)
+            self.num_steps, self.is_cut = low, True
+            self.until = self.began + self._decoding_ns(low)
         else:
             return False
         self.number += 1
         return True
 
-    def proceed(self) -> tuple[list[EngineCoreOutput], int]:
+    def proceed(self) -> tuple[list[EngineCoreOutput], int, int]:
         """Harvest what ends now, take in what has arrived, begin what is next.
 
         Returns:
-            Outputs, and how many steps they came of.
+            Outputs but for those that are just another token; how many those are; and of how many
+            steps, in each of which there were as many.
         """
-        scheduler, outputs, steps = self.scheduler, [], 0
+        scheduler, outputs, steps, num_decoded = self.scheduler, [], 0, 0
         was_idle = not self.num_steps
         if self.num_steps:
-            steps, launched = self.num_steps, self.launched or self._decode(self.num_steps)
+            steps, self.num_steps = self.num_steps, 0
             self.busy_ns += self.clock.ns - self.began
-            sampled = [zeros(x.num_drafts + 1) if x.samples else [] for x in launched.scheduled]
-            decoded = zeros(len(launched.decodes.slots))
-            scheduler.update_from_output(ModelRunnerOutput(sampled, decoded=decoded), {})
-            taken = scheduler.take_outputs()
-            outputs = taken[0].all_outputs if 0 in taken else []
-            self.num_steps, self.launched = 0, None
+            if self.launched is None:
+                self._skip(steps - (not self.is_cut))
+            if self.is_cut:
+                num_decoded, self.is_cut = len(scheduler.running), False
+            else:
+                outputs, num_decoded = self._harvest(self.launched or self._schedule())
+                self.launched = None
             if self.is_stuck and any(each.finish_reason is not None for each in outputs):
                 self.is_stuck = False
         if self.arrived:
@@ -183,7 +179,7 @@ class Engine:
                 self.owners.add(message.options.owner)
             self.arrived, self.is_stuck = [], False
         self._begin(was_idle)
-        return outputs, steps
+        return outputs, num_decoded, steps
 
     def max_steps(self) -> int:
         """Decoding steps in a row until one may differ from the one before: a request ends, blocks
@@ -203,7 +199,7 @@ class Engine:
                 return 0
             least = min(least, request.max_num_tokens - request.num_tokens)
             context += request.num_tokens
-        self.context = context
+        self.decoding = self.costs.of_decoding(len(scheduler.running), context)
         cache = scheduler.kv_cache
         per_request = cache.pool.num_free // (len(scheduler.running) * cache.num_groups)
         return min(least, per_request * cache.block_size)
@@ -215,8 +211,7 @@ class Engine:
             self.num_steps = steps
             self.until = self.began + self._decoding_ns(steps)
         elif scheduler.requests:
-            launched = scheduler.schedule()
-            assert launched is not None, "what waits fits, and there are no files to be read"
+            launched = self._schedule()
             self.launched, self.num_steps = launched, 1
             # Where owners compete, whose turn it is also depends on the steps they had.
             self.is_stuck = bool(scheduler.waiting) and not (
@@ -228,12 +223,13 @@ class Engine:
             self.until = self.began + self._step_ns(launched, was_idle)
 
     def _decoding_ns(self, steps: int) -> int:
-        rows = len(self.scheduler.running)
-        return round(self.costs.of_decoding(steps, rows, self.context))
+        first, more = self.decoding
+        return round(steps * first + more * steps * (steps - 1) / 2)
 
     def _step_ns(self, step: SchedulerOutput, was_idle: bool) -> int:
-        tokens = context = pairs = 0
-        for each in step.rows:
+        tokens = len(step.decodes.slots)
+        context, pairs = sum(step.decodes.num_computed_tokens) + tokens, 0
+        for each in step.scheduled:
             tokens += each.num_tokens
             if each.num_tokens == 1:
                 context += each.num_computed_tokens + 1
@@ -243,15 +239,33 @@ class Engine:
         took = self.costs.of_step(tokens, step.num_rows, context, pairs, was_idle)
         return round(took + self.copy_ns * copies)
 
-    def _decode(self, steps: int) -> SchedulerOutput:
-        """Schedule steps that were put off."""
-        scheduler = self.scheduler
-        limits = scheduler.max_num_batched_tokens, scheduler.max_num_samples
-        scheduler.max_num_batched_tokens = scheduler.max_num_samples = FAR
-        for _ in range(steps - 1 if len(self.owners) > 1 else 0):  # who pay for slots by the step
-            scheduler.waiting.begin_step()
-        forced = {request.slot: zeros(steps - 1) for request in scheduler.running}
-        scheduled = scheduler.schedule(forced_tokens=forced)
-        scheduler.max_num_batched_tokens, scheduler.max_num_samples = limits
-        assert scheduled is not None and all(x.num_tokens == steps for x in scheduled.rows)
+    def _schedule(self) -> SchedulerOutput:
+        scheduled = self.scheduler.schedule()
+        assert scheduled is not None, "what waits fits, and there are no files to be read"
         return scheduled
+
+    def _harvest(self, step: SchedulerOutput) -> tuple[list[EngineCoreOutput], int]:
+        """What came of a step; see `proceed`."""
+        sampled = [zeros(1) if each.samples else [] for each in step.scheduled]
+        decoded = zeros(len(step.decodes.slots))
+        self.scheduler.update_from_output(ModelRunnerOutput(sampled, decoded=decoded), {})
+        for message in self.scheduler.take_outputs().values():  # of one client at most
+            return message.outputs, len(message.decoded)
+        return [], 0
+
+    def _skip(self, steps: int) -> None:
+        """Leave the requests as so many decoding steps would, after which none ends."""
+        scheduler, cache, tokens = self.scheduler, self.scheduler.kv_cache, zeros(steps)
+        for _ in range(steps if len(self.owners) > 1 else 0):  # who pay for slots by the step
+            scheduler.waiting.begin_step()
+        for request in scheduler.running if steps else ():
+            request.token_ids += tokens
+            request.num_tokens += steps
+            end = request.num_computed_tokens + steps
+            while end > request.decodes_until:
+                request.num_computed_tokens = request.decodes_until
+                new_block_ids = cache.allocate(request, 1)
+                assert new_block_ids, "max_steps has looked at what is free"
+                request.decodes_until = cache.room_of(request)
+                cache.commit(request)
+            request.num_computed_tokens = end

@@ -4,10 +4,13 @@ requests.
 
 from __future__ import annotations
 
+import gc
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from heapq import heappop, heappush
 from math import log
 from random import Random
@@ -131,6 +134,30 @@ def mixed(block: int) -> int:
     return (block * 0x9E3779B97F4A7C15 >> 40) & 0xFFFFFFFF
 
 
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """To look for circles takes a fifth of a large simulation's time, and there are none."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@lru_cache(1 << 12)
+def sampling(max_tokens: int | None) -> SamplingParams:
+    """The same for all requests of that length: nobody changes it."""
+    return SamplingParams(max_tokens=max_tokens)
+
+
+@lru_cache(1 << 12)
+def options_of(client: str) -> RequestOptions:
+    """The same for all requests of a client."""
+    return RequestOptions(owner=client)
+
+
 class Fleet:
     """Servers with engines, and requests on their way.
 
@@ -175,6 +202,8 @@ class Fleet:
             )
             for first in range(0, size * num_servers, size)
         ]
+        self.find = [engine.scheduler.kv_cache.pool.find for engine in self.engines]
+        self.has_groups = worker.kv_windows != (None,)
         self.choose_server = CHOICES[balancing]
         self.choose_engine = CHOICES.get(routing)
         self.random = Random(0)
@@ -184,7 +213,7 @@ class Fleet:
 
     def run(self, lines: Iterable[RequestLine], on_progress: Callable[[int], None]) -> Tally:
         """Replay requests, in order of arrival."""
-        with virtual_time(self.clock):
+        with virtual_time(self.clock), no_collection():
             held: deque[RequestLine] = deque()
             zero = None
             for line in lines:
@@ -212,12 +241,15 @@ class Fleet:
                 continue  # it was woken since
             clock.ns = at
             began = engine.began
-            outputs, steps = engine.proceed()
+            outputs, num_decoded, steps = engine.proceed()
             if not engine.is_idle:
                 heappush(events, (engine.until, rank, engine.number))
             if steps:
                 self.tally.num_steps += steps
-                self._take(engine, outputs, (at - began) / steps, steps)
+                num_decoded += self._take(engine, outputs)
+                if num_decoded:
+                    gap = round(100 * log((at - began) / steps + 1))
+                    self.tally.gaps[gap] += num_decoded * steps
                 self._admit(held)
         if end < NEVER:
             clock.ns = max(clock.ns, end)
@@ -243,13 +275,17 @@ class Fleet:
             rank = self.choose_engine(self, ranks, self._load_of_engine, line)
         else:
             rank = ranks[0]
+        # Hashes of one group of layers are only compared, and may be numbers.
+        hashes = cast("list[bytes]", blocks)
+        if self.has_groups:
+            hashes = [each.to_bytes(16, "big", signed=True) for each in blocks]
         size = len(self.engines)
         if size > 1 and self.num_requests % (1 if size <= 64 else size // LOOKED_AT) == 0:
             tally.num_compared += line.input_length
-            self._compare(blocks[: (line.input_length - 1) // self.cache.block_size], rank)
-        message.block_hashes = cast("list[bytes]", blocks)  # they are only compared
+            self._compare(hashes[: (line.input_length - 1) // self.cache.block_size], rank)
+        message.block_hashes = hashes
         if line.output_length:
-            message.params = SamplingParams(max_tokens=line.output_length)
+            message.params = sampling(line.output_length)
         arrived = clock.ns - self.costs.of_arrival(line.input_length)
         self.open[message.request_id] = Open(
             arrived, line.input_length, line.output_length, rank, routed
@@ -273,14 +309,14 @@ class Fleet:
             token_ids += [self.num_requests] * (num_prompt - len(token_ids))
         params = PoolingParams()
         if line.output_length:
-            params = SamplingParams(max_tokens=line.max_tokens)
-        options = RequestOptions(owner=line.client)
+            params = sampling(line.max_tokens)
+        options = options_of(line.client)
         return EngineCoreRequest(str(self.num_requests), token_ids, params, options=options)
 
-    def _take(
-        self, engine: Engine, outputs: list[EngineCoreOutput], step_ns: float, steps: int
-    ) -> None:
-        """Outputs reach the API process."""
+    def _take(self, engine: Engine, outputs: list[EngineCoreOutput]) -> int:
+        """Outputs reach the API process; returns how many of them are later than the first of a
+        request.
+        """
         tally, now = self.tally, self.clock.ns
         decoding = 0
         for output in outputs:
@@ -305,28 +341,24 @@ class Fleet:
                 self.servers[request.rank // len(self.servers[0].ranks)].num_open -= 1
                 if request.routed is not None:
                     request.routed.end([request.num_output])
-        if decoding:
-            tally.gaps[round(100 * log(step_ns + 1))] += decoding * steps
+        return decoding
 
-    def _compare(self, blocks: list[int], chosen: int) -> None:
+    def _compare(self, hashes: list[bytes], chosen: int) -> None:
         """Count what the chosen engine has in its cache, and what another has more."""
-        size, hashes = self.cache.block_size, cast("list[bytes]", blocks)
+        num_blocks = len(hashes)
 
-        def num_cached(rank: int, first: int) -> int:
-            find, at = self.engines[rank].scheduler.kv_cache.pool.find, first
-            while at < len(hashes) and find(hashes[at]) is not None:
-                at += 1
-            return at
+        def most_cached(ranks: Iterable[int], most: int) -> int:
+            for rank in ranks:
+                find = self.find[rank]
+                while most < num_blocks and find(hashes[most]) is not None:
+                    most += 1
+            return most
 
-        most = own = num_cached(chosen, 0)
-        siblings = self.servers[chosen // len(self.servers[0].ranks)].ranks
-        for rank in siblings:
-            most = num_cached(rank, most)
-        self.tally.num_lost += (most - own) * size
-        own = most
-        for rank in range(len(self.engines) if len(self.servers) > 1 else 0):
-            most = num_cached(rank, most)
-        self.tally.num_lost_outside += (most - own) * size
+        own = most_cached([chosen], 0)
+        here = most_cached(self.servers[chosen // len(self.servers[0].ranks)].ranks, own)
+        most = most_cached(range(len(self.find)), here) if len(self.servers) > 1 else here
+        self.tally.num_lost += (here - own) * self.cache.block_size
+        self.tally.num_lost_outside += (most - here) * self.cache.block_size
 
     def _load_of_server(self, place: int) -> int:
         return self.servers[place].num_open

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
 from random import Random
 
@@ -84,7 +84,7 @@ def made_up(shape: Shape, num_requests: int, rate: float, max_tokens: int) -> It
         max_tokens: of a prompt with its answer; conversations end there.
     """
     rng, ids, order = Random(0), count(1), count()
-    chances = [1 / place for place in range(1, SYSTEM_PROMPTS + 1)]
+    chances = [*accumulate(1 / place for place in range(1, SYSTEM_PROMPTS + 1))]
     systems = [
         [next(ids) for _ in range(shape.system // BLOCK_SIZE)] for _ in range(SYSTEM_PROMPTS)
     ]
@@ -97,7 +97,7 @@ def made_up(shape: Shape, num_requests: int, rate: float, max_tokens: int) -> It
     begin = 0.0  # of the next conversation
     for _ in range(num_requests):
         while not turns or turns[0][0] > begin:
-            blocks = rng.choices(systems, chances)[0]
+            blocks = rng.choices(systems, cum_weights=chances)[0]
             length, more = len(blocks) * BLOCK_SIZE + tokens(shape.first), 0
             while rng.random() > 1 / shape.turns:
                 more += 1

@@ -115,7 +115,9 @@ def test_four_engines_keep_the_prefixes_of_one_and_share_the_work():
 def test_a_prompt_goes_where_its_beginning_is_unless_that_engine_is_busy():
     router, prompt = Router(3, SIZE), [*range(1000)]
     first = router.route(request(prompt), [1])
-    assert router.route(request(prompt), range(3)).rank != 1, "it would wait for as many tokens"
+    assert router.route(request(prompt), range(3)).rank == 1, "it would wait for as many tokens"
+    router.add_work(1, 3000, 0)
+    assert router.route(request(prompt), range(3)).rank != 1, "and here for four times as many"
     router = Router(3, SIZE)
     first = router.route(request(prompt), [1])
     router.add_work(1, -1000, 0)

@@ -376,6 +376,8 @@ class KVCacheManager:
 
     def _extend_hashes(self, request: Request) -> None:
         hashes, size = request.block_hashes, self.block_size
+        if len(request.token_ids) < (len(hashes) + 1) * size:
+            return
         if len(hashes) <= request.num_prompt_tokens // size < len(request.token_ids) // size:
             hashes = request.block_hashes = hashes.copy()  # all choices share those of the prompt
         parent = hashes[-1] if hashes else root_hash(*request.cache_keys)
