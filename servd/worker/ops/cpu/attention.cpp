@@ -189,13 +189,22 @@ constexpr int64_t size_with_scale(int64_t head_dim) {
     return head_dim + (HAS_SCALES<C> ? sizeof(float) : 0);
 }
 
-// Calls body(count, first row): as many rows at once as the registers hold, then one by one.
+// Calls body(count, first row): as many rows at once as the registers hold, then those that are
+// left, few at once: one alone waits for each of its sums before it can go on with the next term.
 template <typename Body>
 inline void for_rows(int count, Body body) {
     constexpr int MANY = WIDTH == 16 ? 8 : 4;
     int row = 0;
-    for (; row + MANY <= count; row += MANY) body(std::integral_constant<int, MANY>{}, row);
-    for (; row < count; row++) body(std::integral_constant<int, 1>{}, row);
+    const auto take = [&](auto rows) {
+        if (row + rows.value > count) return false;
+        body(rows, row);
+        row += rows.value;
+        return true;
+    };
+    while (take(std::integral_constant<int, MANY>{})) {}
+    if (MANY > 4) take(std::integral_constant<int, 4>{});
+    if (!take(std::integral_constant<int, 3>{})) take(std::integral_constant<int, 2>{});
+    if (row < count) take(std::integral_constant<int, 1>{});
 }
 
 void multiply(float* x, const float* factors, int count) {
