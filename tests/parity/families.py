@@ -209,7 +209,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "some layers dense": QWEN3_MOE | {"mlp_only_layers": [1], "head_dim": 8},
     },
     "qwen3_5_moe_text": {
-        "experts": QWEN3_NEXT | {"layer_types": None, "linear_num_key_heads": 3},
+        "experts": QWEN3_NEXT | {"layer_types": None},
     },
     "qwen3_5_text": {
         "of four layers": QWEN3_NEXT | {"layer_types": None, "attention_bias": True},
