@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 
-from servd import ipc
+from servd.private_dir import PARENT_DIR
 
 PAIRS, ROUNDS = 16, 12
 STREAMS, TOKENS = 32, 64
@@ -74,8 +74,7 @@ def server(*options: str, module: str = "servd") -> Iterator[Running]:
             assert process.poll() is None, "the server has ended"
             time.sleep(0.2)
         of_engine = {
-            ipc.PARENT_DIR in child.environ(): child
-            for child in psutil.Process(process.pid).children()
+            PARENT_DIR in child.environ(): child for child in psutil.Process(process.pid).children()
         }
         yield Running(url, of_engine[False], of_engine[True])
     finally:

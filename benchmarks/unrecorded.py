@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from servd import cli, ipc
+from servd import cli
 from servd.launch import engine_supervisor, process_tree
+from servd.private_dir import PARENT_DIR
 from servd.tracing import StepRecord
 
 Replaced = list[tuple[Any, str, Any]]  # owner, name, what is there instead
@@ -67,7 +68,7 @@ def main(replaced: Replaced, entry: Callable[[], None]) -> None:
 
 
 if __name__ == "__main__":
-    if ipc.PARENT_DIR in os.environ:  # which only engines get
+    if PARENT_DIR in os.environ:  # which only engines get
         from servd.core import engine_core_proc
 
         main(of_engine(), engine_core_proc.main)

@@ -12,7 +12,6 @@ import os
 import socket
 import stat
 import struct
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -36,21 +35,8 @@ MAX_FRAME = 1 << 18
 CURVE_OVERHEAD = 256  # bytes of a frame, at most
 HANDSHAKE_TIMEOUT = 5000
 MAX_CONNECTIONS = 256  # of a Listener, also of those who have shown no token; more are cut
-# environment of a child: its parent's folder, which the parent removes in any case
-PARENT_DIR = "SERVD_IPC_DIR"
 
 _encoder = msgspec.msgpack.Encoder()
-
-
-def private_dir() -> Path:
-    """A new folder that only this user may enter, for the sockets of one process tree.
-
-    The path is kept short: see MAX_SOCKET_PATH.
-    """
-    base = os.environ.get(PARENT_DIR) or os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    if not os.access(base, os.W_OK) or len(base) > 60:
-        base = "/tmp"
-    return Path(tempfile.mkdtemp(prefix="servd-", dir=base))  # mkdtemp makes it 0700
 
 
 def address(folder: Path | str, name: str) -> str:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from tqdm import tqdm
 
-from servd import ipc, launch
+from servd import launch
 from servd.adapter_store import AdapterStore
 from servd.api.grammar_checker import GrammarChecker
 from servd.api.output_processor import OutputProcessor
@@ -49,6 +49,7 @@ from servd.messages import (
 )
 from servd.outputs import CompletionOutput, RequestOutput
 from servd.params import PoolingParams, SamplingParams
+from servd.private_dir import private_dir
 
 TextOrIds = str | list[int]
 Params = SamplingParams | PoolingParams
@@ -82,7 +83,7 @@ class LLMEngine:
             self.port: Port = port(config, spec, progress)
         self.processor.max_model_len = self.port.max_model_len
         self.lora = config.lora
-        self.adapters = AdapterStore(ipc.private_dir()) if config.lora.enable_lora else None
+        self.adapters = AdapterStore(private_dir()) if config.lora.enable_lora else None
         # Scripts rarely call `close`; then it runs at exit.
         self._close = weakref.finalize(
             self, _close, self.processor.grammars, self.port, self.adapters
@@ -293,7 +294,7 @@ class SeparateProcess:
     is_asleep = False
 
     def __init__(self, config: Config, spec: ModelSpec, progress: LoadingBar) -> None:
-        self.ipc_dir = str(ipc.private_dir())
+        self.ipc_dir = str(private_dir())
         self.engine_client = EngineCoreClient(self.ipc_dir, self.client, identity(config, spec))
         self.child = EngineProcess(self.ipc_dir)
         self.child.start(config, spec, time.monotonic())

@@ -16,12 +16,12 @@ from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from servd import ipc
 from servd.api.front import OF_REQUESTS, OWN
 from servd.api.model_server import NO_TIMEOUT
 from servd.child import Child
 from servd.child_messages import StartModel
 from servd.config import Config
+from servd.private_dir import private_dir
 
 MODULE = "servd.launch.model_server"
 LOOK_INTERVAL = 0.2  # seconds between two looks while the model loads
@@ -40,7 +40,7 @@ class Replica:
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self.folder = ipc.private_dir()
+        self.folder = private_dir()
         path = str(self.folder / "http")
         config = Config.load({**options, "uds": path})
         self.server = Child("server", MODULE, StartModel(config))

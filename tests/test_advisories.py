@@ -17,6 +17,7 @@ from servd.core.kv_cache import block_hash
 from servd.errors import InvalidRequest
 from servd.hf import find_tokenizer
 from servd.params import MAX_N
+from servd.private_dir import private_dir
 from tests.api.harness import serve, user
 from tests.test_architecture import SOURCES, pickling
 
@@ -29,7 +30,7 @@ def test_cve_2025_32444_30165_2024_11041_2026_3059_3060_3989_no_pickle_on_a_sock
 
 
 def test_cve_2025_32444_sockets_are_in_a_folder_of_the_user():
-    folder = ipc.private_dir()
+    folder = private_dir()
     try:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert ipc.address(folder, "engine").startswith("ipc://")

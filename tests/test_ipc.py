@@ -5,7 +5,6 @@ folder.
 import asyncio
 import os
 import socket
-import stat
 import subprocess
 import sys
 import threading
@@ -19,13 +18,14 @@ import zmq
 from servd import ipc
 from servd.errors import ConfigError
 from servd.messages import AbortRequests, Attach, EngineDead, ResetPrefixCache, ToEngine
+from servd.private_dir import private_dir
 
 
 @pytest.fixture
 def at(tmp_path, monkeypatch):
     """Address in a private folder that is removed with the test."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return ipc.address(ipc.private_dir(), "engine")
+    return ipc.address(private_dir(), "engine")
 
 
 @pytest.fixture
@@ -173,19 +173,6 @@ def test_drain_keeps_what_came_before_an_unreadable_message(inbox, outbox):
     with pytest.raises(ipc.UnreadableMessage):
         drained()
     assert drained() == [AbortRequests(["after"])]
-
-
-def test_the_folder_is_private_and_its_path_is_short(monkeypatch, tmp_path):
-    deep = tmp_path / ("d" * 80)
-    deep.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
-    folder = ipc.private_dir()
-    try:
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert len(str(folder)) < 80  # leaves room for names below the limit of 107 bytes
-        assert folder != ipc.private_dir()
-    finally:
-        folder.rmdir()
 
 
 def test_close_removes_the_socket_file(tmp_path):

@@ -34,6 +34,7 @@ from servd.messages import (
     ResetPrefixCache,
     ToEngine,
 )
+from servd.private_dir import private_dir
 from servd.relay import Head, Member
 
 KEYS = Keys("a token of these tests, long enough")
@@ -136,7 +137,7 @@ def hosts(monkeypatch) -> Iterator[Hosts]:
     monkeypatch.setenv("SERVD_CLOCK_OFFSET_NS", "0")
     options = {"data_parallel_size": 2, "data_parallel_address": "127.0.0.1"}
     config = Config.load(options | {"data_parallel_rpc_port": free_port(), "max_num_seqs": 4})
-    folder = ipc.private_dir()
+    folder = private_dir()
     made = Hosts(folder, config)
     yield made
     for each in (*made.nodes, made.head, *made.clients, *made.engines):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import signal
 import socket
 import ssl
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from servd.api.model_folder import adapters_in
 from servd.api.model_servers import ModelServers
 from servd.config import Config
 from servd.errors import ConfigError
+from servd.private_dir import private_dir
 
 logger = logging.getLogger("servd.api")
 
@@ -36,12 +37,13 @@ def serve(read_config: Callable[[], Config], listener: socket.socket) -> int:
         ConfigError: a folder that cannot be read.
     """
     config = read_config()
-    with tempfile.TemporaryDirectory(prefix="servd-") as folder:
-        try:
-            config = link_models(config, Path(folder) / "models")
-            uvloop.run(_serve(config, read_config, listener, folder))
-        finally:
-            listener.close()
+    folder = private_dir()
+    try:
+        config = link_models(config, folder / "models")
+        uvloop.run(_serve(config, read_config, listener, str(folder)))
+    finally:
+        listener.close()
+        shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from servd import ipc
 from servd.cli._client import Client
 from servd.errors import ServdError
+from servd.private_dir import private_dir
 
 POLL_INTERVAL = 0.05  # seconds
 STOP_TIMEOUT = 20.0  # seconds
@@ -72,7 +72,7 @@ def own_server(options: dict[str, Any]) -> Iterator[Connect]:
     Raises:
         ServdError: it ended before it was ready; its log says why.
     """
-    folder = ipc.private_dir()
+    folder = private_dir()
     config, uds = folder / "config.json", folder / "http"
     config.write_text(json.dumps({**options, "uds": str(uds)}), encoding="utf8")
     for signum in (signal.SIGTERM, signal.SIGHUP):  # or the server would outlive this process

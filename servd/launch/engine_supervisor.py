@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from servd import hf, ipc
+from servd import hf
 from servd.child import Child
 from servd.child_messages import StartEngine
 from servd.config import Config, ParallelConfig, ServerConfig
 from servd.core.client import engine_address
 from servd.heartbeat import Heartbeat, Watchdog, make_file
 from servd.messages import EngineRestarting
+from servd.private_dir import PARENT_DIR
 
 logger = logging.getLogger("servd.launch")
 
@@ -43,7 +44,7 @@ class EngineProcess(Child):
         self.ipc_dir = ipc_dir
         self.descriptor = make_file()
         self.heartbeat = Heartbeat(self.descriptor)
-        env = {ipc.PARENT_DIR: ipc_dir}
+        env = {PARENT_DIR: ipc_dir}
         if devices:
             env["CUDA_VISIBLE_DEVICES"] = devices
         try:

@@ -17,6 +17,7 @@ from servd.core.client import EngineCoreClient, engine_dir
 from servd.errors import ConfigError
 from servd.launch.engine_supervisor import newest_engine, somebody_listens
 from servd.messages import EngineDead
+from servd.private_dir import private_dir
 
 LONGEST_SOCKET_NAME = f"client-{2**31 - 1}"
 
@@ -137,7 +138,7 @@ def socket_folder(config: Config) -> Iterator[str]:
         ConfigError: its path is too long, it has no engine or one too many, or see `check_private`.
     """
     server = config.server
-    path = server.attach or server.ipc_dir or str(ipc.private_dir())
+    path = server.attach or server.ipc_dir or str(private_dir())
     last_rank = config.parallel.data_parallel_size - 1
     longest_path = os.path.join(engine_dir(path, last_rank), LONGEST_SOCKET_NAME)
     if (excess := len(os.fsencode(longest_path)) - ipc.MAX_SOCKET_PATH) > 0:

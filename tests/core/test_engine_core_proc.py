@@ -45,12 +45,13 @@ from servd.messages import (
     WorkerFailed,
 )
 from servd.params import MAX_CANDIDATES, PoolingParams, StructuredOutput
+from servd.private_dir import private_dir
 from servd.resolve import Machine, resolve
 from tests.core.engines import make_engine, make_request
 
 
 def test_the_engine_learns_of_a_dead_client_and_others_continue():
-    folder = ipc.private_dir()
+    folder = private_dir()
     inboxes = {
         client: Inbox(ipc.address(folder, f"client-{client}"), FromEngine) for client in (1, 2)
     }
@@ -88,7 +89,7 @@ def test_the_engine_learns_of_a_dead_client_and_others_continue():
     ],
 )
 def test_a_client_of_another_model_or_version_is_refused(other: str):
-    folder = ipc.private_dir()
+    folder = private_dir()
     inbox: Inbox[FromEngine] = Inbox(ipc.address(folder, "client-1"), FromEngine)
     proc = EngineCoreProc(StartEngine(Config(), FAKE_SPEC, str(folder), 0.0))
     thread = threading.Thread(target=proc.send_outputs)
@@ -109,7 +110,7 @@ def test_a_client_of_another_model_or_version_is_refused(other: str):
 
 @pytest.fixture
 def proc():
-    folder = ipc.private_dir()
+    folder = private_dir()
     yield EngineCoreProc(StartEngine(Config(), FAKE_SPEC, str(folder), 0.0))
     folder.rmdir()
 

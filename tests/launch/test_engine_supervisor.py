@@ -9,16 +9,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from servd import ipc, launch
+from servd import launch
 from servd.child import Child
 from servd.config import Config
 from servd.launch import engine_supervisor as module
 from servd.launch.engine_supervisor import EngineProcess, EngineSupervisor, devices_of
+from servd.private_dir import private_dir
 
 
 @pytest.fixture
 def ipc_dir() -> Iterator[str]:
-    path = str(ipc.private_dir())
+    path = str(private_dir())
     yield path
     shutil.rmtree(path)
 

@@ -13,8 +13,9 @@ from servd.child import Child
 from servd.child_messages import StartWorker
 from servd.config import Config
 from servd.core.executor.multiproc import STOP_TIMEOUT, MultiProcExecutor
-from servd.ipc import Keys, address, private_dir
+from servd.ipc import Keys, address
 from servd.join import Join, Left, Welcome
+from servd.private_dir import private_dir
 from servd.relay import Addresses, Head, Member
 
 ONLY_CLIENT = 0  # of a worker: its executor

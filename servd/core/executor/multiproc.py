@@ -13,7 +13,7 @@ from servd.config import Config
 from servd.core import executor
 from servd.errors import ConfigError, EngineDead
 from servd.hf import ModelSpec
-from servd.ipc import Inbox, Outbox, address, private_dir
+from servd.ipc import Inbox, Outbox, address
 from servd.messages import (
     AllocateKVCache,
     FromWorker,
@@ -29,6 +29,7 @@ from servd.messages import (
     WorkerProgress,
     WorkerReady,
 )
+from servd.private_dir import private_dir
 
 LAST_WORDS = 0.1  # seconds in which the report of a worker that has ended may still arrive
 POLL_INTERVAL = 0.1  # seconds between looks at the workers while their message is awaited
