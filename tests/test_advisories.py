@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import stat
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def test_cve_2025_32444_sockets_are_in_a_folder_of_the_user():
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert ipc.address(folder, "engine").startswith("ipc://")
     finally:
-        folder.rmdir()
+        shutil.rmtree(folder)
 
 
 async def test_cve_2026_48746_no_header_renames_the_path():

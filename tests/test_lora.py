@@ -115,7 +115,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path):
     ("module", "words"),
     [
         ("mlp.experts.3.up_proj", "is of experts, each of which computes a few of the tokens"),
-        ("self_attn.kv_b_proj", "is applied head by head .* adapters cannot change it; train it w"),
+        ("self_attn.kv_b_proj", "is applied head by head, .*: adapters cannot change it; train it"),
         ("mlp.gate", "chooses the experts"),
         ("mlp.shared_experts.up_proj", "the model has no linear layer layers.0.mlp.shared_experts"),
     ],

@@ -246,14 +246,14 @@ class Processor:
         last_tag = next((i for i in reversed(known) if i in (start_id, end_id)), end_id)
         return ReasoningTags(end_id, None if last_tag == start_id else start_id)
 
-    def check_logprobs(self, name: str, num_logprobs: int | None) -> None:
+    def check_logprobs(self, name: str, num_logprobs: int) -> None:
         """Check that a request's field asks for as many candidates as it may.
 
         Raises:
             InvalidRequest: it asks for more.
         """
         most = self.config.model.max_logprobs
-        if num_logprobs is not None and num_logprobs > (MAX_CANDIDATES if most < 0 else most):
+        if num_logprobs > (MAX_CANDIDATES if most < 0 else most):
             raise InvalidRequest(
                 f"{name} must be at most {most} (--max-logprobs), got {num_logprobs}", param=name
             )
@@ -409,7 +409,8 @@ class Processor:
         into the context.
         """
         for name in ("logprobs", "prompt_logprobs"):
-            self.check_logprobs(name, getattr(params, name))
+            if (num_logprobs := getattr(params, name)) is not None:
+                self.check_logprobs(name, num_logprobs)
         room = self.max_model_len - len(token_ids)
         param = prompt.param
         if room < least:

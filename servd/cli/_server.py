@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -84,9 +85,7 @@ def own_server(options: dict[str, Any]) -> Iterator[Connect]:
         with running(command, connect(), timeout=math.inf):
             yield connect
     finally:
-        for file in (config, uds):
-            file.unlink(missing_ok=True)
-        folder.rmdir()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def key_of(options: dict[str, Any]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import threading
 import time
 from functools import partial
@@ -76,7 +77,7 @@ def test_the_engine_learns_of_a_dead_client_and_others_continue():
         proc.outputs.put(None)
         thread.join(30)
         inboxes[2].close()
-        folder.rmdir()
+        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize(
@@ -105,14 +106,14 @@ def test_a_client_of_another_model_or_version_is_refused(other: str):
         proc.outputs.put(None)
         thread.join(30)
         inbox.close()
-        folder.rmdir()
+        shutil.rmtree(folder)
 
 
 @pytest.fixture
 def proc():
     folder = private_dir()
     yield EngineCoreProc(StartEngine(Config(), FAKE_SPEC, str(folder), 0.0))
-    folder.rmdir()
+    shutil.rmtree(folder)
 
 
 def test_nobody_waits_for_a_client_that_dies_while_it_attaches(proc: Any, inbox: Any, outbox: Any):

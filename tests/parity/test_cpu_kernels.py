@@ -32,6 +32,7 @@ FAMILIES = [
     ("mixtral", "window"),
     ("olmo2", "of heads"),
     ("phi3", "window"),
+    ("qwen3_5_moe_text", "experts"),
     ("qwen3_5_text", "of four layers"),
     ("qwen3_moe", "renormalized"),
     ("qwen3_next", "some layers dense"),

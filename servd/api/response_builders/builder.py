@@ -69,9 +69,8 @@ class ResponseBuilder(ABC):
         self.model = request.state.model
         self.prompts = prompts
         # Under its own name: the parameter is a number in completions, and yes or no in chats.
-        self.async_llm.processor.check_logprobs(
-            "top_logprobs", getattr(asked, "top_logprobs", None)
-        )
+        if (top_logprobs := getattr(asked, "top_logprobs", None)) is not None:
+            self.async_llm.processor.check_logprobs("top_logprobs", top_logprobs)
         self.params = asked.sampling_params(self.async_llm.processor.default_params)
         self.options = asked.request_options  # once admitted, with what the API key decides
         self.n = self.params.n
