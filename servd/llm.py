@@ -155,23 +155,24 @@ class LLM:
         Raises:
             InvalidRequest: a text is not acceptable, or the model scores no pairs.
         """
-        firsts = [SharedText(text) for text in ([data_1] if isinstance(data_1, str) else data_1)]
+        firsts = [data_1] if isinstance(data_1, str) else data_1
         seconds = [data_2] if isinstance(data_2, str) else data_2
-        firsts *= len(seconds) if len(firsts) == 1 else 1
-        if len(firsts) != len(seconds):
+        times = len(seconds) if len(firsts) == 1 else 1
+        if times * len(firsts) != len(seconds):
             raise InvalidRequest(f"{len(firsts)} texts and {len(seconds)} others make no pairs")
         pooling = self.engine.processor.pooling
         pooling.check_scores()
         if pooling.task == "classify":
-            pairs = [(Pair(one, two), True) for one, two in zip(firsts, seconds, strict=True)]
+            shared = times * [SharedText(text) for text in firsts]
+            pairs = [(Pair(one, two), True) for one, two in zip(shared, seconds, strict=True)]
             outputs = self._run(pairs, CLASSIFY, use_tqdm, lora_request)
             return [pooling.score(_vector(output)) for output in outputs]
-        texts = [*(one.text for one in firsts), *seconds]
         vectors = self.embed(
-            texts, PoolingParams(normalize=True), use_tqdm=use_tqdm, lora_request=lora_request
-        )
-        pairs = zip(vectors[: len(seconds)], vectors[len(seconds) :], strict=True)
-        return [sum(map(operator.mul, one, two)) for one, two in pairs]
+            [*firsts, *seconds], PoolingParams(normalize=True),
+            use_tqdm=use_tqdm, lora_request=lora_request,
+        )  # fmt: skip
+        ones, twos = times * vectors[: len(firsts)], vectors[len(firsts) :]
+        return [sum(map(operator.mul, one, two)) for one, two in zip(ones, twos, strict=True)]
 
     def beam_search(
         self,

@@ -232,6 +232,7 @@ def test_scores_are_cosines_where_the_model_has_no_head():
             return sum(a * b for a, b in pairs)
 
         assert llm.score("a", ["b", "cc"]) == pytest.approx([cosine("a", "b"), cosine("a", "cc")])
+        assert next(llm.request_ids) == 3  # the one text is computed once
         assert llm.score(["a", "b"], ["cc", "d"]) == pytest.approx(
             [cosine("a", "cc"), cosine("b", "d")]
         )

@@ -290,6 +290,19 @@ async def test_allowed_tools(path):
         assert b'"now"' not in second and b'"get_weather"' in second
 
 
+@pytest.mark.parametrize("beside", [
+    5, {"tools": 5}, {"tools": [{}], "mode": "auto"}, {"tools": [{"function": {"name": []}}]},
+])  # fmt: skip
+async def test_a_named_tool_may_have_any_keys_beside_it(beside):
+    """They are not checked: nothing may be read of them."""
+    choice = {"type": "function", "function": {"name": "now"}, "allowed_tools": beside}
+    body = {"messages": user("hi"), "tools": TOOLS, "tool_choice": choice, "max_tokens": 2000}
+    async with scripted(None) as served:
+        answer = await served.http.post(CHAT, json=body)
+    assert answer.status_code == 200, answer.text
+    assert [name for name, _ in calls_of(answer.json()["choices"][0]["message"])] == ["now"]
+
+
 @pytest.mark.parametrize(("choice", "sentence"), [
     (allowed("auto", "now", "gone"), "`tool_choice` names 'gone', which is not in `tools`"),
     (allowed("all", "now"),

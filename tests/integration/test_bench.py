@@ -163,6 +163,29 @@ def test_conversations_of_sharegpt(tmp_path: Path):
         _data.make_prompts(arguments(**{"dataset-name": "sharegpt"}))
 
 
+def serve_arguments(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    serve.add_options(parser)
+    return parser.parse_args([*flags])
+
+
+def test_every_run_of_serve_sends_the_same_prompts():
+    assert [serve_arguments(*flags).data_seed for flags in ([], ["--seed", "7"])] == [0, 7]
+    assert serve_arguments("--data-seed", "8").data_seed == 8
+
+
+def test_a_host_may_be_an_address_of_ipv6():
+    with pytest.raises(ServdError, match=r"http://\[::1\]:1 "):
+        serve.run(serve_arguments("--host", "::1", "--port", "1"))
+
+
+def test_a_folder_of_results_that_cannot_be_made_is_named_before_the_measurement(tmp_path: Path):
+    (tmp_path / "file").touch()
+    flags = ["--save-result", "--result-dir", str(tmp_path / "file" / "folder"), "--model", "m"]
+    with pytest.raises(ServdError, match="--result-dir .*: Not a directory"):
+        serve.run(serve_arguments(*flags, "--url", "http://127.0.0.1:1"))
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
@@ -198,7 +221,8 @@ def test_command(name: str, tmp_path: Path, request: pytest.FixtureRequest):
     options = commands()[name]
     if name == "serve":
         url = urlsplit(request.getfixturevalue("fake_server").url)
-        options += ["--host", url.hostname, "--port", str(url.port), "--result-dir", str(tmp_path)]
+        options += ["--host", url.hostname, "--port", str(url.port)]
+        options += ["--result-dir", str(tmp_path / "new")]
     file = tmp_path / "figures.json"
     result = subprocess.run(
         [
@@ -219,7 +243,7 @@ def test_command(name: str, tmp_path: Path, request: pytest.FixtureRequest):
     match name:
         case "serve":
             assert figures["output_tokens"] == 30
-            saved = json.loads((tmp_path / "result.json").read_text())
+            saved = json.loads((tmp_path / "new" / "result.json").read_text())
             assert (saved["completed"], saved["total_output_tokens"]) == (6, 30)
             assert saved["mean_ttft_ms"] == figures["ttft_ms"]["mean"]
             assert saved["median_e2el_ms"] == figures["request_ms"]["p50"]

@@ -154,7 +154,7 @@ class ChatPrompt(RequestBody):
     def named_tools(self) -> list[str]:
         """The functions that `tool_choice` names."""
         match self.tool_choice:
-            case {"allowed_tools": {"tools": tools}}:
+            case {"type": "allowed_tools", "allowed_tools": {"tools": tools}}:
                 return [tool["function"]["name"] for tool in tools]
             case {"function": {"name": name}}:
                 return [name]
@@ -164,7 +164,8 @@ class ChatPrompt(RequestBody):
     @property
     def must_call_one(self) -> bool:
         """Whether `tool_choice` is a function, which then is all that is asked for."""
-        return isinstance(self.tool_choice, dict) and "function" in self.tool_choice
+        choice = self.tool_choice
+        return isinstance(choice, dict) and choice.get("type") != "allowed_tools"
 
     @property
     def tool_options(self) -> ToolOptions | None:
@@ -180,7 +181,7 @@ class ChatPrompt(RequestBody):
         match self.tool_choice:
             case "required":
                 return ToolOptions(tools, tools, parallel)
-            case {"allowed_tools": {"mode": "auto"}}:
+            case {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}:
                 return ToolOptions(named, parallel=parallel)  # free calls are to what it sees
             case _:
                 return ToolOptions(tools, named, parallel and not self.must_call_one)

@@ -114,6 +114,18 @@ def write_json(file: str | Path, summary: Mapping[str, Any]) -> None:
     Path(file).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf8")
 
 
+def make_folder(folder: str) -> None:
+    """Make the folder of results, unless it is there.
+
+    Raises:
+        ServdError: that is not possible.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ServdError(f"--result-dir {folder}: {error.strerror}") from None
+
+
 def new_figure() -> Any:
     """A figure for `plot`; made before the measurement, so that a missing package wastes none.
 

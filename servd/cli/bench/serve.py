@@ -63,17 +63,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", metavar="FILE", help="draw the distributions (.svg or .png; needs matplotlib)"
     )
-    parser.add_argument("--seed", dest="data_seed", type=int, help=argparse.SUPPRESS)
     _data.add_options(parser, num_prompts=64, input_len=64, output_len=64)
+    parser.add_argument(
+        "--seed", dest="data_seed", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; 1 if any request failed."""
     figure = _report.new_figure() if arguments.plot else None
     if arguments.host is not None or arguments.port is not None:
-        arguments.url = f"http://{arguments.host or '127.0.0.1'}:{arguments.port or 8000}"
+        host = arguments.host or "127.0.0.1"
+        arguments.url = f"http://{f'[{host}]' if ':' in host else host}:{arguments.port or 8000}"
     client = _client.Client(arguments.url, arguments.api_key)
     arguments.model = arguments.model or client.first_model()
+    if arguments.save_result:
+        _report.make_folder(arguments.result_dir)  # before what would be lost without it
     prompts = _data.make_prompts(
         arguments, arguments.warmup, lambda text: _num_tokens(client, arguments.model, text)
     )
