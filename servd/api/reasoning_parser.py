@@ -56,7 +56,7 @@ class ReasoningParser(Parser):
 
     def _reasoning(self, *ends: str) -> Steps[None]:
         """Read reasoning and the tag that ends it."""
-        held = "\n\n" if self.spans else ""  # white space that may be the last of the reasoning
+        held = ["\n\n"] if self.spans else []  # white space that may be the last of the reasoning
         begin = self.reader.num_taken
         self.spans.append((begin, math.inf))
         yield from self.reader.space()
@@ -64,11 +64,10 @@ class ReasoningParser(Parser):
             text, marker = yield from self.reader.piece(*ends)
             if not text:
                 break
-            text = held + text
-            visible = text.rstrip()
-            held = text[len(visible) :]
-            if visible:
-                self.deltas.append(Reasoning(visible))
+            if visible := text.rstrip():
+                self.deltas.append(Reasoning("".join((*held, visible))))
+                held.clear()
+            held.append(text[len(visible) :])
             self.reader.forget()
         self.spans[-1] = (begin, self.reader.num_taken - len(marker))
         yield from self.reader.space()

@@ -34,8 +34,8 @@ class ToolParser(Parser):
 
     tools: Sequence[dict[str, Any]]
     num_calls: int = field(default=0, init=False)
-    # At the end of the content; dropped if a call follows.
-    _space: str = field(default="", init=False)
+    # At the end of the content, as it came; dropped if a call follows.
+    _spaces: list[str] = field(default_factory=list[str], init=False)
     _is_after_call: bool = field(default=False, init=False)
 
     @classmethod
@@ -63,8 +63,8 @@ class ToolParser(Parser):
     def parse(self) -> Steps[None]:
         """Read the whole output."""
         yield from self.body()
-        if self._space and not self.num_calls:
-            self.deltas.append(Content(self._space))
+        if (space := "".join(self._spaces)) and not self.num_calls:
+            self.deltas.append(Content(space))
 
     def new_id(self) -> str:
         """An id for a call."""
@@ -73,12 +73,12 @@ class ToolParser(Parser):
     def content(self, text: str) -> None:
         """Emit text that is no part of a call."""
         self.reader.forget()
-        text = self._space + (text.lstrip() if self._is_after_call else text)
-        visible = text.rstrip()
-        self._space = text[len(visible) :]
-        if visible:
+        text = text.lstrip() if self._is_after_call else text
+        if visible := text.rstrip():
             self._is_after_call = False
-            self.deltas.append(Content(visible))
+            self.deltas.append(Content("".join((*self._spaces, visible))))
+            self._spaces.clear()
+        self._spaces.append(text[len(visible) :])
 
     def rest(self, *markers: str, call: Callable[[], Steps[bool]] | None = None) -> Steps[None]:
         """Read to the end: `call` (see `attempt`) reads after a marker; the rest is content."""
@@ -94,7 +94,7 @@ class ToolParser(Parser):
     def begin_call(self, name: str) -> None:
         """Emit the beginning of a call."""
         self.reader.forget()
-        self._space = ""
+        self._spaces.clear()
         self.deltas.append(ToolCallStart(self.num_calls, self.new_id(), name))
         self.num_calls += 1
         self._is_after_call = True

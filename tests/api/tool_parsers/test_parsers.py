@@ -154,6 +154,7 @@ def test_no_text_takes_long(name, size):
         begin + '{"a": "' + "\\" * 30_000,
         begin + " \n" * 15_000,
         "<[" * 15_000,
+        "\xa0 " * 50_000,
     ]
     floods += [
         case.text * 250,
