@@ -156,9 +156,10 @@ def test_conversations_of_sharegpt(tmp_path: Path):
     assert all(len(whole[prompt.content]) == prompt.output_len for prompt in prompts)
     with pytest.raises(ServdError, match="20 prompts of 30"):
         _data.make_prompts(arguments(**options), more=18, num_tokens=len)
-    file.write_text('{"conversations": 3}')
-    with pytest.raises(ServdError, match="JSON list"):
-        _data.make_prompts(arguments(**options))
+    for entries in ({"conversations": 3}, [{"conversations": [{"value": 5}, {"value": "a"}]}]):
+        file.write_text(json.dumps(entries))
+        with pytest.raises(ServdError, match="JSON list"):
+            _data.make_prompts(arguments(**options))
     with pytest.raises(ServdError, match="needs --dataset-path"):
         _data.make_prompts(arguments(**{"dataset-name": "sharegpt"}))
 

@@ -136,6 +136,8 @@ def _read_sharegpt(
     try:
         found = [each["conversations"] for each in json.loads(file.read_text(encoding="utf8"))]
         pairs = [(turns[0]["value"], turns[1]["value"]) for turns in found if len(turns) > 1]
+        if not all(isinstance(text, str) for pair in pairs for text in pair):
+            raise TypeError("a value is no text")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ServdError(
             f"--dataset-path {file}: {error!r}; it must be a JSON list of objects with "
