@@ -116,8 +116,9 @@ def _scaled(config: dict[str, Any], asked: dict[str, Any] | None) -> dict[str, A
     is_layered = any(isinstance(each, dict) for each in written.values())
     others: dict[str, Any] = {}
     if asked and is_layered and any(isinstance(each, dict) for each in asked.values()):
-        others = {key: written.get(key, {}) | each for key, each in asked.items() if key != FULL}
-        asked = asked.get(FULL, {})
+        each_of = {key: _object(asked, key) or {} for key in asked}
+        others = {key: written.get(key, {}) | each for key, each in each_of.items() if key != FULL}
+        asked = each_of.get(FULL, {})
     kept = {key: before[key] for key in ROTATION if key in before}
     kind = "default" if asked is None else kind_of(asked, kind_of(before))
     is_same = kind == kind_of(before)
@@ -131,7 +132,8 @@ def _scaled(config: dict[str, Any], asked: dict[str, Any] | None) -> dict[str, A
         if kind == "yarn":
             found[LENGTH] = max(int(first * rope["factor"]), 0 if is_same else length)
         else:
-            share = before.get("factor", 1) if is_same else 1
+            # Files of linear scaling state what it reaches, of dynamic what it begins with.
+            share = before.get("factor", 1) if is_same and kind == "linear" else 1
             found[LENGTH] = int(length * rope["factor"] / share)
     return found | {place: {**written, **others, FULL: rope} if is_layered else rope}
 

@@ -69,6 +69,13 @@ def test_positions_follow(changes: dict[str, object], length: int):
     assert override(QWEN3, changes)["max_position_embeddings"] == length
 
 
+def test_a_dynamic_scaling_begins_at_the_length_of_config_json():
+    """Which does not count what the scaling adds, as transformers computes it."""
+    config = QWEN3 | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    changed = override(config, {"rope_scaling": {"factor": 4.0}})
+    assert changed["max_position_embeddings"] == 4 * 40960
+
+
 def test_a_scaling_keeps_the_rotation_of_either_form_of_config_json():
     """A new form that is there would win over an old one beside it."""
     base = {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.25}
@@ -98,6 +105,8 @@ def test_a_scaling_is_for_the_layers_without_a_window():
     assert flat["rope_parameters"]["full_attention"]["factor"] == 8.0
     assert flat["rope_parameters"]["full_attention"]["rope_theta"] == 1e6
     assert flat["rope_parameters"]["sliding_attention"] == layers["sliding_attention"]
+    with pytest.raises(ConfigError, match="sliding_attention: 3 must be a JSON object"):
+        override(config, {"rope_parameters": nested | {"sliding_attention": 3}})
 
 
 @pytest.mark.parametrize(
