@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Annotated, Any
 
@@ -80,8 +81,8 @@ def _problem(kind: inspect.Type, value: Any, vocab_size: int) -> Problem | None:
         case inspect.Metadata():
             return _problem(_plain(kind, vocab_size), value, vocab_size)
         case inspect.UnionType(types=types):
-            [inner] = [each for each in types if not isinstance(each, inspect.NoneType)]
-            return None if value is None else _problem(inner, value, vocab_size)
+            kinds = [each for each in types if not isinstance(each, inspect.NoneType)]
+            return None if value is None else _problem_of_any(kinds, value, vocab_size)
         case inspect.IntType() | inspect.FloatType():
             numbers = int if isinstance(kind, inspect.IntType) else int | float
             if (  # False for NaN where there is any bound
@@ -108,6 +109,13 @@ def _problem(kind: inspect.Type, value: Any, vocab_size: int) -> Problem | None:
         case inspect.StructType(cls=cls):
             return None if isinstance(value, cls) else ("", f"a {cls.__name__}", value)
     raise AssertionError(f"no rule for {kind}")
+
+
+def _problem_of_any(kinds: Sequence[inspect.Type], value: Any, vocab_size: int) -> Problem | None:
+    found = [problem for each in kinds if (problem := _problem(each, value, vocab_size))]
+    if len(found) < len(kinds):
+        return None
+    return found[0][0], " or ".join(rule for _, rule, _ in found), found[0][2]
 
 
 def _problem_of_many(

@@ -41,9 +41,9 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
     """A search for the most probable continuations, with vLLM's names; see `BeamSearch`."""
 
     beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAMS)]
-    max_tokens: Count
+    max_tokens: Annotated[int, Meta(ge=1, le=INT32_MAX)]
     ignore_eos: bool = False
-    length_penalty: float = 1.0
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] = 1.0
     early_stopping: bool | Literal["never"] = False
     include_stop_str_in_output: bool = False
 
