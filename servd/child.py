@@ -1,4 +1,4 @@
-"""A child process bound to its parent: start message on stdin, exit noticed, never an orphan."""
+"""Child: a subprocess with a start message on stdin, which ends when its parent is gone."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ T = TypeVar("T")
 
 log = logging.getLogger("servd.child")
 
-STANDBY_NICE = 10  # by so much lower is the priority of imports for what is not needed yet
+STANDBY_NICE = 10  # niceness of imports ahead of their need
 
-SHOW_STACKS = signal.SIGUSR1  # has a process write the stacks of its threads into its log
+SHOW_STACKS = signal.SIGUSR1  # makes a process write the stacks of its threads to its log
 LAST_STACKS = 1.0  # seconds for that
 
 
 class Child:
-    """`python -m MODULE` with a start message on its stdin, which stays open for as long as this
-    process lives. Without one it waits for it: `send` it later.
+    """`python -m MODULE` with a start message on its stdin, which stays open while this process
+    lives. Without a start message it waits until one is sent.
 
     Subprocesses rather than `multiprocessing`: scripts that use servd need no `__main__` guard,
-    nothing is pickled, and `ps` shows what each process is. The child has a process group of its
-    own, so that Ctrl-C in a terminal reaches only the parent, which then decides. It is one of the
-    same session: of a group whose parent dies the kernel wakes what is stopped, to end.
+    nothing is pickled, and `ps` shows what each process is. The child has its own process group, so
+    that Ctrl-C in a terminal reaches only the parent; but the parent's session, so that the kernel
+    continues and ends it, if it is stopped, when the parent dies.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def import_ahead(modules: Sequence[str]) -> None:
-    """Import what this process will need; others go first, as it is not needed yet."""
+    """Import what this process will need later, at low priority."""
     if modules:
         os.nice(STANDBY_NICE)  # this thread alone
     for module in modules:
@@ -172,7 +172,7 @@ def read_start(kind: type[T], on_reload: Callable[[Config], None] = lambda confi
     """
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # `stty tostop` stops no log in the background
     if not (message := _read_message()):
-        os._exit(1)  # it was never needed
+        os._exit(1)  # the parent ended without needing this process
     start = msgspec.msgpack.decode(message, type=kind)
 
     def watch() -> None:

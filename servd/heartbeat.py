@@ -1,4 +1,4 @@
-"""Heartbeat: what a process shows of itself in shared memory, readable when it is hung or dead."""
+"""Heartbeat: a process's signs of life, in shared memory; Watchdog: detects that it hangs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 BEAT, STEP, READY, LIMIT, ASLEEP = 0, 1, 2, 3, 4  # numbers of 8 bytes
 SIZE = 16384  # bytes
-TEXT = 64  # bytes before the length and the text of what it computes
+TEXT = 64  # offset of the length and text of what it computes
 STEPS_IN_FLIGHT = 2
 BEAT_INTERVAL = 0.5  # seconds
-LOADING_PATIENCE = 600.0  # seconds for which an import from a slow disk may hold up everything
+LOADING_PATIENCE = 600.0  # seconds that an import from a slow disk may block all threads
 
 
 class Heartbeat:
@@ -29,7 +29,7 @@ class Heartbeat:
         self.newest: deque[list[str]] = deque(maxlen=STEPS_IN_FLIGHT)
 
     def beat(self) -> None:
-        """The process lives: called every BEAT_INTERVAL by a thread that has nothing else to do."""
+        """Show that the process lives: called every BEAT_INTERVAL by a thread of its own."""
         self.numbers[BEAT] += 1
 
     def get_ready(self) -> None:
@@ -41,7 +41,7 @@ class Heartbeat:
         self.numbers[ASLEEP] = is_asleep
 
     def work(self, limit: float) -> None:
-        """What begins now should be done within `limit` seconds."""
+        """Something begins that should be done within `limit` seconds."""
         self.numbers[STEP] += 1
         self.numbers[LIMIT] = limit
 
@@ -50,7 +50,7 @@ class Heartbeat:
         self.numbers[LIMIT] = 0
 
     def compute(self, prompts: Collection[str]) -> None:
-        """The next step computes these prompts, by engine id: what it may die of."""
+        """The next step computes these prompts, by engine id; one of them may crash the process."""
         if not prompts and not any(self.newest):
             return
         self.newest.append([*prompts])
@@ -70,7 +70,7 @@ class Heartbeat:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether it had no model."""
+        """Whether the engine sleeps."""
         return bool(self.numbers[ASLEEP])
 
 
@@ -83,14 +83,14 @@ def make_file() -> int:
 
 @dataclass(eq=False)
 class Watchdog:
-    """Judges by looks at a heartbeat, at equal intervals, whether the process is hung.
+    """Detects a hung process by reading its heartbeat at equal intervals.
 
-    It counts its own looks: while the whole machine stands still, so does the count.
+    It counts its readings rather than seconds, so a suspended machine does not look like a hang.
     """
 
     heartbeat: Heartbeat  # of the process
-    interval: float  # seconds between two looks
-    patience: float  # seconds for which there may be no beat
+    interval: float  # seconds between readings
+    patience: float  # seconds without a beat that are allowed
 
     def __post_init__(self) -> None:
         self.seen = (0.0, 0.0)
@@ -98,7 +98,7 @@ class Watchdog:
 
     @property
     def seconds_ready(self) -> float:
-        """Since start-up was over."""
+        """Seconds since start-up was over."""
         return self.ready * self.interval
 
     def look(self) -> str | None:

@@ -37,10 +37,10 @@ class FinishReason(StrEnum):
 
 
 class Attach(Message, tag=True):
-    """An API server introduces itself; the engine answers with EngineStatus or EngineReady, or with
-    EngineDead if it is of another identity.
+    """An API server connects; the engine answers with EngineStatus or EngineReady, or with
+    EngineDead if their identities differ.
 
-    Versions of servd may change every message but this one.
+    The one message that no version of servd may change.
     """
 
     client: int
@@ -49,55 +49,52 @@ class Attach(Message, tag=True):
 
 
 class RequestOptions(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
-    """How a request is served, whatever it asks of the model: from the route to the engine."""
+    """How a request is served, as opposed to what the model is asked to do (`params`)."""
 
     priority: int = 0  # lower runs first, under --scheduling-policy priority
     cache_salt: str | None = None  # requests share cached blocks only with the same salt
     # Keep only the last tokens of the prompt, at most this many; -1: as many as fit. The engine
     # gets None: its prompts are already cut.
     truncate_prompt_tokens: int | None = None
-    owner: str = ""  # whose request it is: owners share the engine
-    weight: float = 1.0  # its owner's share, compared with others'
-    lane: int = 0  # 1: in the background, with what lane 0 leaves
-    adapter: Adapter | None = None  # None: the model as it is
-    rank: int | None = None  # the engine that it asks for, under --data-parallel-size
-    is_watched: bool = False  # its outputs tell which blocks it has
-    retention: float = 0.0  # seconds that its prompt stays in the cache after its end
-    kv_source: str = ""  # HOST:PORT of the engine that has computed the prompt
-    is_exported: bool = False  # another engine will ask for its blocks
+    owner: str = ""  # API key, user or address: owners share the engine fairly
+    weight: float = 1.0  # its owner's share, relative to others'
+    lane: int = 0  # 1: in the background, with the capacity that lane 0 leaves
+    adapter: Adapter | None = None  # None: the base model
+    rank: int | None = None  # the engine that it has to run on, under --data-parallel-size
+    is_watched: bool = False  # its outputs report its block ids
+    retention: float = 0.0  # seconds that its prompt is pinned in the cache after its end
+    kv_source: str = ""  # HOST:PORT of the engine that computed the prompt (disaggregated prefill)
+    is_exported: bool = False  # another engine will fetch its blocks
 
     @property
     def cache_keys(self) -> tuple[str | None, ...]:
-        """What must be equal, beside the tokens, for requests to share cached blocks."""
+        """Requests share cached blocks only if these are equal, beside the tokens."""
         return self.cache_salt, self.adapter and self.adapter.digest
 
 
 class EngineCoreRequest(Message, tag=True):
-    """One validated prompt with all its choices: nothing in it can fail in the engine."""
+    """A validated prompt with all its choices; prompt and max_tokens fit in max_model_len."""
 
     request_id: str
-    # With max_tokens within max_model_len.
     prompt_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
     params: SamplingParams | PoolingParams
     client: int = 0  # which API server gets the outputs
-    eos_token_ids: list[int] = []  # end generation; empty under ignore_eos
+    eos_token_ids: list[int] = []  # empty with ignore_eos
     options: RequestOptions = RequestOptions()
-    block_hashes: list[bytes] = []  # one for each full block of the prompt; the engine fills it in
-    marks: list[Mark] = []  # taken in the engine before it is queued
-    # Set when a request is replayed after an engine died: the output so far of each unfinished
-    # choice, by index.
+    block_hashes: list[bytes] = []  # of the prompt's full blocks; filled in by the engine
+    marks: list[Mark] = []  # made in the engine before it is queued
+    # For a request that is resent after a crash: the output so far of each unfinished choice, by
+    # index.
     output_token_ids: dict[int, list[TokenId]] = {}
 
     @property
     def choice_ids(self) -> list[str]:
-        """Ids of the choices, as outputs carry them."""
+        """Engine ids of the choices, as in outputs."""
         n = self.params.n if isinstance(self.params, SamplingParams) else 1
         return [self.request_id] if n == 1 else [f"{self.request_id}_{i}" for i in range(n)]
 
     def choices(self) -> list[EngineCoreRequest]:
-        """A request for each choice that has not ended, with a seed of its own. They share all
-        lists.
-        """
+        """A request for each unfinished choice, with its own seed. They share all lists."""
         params, outputs = self.params, self.output_token_ids
         if not isinstance(params, SamplingParams) or params.n == 1:
             return [self]
@@ -114,7 +111,7 @@ class EngineCoreRequest(Message, tag=True):
 
 
 class AbortRequests(Message, tag=True):
-    """Drop these requests, wherever they are, without further output; unknown ids are ignored."""
+    """Drop these requests, in any state, without further output; unknown ids are ignored."""
 
     request_ids: list[str]
 
@@ -132,10 +129,10 @@ class WakeUp(Message, tag=True):
 
 
 class Audit(Message, tag=True):
-    """Look for contradictions in the engine's state; it answers with EngineAudit."""
+    """Check the engine's invariants; it answers with EngineAudit."""
 
     client: int
-    number: int  # counts this client's questions
+    number: int  # of this client's audits
 
 
 ToEngine = Attach | EngineCoreRequest | AbortRequests | ResetPrefixCache | Sleep | WakeUp | Audit
@@ -145,15 +142,15 @@ ToEngine = Attach | EngineCoreRequest | AbortRequests | ResetPrefixCache | Sleep
 
 
 class EngineStatus(Message, tag=True):
-    """How far start-up has come."""
+    """Progress of start-up."""
 
     phase: str  # e.g. "loading weights"
     progress: float = 0.0  # 0 to 1 within the phase
-    incarnation: int = 0  # the engine's; messages of an earlier one no longer count
+    incarnation: int = 0  # number of restarts; messages of earlier engines are ignored
 
 
 class WorkerReady(Message, tag=True):
-    """What a worker found while loading; "auto" settings and the log depend on it."""
+    """A worker has loaded the model: what it found, and how much fits."""
 
     device: str  # e.g. "cpu", "NVIDIA H200"
     dtype: str
@@ -161,33 +158,33 @@ class WorkerReady(Message, tag=True):
     num_blocks: int  # KV-cache blocks that fit
     weights_bytes: int
     kv_bytes_per_block: int
-    # Of each group of layers, whose blocks of the KV cache are its own: how many tokens they keep
-    # from the newest on; None: all. A request's block ids are those of the first tokens, one of
-    # each group, then those of the next tokens.
+    # Hybrid models: the sliding window of each group of layers, in tokens; None: full attention.
+    # Each group has its own blocks: a request's block ids are one of each group for its first
+    # block_size tokens, then one of each group for the next, and so on.
     kv_windows: tuple[int | None, ...] = (None,)
-    # With --enable-lora: (inputs, outputs) of each layer that an adapter may have a part for.
+    # With --enable-lora: (inputs, outputs) of each layer that adapters may change.
     adaptable: dict[str, tuple[int, int]] = {}
 
 
 class EngineReady(Message, tag=True):
-    """The engine serves requests from now on; said again when it falls asleep and wakes."""
+    """The engine serves requests from now on; sent again when it falls asleep and wakes."""
 
     worker: WorkerReady
     max_model_len: int
     block_size: int
-    startup_seconds: dict[str, float] = {}  # by phase, from the user's command on
+    startup_seconds: dict[str, float] = {}  # by phase, since the user's command
     incarnation: int = 0
     is_asleep: bool = False  # the next request waits until the model is loaded again
-    tiers: list[TierStats] = []  # below the device's KV cache, as they begin
+    tiers: list[TierStats] = []  # KV-cache tiers below the device
 
 
 class EngineAudit(Message, tag=True):
-    """What an audit found, after everything that the client had sent before it."""
+    """The result of an Audit, after all messages that the client had sent before it."""
 
     number: int
     problems: list[str]
-    request_ids: list[str]  # the client's, unfinished
-    num_requests: int  # all clients' together
+    request_ids: list[str]  # unfinished ones of this client
+    num_requests: int  # of all clients
     incarnation: int = 0
 
 
@@ -196,7 +193,7 @@ class TokenLogprobs(Message):
 
     token_ids: list[int]
     logprobs: list[float]
-    rank: int  # place of the sampled token in the vocabulary, from 1
+    rank: int  # of the sampled token by probability, from 1
 
 
 class PromptLogprobs(Message):
@@ -212,7 +209,7 @@ class EngineCoreOutput(Message):
     request_id: str
     new_token_ids: list[int] = []
     finish_reason: FinishReason | None = None
-    # The stop_token_ids entry that ended it; with finish_reason length, why its grammar cut it off.
+    # The stop_token_ids entry that ended it; with `length`, why its grammar could not be followed.
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None  # one per new token
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache, at first scheduling
@@ -221,16 +218,16 @@ class EngineCoreOutput(Message):
     # On the first output; one per prompt token but the first.
     prompt_logprobs: list[TokenLogprobs] | None = None
     pooled: bytes | None = None  # float32, little-endian: what PoolingParams ask for
-    # It stops because nothing may follow: its last token is text, not a stop token.
+    # The grammar is complete: its last token is text, not a stop token.
     ended_by_grammar: bool = False
-    # On the first output: when the first block of the prompt that the prefix cache had not was
-    # evicted from it; 0 if it was not, or that was long ago.
+    # On the first output: when the first block that was missing in the prefix cache was evicted;
+    # 0: never, or long ago.
     evicted_at_ns: int = 0
-    num_drafts: int = 0  # that the workers had found for this step
-    num_accepted: int = 0  # drafts that were kept
+    num_drafts: int = 0  # draft tokens of the workers that this step verified
+    num_accepted: int = 0
     # On the first output: those of num_cached_tokens that came from tiers below the device.
     num_external_tokens: int = 0
-    block_ids: list[int] = []  # its block table, on the first and the last output if it is watched
+    block_ids: list[int] = []  # block table; on the first and last output of a watched request
 
 
 class EngineCoreOutputs(Message, tag=True):
@@ -240,36 +237,34 @@ class EngineCoreOutputs(Message, tag=True):
     stats: SchedulerStats | None = None
     steps: list[StepRecord] = []  # harvested since the last message to this API server
     incarnation: int = 0
-    # By request, before its `outputs`: those of which there is no more to say than another token.
+    # By request id, before its `outputs`: requests for which a step added just one token.
     decoded: dict[str, int] = {}
 
     @property
     def all_outputs(self) -> list[EngineCoreOutput]:
-        """One by one, each request's in their order."""
+        """Also those of `decoded`; each request's in order."""
         return [*(EngineCoreOutput(key, [one]) for key, one in self.decoded.items()), *self.outputs]
 
 
 class EngineFailed(Message, tag=True):
-    """The engine's last message. Its parent decides whether another one is started."""
+    """The engine's last message. The parent process decides whether to restart it."""
 
     reason: str
     is_config_error: bool = False
 
 
 class EngineRestarting(Message, tag=True):
-    """From the engine's parent: its process is gone and another one is on its way, to which API
-    servers attach and send again what has not ended.
+    """From the engine's parent: its process has died, and is being restarted. API servers attach to
+    the next one, and resend their unfinished requests.
     """
 
-    incarnation: int  # the next engine's
+    incarnation: int  # of the next engine
     reason: str
-    computing: list[str] = []  # engine ids whose prompts it computed when it died
+    computing: list[str] = []  # engine ids of the prompts that were being computed
 
 
 class EngineDead(Message, tag=True):
-    """There is no engine any more: from its parent. From an engine itself: it is of another
-    identity.
-    """
+    """From the engine's parent: it has died for good. From the engine: identities differ."""
 
     reason: str
 
@@ -288,57 +283,57 @@ class LoadModel(Message, tag=True):
 
 
 class AllocateKVCache(Message, tag=True):
-    """Make the cache: the smallest `num_blocks` over all workers."""
+    """Allocate the cache, with the smallest `num_blocks` that a worker reported."""
 
     num_blocks: int
 
 
 class NewRequest(Message):
-    """A request that enters (or, after preemption, enters again) the batch, in full."""
+    """A request that enters the batch, for the first time or after preemption."""
 
-    slot: int  # the row that it owns in every worker until it is freed
-    token_ids: list[int]  # prompt and, after preemption, outputs
+    slot: int  # row that it owns in every worker until it is freed
+    token_ids: list[int]  # prompt and, after preemption, output
     num_prompt_tokens: int
     num_computed_tokens: int  # found in the prefix cache, a multiple of block_size
-    block_ids: list[int]  # where the computed tokens are
+    block_ids: list[int]  # of the computed tokens
     params: SamplingParams | PoolingParams
     eos_token_ids: list[int] = []
-    cache_salt: str | None = None  # drafts are shared only among requests with the same one
+    cache_salt: str | None = None  # suffix drafts are shared only with the same one
     adapter: Adapter | None = None
 
 
 class ScheduledRequest(Message):
-    """One request's part in a step."""
+    """What a step computes for one request."""
 
     slot: int
-    num_tokens: int  # to compute in this step, after those computed before
+    num_tokens: int  # to compute, drafts included
     new_block_ids: list[int] = []  # appended to its block table
-    samples: bool = True  # the last of these tokens gets a successor
-    # Tokens computed before, if all drafts in flight are kept: the workers know how many are.
+    samples: bool = True  # sample after the last token; False within a prompt
+    # Upper bound: the workers know how many drafts in flight are accepted.
     num_computed_tokens: int = 0
-    num_drafts: int = 0  # the last of num_tokens; each gets a successor if it is kept
-    max_new_drafts: int = 0  # how many the workers may draft for the next step
-    draft_token_ids: list[int] = []  # the engine's drafts; empty: those of the workers
+    num_drafts: int = 0  # how many of num_tokens, at their end, are drafts to verify
+    max_new_drafts: int = 0  # draft tokens that the workers may propose for the next step
+    draft_token_ids: list[int] = []  # the engine's drafts; empty: those that the workers proposed
 
 
 class Decodes(Message):
-    """The rows that compute one token and sample the next, without drafts: most of most steps, so
-    in columns.
+    """The rows that compute one token and sample the next, without drafts: most rows of most steps,
+    so they are stored as columns.
     """
 
     slots: list[int] = []
     num_computed_tokens: list[int] = []  # see ScheduledRequest
-    new_blocks: dict[int, int] = {}  # by slot, of few of them: the block that it gets
+    new_blocks: dict[int, int] = {}  # slot -> new block, of the few rows that need one
 
     def row(self, index: int) -> ScheduledRequest:
-        """One of them."""
+        """A row as an object."""
         slot = self.slots[index]
         new_block_ids = [self.new_blocks[slot]] if slot in self.new_blocks else []
         return ScheduledRequest(slot, 1, new_block_ids, True, self.num_computed_tokens[index])
 
 
 class BlockCopy(Message):
-    """A block of the KV cache, and a slot of the engine's memory with a part for each rank."""
+    """A block of the KV cache, and a slot of host memory, which has a part for each rank."""
 
     block: int
     slot: int
@@ -346,16 +341,17 @@ class BlockCopy(Message):
 
 
 class BlockCopies(Message):
-    """Copies that each worker makes one after the other: later ones build on earlier ones."""
+    """Copies that each worker makes in order, as later ones depend on earlier ones."""
 
-    memory: str  # the file that workers map: slots, each of kv_bytes_per_block of every rank
+    memory: str  # file that workers map: slots of kv_bytes_per_block times the number of ranks
     copies: list[BlockCopy]
 
 
 class SchedulerOutput(Message, tag=True):
-    """One step: what changed, and how many tokens each request computes. Workers apply it in this
-    order: make `copies`, free `freed_slots`, add `new_requests`, then compute the rows: those of
-    `decodes`, and then those of `scheduled`.
+    """One step: what has changed, and how many tokens each request computes.
+
+    Workers make `copies`, free `freed_slots`, add `new_requests`, then compute the rows: those of
+    `decodes`, then those of `scheduled`.
     """
 
     step: int
@@ -367,17 +363,17 @@ class SchedulerOutput(Message, tag=True):
 
     @property
     def rows(self) -> list[ScheduledRequest]:
-        """All rows in their order, one by one, for those who are in no hurry."""
+        """All rows in order, as objects, where speed does not matter."""
         return [*map(self.decodes.row, range(len(self.decodes.slots))), *self.scheduled]
 
     @property
     def slots(self) -> list[int]:
-        """Those of all rows."""
+        """Slots of all rows."""
         return [*self.decodes.slots, *(row.slot for row in self.scheduled)]
 
     @property
     def num_rows(self) -> int:
-        """How many requests compute something."""
+        """Number of requests in the step."""
         return len(self.decodes.slots) + len(self.scheduled)
 
     @property
@@ -387,12 +383,12 @@ class SchedulerOutput(Message, tag=True):
 
 
 class GrammarBitmask(Message):
-    """Allowed tokens of the rows that follow a grammar. A token without an entry is free, or cannot
-    be reached: the grammar does not allow the drafts before it.
+    """Allowed tokens of the rows with a grammar. Where there is no entry, all tokens are allowed,
+    or the grammar already rejects a draft before it.
     """
 
     indices: list[int]  # positions in SchedulerOutput.rows
-    offsets: list[int]  # drafts of the row before the token to sample
+    offsets: list[int]  # number of drafts of the row before the token to sample
     bitmask: bytes  # int32 [len(indices), ceil(vocab_size / 32)], bit set = allowed
 
 
@@ -403,7 +399,7 @@ class SampleTokens(Message, tag=True):
 
 
 class TakeTokens(Message, tag=True):
-    """What the oldest step sampled that this worker, which does not sample, was not told of yet."""
+    """The sampled tokens of the oldest step, for pipeline stages that do not sample themselves."""
 
     token_ids: list[list[int]]  # see ModelRunnerOutput.rows
 
@@ -428,28 +424,26 @@ class WorkerProgress(Message, tag=True):
 class ModelRunnerOutput(Message, tag=True):
     """Sampled tokens of one step, in the order of SchedulerOutput.rows."""
 
-    # Of SchedulerOutput.scheduled: empty for a request that does not sample in this step; with
-    # drafts, those that are kept and one more.
+    # Of SchedulerOutput.scheduled: empty for a row that does not sample; with drafts, the accepted
+    # ones and one more.
     sampled_token_ids: list[list[int]]
-    logprobs: dict[int, list[TokenLogprobs]] = {}  # index in `rows` -> one per sampled token
-    # Index in `rows` -> those of the tokens computed.
-    prompt_logprobs: dict[int, PromptLogprobs] = {}
-    pooled: dict[int, bytes] = {}  # index in `rows` -> vector or vectors, float32
-    errors: dict[int, str] = {}  # index in `rows` -> why its request could not enter
-    # Index in `rows` -> what was drafted for the next step.
-    draft_token_ids: dict[int, list[int]] = {}
+    logprobs: dict[int, list[TokenLogprobs]] = {}  # row -> one per sampled token
+    prompt_logprobs: dict[int, PromptLogprobs] = {}  # row -> those of the computed tokens
+    pooled: dict[int, bytes] = {}  # row -> vector or vectors, float32
+    errors: dict[int, str] = {}  # row -> why its request failed
+    draft_token_ids: dict[int, list[int]] = {}  # row -> drafts for the next step
     times_ns: tuple[int, ...] = ()  # see StepRecord.worker_ns
-    rank: int = 0  # the worker's; of those above 0 the times count
+    rank: int = 0  # of the worker
     decoded: list[int] = []  # the token of each of SchedulerOutput.decodes
 
     def tokens_of(self, row: int) -> list[int]:
-        """What a row sampled."""
+        """The sampled tokens of a row."""
         other = row - len(self.decoded)
         return [self.decoded[row]] if other < 0 else self.sampled_token_ids[other]
 
     @property
     def rows(self) -> list[list[int]]:
-        """What each row sampled."""
+        """The sampled tokens of each row."""
         return [*([token_id] for token_id in self.decoded), *self.sampled_token_ids]
 
 

@@ -1,4 +1,4 @@
-"""What an engine counts and reports with its outputs: parts of its messages."""
+"""SchedulerStats and its parts: what an engine counts, and reports with its outputs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Stats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class DraftStats(Stats):
-    """How many of the workers' drafts were accepted; they may draft fewer than asked."""
+    """How many of the workers' draft tokens were accepted."""
 
-    num_drafts: int = 0  # steps of a request with at least one
+    num_drafts: int = 0  # rows with at least one draft token
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = []
 
     def count(self, num_tokens: int, num_accepted: int) -> None:
-        """Take in a step of a request with drafts."""
+        """Count a row with drafts."""
         per_pos = self.num_accepted_tokens_per_pos
         per_pos += [0] * (num_tokens - len(per_pos))
         for position in range(num_accepted):
@@ -45,11 +45,11 @@ class BlockEviction(Stats):
 
     lifetime_ns: int
     idle_ns: int  # since it was found in the prefix cache, or filled
-    reuse_gaps_ns: list[int] = []  # between two times that it was found
+    reuse_gaps_ns: list[int] = []  # between its hits
 
 
 class TierStats(Stats):
-    """A tier below the device's KV cache; counters since the engine began."""
+    """A tier below the device's KV cache; counters since the engine's start."""
 
     name: str
     num_blocks: int = 0
@@ -57,8 +57,8 @@ class TierStats(Stats):
     num_bytes: int = 0  # on the disk those of other engines, too
     max_bytes: int = 0
     num_hits: int = 0  # blocks that came back
-    num_bad: int = 0  # that were damaged or another model's
-    is_skipped: bool = False  # to compute a block is faster
+    num_bad: int = 0  # damaged, or of another model
+    is_skipped: bool = False  # computing a block is faster
 
 
 class SchedulerStats(Stats):
@@ -81,12 +81,11 @@ class SchedulerStats(Stats):
     external_prefix_cache_hits: int = 0  # tokens found there
     num_swapped: int = 0  # waiting requests whose blocks are there
     tiers: list[TierStats] = []
-    at_ns: int = 0  # when it was so
+    at_ns: int = 0  # time of the report
     num_failed: int = 0  # requests that ended with an error of the workers
-    # Between the device and the tier below it, as decided; blocks that had no room there.
-    num_bytes_loaded: int = 0
-    num_bytes_stored: int = 0
-    num_stores_skipped: int = 0
+    num_bytes_loaded: int = 0  # copied from the tier below the device
+    num_bytes_stored: int = 0  # copied to it
+    num_stores_skipped: int = 0  # blocks that had no room there
     num_reading: int = 0  # waiting requests whose blocks are being read from files
-    num_read: int = 0  # waiting requests whose blocks have been
-    num_pinned: int = 0  # blocks that stay, whether requests use them or not
+    num_read: int = 0  # waiting requests whose blocks have been read
+    num_pinned: int = 0  # blocks

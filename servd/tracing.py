@@ -1,8 +1,8 @@
-"""Where time goes: a mark at each border that a request crosses, and a record of every step.
+"""Tracing: a Mark at each stage that a request reaches, and a StepRecord of every engine step.
 
-All times are CLOCK_MONOTONIC nanoseconds, one clock for every process of a host, so those of the
-API process, the engine and its workers can be compared and sorted. Engines of other hosts show the
-clock of the API servers' host, as far as it was known when they were started.
+All times are CLOCK_MONOTONIC nanoseconds, which all processes of a host share, so marks of the API
+process, the engine and the workers can be compared. Engines on other hosts use the clock of the API
+servers' host, by an offset measured when they are started.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STAGES = (
     "done",
 )
 
-CLOCK_OFFSET = "SERVD_CLOCK_OFFSET_NS"  # environment: by how much that clock is ahead of ours
+CLOCK_OFFSET = "SERVD_CLOCK_OFFSET_NS"  # environment: that clock minus the clock of this host
 
 
 def _clock(offset: int) -> Callable[[], int]:
@@ -55,8 +55,8 @@ now_ns = _clock(int(os.environ.get(CLOCK_OFFSET, "0")))
 
 
 def unix_time(at_ns: int) -> float:
-    """When that was. Requests are sorted by it, so the shortest of three looks at both clocks
-    counts, which nobody has interrupted.
+    """Unix time of a mark. Of three readings of both clocks the quickest counts, as the others may
+    have been interrupted in between.
     """
     looks = [(now_ns(), time.time(), now_ns()) for _ in range(3)]
     before, seconds, _ = min(looks, key=lambda look: look[2] - look[0])
@@ -64,7 +64,7 @@ def unix_time(at_ns: int) -> float:
 
 
 class Mark(msgspec.Struct, array_like=True, gc=False):
-    """One border that a request crossed; `step` is the engine's, -1 outside it."""
+    """A stage that a request reached; `step` is -1 outside the engine."""
 
     stage: str
     at_ns: int
@@ -72,49 +72,45 @@ class Mark(msgspec.Struct, array_like=True, gc=False):
 
 
 def first(marks: Iterable[Mark], stage: str) -> int | None:
-    """When a stage was reached for the first time, if it was."""
+    """When a stage was first reached; None: it was not."""
     return next((mark.at_ns for mark in marks if mark.stage == stage), None)
 
 
 class StepRecord(msgspec.Struct, array_like=True, gc=False):
-    """One step of the engine: when it did what, and how much. Times are 0 where unknown."""
+    """Times and sizes of one step of the engine. Times are 0 where unknown."""
 
     step: int
     started_ns: int  # scheduling begins
     scheduled_ns: int = 0
-    # `execute_model` has returned: the forward pass is launched or, on a host that computes
-    # itself, done.
-    executed_ns: int = 0
+    executed_ns: int = 0  # `execute_model` has returned: launched, or on a CPU computed
     launched_ns: int = 0  # `sample_tokens` has returned
-    harvested_ns: int = 0  # its tokens are taken in
-    # When the worker began, had gathered its inputs, had launched the forward pass, was done; of
-    # several workers one after the other, by rank.
+    harvested_ns: int = 0  # the engine has its output
+    # Of each worker by rank, four: it began, had gathered the inputs, had launched the forward
+    # pass, had the sampled tokens.
     worker_ns: tuple[int, ...] = ()
     num_tokens: int = 0
     num_requests: int = 0
-    num_waiting: int = 0  # requests that it did not admit
-    # What the first of them lacked: "slots", "blocks" or (its turn in) "budget".
-    waits_for: str = ""
+    num_waiting: int = 0  # requests that were not admitted
+    waits_for: str = ""  # what the first of them lacked: "slots", "blocks" or "budget"
     num_preempted: int = 0
-    num_cached_tokens: int = 0  # admitted requests' tokens found in the prefix cache
-    num_drafts: int = 0  # tokens computed as drafts
-    num_accepted: int = 0  # drafts that were kept
-    prefills: dict[str, int] = {}  # engine ids with more than one token -> how many
-    # What an API server fills in: the rank, and how large the message was that told of the step, if
-    # it had a watched request then.
+    num_cached_tokens: int = 0  # of admitted requests, found in the prefix cache
+    num_drafts: int = 0  # draft tokens that were verified
+    num_accepted: int = 0
+    prefills: dict[str, int] = {}  # engine ids of prompts -> number of tokens
+    # Filled in by API servers: the rank, and with watched requests the size of the message.
     engine: int = 0
     num_bytes: int = 0
 
 
-PATIENCE = 5  # a step is overdue after this many times the expected time, plus some seconds
-FIRST_STEP = 120.0  # seconds that a step may take while there is no history
+PATIENCE = 5  # a step is overdue after so many times the expected time, plus some seconds
+FIRST_STEP = 120.0  # seconds that a step may take while nothing is known
 
 
 class Pace(NamedTuple):
-    """How long recent steps have taken. Nanoseconds."""
+    """How long recent steps have taken, in nanoseconds."""
 
-    longest: int = 0  # the longest of all
-    per_token: float = 0.0  # the slowest of those with prompts
+    longest: int = 0
+    per_token: float = 0.0  # of the slowest step with prompts
     most_tokens: int = 0
 
     @classmethod
@@ -128,8 +124,8 @@ class Pace(NamedTuple):
         )
 
     def expected_seconds(self, num_tokens: int) -> float:
-        """The longest that a step of so many tokens should take: as long as any recent one or, if
-        that is longer, as its tokens would in the slowest one with prompts.
+        """Upper estimate for a step of so many tokens: the longest recent step, or the time of its
+        tokens in the slowest step with prompts, whichever is longer.
         """
         if not self.per_token and num_tokens > self.most_tokens:
             return FIRST_STEP

@@ -1,4 +1,4 @@
-"""AsyncLLM: runs concurrent requests on engines, from the event loop of an API server."""
+"""AsyncLLM: prepares and runs concurrent requests on the engines, on an API server's event loop."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ log = logging.getLogger("servd.api")
 
 T = TypeVar("T")
 
-# Parsers, templates and tokenisers take up to a millisecond for so many characters or tokens; more
-# would hold up other requests.
+# Characters or tokens that are processed on the event loop, which takes up to a millisecond; more
+# would delay other requests, and goes to a thread.
 MAX_INLINE = 4096
-PROMPT_SIZE = 200  # what a prompt takes besides its text, in the same measure
+PROMPT_SIZE = 200  # fixed cost of a prompt, in the same unit
 NUM_THREADS = 3
-NUM_GRAMMAR_THREADS = 32  # they wait for the one process that compiles
+NUM_GRAMMAR_THREADS = 32  # they mostly wait for the process that checks grammars
 DEADLINE_PASSED = (
     "the deadline of the request passed before its answer was whole: ask for less, or raise "
     "`timeout`"
@@ -70,20 +70,20 @@ class AsyncLLM:
     loop.
 
     Attributes:
-        engines: those of --data-parallel-size, by rank.
-        admission: limits what is taken in.
-        loop: gives turns to the owners of requests.
-        has_changed: set, and replaced by another one, with the state of any engine.
+        engines: the --data-parallel-size engines, by rank.
+        admission: limits on unfinished requests.
+        loop: shares the event loop fairly among owners.
+        has_changed: set, and replaced by a new event, whenever the state of an engine changes.
     """
 
     config: Config  # resolved
     spec: ModelSpec
     clients: InitVar[Sequence[EngineCoreClient]]  # the channels to the engines
-    processor: Processor  # makes engine requests
-    output_processor: OutputProcessor  # makes text
-    tracer: Tracer  # gets the marks of every request; the HTTP room calls its `finish`
+    processor: Processor  # prompt -> EngineCoreRequest
+    output_processor: OutputProcessor  # EngineCoreOutput -> text
+    tracer: Tracer  # gets the marks of every request; the middleware calls its `finish`
     metrics: Metrics
-    router: Router | None = None  # chooses one of several engines
+    router: Router | None = None  # chooses among several engines
 
     def __post_init__(self, clients: Sequence[EngineCoreClient]) -> None:
         config, metrics = self.config, self.metrics
@@ -115,29 +115,29 @@ class AsyncLLM:
         self._threads.close()
         self._grammar_threads.close()
         self.processor.grammars.close()
-        self.metrics.write()  # other API servers go on answering for it
+        self.metrics.write()  # other API servers may still serve /metrics
 
     @property
     def status(self) -> EngineStatus | EngineReady | EngineDeadMessage:
-        """That of the engine which says most of all of them: one that is gone for ever; one that
-        was never ready; one that serves; one that restarts.
+        """One status for all engines: that of the first dead one; else of one that has never been
+        ready; else of a ready one; else all restart.
         """
         engines = self.engines
         return engines[0].status if len(engines) == 1 else min(engines, key=_significance).status
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are served: by all engines, or by those that do not restart."""
+        """Whether requests are served, if only by the engines that are not restarting."""
         return isinstance(self.status, EngineReady)
 
     @property
     def is_restarting(self) -> bool:
-        """Whether there was an engine that served, and none does."""
+        """Whether all engines are restarting."""
         return all(engine.recovery.is_restarting for engine in self.engines)
 
     @property
     def num_unfinished(self) -> int:
-        """Admitted prompts that have not ended, including those still being prepared."""
+        """Admitted prompts that have not ended, including those being prepared."""
         return self.admission.prompts.total()
 
     def admit(
@@ -148,11 +148,12 @@ class AsyncLLM:
         lane: int = 0,
         timeout: float = math.inf,
     ) -> AbstractContextManager[Admitted]:
-        """Admit a whole request before anything is done for it, for the duration of the block.
+        """Admit a request with all its prompts before any work is done for it, for the duration of
+        the `with` block.
 
         Raises:
             Unavailable: the model is still loading.
-            EngineDead: the engine is gone.
+            EngineDead: the engine is dead.
             RequestError: see `Admission.enter`.
         """
         match self.status:
@@ -175,16 +176,15 @@ class AsyncLLM:
         deadline: float | None = None,
         admitted: Admitted | None = None,
     ) -> list[Prepared]:
-        """`Processor.process` for all prompts of a request, in a thread if they are long. A
-        structured output not seen before is checked in another, which may take seconds.
+        """`Processor.process` for all prompts of a request, in a thread if they are long. New
+        structured outputs are checked in another thread, which may take seconds.
 
         Args:
             prompts: with the same parameters and options.
             params: see `Processor.process`.
             options: the same.
             deadline: on the clock of the event loop.
-            admitted: counts the tokens: as many as there must be, before anything is done for one
-                of them, and then as many as there are.
+            admitted: counts the tokens: a lower bound before the work, then the real number.
 
         Raises:
             InvalidRequest: see `Processor.process`, `Processor.check_structured_output` and
@@ -194,7 +194,7 @@ class AsyncLLM:
         """
         processor, owner = self.processor, options.owner
         each = PROMPT_SIZE
-        if isinstance(params, SamplingParams):  # tokenised, or looked at, with every prompt
+        if isinstance(params, SamplingParams):  # processed with every prompt
             each += params.size
         size = sum(each + prompt.num_chars for prompt in prompts)
         try:
@@ -236,7 +236,7 @@ class AsyncLLM:
         Args:
             prepared: by `prepare`, each with the same number of choices, `n`.
             deadline: on the clock of the event loop.
-            in_pieces: deltas are wanted as they come; else it costs less.
+            in_pieces: deltas are wanted as they come; False is cheaper.
 
         Yields:
             Deltas of all choices until the last one finishes, pending ones merged; index = prompt
@@ -244,7 +244,7 @@ class AsyncLLM:
 
         Raises:
             EngineError: the engine failed on one of them.
-            EngineDead: the engine is gone.
+            EngineDead: the engine is dead.
             InvalidRequest: a request with the same id is running.
             DeadlineExceeded: the deadline came before the last delta.
         """
@@ -279,7 +279,7 @@ class AsyncLLM:
             raise EngineDead(f"the engine is gone: {self.status.reason}")
         first = stream.num_open  # index of its first choice
         stream.num_open += one.params.n
-        # The first of parts that run side by side speaks for all.
+        # Of the parts of one request only the first one adds to its timeline.
         known = "" if one.part_of and first else one.part_of or one.request_id
         timeline = self.tracer.running.get(known) or Timeline(one.request_id)
         arrival, sent = timeline.begin_ns, now_ns()
@@ -312,14 +312,14 @@ class AsyncLLM:
         if one.request.options.is_watched:
             timeline.num_bytes = len(msgspec.msgpack.encode(one.request))
             engine.watched.add(one.request_id)
-        if engine.recovery.is_restarting:  # the next one gets it
+        if engine.recovery.is_restarting:  # it is sent when the next engine is ready
             timeline.marks.append(Mark("engine_lost", sent))
         else:
             engine.client.send(one.request)
 
     def _open_ranks(self) -> Sequence[int]:
-        """Engines for a new request. One that sleeps would load its model first: it is woken when
-        no other has a free slot.
+        """Engines for a new request. A sleeping one, which would have to load its model first, is
+        used only if no other has a free slot.
         """
         ready = [engine for engine in self.engines if engine.is_ready]
         if any(engine.is_asleep for engine in ready):
@@ -332,7 +332,7 @@ class AsyncLLM:
             engine.end(one.request_id)
 
     def _engine_changed(self, engine: EngineClient) -> None:
-        """Called when an engine begins to serve, falls asleep, wakes, has died, or is gone."""
+        """Called when an engine becomes ready, falls asleep, wakes, restarts or is dead."""
         self.has_changed.set()
         self.has_changed = asyncio.Event()
         statuses = [each.status for each in self.engines]
@@ -346,9 +346,9 @@ class AsyncLLM:
             self.router.start_anew()
 
     def reset_prefix_cache(self) -> None:
-        """Have the engines forget what nobody who runs needs."""
+        """Empty the prefix caches of all engines, but for blocks in use."""
         for engine in self.engines:
-            if engine.is_ready and not engine.is_asleep:  # else there is nothing
+            if engine.is_ready and not engine.is_asleep:  # others have none
                 engine.client.send(ResetPrefixCache())
                 engine.cache_number += 1
                 if self.router is not None:
@@ -357,12 +357,12 @@ class AsyncLLM:
         self.has_changed = asyncio.Event()
 
     def _move(self) -> None:
-        """Let requests whose engine restarts go on where they can at once."""
+        """Move requests of restarting engines to other engines, where these have free slots."""
         lost = [engine for engine in self.engines if engine.recovery.is_restarting]
         if self.router is None or not lost:
             return
         ready = [each for each in self.engines if each.is_ready]
-        awake = [each for each in ready if not each.is_asleep]  # others would load the model first
+        awake = [each for each in ready if not each.is_asleep]  # see `_open_ranks`
         free = {each.rank: slots for each in awake or ready if (slots := each.num_free_slots) > 0}
         for engine in lost if free else []:
             for request_id in engine.recovery.movable():
@@ -399,9 +399,9 @@ class AsyncLLM:
 
         Args:
             owner: of the request; owners take turns.
-            size: about how many characters, tokens or numbers it has to look at.
+            size: about how many characters, tokens or numbers are processed.
             work: must not touch anything that belongs to the loop.
-            is_new: this is the first work for the request, which may therefore be refused.
+            is_new: it is the first work for the request, which may still be refused.
 
         Raises:
             Overloaded: too many new requests are queued.
@@ -417,7 +417,7 @@ class AsyncLLM:
 
 
 def _significance(engine: EngineClient) -> int:
-    """What its status says of all engines; the lowest decides."""
+    """Order of precedence of an engine's status in `AsyncLLM.status`; the lowest decides."""
     match engine.status:
         case EngineDeadMessage():
             return 0

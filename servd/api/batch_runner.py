@@ -260,9 +260,8 @@ def _finish(shelf: Shelf, batch: Batch, source: Path, outcome: Any) -> None:
     shelf.save(batch)
     results = shelf.results(batch)
     suffix = batch.id.removeprefix("batch_")
-    paths = {
-        name: shelf.folder / f"file-{suffix}{name[0]}" for name in ("output", "error")
-    }  # written once more if this process ends meanwhile
+    # If this process ends meanwhile, the next one writes them again.
+    paths = {name: shelf.folder / f"file-{suffix}{name[0]}" for name in ("output", "error")}
     with paths["output"].open("wb") as output, paths["error"].open("wb") as errors:
         statuses: dict[CustomId, int] = {}
         for result, text in results_of(results):

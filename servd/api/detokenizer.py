@@ -1,4 +1,4 @@
-"""Incremental text of one choice: whole characters, and nothing that may become a stop string."""
+"""Detokenizer: incremental text of one choice, holding back possible stop strings."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from servd.api.incremental import overlap
 from servd.api.tokenizer import Tokenizer
 from servd.params import SamplingParams
 
-Utf8Decoder = codecs.getincrementaldecoder("utf8")  # to look it up takes longer than to make one
+Utf8Decoder = codecs.getincrementaldecoder("utf8")  # looking it up takes longer than making one
 NEVER = re.compile("(?!)")
 
 
 class Detokenizer:
-    """Turns token ids into text as they come. The work per token does not grow with the history.
+    """Turns token ids into text as they come, at a constant cost per token.
 
-    All pieces together equal the text of all tokens at once, cut at the stop string that is
+    The pieces together equal the text of all tokens at once, cut at the stop string that is
     complete first (of those complete at the same character, the longest), however the tokens were
     split over calls.
 
     Attributes:
         stop_reason: the stop string that ended the text; nothing may be pushed afterwards.
-        num_tokens: tokens taken so far; those after the end of a stop string are not.
+        num_tokens: tokens so far, up to the one that completes a stop string.
 
     Args:
-        tokenizer: gives the bytes of tokens.
+        tokenizer: has the bytes of tokens.
         params: stop, include_stop_str_in_output, skip_special_tokens, min_tokens.
-        prompt_token_ids: decides whether the text is at the very beginning, where some tokenizers
-            drop a space.
-        visible_ids: special tokens that are text even under skip_special_tokens.
+        prompt_token_ids: if it has no text, the output is the beginning, where some tokenizers drop
+            a space.
+        visible_ids: special tokens that are shown even with skip_special_tokens.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Detokenizer:
             self._first_char = re.compile("|".join({re.escape(stop[0]) for stop in params.stop}))
         self._min_tokens = params.min_tokens
         self._include_stop = params.include_stop_str_in_output
-        self._held = ""  # the end of the text, not emitted because a stop string may begin there
+        self._held = ""  # end of the text that may be the beginning of a stop string
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take more tokens; return the text that is certain now."""
+        """Append tokens; returns the text that cannot become part of a stop string."""
         if not self._stop:
             self.num_tokens += len(token_ids)
             return self._text(b"".join([self._table[i] for i in token_ids]))
@@ -64,14 +64,14 @@ class Detokenizer:
         for token_id in token_ids:
             self.num_tokens += 1
             piece = self._text(self._table[token_id])
-            # Stop strings count in the text that follows the first min_tokens tokens.
+            # The first min_tokens tokens are not searched for stop strings.
             text += piece if self.num_tokens <= self._min_tokens else self._release(piece)
             if self.stop_reason is not None:
                 break
         return text
 
     def flush(self) -> str:
-        """The rest of the text, after the last token; a part of a character becomes U+FFFD."""
+        """The rest of the text, after the last token; an incomplete character becomes U+FFFD."""
         if self.stop_reason is not None:
             return ""
         rest = self._release(self._utf8.decode(b"", final=True))
@@ -87,7 +87,7 @@ class Detokenizer:
         return text
 
     def _release(self, text: str) -> str:
-        """Put `text` after what is held back and return what no stop string can claim any more."""
+        """Append `text` to what is held back; returns what cannot become part of a stop string."""
         text = self._held + text
         if not self._first_char.search(text):  # most text: no stop string begins in it
             return text

@@ -1,4 +1,4 @@
-"""EngineClient: one engine as an API server knows it: channel, state, the requests that it has."""
+"""EngineClient: an API server's view of one engine: its channel, its state, its requests."""
 
 from __future__ import annotations
 
@@ -41,38 +41,38 @@ from servd.tracing import Mark, now_ns
 
 log = logging.getLogger("servd.api")
 
-# For reading messages, and then for making text of them, before others get the event loop: an
-# engine faster than this process would hold it ever longer. What is read together is merged.
+# Time for reading messages, and again for detokenizing them, before the event loop goes on: an
+# engine faster than this process would block it. Outputs that are read together are merged.
 MAX_READ_NS = 400_000
-MAX_MESSAGES = 16  # between two looks at the clock
-STEPS_LOOKED_AT = 256  # to predict how long the next one should take
-REQUESTS_LOOKED_AT = 256  # by /health, which anybody may call
+MAX_MESSAGES = 16  # between two readings of the clock
+STEPS_LOOKED_AT = 256  # to predict how long the next step should take
+REQUESTS_LOOKED_AT = 256  # by /health, which needs no key
 
 
 @dataclass(eq=False)
 class EngineClient:
-    """Takes what an engine says and hands on the deltas of its requests. On one event loop.
+    """Receives an engine's messages, and passes the deltas of its requests to their streams.
+    Belongs to one event loop.
 
     Attributes:
-        status: the engine's last word: EngineStatus while it loads, EngineReady, or EngineDead.
-        stats: the scheduler's state as last reported.
-        loading_since: when the wait for the engine that loads, or loaded last, began; seconds of
-            the monotonic clock.
-        running: prompts that it has, by request id, in order of arrival.
-        recovery: what becomes of them when it dies.
+        status: last status: EngineStatus while it loads, EngineReady, or EngineDead.
+        stats: the scheduler's statistics as last reported.
+        loading_since: when the last start of the engine began; seconds of the monotonic clock.
+        running: its prompts, by request id, in order of arrival.
+        recovery: resends them when the engine is restarted.
         audits: pending, by number.
-        cache_number: how often its prefix cache has begun empty, as it started or woke.
+        cache_number: how often its prefix cache was emptied: by start, wake-up or reset.
     """
 
     rank: int  # number of the engine
     config: Config  # resolved
     client: EngineCoreClient  # the channel
-    outputs: OutputProcessor  # makes text
+    outputs: OutputProcessor  # EngineCoreOutput -> text
     tracer: Tracer  # gets the engine's marks and steps
-    metrics: Metrics  # counts, under this rank
-    # Called when the engine begins to serve, falls asleep, wakes, has died, or is gone for ever.
+    metrics: Metrics  # of this rank
+    # Called when the engine becomes ready, falls asleep, wakes, restarts or is dead.
     on_change: Callable[[EngineClient], None]
-    on_report: Callable[[], None]  # called whenever the engine has said something
+    on_report: Callable[[], None]  # called whenever the engine's messages have been read
 
     def __post_init__(self) -> None:
         status = EngineStatus("starting the engine")
@@ -85,8 +85,8 @@ class EngineClient:
         self.cache_number = 0
         self.watched: set[str] = set()  # ids of running requests
         self._reading_on: asyncio.AbstractEventLoop | None = None
-        self._reading: asyncio.Handle | None = None  # is to go on
-        # Of what was read last, and when that was; deltas are made as they are taken.
+        self._reading: asyncio.Handle | None = None  # the scheduled continuation of `_receive`
+        # Deltas of the messages read last, made lazily, and when those were read.
         self._received_ns = 0
         self._deltas: Iterator[tuple[str, CompletionOutput, list[str]]] = iter(())
 
@@ -111,13 +111,13 @@ class EngineClient:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether it serves, but would have to load the model first."""
+        """Whether it is ready, but has to load the model again before the next step."""
         return isinstance(self.status, EngineReady) and self.status.is_asleep
 
     @property
     def num_free_slots(self) -> int:
-        """Requests that it could begin at once, as far as is known: its last report is older than
-        what it was sent since, and knows of other API servers' requests.
+        """Estimate of the requests that it could start at once, from its last report, which counts
+        other API servers' requests, and from those sent by this one.
         """
         reported = self.stats.num_running + self.stats.num_waiting
         return (self.config.scheduler.max_num_seqs or 0) - max(reported, len(self.open_ids()))
@@ -150,13 +150,13 @@ class EngineClient:
             running.stream.fail(error)
 
     def open_ids(self) -> set[str]:
-        """Its ids of all choices that have not ended."""
+        """Engine ids of all its choices that have not ended."""
         ids = (i for each in self.running.values() for i in each.prepared.request.choice_ids)
         return {*filter(self.outputs.owner, ids)}
 
     def progress(self) -> Progress:
         """Whether the engine makes progress on the requests of this process."""
-        if self.is_asleep:  # what loads makes no steps
+        if self.is_asleep:  # no steps until the model is loaded
             return Progress("ready", "asleep", len(self.running))
         looked_at = [*islice(self.running.values(), REQUESTS_LOOKED_AT)]
         unfinished = [
@@ -173,12 +173,12 @@ class EngineClient:
         if self._reading_on is None:  # closed meanwhile
             return
         if self._reading is not None:
-            self._reading.cancel()  # one piece in each turn of the loop
+            self._reading.cancel()  # one call per iteration of the event loop
         end = now_ns() + MAX_READ_NS
         try:
             is_over = self._hand_on(end) and self._take_messages(end) and self._hand_on(end)
         except Exception:
-            # Messages received with it are lost, and no request may wait for them.
+            # The messages read with it are lost, so requests would wait for ever.
             log.exception("messages of the engine could not be taken")
             self.fail(EngineError("an answer of the engine could not be read: see the log"))
             is_over = False
@@ -187,8 +187,8 @@ class EngineClient:
             self._reading = self._reading_on.call_soon(self._receive)
 
     def _take_messages(self, end: int) -> bool:
-        """Take the engine's messages until `end`; the outputs of several steps become one delta
-        per choice. Returns whether that was all.
+        """Process messages until `end`, merging the outputs of several steps; returns whether these
+        were all.
         """
         outputs: list[EngineCoreOutput] = []
         while messages := self.client.drain(MAX_MESSAGES):
@@ -222,13 +222,13 @@ class EngineClient:
                 self.on_change(self)
             case EngineAudit(number=number):
                 asked = self.audits.get(number)
-                if asked is not None and not asked.done():  # else it has waited for too long
+                if asked is not None and not asked.done():  # else it has timed out
                     asked.set_result(message)
             case EngineReady():
                 changes, self.status = message.is_asleep != self.is_asleep, message
                 self.cache_number += not message.is_asleep
                 for running in self.running.values():
-                    running.sent_ns = now_ns()  # no step could begin before
+                    running.sent_ns = now_ns()  # no step could start before
                     running.timeline.cache_number = self.cache_number
                     if changes:
                         stage = "asleep" if message.is_asleep else "awake"
@@ -236,13 +236,13 @@ class EngineClient:
                 if message.is_asleep:
                     self._take_state(EngineCoreOutputs([], SchedulerStats(at_ns=now_ns())))
                 self.metrics.observe_ready(message, self.config)
-                self.recovery.engine_ready()  # before others' requests come
+                self.recovery.engine_ready()  # before new requests
                 self.on_change(self)
             case EngineStatus():
                 self.status = message
 
     def _restart(self, message: EngineRestarting) -> None:
-        """Wait for the next engine; end the request that the last ones died of."""
+        """Wait for the next engine; end the request that the last ones crashed on."""
         if not self.recovery.is_restarting:
             self.loading_since = time.monotonic()
             open_ids = self.recovery.num_tokens()
@@ -288,8 +288,8 @@ class EngineClient:
         self._deltas = self.outputs.process(outputs)
 
     def _hand_on(self, end: float) -> bool:
-        """Make deltas of the outputs that were taken, and give them to their streams, until `end`.
-        Returns whether these were all.
+        """Detokenize the outputs that were read, and put the deltas in their streams, until `end`;
+        returns whether these were all.
         """
         for request_id, delta, stopped in self._deltas:
             if stopped:

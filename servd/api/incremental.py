@@ -289,9 +289,7 @@ class Parser(ABC):
 
 def _decode(raw: str) -> str | None:
     try:
-        return without_surrogates(
-            json.loads(raw, strict=False)
-        )  # models write line breaks in strings
+        return without_surrogates(json.loads(raw, strict=False))  # allows raw line breaks
     except ValueError:
         return None
 

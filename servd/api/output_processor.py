@@ -1,4 +1,4 @@
-"""EngineCoreOutput to CompletionOutput: text and stop strings, for AsyncLLM and LLMEngine."""
+"""OutputProcessor: EngineCoreOutput to CompletionOutput: detokenizes, and finds stop strings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Choice(msgspec.Struct):
     request_id: str
     index: int
     token_ids: array[int]  # so far
-    detokenizer: Detokenizer | None = None  # made for the first output: there may be many choices
+    detokenizer: Detokenizer | None = None  # made with the first output
 
 
 class OutputProcessor:
@@ -38,7 +38,7 @@ class OutputProcessor:
         self._engine_ids: dict[str, list[str]] = {}
 
     def add(self, prepared: Prepared) -> list[array[int]]:
-        """Expect outputs for all choices of a request; returns where the tokens of each gather."""
+        """Add a request; returns the lists that collect the output tokens of each choice."""
         request_id, engine_ids = prepared.request_id, prepared.request.choice_ids
         self._engine_ids[request_id], outputs = engine_ids, [array("I") for _ in engine_ids]
         for index, engine_id in enumerate(engine_ids):
@@ -77,12 +77,12 @@ class OutputProcessor:
     def process(
         self, outputs: list[EngineCoreOutput]
     ) -> Iterator[tuple[str, CompletionOutput, list[str]]]:
-        """Make one delta for each choice, of its outputs of one or several steps. Those of requests
-        that are gone are dropped.
+        """Merge outputs of one or several steps to one delta for each choice. Outputs of requests
+        that have been aborted are dropped.
 
         Yields:
-            The id of a request, a delta of it, and the engine id of the choice if a stop string
-            ended it: the engine does not know, so the caller has to abort it.
+            The id of a request, a delta of it, and the engine ids to abort: that of the choice, if
+            a stop string ended it, which the engine does not know.
         """
         by_choice: dict[str, list[EngineCoreOutput]] = {}
         for output in outputs:
@@ -105,7 +105,7 @@ class OutputProcessor:
             del self._engine_ids[choice.request_id]
 
     def _delta(self, choice: _Choice, steps: list[EngineCoreOutput]) -> CompletionOutput:
-        """What some steps added to a choice."""
+        """The delta of a choice from its outputs of some steps."""
         one, detokenizer = choice.prepared, choice.detokenizer
         if detokenizer is None:
             detokenizer = choice.detokenizer = Detokenizer(
@@ -133,7 +133,7 @@ class OutputProcessor:
             and not one.params.include_stop_str_in_output
         )
         num_before = detokenizer.num_tokens
-        # The token that ends generation is counted, but it is not text.
+        # A stop token is counted, but is not part of the text.
         delta.text = detokenizer.push(token_ids[:-1] if ended_by_token else token_ids)
         if last.finish_reason is not None:
             delta.text += detokenizer.flush()

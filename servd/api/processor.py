@@ -1,4 +1,4 @@
-"""Processor: turns client requests into engine requests: template, tokenise, validate."""
+"""Processor: turns prompts into engine requests: chat template, tokenizer, validation."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from servd.tracing import Mark, now_ns
 log = logging.getLogger("servd.api")
 
 NO_OPTIONS = RequestOptions()
-# Characters of a text that is tokenised though it need not fit: the tokenizer needs about 140 bytes
-# of memory for each.
+# Characters of a text that is tokenised even if it cannot fit, e.g. to be truncated: the tokenizer
+# needs about 140 bytes of memory for each.
 MAX_CHARS = 2 << 20
-# What replaces the parameters of the text, which the engine does not need.
+# Defaults in place of the parameters about text, which the engine does not need.
 NO_TEXT: dict[str, Any] = {name: getattr(SamplingParams(), name) for name in TEXT_PARAMS}
 PROMPT_ONLY = SamplingParams(max_tokens=0, temperature=0.0, ignore_eos=True)
 
@@ -47,27 +47,26 @@ class Prepared(msgspec.Struct, kw_only=True):
     """A validated prompt and its engine request."""
 
     prompt: str | None  # None if given as token ids
-    # as asked, with seed and max_tokens filled in; without output for PoolingParams
-    params: SamplingParams
+    params: SamplingParams  # with seed and max_tokens filled in; PROMPT_ONLY for PoolingParams
     request: EngineCoreRequest
     expected: ExpectedOutput = ExpectedOutput()
     marks: list[Mark] = []  # for its timeline
-    part_of: str = ""  # id of a request that metrics and timelines have as a whole
+    part_of: str = ""  # id of the request it is a part of, which metrics and timelines count once
 
     @property
     def request_id(self) -> str:
-        """The prompt's."""
+        """Id of the prompt."""
         return self.request.request_id
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """What the engine computes."""
+        """Token ids of the prompt."""
         return self.request.prompt_token_ids
 
 
 @dataclass(eq=False)
 class Processor:
-    """Finds everything that can be wrong with a request; the engine behind it only asserts."""
+    """Validates everything in a request; the engine only asserts."""
 
     config: Config  # resolved
     spec: ModelSpec
@@ -92,9 +91,8 @@ class Processor:
             score_template.check(self.chat_template)
         self.fill_in_middle = FillInMiddle.choose(tokenizer, server.fim_template)
         self.model_format = ModelFormat.choose(config, self.chat_template, tokenizer)
-        # Sampling defaults of the model for fields that a request leaves out. max_tokens is not
-        # among them: where a request has none, `process` takes the smaller of the model's default
-        # and the room in the context.
+        # The model's sampling defaults for fields that a request leaves out; without max_tokens,
+        # for which `process` takes the smaller of the default and the room in the context.
         model = config.model
         self.default_params = hf.read_generation_defaults(
             spec, model.generation_config, model.override_generation_config
@@ -111,8 +109,8 @@ class Processor:
         params: SamplingParams | PoolingParams,
         options: RequestOptions = NO_OPTIONS,
     ) -> Prepared:
-        """Render, tokenise and validate. Only `check_structured_output`, which may take seconds, is
-        left to the caller.
+        """Render, tokenise and validate. The caller also has to call `check_structured_output`,
+        which may take seconds.
 
         Args:
             prompt: as the client sent it.
@@ -120,9 +118,9 @@ class Processor:
             options: how the request is served.
 
         Raises:
-            InvalidRequest: the model is for something else, a parameter is out of bounds, the
-                template refuses the chat, the form of the output cannot be held, or the prompt is
-                empty or not in the vocabulary.
+            InvalidRequest: the model has another task, a parameter is out of bounds, the template
+                refuses the chat, the structured output cannot be enforced, or the prompt is empty
+                or not in the vocabulary.
             ContextTooLong: prompt and max_tokens together exceed `max_model_len`.
         """
         if isinstance(params, PoolingParams):
@@ -148,7 +146,7 @@ class Processor:
         token_ids, was_cut = self._encode(prompt, marked, options.truncate_prompt_tokens, least)
         asked = self._complete(prompt, asked, expected, token_ids, least)
         marks.append(Mark("tokenised", now_ns()))
-        if options.truncate_prompt_tokens is not None:  # done; it may be too large for a message
+        if options.truncate_prompt_tokens is not None:  # done; may be too large for a message
             options = msgspec.structs.replace(options, truncate_prompt_tokens=None)
         if not isinstance(params, PoolingParams):
             params = msgspec.structs.replace(asked, **NO_TEXT)
@@ -160,8 +158,8 @@ class Processor:
         return Prepared(prompt=shown, params=asked, request=request, expected=expected, marks=marks)
 
     def fewest_tokens(self, prompt: Prompt, keep: int | None) -> int:
-        """How many token ids `process` makes of a prompt, at least, if it takes it; a chat template
-        may leave much out. `keep` is `truncate_prompt_tokens`.
+        """Lower bound of the tokens of a prompt, if `process` accepts it. For chats only messages
+        of users count, as templates may drop others. `keep` is `truncate_prompt_tokens`.
         """
         match prompt.content:
             case list(token_ids):
@@ -178,13 +176,13 @@ class Processor:
                 found = 0
         limits = (prompt.keep_first, prompt.keep_last, keep and max(keep, 1))
         known = [limit for limit in limits if limit is not None]
-        return min(found, self.max_model_len, *known)  # more than that `process` refuses by itself
+        return min(found, self.max_model_len, *known)  # `process` refuses more than that
 
     def check_structured_output(self, prepared: Prepared) -> None:
-        """Block until the requested form of output is known to be possible.
+        """Block until the grammar of a structured output has been checked.
 
         Raises:
-            InvalidRequest: it is not.
+            InvalidRequest: it cannot be compiled.
             Overloaded: see `GrammarChecker.check`.
         """
         if prepared.params.structured_output is not None:
@@ -194,12 +192,12 @@ class Processor:
         """The text to tokenise, or the token ids of a prompt given as such.
 
         Raises:
-            InvalidRequest: see `ChatTemplate.render`, or the model has no way to write a suffix.
+            InvalidRequest: see `ChatTemplate.render`; or the model has no fill-in-the-middle.
         """
         content = prompt.content
         if isinstance(content, Chat):
             return self.chat_template.render(content)
-        assert not isinstance(content, Pair), "`process` has made token ids of it"
+        assert not isinstance(content, Pair), "`process` makes token ids of pairs first"
         if isinstance(content, str):
             content = self.pooling.prompt(prompt.prompt_name) + content
         if not prompt.suffix or not isinstance(content, str):
@@ -222,8 +220,10 @@ class Processor:
         return self._token_ids(prompt, self.render(prompt))
 
     def reasoning_tags(self, prompt_token_ids: list[int] | None) -> ReasoningTags:
-        """How the engine follows the reasoning of the answer to a prompt; None for one that begins
-        inside it.
+        """The tokens by which the engine recognises reasoning.
+
+        Args:
+            prompt_token_ids: show whether the output begins inside the reasoning; None: it does.
 
         Raises:
             InvalidRequest: the model does not reason, or its tags are not one token each.
@@ -247,10 +247,10 @@ class Processor:
         return ReasoningTags(end_id, None if last_tag == start_id else start_id)
 
     def check_logprobs(self, name: str, num_logprobs: int) -> None:
-        """Check that a request's field asks for as many candidates as it may.
+        """Check a number of log-probabilities against --max-logprobs; `name` is the field.
 
         Raises:
-            InvalidRequest: it asks for more.
+            InvalidRequest: it is too high.
         """
         most = self.config.model.max_logprobs
         if num_logprobs > (MAX_CANDIDATES if most < 0 else most):
@@ -259,7 +259,7 @@ class Processor:
             )
 
     def check_sums(self) -> None:
-        """Raise InvalidRequest where the engine tells logits, which do not add up."""
+        """Raise InvalidRequest if logprobs are in fact logits, whose sums mean nothing."""
         mode = self.config.model.logprobs_mode
         if mode.endswith("logits"):
             raise InvalidRequest(f"not possible with --logprobs-mode {mode}: it takes logprobs")
@@ -281,7 +281,7 @@ class Processor:
     def _complete_pooling(
         self, prompt: Prompt, params: PoolingParams, options: RequestOptions
     ) -> tuple[Prompt, PoolingParams]:
-        """With what the model's files say. Two texts become token ids."""
+        """Fill in the defaults of the model's files, and tokenise a pair of texts."""
         params, pair = self.pooling.complete(params), prompt.content
         if self.pooling.score_tokens and not isinstance(pair, list):
             return score_template.chat_of(prompt, self.pooling, self.tokenizer, options), params
@@ -340,9 +340,7 @@ class Processor:
 
     @property
     def _max_chars(self) -> int:
-        """Tokenising costs a second per few megabytes: what cannot fit, whatever its tokens, is not
-        even tried.
-        """
+        """Longer texts cannot fit: refused before tokenising, which takes a second for a few MB."""
         return self.max_model_len * self.tokenizer.longest_token
 
     def _no_room(self, num_tokens: int, least: int, param: str) -> ContextTooLong:
@@ -383,7 +381,7 @@ class Processor:
         return token_ids
 
     def _beginning(self, token_ids: list[int], limit: int) -> list[int]:
-        """The first tokens, and the special tokens that the tokenizer appends."""
+        """Truncate at the end, but keep the special tokens that the tokenizer appends."""
         if len(token_ids) <= limit:
             return token_ids
         num_last = 0
@@ -392,7 +390,7 @@ class Processor:
         return token_ids[: limit - num_last] + token_ids[len(token_ids) - num_last :]
 
     def _end(self, token_ids: list[int], limit: int) -> list[int]:
-        """The last tokens, and the first one where an encoder's vector may be that of it."""
+        """Truncate at the beginning; an encoder keeps its first token, which may be pooled."""
         if len(token_ids) <= limit or self.pooling.is_causal:
             return token_ids[-limit:]
         return [token_ids[0], *token_ids[len(token_ids) - limit + 1 :]]
@@ -405,8 +403,8 @@ class Processor:
         token_ids: list[int],
         least: int,
     ) -> SamplingParams:
-        """`params` with what follows from the prompt and the model; checks that the request fits
-        into the context.
+        """`params` with the defaults that depend on prompt and model; checks that the request fits
+        in the context.
         """
         for name in ("logprobs", "prompt_logprobs"):
             if (num_logprobs := getattr(params, name)) is not None:
@@ -429,8 +427,7 @@ class Processor:
             "structured_output": expected.structured_output,
         }
         if params.seed is None and not params.is_greedy:
-            # Different for every request and API server, yet the same in every run of a server with
-            # this --seed.
+            # Different for every request and API server, but reproducible with the same --seed.
             root = f"{self.config.model.seed}/{self.client}/{next(self._ordinal)}"
             filled["seed"] = random.Random(root).getrandbits(63)
         for field, source in bounds.made_of(SamplingParams).items():
@@ -442,7 +439,7 @@ class Processor:
         if params.thinking_token_budget is not None and params.reasoning_tags is None:
             filled |= self._limit_reasoning(prompt, expected, token_ids)
         completed = msgspec.structs.replace(params, **filled)
-        if any(isinstance(value, list) for value in filled.values()):  # they have become longer
+        if any(isinstance(value, list) for value in filled.values()):  # longer than checked before
             completed.verify(self.spec.vocab_size)
         return completed
 
@@ -451,13 +448,13 @@ class Processor:
     ) -> dict[str, Any]:
         if not isinstance(prompt.content, Chat):
             return {"reasoning_tags": self.reasoning_tags(token_ids)}
-        # Tags in its messages say nothing of the answer.
+        # In chats only the prompt's end counts: messages may contain tags.
         tags = self.reasoning_tags(None if expected.is_reasoning else [])
         off = {} if expected.reasoning_parser else {"thinking_token_budget": None}
         return {"reasoning_tags": tags, **off}
 
     def _encode_each(self, texts: list[str]) -> list[list[int]]:
-        """Each text as it is written after a space and without one."""
+        """Token ids of each text, with and without a space before it."""
         variants = [variant for text in texts for variant in (text, f" {text.lstrip()}")]
         encoded = dict.fromkeys(tuple(self.tokenizer.encode(text, False)) for text in variants)
         return [[*token_ids] for token_ids in encoded]

@@ -1,4 +1,4 @@
-"""What a client gives the model to go on with, in no API's shape: text, token ids or a chat."""
+"""Prompt: text, token ids, a chat or a pair of texts, independent of the API that it came by."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-OBJECT_SIZE = 64  # what a message takes besides its text, in characters
-MANY = 1 << 16  # characters; no more of a chat are counted
+OBJECT_SIZE = 64  # fixed cost of a message, in characters
+MANY = 1 << 16  # characters at which counting a chat stops
 
 
 class ToolOptions(msgspec.Struct, frozen=True):
@@ -25,7 +25,7 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
     tool_options: ToolOptions | None = None  # None: the model sees no tools
     add_generation_prompt: bool = True  # end with the beginning of an assistant message
-    continue_final_message: bool = False  # end inside the last message: the model goes on with it
+    continue_final_message: bool = False  # end inside the last message, which the model continues
     chat_template_kwargs: dict[str, Any] = {}  # variables for the template: enable_thinking, ...
 
     @property
@@ -43,7 +43,7 @@ class SharedText(msgspec.Struct):
     """The first text of many pairs, which is tokenised once."""
 
     text: str
-    token_ids: list[int] | None = None  # once it is
+    token_ids: list[int] | None = None  # None: not yet
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -59,18 +59,18 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt of a request."""
 
     content: str | list[int] | Chat | Pair
-    request_id: str = ""  # unique among those running; not needed to count tokens
+    request_id: str = ""  # unique among those running; may be empty if it is only tokenised
     param: str = "prompt"  # the field of the request that holds it, for errors
-    add_special_tokens: bool = True  # let the tokenizer add e.g. BOS to a text
-    suffix: str | None = None  # what comes after the text that the model is to write
-    keep_first: int | None = None  # tokens; cuts the end off
-    keep_last: int | None = None  # tokens; cuts the beginning off
-    # What the model's files let a text begin with, by its name there; None: their default.
+    add_special_tokens: bool = True  # e.g. BOS
+    suffix: str | None = None  # text after the one that the model is to write
+    keep_first: int | None = None  # tokens; truncates the end
+    keep_last: int | None = None  # tokens; truncates the beginning
+    # Name of a prefix for texts in the model's files (sentence-transformers); None: the default.
     prompt_name: str | None = None
 
     @property
     def num_chars(self) -> int:
-        """About how much there is to render and to tokenise; of a large chat, that it is much."""
+        """Estimate of the text to render and tokenise; for chats at most about MANY."""
         if isinstance(self.content, Pair):
             return len(self.content.first.text) + len(self.content.second)
         if not isinstance(self.content, Chat):

@@ -1,4 +1,4 @@
-"""Recovery: open requests outlive their engine, except the one that engines die of."""
+"""Recovery: resends open requests when an engine is restarted, but not the one that crashes it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from servd.tracing import Mark, now_ns
 class Recovery:
     """Sends open requests, with their tokens so far, to the engine that replaces a dead one.
 
-    Requests whose prompts an engine was computing when it died, and that got no token since the
-    death before, are suspects: they are sent after all others, newest first and one at a time, so
-    that the one being tried and computed when an engine dies is at fault.
+    Requests whose prompts were being computed at a crash, and that have got no token since the
+    crash before it, are suspects: they are sent after all others, newest first and one at a time,
+    so that at the next crash the one being tried is at fault.
 
-    Where other engines serve, all but those whose prompts it computed, which others might die of as
-    well, need not wait for the next one: see `movable`.
+    With several engines, requests that cannot have caused the crash need not wait for the restart:
+    see `movable`.
 
     Attributes:
-        is_restarting: the engine has died and there is none to send to yet.
-        is_trying: a suspect runs or is still to be sent.
+        is_restarting: the engine has died, and the next one is not ready.
+        is_trying: a suspect runs, or is still to be sent.
     """
 
     client: EngineCoreClient  # the channel to the engine
@@ -36,21 +36,21 @@ class Recovery:
     def __post_init__(self) -> None:
         self.is_restarting = False
         self.is_trying = False
-        self._at_death: dict[str, int] = {}  # tokens of open requests when the last engine died
-        self._computing: set[str] = set()  # whose prompts the last engine may have died of
+        self._at_death: dict[str, int] = {}  # output tokens of open requests at the last crash
+        self._computing: set[str] = set()  # requests whose prompts were computed at the last crash
         self._untried: list[str] = []
-        self._tried: str | None = None  # sent, but without a token since
+        self._tried: str | None = None  # suspect that was sent, and has got no token since
 
     def engine_died(self, incarnation: int, computing: Iterable[str]) -> str | None:
         """Attach to the next engine. Returns the request at fault, if that is known.
 
         Args:
             incarnation: of the next engine.
-            computing: engine ids whose prompts the dead one computed at its end.
+            computing: engine ids of the prompts that were being computed at the crash.
         """
         had_all, self.is_restarting = not self.is_restarting, True
         self.client.follow(incarnation)
-        if not had_all:  # it died before it got the requests
+        if not had_all:  # it died before the requests were resent
             return None
         num_tokens, engine_ids = self.num_tokens(), {*computing}
         self._computing = {
@@ -71,7 +71,7 @@ class Recovery:
         return guilty
 
     def engine_ready(self) -> None:
-        """Send what is open, if the engine replaces a dead one."""
+        """Resend the open requests, if the engine replaces a dead one."""
         if not self.is_restarting:
             return
         self.is_restarting = False
@@ -101,8 +101,8 @@ class Recovery:
         }
 
     def movable(self) -> list[str]:
-        """Requests that another engine can have while this one restarts: those that did not ask for
-        this one, and that it cannot have died of.
+        """Requests that may move to another engine while this one restarts: those that did not ask
+        for this engine, and that cannot have crashed it.
         """
         if not self.is_restarting:
             return []

@@ -1,4 +1,4 @@
-"""Running: a prompt in the engine, and the stream on which the deltas of its choices go out."""
+"""Running: a prompt in the engine; DeltaStream: the deltas of its choices on their way out."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from servd.api.timeline import Timeline
 from servd.errors import ServdError
 from servd.outputs import CompletionOutput
 
-MAX_TAKEN = 8  # deltas between two turns of a consumer: to write one takes some 50 us
+MAX_TAKEN = 8  # deltas that a consumer gets in one turn; writing one takes some 50 us
 
 
 @dataclass(slots=True)
 class DeltaStream:
     """Deltas between the engine's channel and one consumer.
 
-    What waits for a slow consumer is merged, so a queue never grows and the consumer catches up in
-    one step.
+    Deltas of a choice that wait for a slow consumer are merged, so the queue is bounded.
 
     Args:
         loop: gives the consumer its turns.
         owner: of the request.
-        in_pieces: wake the consumer at every delta; else only at the last one of a choice.
+        in_pieces: wake the consumer for every delta; else only for the last one of a choice.
     """
 
     loop: FairLoop
@@ -42,11 +41,11 @@ class DeltaStream:
     _waiting: dict[int, CompletionOutput] = field(default_factory=dict)  # by choice, merged
     _failure: ServdError | None = None
     _woken: asyncio.Future[None] | None = None  # while the consumer waits
-    _is_rest: bool = False  # it has left some
+    _is_rest: bool = False  # the consumer has left some
 
     def put(self, delta: CompletionOutput) -> None:
         """Add a delta; after a failure it is dropped."""
-        if self._failure is not None:  # an engine that goes on would hold the failure back
+        if self._failure is not None:  # the failure is raised once no deltas wait
             return
         earlier = self._waiting.get(delta.index)
         if earlier is None:
@@ -62,9 +61,7 @@ class DeltaStream:
         self._wake()
 
     async def take(self) -> Iterable[CompletionOutput]:
-        """Wait for deltas, and take a few; a failure is raised once all deltas that came before it
-        are taken.
-        """
+        """Wait for deltas, and take a few; a failure is raised after the deltas before it."""
         if self._is_rest:
             await self.loop.turn(self.owner)
         elif not self._waiting and self._failure is None:
@@ -90,7 +87,7 @@ class Running(msgspec.Struct):
     prepared: Prepared
     timeline: Timeline
     stream: DeltaStream
-    first: int  # index in the stream of its first choice
+    first: int  # index of its first choice in the stream
     choices: list[ChoiceTimes]
     is_counted: bool  # in the metrics
     sent_ns: int
@@ -98,8 +95,8 @@ class Running(msgspec.Struct):
     outputs: list[array[int]] = []  # tokens of each choice so far
 
     def unfinished(self) -> Unfinished:
-        """What shows whether the engine makes progress on it."""
+        """Its state for /health, which detects an engine that makes no progress."""
         has_begun = bool(self.choices[0].marks)
-        # A new grammar is compiled before there is a step.
+        # Before its first step a structured output waits for its grammar.
         is_due = has_begun or self.prepared.params.structured_output is None
         return Unfinished(self.sent_ns, self.choices[0].num_prompt_tokens, has_begun, is_due)

@@ -1,4 +1,4 @@
-"""The API-server process: event loop, listening socket, uvicorn, draining, the end."""
+"""The API-server process: event loop, listening socket, uvicorn, draining, shutdown."""
 
 from __future__ import annotations
 
@@ -53,31 +53,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("servd.api")
 
-FORCED_EXIT = 1  # seconds between the error frames of cut streams and the end of the process
-TICK = 0.1  # seconds between two looks of uvicorn at its server
-LONG_LAG = 0.1  # seconds for which the event loop may be late without a warning
-LAG_WARNING_INTERVAL = 10.0  # seconds between two warnings
-OTHER_FILES = 128  # descriptors that are no connection, and room for those being closed
-LAST_FRAMES = 0.5  # the most, after a second signal
+FORCED_EXIT = 1  # seconds from the error frames of cut streams to the end of the process
+TICK = 0.1  # seconds between uvicorn's calls of `on_tick`
+LONG_LAG = 0.1  # seconds that the event loop may be late without a warning
+LAG_WARNING_INTERVAL = 10.0  # seconds between warnings
+OTHER_FILES = 128  # descriptors reserved for other things than connections
+LAST_FRAMES = 0.5  # seconds for the last frames of streams, at most
 CLOSE = (b"connection", b"close")
 
-reloads: SimpleQueue[Config] = SimpleQueue()  # that the parent has sent, and nobody has taken over
+reloads: SimpleQueue[Config] = SimpleQueue()  # sent by the parent, and not applied yet
 
 
 @dataclass(eq=False)
 class LoopLag:
-    """How late the event loop is, by a timer that runs anyway.
-
-    What holds up the loop holds up every request of this process: no work may take long on it.
-    """
+    """Measures how late the event loop is, as that delays every request of the process."""
 
     metrics: Metrics
-    last: float = math.inf  # the first sample has none before it
+    last: float = math.inf  # time of the last sample
     worst: float = 0.0  # seconds, since the last warning
     next_warning: float = 0.0
 
     def sample(self) -> None:
-        """Called TICK seconds after the last time, plus the lag."""
+        """Called every TICK seconds, plus the lag."""
         now = time.monotonic()
         lag = max(now - self.last - TICK, 0.0)
         self.last = now
@@ -89,7 +86,7 @@ class LoopLag:
 
 
 class Server(uvicorn.Server):
-    """uvicorn that drains on SIGTERM, cuts the rest with an error, and ends with the engine."""
+    """uvicorn that drains on SIGTERM, fails what is left, and ends when the engine is dead."""
 
     def __init__(
         self,
@@ -103,7 +100,7 @@ class Server(uvicorn.Server):
         self.context = context
         self.start_message = start
         self.has_announced = False
-        self.next_line = math.inf  # seconds left when the next one on draining is due
+        self.next_line = math.inf  # seconds left at which the next line about draining is logged
         self.lag = LoopLag(async_llm.metrics)
         self.admission = async_llm.admission
         self.admission.hands_over = start.hands_over
@@ -126,8 +123,8 @@ class Server(uvicorn.Server):
         if self.async_llm.is_ready and not self.has_announced:
             self.has_announced = True
             gc.collect()
-            gc.freeze()  # modules, routes and tokenizer live for ever
-            self.lag = LoopLag(self.async_llm.metrics)  # this held up nobody yet
+            gc.freeze()  # modules, routes and tokenizer stay
+            self.lag = LoopLag(self.async_llm.metrics)  # not to warn about this
             if self.start_message.url:
                 logger.info("ready at %s", self.start_message.url)
                 tell_systemd("READY=1")
@@ -137,8 +134,8 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter) or is_over
 
     def has_drained(self) -> bool:
-        """Whether the server is to exit and nothing is open, or time is up. Until then it
-        answers newcomers with 503; what remains is logged each second.
+        """Whether the server was told to exit, and nothing is open or time is up. Until then new
+        requests get a 503, and the number of open ones is logged each second.
         """
         if (end := self.admission.drained_at) is None:
             return False
@@ -156,8 +153,8 @@ class Server(uvicorn.Server):
         return False
 
     def leave_port(self) -> None:
-        """Leave new connections to the server that accepts from the same socket, and have the
-        clients of old ones turn to it.
+        """Leave new connections to another server on the same socket, and close old ones after
+        their next response.
         """
         for server in self.servers:
             server.close()
@@ -167,13 +164,13 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and fail what is still open."""
-        if not isinstance(self.async_llm.status, EngineDead):  # else they know already
+        if not isinstance(self.async_llm.status, EngineDead):  # else they have failed already
             reason = "was told to stop at once" if self.force_exit else "is shutting down"
             self.async_llm.fail(ShuttingDown(f"the server {reason}"))
         await super().shutdown(sockets)
         if remaining := self.server_state.tasks | self.background_tasks():
             await asyncio.wait(remaining, timeout=LAST_FRAMES)
-        for task in self.background_tasks():  # the engine is out of reach afterwards
+        for task in self.background_tasks():
             task.cancel()
             await asyncio.wait([task])
 
@@ -199,20 +196,19 @@ class Server(uvicorn.Server):
 
 
 def tell_systemd(state: str) -> None:
-    """See sd_notify(3); nothing where nobody wants to know."""
+    """See sd_notify(3); does nothing without NOTIFY_SOCKET."""
     if path := os.environ.get("NOTIFY_SOCKET"):
         address = f"\0{path[1:]}" if path[0] == "@" else path
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
                 channel.sendto(state.encode(), address)
-        except OSError as error:  # it may be that of a service which started a shell long ago
+        except OSError as error:  # e.g. inherited from another service
             logger.warning("NOTIFY_SOCKET=%s: %s", path, error.strerror or error)
 
 
 def within_file_limit(config: ServerConfig) -> ServerConfig:
-    """`config` with no more connections than this process may open files.
-
-    `accept` would fail beyond, for every client alike.
+    """`config` with at most as many connections as this process may open files, beyond which
+    `accept` would fail.
     """
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     possible = max(allowed - OTHER_FILES, 1)
@@ -232,7 +228,7 @@ def spans_of(options: ObservabilityConfig) -> Spans | None:
 
 
 def background(context: Context) -> Iterator[Coroutine[Any, Any, None]]:
-    """What runs beside the server."""
+    """Background tasks of the server."""
     if context.batches is not None:
         yield context.batches.run()
     if files := context.config.cache.pin_prefix:
@@ -288,7 +284,7 @@ async def serve(start: StartAPIServer) -> int:
     await siblings.listen(Path(start.ipc_dir, f"api-{start.client}"))
     while start.waits and isinstance(async_llm.status, EngineStatus):
         server.heartbeat.beat()
-        await asyncio.sleep(TICK)  # another server answers meanwhile
+        await asyncio.sleep(TICK)  # another server accepts connections meanwhile
     await server.serve(sockets=[listener])
     for task in work:
         task.cancel()

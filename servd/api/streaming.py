@@ -1,4 +1,4 @@
-"""Server-sent events, and work that ends when its client leaves."""
+"""EventStream: server-sent events; while_connected: cancels work when its client disconnects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from servd.api.protocol.errors import ErrorReply, error_reply
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients skip it, proxies see life
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients ignore and proxies count as activity
 
 
 def event(payload: bytes) -> bytes:
@@ -23,10 +23,10 @@ def event(payload: bytes) -> bytes:
 
 @asynccontextmanager
 async def while_connected(receive: Receive) -> AsyncIterator[None]:
-    """Cancel the block when the client leaves. The body of the request must have been read.
+    """Cancel the block when the client disconnects. The request's body must have been read.
 
     Raises:
-        ClientDisconnect: the client left first.
+        ClientDisconnect: the client disconnected before the end of the block.
     """
     task, has_left = asyncio.current_task(), False
     assert task is not None
@@ -50,20 +50,20 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
 
 
 class EventStream(Response):
-    """Sends frames as they are made, a comment while there are none, and an end; stops when the
-    client leaves.
+    """Sends frames as they are made, keep-alive frames while there are none, and a last frame;
+    stops when the client disconnects.
 
-    The status line goes out with the first frame, so what fails before it is still an HTTP error;
-    what fails later becomes an error frame.
+    The status line is sent with the first frame: an error before it is still an HTTP error, a later
+    one becomes an error frame.
 
     Args:
         frames: closed in any case.
-        request_id: the request's, for errors.
+        request_id: for errors.
         keep_alive: seconds without a frame after which `keep_alive_frame` is sent.
-        headers: the response's.
-        keep_alive_frame: what is sent while there is no frame.
-        end: what comes after the last frame.
-        error_frame: makes the frame of an error out of what else would have been the response.
+        headers: of the response.
+        keep_alive_frame: sent while there is no frame.
+        end: sent after the last frame.
+        error_frame: frames an error response.
     """
 
     media_type = "text/event-stream"
@@ -112,7 +112,7 @@ class EventStream(Response):
 
 
 class _Writer:
-    """The sending half of one stream. Two tasks write: of its frames, and to keep it alive."""
+    """Sends one stream. Two tasks write: one its frames, the other keep-alive frames."""
 
     def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self.send = send
@@ -138,7 +138,7 @@ class _Writer:
             idle = self.now() - self.last_write
             if idle < interval:
                 await asyncio.sleep(interval - idle)
-            elif self.lock.locked():  # the client does not read what is already there
+            elif self.lock.locked():  # a write waits for the client
                 await asyncio.sleep(interval)
             else:
                 await self.write(keep_alive_frame)

@@ -1,8 +1,7 @@
-"""Text to token ids and back, with the `tokenizers` library alone.
+"""Tokenizer: text to token ids and back, with the `tokenizers` library alone.
 
-One currency for output: every token stands for exact bytes, and text is those bytes read as UTF-8.
-So streamed text, logprobs and whole-text decoding cannot disagree, whatever the tokenizer's decoder
-does internally.
+Every token stands for exact bytes, and the output text is those bytes read as UTF-8. So streamed
+text, logprobs and whole-text decoding cannot disagree, whatever the tokenizer's decoder does.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Tokenizer:
     Args:
         backend: the loaded tokenizer; its truncation and padding are switched off.
         config: tokenizer_config.json.
-        folder: where it came from; "" for the byte tokenizer.
+        folder: of the tokenizer's files; "" for the byte tokenizer.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], folder: str) -> None:
@@ -46,11 +45,11 @@ class Tokenizer:
         decoder = backend.decoder.__getstate__().decode() if backend.decoder else ""
         self._is_byte_level = '"ByteLevel"' in decoder
         self._has_byte_fallback = '"ByteFallback"' in decoder
-        # Tokens that give a token under test a left neighbour, so that its own leading space shows.
+        # Tokens before a token whose text is wanted, as decoders drop a leading space.
         self._context = self.encode(" a", add_special_tokens=False)
         self._context_text = backend.decode(self._context, skip_special_tokens=False)
         self._bytes = _Table(self._make_bytes)
-        # Special tokens that are visible -> table without the others.
+        # Visible special tokens -> table without the other special tokens.
         self._tables: dict[frozenset[int], _Table] = {}
         first = self._context[:1]
         text = "".join(self.token_string(i) for i in first)
@@ -71,8 +70,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str, trust_remote_code: bool = False) -> Tokenizer:
-        """Read tokenizer.json and tokenizer_config.json; without tokenizer.json, convert what is
-        there, once.
+        """Read tokenizer.json and tokenizer_config.json; without the former, convert the slow
+        tokenizer's files, once.
 
         Raises:
             ModelNotFound: there is no tokenizer, or it is broken or cannot be converted.
@@ -127,13 +126,13 @@ class Tokenizer:
         limit: int | None,
     ) -> tuple[list[int], int]:
         """Token ids of two texts with the special tokens around them, and where the second begins;
-        0 if the tokenizer does not tell them apart.
+        0 if the tokenizer has no token types.
 
         Args:
-            first: as `encode` makes it without special tokens.
+            first: from `encode`, without special tokens.
             second: the same.
-            keep: tokens after which each is cut off.
-            limit: of all tokens; beyond it the longer text is cut off, as `tokenizers` does it.
+            keep: tokens to which each is truncated.
+            limit: of all tokens; beyond it the longer text is truncated, as `tokenizers` does.
         """
         head, middle, tail, has_types = self._around_pairs
         first, second = list(first[: keep[0]]), list(second[: keep[1]])
@@ -151,8 +150,9 @@ class Tokenizer:
 
     @cached_property
     def _around_pairs(self) -> tuple[list[int], list[int], list[int], bool]:
-        """Special tokens before, between and after two texts, and whether types tell them apart.
-        (`Encoding.truncate` keeps what it cuts off, and `post_process` joins all of that.)
+        """Special tokens before, between and after two texts, and whether there are token types.
+
+        Not by `Encoding.truncate`, which keeps what it cuts off, for `post_process` to join.
         """
         one, two = (self._backend.encode(text, add_special_tokens=False) for text in "ab")
         pair = self._backend.post_process(one, pair=two)
@@ -162,7 +162,7 @@ class Tokenizer:
         return pair.ids[:begin], pair.ids[middle], pair.ids[end:], 1 in pair.type_ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written out in it count as such.
+        """Token ids of `text`, in which special tokens may be written out.
 
         Args:
             text: any string.
@@ -170,12 +170,11 @@ class Tokenizer:
                 which have it.
 
         Raises:
-            InvalidRequest: `text` holds half of a surrogate pair, so it is not Unicode text.
+            InvalidRequest: `text` contains a lone surrogate, so it is not Unicode text.
         """
         try:
-            if (
-                len(text) > MAX_HELD_CHARS
-            ):  # `encode` would hold the interpreter's lock, and with it all other requests
+            # `encode` holds the interpreter's lock, which would block all other requests.
+            if len(text) > MAX_HELD_CHARS:
                 encode = self._backend.encode_batch_fast
                 return encode([text], add_special_tokens=add_special_tokens)[0].ids
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -193,8 +192,8 @@ class Tokenizer:
     def byte_table(
         self, skip_special_tokens: bool = True, visible_ids: frozenset[int] = frozenset()
     ) -> Mapping[int, bytes]:
-        """The bytes of every token id: none for an id that is no token and, with
-        `skip_special_tokens`, for special tokens other than `visible_ids`.
+        """The bytes of every token id: b"" for unknown ids and, with `skip_special_tokens`, for
+        special tokens other than `visible_ids`.
         """
         if not skip_special_tokens:
             return self._bytes
@@ -205,15 +204,15 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Most characters that one token stands for. Where unknown words are one, and spaces none,
-        there is no bound, but what a token may fairly take.
+        """Most characters of one token. A tokenizer that drops text, such as unknown words, has no
+        such bound: MAX_WORD_CHARS is assumed.
         """
         longest = max(len(self._backend.id_to_token(i) or "") for i in range(self.vocab_size))
         return longest if self.keeps_all_text else max(longest, MAX_WORD_CHARS)
 
     @property
     def keeps_all_text(self) -> bool:
-        """Whether every character is in its tokens, as there are some for all bytes."""
+        """Whether no text is lost, as there are tokens for all bytes."""
         return self._is_byte_level or self._has_byte_fallback
 
     def token_id(self, token: str) -> int | None:
@@ -221,11 +220,11 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes that a token adds to the text; may be a part of a character."""
+        """The exact bytes of a token, possibly an incomplete character."""
         return self._bytes[token_id]
 
     def token_string(self, token_id: int) -> str:
-        """`token_bytes` as text; a part of a character shows as U+FFFD."""
+        """`token_bytes` as text; an incomplete character becomes U+FFFD."""
         return self._bytes[token_id].decode("utf8", "replace")
 
     def _make_bytes(self, token_id: int) -> bytes:
@@ -242,7 +241,7 @@ class Tokenizer:
 
 
 class _Table(dict[int, bytes]):
-    """Token bytes, made when first needed: a large vocabulary costs memory and time."""
+    """Token bytes, made when first needed, as a large vocabulary takes memory and time."""
 
     def __init__(self, make: Callable[[int], bytes]) -> None:
         super().__init__()

@@ -109,7 +109,7 @@ class Engine:
     def __init__(
         self, config: Config, worker: WorkerReady, max_model_len: int, costs: Costs, clock: Clock
     ) -> None:
-        kv_cache = groups.load(config, worker)
+        kv_cache = groups.make_manager(config, worker)
         self.scheduler = Scheduler(config.scheduler, max_model_len, kv_cache)
         self.costs, self.clock = costs, clock
         self.copy_ns = costs.copied_byte * worker.kv_bytes_per_block

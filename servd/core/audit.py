@@ -10,10 +10,10 @@ from servd.messages import Audit, EngineAudit, EngineCoreOutputs
 
 
 def problems(engine: EngineCore) -> list[str]:
-    """What is wrong between two steps, in words; nothing, if all is well.
+    """Violated invariants between two steps, as text.
 
-    Blocks are owned exactly as often as the requests say and are never both free and owned; each
-    slot has one request or is free; each request runs or waits; without work nothing is kept.
+    Reference counts of blocks match the requests, and no block is both free and owned; each slot
+    has one request or is free; each request runs or waits; an idle engine owns nothing.
     """
     scheduler, pool = engine.scheduler, engine.scheduler.kv_cache.pool
     requests = scheduler.requests.values()
@@ -49,8 +49,8 @@ def problems(engine: EngineCore) -> list[str]:
 
 
 def audit(message: Audit, engine: EngineCore) -> list[EngineCoreOutputs | EngineAudit]:
-    """The answer to a client that asks between two steps. It may not have heard of one for long:
-    the present state comes first.
+    """The messages that answer a client's Audit: current statistics, as its own may be old, and
+    what was found.
     """
     stats = engine.scheduler.report(engine.grammars.num_waiting)
     requests = [*engine.scheduler.requests.values(), *engine.grammars.waiting()]

@@ -15,9 +15,8 @@ from servd.messages import Attach, FromEngine, ToEngine
 
 
 def identity(config: Config, spec: ModelSpec) -> str:
-    """What an engine and those who attach to it must have in common: servd's version, the model,
-    the tokenizer, what adapters may be and how many engines there are. In words that an error can
-    quote, with a fingerprint.
+    """What an engine and its clients must agree on, as text for error messages: servd's version,
+    and a fingerprint of the model, the tokenizer, LoRA limits and the number of engines.
     """
     folder = os.path.realpath(spec.folder) if spec.folder else "fake"
     lora = config.lora.num_places, config.lora.max_lora_rank
@@ -28,15 +27,13 @@ def identity(config: Config, spec: ModelSpec) -> str:
 
 
 def engine_dir(ipc_dir: str, rank: int) -> str:
-    """Folder of the sockets of an engine and its clients, one for each of --data-parallel-size: an
-    engine knows of no other.
-    """
+    """Folder of the sockets of one of the --data-parallel-size engines and its clients."""
     return os.path.join(ipc_dir, f"rank-{rank}") if rank else ipc_dir
 
 
 def engine_address(ipc_dir: str, incarnation: int) -> str:
-    """Where an engine listens. Each has an address of its own: what was sent to a dead one never
-    reaches the next.
+    """Where an engine listens. Every restart has its own address, so that a message to a dead
+    engine never reaches the next.
     """
     return address(ipc_dir, f"engine-{incarnation}" if incarnation else "engine")
 
@@ -62,8 +59,8 @@ class EngineCoreClient:
         self.send(Attach(self.client, self.inbox.at, self.identity))
 
     def follow(self, incarnation: int) -> None:
-        """Attach to the engine that takes the place of a dead one. What that one still said may
-        come after this, with its own incarnation.
+        """Attach to the engine that replaces a dead one. Messages of the dead one may still arrive
+        afterwards: they have its incarnation.
         """
         self.outbox.close()
         self._attach(incarnation)
@@ -77,7 +74,7 @@ class EngineCoreClient:
         return self.inbox.recv(timeout)
 
     def drain(self, most: int) -> list[FromEngine]:
-        """The messages that have arrived, up to so many; see `Inbox.drain`."""
+        """Up to `most` messages that have arrived; see `Inbox.drain`."""
         return self.inbox.drain(most)
 
     def fileno(self) -> int:

@@ -1,6 +1,4 @@
-"""Drafts: tokens that a request's next step verifies, from asking for them to what became of
-them.
-"""
+"""Drafts: draft tokens of requests, from asking the workers for them to counting acceptances."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""EngineCore: the step loop, and the handling of messages.
+"""EngineCore: the step loop, and the handling of clients' messages.
 
-Keep the common path ignorant: if a feature needs an `if <feature>` here, its design is discussed
-first.
+No feature is named here: one that seems to need an `if <feature>` needs another design.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ logger = logging.getLogger("servd.engine")
 
 
 class EngineCore:
-    """A Scheduler and an Executor, kept in step.
+    """Runs the step loop: the Scheduler decides each step, the Executor computes it on the workers.
 
     Args:
-        config: resolved.
-        spec: the model's.
+        config: resolved, see resolve.py.
+        spec: the architecture of the model.
         executor: started.
-        worker: what its `start` returned.
+        worker: what `executor.start` returned.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             config.scheduler,
             max_model_len,
-            groups.load(config, worker),
+            groups.make_manager(config, worker),
             speculative.num_speculative_tokens if speculative else 0,
             config.lora.max_loras,
         )
@@ -64,17 +63,15 @@ class EngineCore:
         self.in_flight: deque[PendingOutput] = deque()
         # Called with each step before it is launched.
         self.on_scheduled: Callable[[StepRecord], None] = lambda record: None
-        self.on_wait: Callable[[], None] = lambda: None  # where nothing can be computed just now
+        self.on_wait: Callable[[], None] = lambda: None  # called when no request can be computed
 
     def forget_workers(self) -> None:
-        """They are gone, while nothing ran, with all that they computed and were told."""
+        """Discard what the workers held: the KV cache and their rows. No step may be in flight."""
         self.scheduler.forget_workers()
         self.grammars.forget_rows()
 
     def connect(self, executor: Executor, worker: WorkerReady) -> None:
-        """Run on this executor from now on: the first one, or one in place of another that is gone
-        (see `forget_workers`).
-        """
+        """Use this executor: the first one, or after `forget_workers` the one that replaces it."""
         self.executor = executor
         lower = tiers.load(self.config, self.spec, worker, executor)
         self.scheduler.kv_cache.connect(lower)
@@ -85,9 +82,7 @@ class EngineCore:
         return self.scheduler.has_work
 
     def handle(self, message: ToEngine | Compiled) -> None:
-        """Take in one message from a client, or the news that `grammars.on_compiled` was called
-        with.
-        """
+        """Process a message from a client, or from `grammars.on_compiled`."""
         match message:
             case EngineCoreRequest():
                 for request in message.choices():
@@ -105,11 +100,10 @@ class EngineCore:
             case ResetPrefixCache():
                 self.scheduler.kv_cache.reset()
             case Attach() | Audit() | Sleep() | WakeUp():
-                pass  # for the process around it: outputs carry their client's number, and whether
-                # there is a model to run is not known here
+                pass  # EngineCoreProc handles these
 
     def _add(self, request: EngineCoreRequest, has_grammar: bool = False) -> None:
-        """One that should never have been sent fails alone: nobody else may suffer from it."""
+        """Add a request. A malformed one fails by itself: the engine and other requests go on."""
         try:
             if has_grammar or self.grammars.admit(request):
                 self.scheduler.add(request)
@@ -124,8 +118,8 @@ class EngineCore:
     def step(self) -> dict[int, EngineCoreOutputs]:
         """Schedule and launch a step, harvest the oldest one in flight; return outputs by client.
 
-        The scheduler counts optimistically and the workers keep the truth, so synchronous serving
-        is the same loop with depth 1.
+        Up to `depth` steps are in flight. The scheduler counts tokens before they are sampled, the
+        workers have the real ones: so synchronous serving is this loop with depth 1.
         """
         grammars = self.grammars
         idle = self.turns.idle(self.scheduler.running, grammars.choose_idle())
@@ -140,8 +134,8 @@ class EngineCore:
                 self._harvest()
             self.in_flight.append(self.executor.sample_tokens(grammars.bitmask()))
             record.launched_ns = now_ns()
-        # What only the background waits for leaves room in flight, but idles no stage: who comes is
-        # a step sooner.
+        # With nothing but background requests one step less is in flight, so that a new request
+        # starts a step earlier; but no pipeline stage may idle.
         num_stages = self.config.parallel.pipeline_parallel_size
         depth = max(self.depth - self.scheduler.is_background, num_stages)
         if self.in_flight and (scheduled is None or len(self.in_flight) >= depth):
@@ -151,6 +145,6 @@ class EngineCore:
         return self.scheduler.take_outputs(grammars.num_waiting)
 
     def _harvest(self) -> None:
-        """Take in the oldest step in flight."""
+        """Wait for the oldest step in flight, and update the requests with its output."""
         result = self.in_flight.popleft().result()
         self.scheduler.update_from_output(result, self.grammars.advance(result))

@@ -1,6 +1,4 @@
-"""EngineCoreProc: the engine process. Input thread, output thread, and a busy loop that blocks when
-idle.
-"""
+"""EngineCoreProc: the engine process: input thread, output thread, and the busy loop between."""
 
 from __future__ import annotations
 
@@ -61,15 +59,13 @@ from servd.tracing import FIRST_STEP, PATIENCE, Pace, StepRecord
 
 logger = logging.getLogger("servd.engine")
 
-STEPS_PER_LOOK = 256  # steps between two looks at how long they take, but for the FIRST_STEPS
+PACE_INTERVAL = 256  # steps between estimates of how long a step takes; each of the FIRST_STEPS
 FIRST_STEPS = 64
-IDLE = 1.0  # seconds without work after which the engine warms up for requests to come
+IDLE = 1.0  # seconds without work after which the engine prepares for later requests
 
 
 class StartupClock:
-    """Seconds of every start-up phase; they add up to the wall time since the user's command
-    began.
-    """
+    """Seconds of every start-up phase; their sum is the wall time since the command began."""
 
     def __init__(self, started_at: float) -> None:
         self.phase = "starting processes"
@@ -77,7 +73,7 @@ class StartupClock:
         self.seconds: dict[str, float] = {}
 
     def enter(self, phase: str) -> None:
-        """Close the running phase and begin another; nothing if it is the same."""
+        """Begin a phase, if it is not the current one."""
         if phase != self.phase:
             now = time.monotonic()
             self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self.since
@@ -85,13 +81,13 @@ class StartupClock:
 
 
 class ClientGone(msgspec.Struct):
-    """The process of an API server has ended without a word."""
+    """The process of an API server has died."""
 
     client: int
 
 
 class Attached(NamedTuple):
-    """A client and the way to it."""
+    """A client, and the socket to it."""
 
     client: Attach
     outbox: Outbox
@@ -118,14 +114,14 @@ class EngineCoreProc:
             target=self.guard, args=[self.send_outputs], name="output", daemon=True
         )
         self.executor: Executor | None = None
-        self.ready: EngineReady | None = None  # as last said
-        self.is_tired = False  # to sleep as soon as there is nothing to do
-        self.was_asleep = start.was_asleep  # and so is this one, when it is idle first
+        self.ready: EngineReady | None = None  # as last sent
+        self.wants_sleep = False  # to sleep as soon as there is nothing to do
+        self.was_asleep = start.was_asleep  # before a restart: sleeps again when it is first idle
         self.heartbeat = Heartbeat(start.heartbeat)
         self.pace = Pace()
 
     def run(self) -> None:
-        """Load the model, then serve until the process is to end."""
+        """Load the model, then serve until the process ends."""
         self.input_thread.start()
         self.output_thread.start()
         threading.Thread(target=self.beat, name="heartbeat", daemon=True).start()
@@ -133,27 +129,27 @@ class EngineCoreProc:
             engine = self.load()
             self.busy_loop(engine)
         except Exception as error:
-            # Clients get the kind of the failure; its details are for the log alone. What a
-            # ConfigError says, LLM raises again.
+            # Clients get the kind of the failure, the details are in the log. The text of a
+            # ConfigError is sent, as LLM raises it again.
             is_config = isinstance(error, ConfigError)
             reason = str(error) if is_config else f"the engine failed ({type(error).__name__})"
             self.outputs.put((None, EngineFailed(reason, is_config)))
             raise
         finally:
-            self.attaching.shutdown()  # whoever attaches just now must hear how it ended
+            self.attaching.shutdown()  # clients that are attaching get the last message, too
             self.outputs.put(None)
             self.output_thread.join(timeout=1)
             if self.executor is not None:
                 self.executor.shutdown()
 
     def beat(self) -> None:
-        """Heartbeat thread: as long as the process gets anywhere at all."""
+        """Heartbeat thread: shows that the process is not stopped or starved."""
         while True:
             self.heartbeat.beat()
             time.sleep(BEAT_INTERVAL)
 
     def progress(self, phase: str, fraction: float) -> None:
-        """Tell all clients where start-up stands."""
+        """Send the progress of start-up to all clients."""
         if phase != self.clock.phase:
             logger.info("%s", phase)
         self.clock.enter(phase)
@@ -186,26 +182,24 @@ class EngineCoreProc:
         return engine
 
     def busy_loop(self, engine: EngineCore) -> None:
-        """Take what has arrived, run a step, hand on its outputs. Without work: wait, using no
-        CPU.
-        """
+        """Process the messages that arrived, run a step, send its outputs. Blocks when idle."""
         while True:
             while not engine.has_work or not self.inputs.empty():
                 self.heartbeat.rest()
                 message = self.next_input(engine)
                 self.heartbeat.work(FIRST_STEP)
                 match message:
-                    case WorkerFailed(reason):  # or a thread, while no step was awaited
+                    case WorkerFailed(reason):  # a worker, or one of the threads here
                         raise EngineError(reason)
                     case Audit(client):
                         for each in audit(message, engine):
                             self.outputs.put((client, each))
                     case Sleep() | WakeUp():
-                        self.is_tired = isinstance(message, Sleep)
-                        if not self.is_tired:
+                        self.wants_sleep = isinstance(message, Sleep)
+                        if not self.wants_sleep:
                             self.wake_up(engine)
                     case ClientGone(client):
-                        engine.handle(all_of(client, engine))
+                        engine.handle(abort_all_of(client, engine))
                     case _:
                         engine.handle(message)
             self.wake_up(engine)
@@ -213,18 +207,18 @@ class EngineCoreProc:
                 self.outputs.put((client, outputs))
 
     def begin_step(self, engine: EngineCore, record: StepRecord) -> None:
-        """Show how long it may take."""
-        if record.step % STEPS_PER_LOOK == 0 or record.step < FIRST_STEPS:
+        """Tell the parent process how long the step may take before the engine counts as hung."""
+        if record.step % PACE_INTERVAL == 0 or record.step < FIRST_STEPS:
             self.pace = engine.scheduler.step_log.pace
         expected = self.pace.expected_seconds(record.num_tokens)
         self.heartbeat.work(self.start.config.server.engine_hang_timeout + PATIENCE * expected)
         self.heartbeat.compute(record.prefills)
 
     def next_input(self, engine: EngineCore) -> ToEngine | Compiled | WorkerFailed | ClientGone:
-        """Wait for a message; the first long wait is a good time for what would make requests
-        stutter, and a still longer one for sleep.
+        """Wait for a message. A first idle time is used to prepare for structured outputs, which
+        would delay requests later; a longer one puts the engine to sleep, if so configured.
         """
-        if self.is_tired and not engine.has_work and not engine.grammars.num_waiting:
+        if self.wants_sleep and not engine.has_work and not engine.grammars.num_waiting:
             self.sleep(engine)
         try:
             return self.inputs.get(timeout=IDLE)
@@ -239,18 +233,18 @@ class EngineCoreProc:
         return self.inputs.get()
 
     def start_executor(self, config: Config, progress: Progress) -> tuple[Executor, WorkerReady]:
-        """See the function of this name; from now on the collector ignores what this made."""
+        """See the function of this name. What it made is excluded from garbage collection."""
         self.executor, worker = start_executor(config, self.start.spec, progress)
         self.executor.on_failure = lambda reason: self.inputs.put(WorkerFailed(reason))
-        # What is older than a model that wakes up was looked at when it fell asleep: a tenth of a
-        # second, of the third that it takes to wake a small one.
+        # On waking, older objects were collected when it fell asleep: that saves 0.1 s of the 0.3 s
+        # that a small model takes to wake.
         gc.collect(2 if self.ready is None else 1)
         gc.freeze()
         return self.executor, worker
 
     def sleep(self, engine: EngineCore) -> None:
-        """Free what the model takes, while there is nothing to do."""
-        self.is_tired = self.was_asleep = False
+        """Free the memory of the model while there is nothing to do."""
+        self.wants_sleep = self.was_asleep = False
         if self.executor is None:
             return
         self.executor.shutdown()
@@ -259,20 +253,19 @@ class EngineCoreProc:
         ctypes.CDLL(None).malloc_trim(0)  # glibc would keep most of it
         logger.info("asleep: weights and KV cache are freed")
         self.say_asleep(True)
-        # For what is left in cycles, while another model is loaded.
         gc.unfreeze()
-        gc.collect()
-        gc.freeze()  # else the end of the process looks at all that is imported, for half a second
+        gc.collect()  # reference cycles of the model
+        gc.freeze()  # else the process takes 0.5 s more to exit
 
     def wake_up(self, engine: EngineCore) -> None:
-        """Load the model again, if it sleeps; messages wait meanwhile."""
+        """Load the model again, if the engine sleeps; messages wait meanwhile."""
         if self.executor is not None:
             return
         assert self.ready is not None
         self.heartbeat.rest()  # loading may take as long as it did at first
         self.heartbeat.sleep(False)
         started_at = time.monotonic()
-        known = self.ready.worker  # as many blocks as then: what is free now says other numbers
+        known = self.ready.worker  # as many blocks as before, whatever memory is free now
         memory = known.num_blocks * known.kv_bytes_per_block
         config = self.start.config.replace(kv_cache_memory=memory)
         executor, worker = self.start_executor(config, lambda phase, fraction: None)
@@ -282,16 +275,14 @@ class EngineCoreProc:
         self.say_asleep(False)
 
     def say_asleep(self, is_asleep: bool) -> None:
-        """Tell all clients, and those to come."""
+        """Tell all clients, present and future."""
         assert self.ready is not None
         self.ready = msgspec.structs.replace(self.ready, is_asleep=is_asleep)
         self.heartbeat.sleep(is_asleep)
         self.outputs.put((None, self.ready))
 
     def guard(self, work: Callable[[], None]) -> None:
-        """Run a thread's work; if it fails, so does the engine: otherwise every request would wait
-        for ever.
-        """
+        """Run a thread's work; if it fails, so does the engine, as requests would wait for ever."""
         try:
             work()
         except Exception as error:
@@ -307,7 +298,7 @@ class EngineCoreProc:
             self.receive(inbox)
 
     def receive(self, inbox: Inbox[ToEngine]) -> None:
-        """Hand on the next message. One that cannot be read concerns nobody but who sent it."""
+        """Queue the next message. One that cannot be decoded fails only the request in it."""
         try:
             message = inbox.recv()
         except UnreadableMessage as error:
@@ -322,9 +313,7 @@ class EngineCoreProc:
             self.inputs.put(message)
 
     def attach(self, client: Attach) -> None:
-        """Connect to a client. It may have died meanwhile, and nobody else waits until that is
-        certain.
-        """
+        """Connect to a client, in a thread: it may have died, which takes time to find out."""
         try:
             self.outputs.put(Attached(client, Outbox(client.inbox, must_exist=True)))
         except ConnectionError as error:
@@ -332,9 +321,9 @@ class EngineCoreProc:
             self.inputs.put(ClientGone(client.client))
 
     def send_outputs(self) -> None:
-        """Output thread: queue -> sockets. Encoding happens here, beside the busy loop."""
+        """Output thread: queue -> sockets. Messages are encoded here, not in the busy loop."""
         outboxes: dict[int, Outbox] = {}
-        latest: FromEngine | None = None  # what a client that attaches now must know
+        latest: FromEngine | None = None  # last message to all, for clients that attach later
         line = StatsLine()
         own = identity(self.start.config, self.start.spec)
         while (item := self.outputs.get()) is not None:
@@ -360,7 +349,7 @@ class EngineCoreProc:
             for receiver in [*outboxes] if client is None else [client]:
                 try:
                     outboxes[receiver].send(message)
-                except (ConnectionError, KeyError):  # now, or at an earlier message
+                except (ConnectionError, KeyError):  # KeyError: it broke at an earlier message
                     if outbox := outboxes.pop(receiver, None):
                         outbox.close()
                     self.inputs.put(ClientGone(receiver))
@@ -369,8 +358,8 @@ class EngineCoreProc:
 
 
 def rejection(unreadable: UnreadableMessage) -> tuple[int, EngineCoreOutputs] | None:
-    """The client and the errors that end what should have been an EngineCoreRequest; None if not
-    even that can be read of it.
+    """The client and the error outputs for an EngineCoreRequest that cannot be decoded; None if not
+    even its id and client can be.
     """
     try:
         message = msgspec.msgpack.decode(unreadable.data)
@@ -387,9 +376,9 @@ def rejection(unreadable: UnreadableMessage) -> tuple[int, EngineCoreOutputs] | 
     return client, EngineCoreOutputs(outputs)
 
 
-def all_of(client: int, engine: EngineCore) -> AbortRequests:
-    """What drops everything that runs or waits for a client. What still compiles is dropped at its
-    first output.
+def abort_all_of(client: int, engine: EngineCore) -> AbortRequests:
+    """Aborts all requests of a client that has died. Those that wait for a grammar are aborted when
+    their first output cannot be sent.
     """
     ids = [
         request.request_id
@@ -397,7 +386,8 @@ def all_of(client: int, engine: EngineCore) -> AbortRequests:
         if request.client == client
     ]
     if ids:
-        # A crash is its launcher's to report; told to end at once, its own aborts may come later.
+        # Not a warning: on a quick shutdown its own aborts may come later, and of a crash the
+        # parent process warns.
         logger.info("an API server has ended: %d requests aborted", len(ids))
     return AbortRequests(ids)
 
@@ -442,7 +432,7 @@ def main() -> None:
     faulthandler.register(SHOW_STACKS, all_threads=True)
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        # A second one would cut short the stopping of the workers.
+        # A second signal would interrupt the shutdown of the workers.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise SystemExit(0)
 

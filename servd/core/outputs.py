@@ -1,4 +1,4 @@
-"""Outputs: what the clients are told next, one message for each."""
+"""Outputs: the messages that the clients get next, one for each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from servd.tracing import Mark, now_ns
 
 
 class Outputs:
-    """What has come of the steps since the clients were told last."""
+    """Collects outputs until `take`."""
 
     def __init__(self) -> None:
         self._messages: dict[int, EngineCoreOutputs] = {}  # by client
@@ -19,23 +19,23 @@ class Outputs:
         return bool(self._messages)
 
     def report_to(self, client: int) -> EngineCoreOutputs:
-        """Let a client hear of the engine's new state, with no output beside. Its message."""
+        """Have a client told the engine's state, even without an output. Returns its message."""
         return self._messages.setdefault(client, EngineCoreOutputs([]))
 
     def add(self, client: int, output: EngineCoreOutput) -> None:
-        """Tell it what came of a request in a step."""
+        """Add an output of one of a client's requests."""
         self.report_to(client).outputs.append(output)
 
     def reject(self, request: EngineCoreRequest, error: str) -> None:
-        """Tell it that a request cannot run at all."""
+        """End a request that cannot run at all with an error."""
         marks = [*request.marks, Mark("queued", now_ns())]
         self.add(request.client, failure(request.request_id, marks, error))
 
-    def go_on(self, decoded: Mapping[int, dict[str, int]]) -> None:
-        """Tell clients of a token more of their requests, and of nothing else about these."""
+    def add_decoded(self, decoded: Mapping[int, dict[str, int]]) -> None:
+        """Add one token for each of these requests, by client and request id."""
         for client, tokens in decoded.items():
             message = self.report_to(client)
-            if message.outputs or message.decoded:  # what they have already comes before
+            if message.outputs or message.decoded:  # `decoded` is read before `outputs`
                 message.outputs += EngineCoreOutputs([], decoded=tokens).all_outputs
             else:
                 message.decoded = tokens

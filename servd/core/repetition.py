@@ -1,4 +1,4 @@
-"""Repetition: an output that ends in copies of one pattern, and will hardly end by itself."""
+"""RepetitionDetector: recognises an output that repeats one pattern and will hardly end itself."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from servd.params import RepetitionDetection
 
 
 class RepetitionDetector:
-    """Follows one output, token by token; the work per token is that of looking at
-    `max_pattern_size` tokens.
+    """Follows one output token by token, at a cost per token of O(max_pattern_size).
 
     Args:
         params: which patterns count, and how many copies.
@@ -16,11 +15,11 @@ class RepetitionDetector:
     def __init__(self, params: RepetitionDetection) -> None:
         self.sizes = range(max(params.min_pattern_size, 1), params.max_pattern_size + 1)
         self.min_count = params.min_count
-        # Size -> how many of the last tokens equal the one that far before them.
+        # Pattern size -> how many of the last tokens equal the token that far before them.
         self.runs: dict[int, int] = {}
 
     def append(self, token_ids: list[int], begin: int) -> bool:
-        """Take in the last of `token_ids`, of which the output is from index `begin` on.
+        """Process the last of `token_ids`, in which the output starts at index `begin`.
 
         Returns:
             Whether the output ends in `min_count` copies of a pattern.

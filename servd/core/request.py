@@ -1,4 +1,4 @@
-"""Request: one request inside the engine: its tokens, its counters, its place, and when it ends."""
+"""Request: the engine's state of one request: tokens, counters, blocks, and where it ends."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from servd.tracing import Mark, now_ns
 
 
 class RequestStatus(Enum):
-    """Where a request is."""
+    """Stages of a request."""
 
     WAITING = auto()
-    SWAPPED = auto()  # waits after it had to yield, and lower tiers take its blocks
+    SWAPPED = auto()  # waits after a preemption, and its blocks go to lower tiers
     RUNNING = auto()
     FINISHED = auto()
 
 
 @dataclass(slots=True, frozen=True)
 class GrammarEnd:
-    """The grammar of an output lets it end, or fails, with a token just sampled."""
+    """With a token just sampled, the grammar of an output is complete or cannot be followed."""
 
-    num_tokens: int = 1  # how many of those just sampled, up to that token
-    error: str | None = None  # None: the output is complete; else the token is not part of it
+    num_tokens: int = 1  # number of sampled tokens up to and including that one
+    error: str | None = None  # None: complete; else the token is not part of the output
 
 
 def prompt_too_long(num_prompt_tokens: int, max_model_len: int, by_cache: bool) -> str:
@@ -50,7 +50,7 @@ def prompt_too_long(num_prompt_tokens: int, max_model_len: int, by_cache: bool) 
 
 
 def failure(request_id: str, marks: list[Mark], error: str, step: int = -1) -> EngineCoreOutput:
-    """The end of a request that cannot run, or cannot go on after a step."""
+    """The output that ends a request with an error; `step`: in which it failed, -1 if in none."""
     marks = [*marks, Mark("finished", now_ns(), step)]
     return EngineCoreOutput(request_id, finish_reason=FinishReason.ERROR, marks=marks, error=error)
 
@@ -65,10 +65,10 @@ def _token_set(*token_ids: int) -> frozenset[int]:
 class Request:
     """The engine's view of one request.
 
-    `token_ids` holds what is known: prompt and harvested output. The counters run ahead of it: a
-    sampled token counts from the moment its step is scheduled, as a placeholder until it is
-    harvested, and so does a draft, as if it were kept. The choices of a prompt share its tokens and
-    their hashes: each copies them when its output begins.
+    `token_ids` holds the known tokens: prompt and harvested output. The counters run ahead of it:
+    a token to be sampled counts from the moment its step is scheduled, as a placeholder until it
+    is harvested; so does a draft, as if it were accepted. The `n` choices of a prompt share its
+    token ids and block hashes: each copies them when its output begins.
     """
 
     request_id: str
@@ -86,45 +86,42 @@ class Request:
     max_num_tokens: int  # prompt and output together
     stop_token_ids: frozenset[int]  # those of the model and those of the request
     min_tokens: int
-    # Something of every prompt token is asked for, so none may come from the prefix cache.
-    reads_prompt: bool
+    reads_prompt: bool  # needs outputs of every prompt token: none may come from the prefix cache
     repetition: RepetitionDetector | None
     is_watched: bool  # see RequestOptions
-    retention: float  # the same
+    retention: float  # these, too
     kv_source: str
     is_exported: bool
-    is_prompt_only: bool  # ends when its prompt is computed; its sampled token is dropped
+    is_prompt_only: bool  # ends when its prompt is computed; the sampled token is dropped
 
     status: RequestStatus = RequestStatus.WAITING
     num_tokens: int = 0  # known tokens and placeholders
-    # Scheduled so far; equal to num_tokens while the next token is awaited.
-    num_computed_tokens: int = 0
-    # While fewer are, the next step decodes one token in the blocks that it has; 0: it has not
-    # decoded yet, or the workers draft for it.
+    num_computed_tokens: int = 0  # scheduled so far
+    # While num_computed_tokens is below this, the next token needs no new block, and the step is a
+    # plain decode; 0: it has not decoded yet, or the workers draft for it.
     decodes_until: int = 0
     num_drafts: int = 0  # for its next step, in the workers
-    num_found_drafts: int = 0  # by the workers, when last harvested: later steps hope for more
+    num_found_drafts: int = 0  # by the workers, as of the last harvest
     acceptance: Acceptance | None = None  # None: it is never drafted for
     num_cached_tokens: int = 0  # found in the prefix cache when first scheduled
-    num_external_tokens: int = 0  # those among them from tiers below the device
-    reads_until_ns: int = 0  # how long it waits for such; 1: not at all; 0: nobody has looked yet
+    num_external_tokens: int = 0  # of those, from tiers below the device
+    reads_until_ns: int = 0  # deadline for blocks from such tiers; 0: not decided; 1: none
     evicted_at_ns: int = 0  # see EngineCoreOutput
     num_preemptions: int = 0
     aside_since: int = -1  # step since which it has waited for its adapter
     slot: int = -1  # row in the workers while running
     block_ids: list[int] = field(default_factory=list)
-    block_hashes: list[bytes] = field(default_factory=list)  # by full block of known tokens
-    num_registered_blocks: int = 0  # the first of block_ids, known to the prefix cache
-    num_adopted_blocks: int = 0  # the first of them, which others had computed
+    block_hashes: list[bytes] = field(default_factory=list)  # of full blocks of known tokens
+    num_registered_blocks: int = 0  # first blocks that are in the prefix cache
+    num_adopted_blocks: int = 0  # first blocks that came from the prefix cache
     marks: list[Mark] = field(default_factory=list)  # not yet sent to the client
-    # Those of the tokens from the second on.
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the second token on
 
     @classmethod
     def from_message(
         cls, message: EngineCoreRequest, order: tuple[int, int, int], max_model_len: int
     ) -> Request:
-        """Accept a request; `max_model_len` bounds its tokens besides its own max_tokens."""
+        """A new request; its tokens are limited by `max_model_len` and by its max_tokens."""
         params = message.params
         num_prompt_tokens = len(message.prompt_token_ids)
         assert num_prompt_tokens > 0
@@ -153,8 +150,7 @@ class Request:
             owner=message.options.owner,
             weight=message.options.weight,
             order=order,
-            # The token after a prompt that is all that was asked for is dropped, so it needs no
-            # room.
+            # A prompt-only request may fill the model's length: its sampled token is dropped.
             max_num_tokens=min(num_prompt_tokens + max_output, max_model_len)
             if max_output
             else num_prompt_tokens + 1,
@@ -179,9 +175,7 @@ class Request:
         return request
 
     def as_new(self) -> NewRequest:
-        """What the workers must know of it when it gets its slot, and blocks of the prefix
-        cache.
-        """
+        """The message that tells the workers of a request which has just got its slot."""
         return NewRequest(
             slot=self.slot,
             token_ids=self.token_ids.copy(),
@@ -206,28 +200,26 @@ class Request:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Known tokens and placeholders that no step has computed or is to compute."""
+        """Known tokens and placeholders that are not scheduled yet."""
         return self.num_tokens - self.num_computed_tokens
 
     def forced_drafts(self, token_ids: list[int]) -> list[int]:
-        """Those of the tokens that are sure to follow the harvested ones which no step in flight
-        samples, as far as there is room for the token after them.
+        """Drafts from `token_ids`, which are certain to follow the harvested tokens: those that no
+        step in flight samples, with room left for one token after them.
         """
         room = self.max_num_tokens - self.num_tokens - 1
         first = self.num_placeholders
         return token_ids[first : first + min(room, MAX_FORCED_TOKENS)]
 
-    def read(self, result: ModelRunnerOutput, row: int) -> None:
-        """Take in what a step found of the prompt; what is known already was computed again after a
-        preemption.
-        """
+    def add_prompt_output(self, result: ModelRunnerOutput, row: int) -> None:
+        """Append those of a step. After a preemption the first ones are computed again."""
         if (part := result.prompt_logprobs.get(row)) is not None:
             known = len(self.prompt_logprobs) + 1 - part.start
             assert known >= 0, "parts come in order"
             self.prompt_logprobs += part.positions[known:]
 
-    def go_on(self, token_id: int) -> bool:
-        """Add a token that changes nothing else; False, and it is not added, if it might."""
+    def append_decoded(self, token_id: int) -> bool:
+        """Append a token if it cannot end the output; else return False, for `harvest` to do it."""
         known = self.token_ids
         if token_id in self.stop_token_ids or len(known) + 1 >= self.max_num_tokens:
             return False
@@ -243,17 +235,17 @@ class Request:
         num_sampled: int,
         num_found: int,
     ) -> int:
-        """Take back what the counters say of drafts that were not kept.
+        """Correct the counters, which count all drafts of a step as accepted.
 
         Args:
-            scheduled: its part in the step that is harvested.
-            output: what came of it; gets the counts of the workers' drafts, as the engine's own
-                are always kept.
-            num_sampled: tokens of the step, of which the end of the output may have cut some.
+            scheduled: what the harvested step computed.
+            output: of that step; gets the counts of the workers' drafts. Those of the engine are
+                not counted: all of them are accepted.
+            num_sampled: tokens of the step; the end of the output may have cut some.
             num_found: drafts that the workers found for the next step.
 
         Returns:
-            how many drafts were kept, and are part of the output.
+            how many drafts are part of the output.
         """
         num_rejected = scheduled.num_drafts + 1 - num_sampled
         self.num_tokens -= num_rejected
@@ -263,24 +255,24 @@ class Request:
         if num_drafts and not scheduled.draft_token_ids:
             output.num_drafts, output.num_accepted = num_drafts, num_kept
         self.num_found_drafts = num_found
-        if self.num_placeholders == 0:  # no later step has them already
+        if self.num_placeholders == 0:  # else a step in flight has them already
             self.num_drafts = num_found
         return num_kept
 
     def harvest(
         self, result: ModelRunnerOutput, row: int, end: GrammarEnd | None, now: int, step: int
     ) -> EngineCoreOutput:
-        """Add a step's tokens in place of their placeholders, up to the one that ends the output.
+        """Append the tokens of a step, up to one that ends the output.
 
         Args:
-            result: what came out of the step.
-            row: index in the step.
+            result: the workers' output of the step.
+            row: of this request in the step.
             end: how the grammar ends the output with one of these tokens.
-            now: for the marks.
+            now: time for the marks.
             step: its number.
 
         Returns:
-            what the client gets.
+            the output for the client.
         """
         token_ids = result.tokens_of(row)
         if end is not None:
@@ -319,7 +311,7 @@ class Request:
         return output
 
     def _end(self, output: EngineCoreOutput, end: GrammarEnd) -> None:
-        """The last token of an output ends it by its grammar."""
+        """Set how the grammar ends the output."""
         if end.error is not None:
             output.finish_reason, output.stop_reason = FinishReason.LENGTH, end.error
             output.new_token_ids = output.new_token_ids[:-1]
@@ -328,7 +320,7 @@ class Request:
             output.finish_reason, output.ended_by_grammar = FinishReason.STOP, True
 
     def _extend(self, token_ids: list[int]) -> tuple[int, FinishReason | None]:
-        """How many are added, and why the last one ends the output."""
+        """Append tokens up to one that ends the output; returns how many, and the reason."""
         known = self.token_ids
         for count, token_id in enumerate(token_ids, 1):
             known.append(token_id)

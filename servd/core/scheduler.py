@@ -1,7 +1,6 @@
 """Scheduler: which requests compute how many tokens in the next step, and what came out of a step.
 
-Keep the common path ignorant: if a feature needs an `if <feature>` here, its design is discussed
-first.
+No feature is named here: one that seems to need an `if <feature>` needs another design.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from servd.tracing import Mark, StepRecord, now_ns
 
 logger = logging.getLogger("servd.scheduler")
 
-BACKGROUND_SHARE = 8  # a lower lane's prompts get an eighth of the budget, for short steps
-MAX_PASSED = 8  # requests in a step before which others may begin
-Forced = Mapping[int, list[int]]  # slot -> the tokens that are sure to follow the harvested ones
+BACKGROUND_SHARE = 8  # prompts of lower lanes get 1/8 of the budget, which keeps steps short
+MAX_PASSED = 8  # waiting requests that others may overtake in one step
+Forced = Mapping[int, list[int]]  # slot -> tokens that are certain to follow the harvested ones
 NOTHING_FORCED: Forced = {}
 
 
@@ -46,10 +45,10 @@ class Scheduler:
 
     Args:
         config: resolved; the budget must hold one token of every running request.
-        max_model_len: longest prompt plus output, in tokens.
-        kv_cache: of the workers.
-        max_drafts: tokens that the workers may draft ahead of a request.
-        max_adapters: adapters that the workers hold at once.
+        max_model_len: limit of prompt and output together, in tokens.
+        kv_cache: manages the blocks of the workers' KV cache.
+        max_drafts: draft tokens per request and step, at most.
+        max_adapters: LoRA adapters that the workers can hold at once.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Scheduler:
         self.max_background_tokens = max(self.max_num_batched_tokens // BACKGROUND_SHARE, 1)
         self.long_prompt = config.long_prefill_token_threshold or self.max_num_batched_tokens // 2
         self.chunks_prompts = config.enable_chunked_prefill
-        if not self.chunks_prompts:  # none may wait for more than a whole step has
+        if not self.chunks_prompts:  # a prompt needs a whole step's budget at once
             self.max_background_tokens = self.long_prompt = self.max_num_batched_tokens
         policy = plugins.load(QUEUES, config.scheduling_policy, "WaitingQueue")
         self.waiting: WaitingQueue = policy(self.long_prompt, max_adapters)
@@ -88,12 +87,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything, if only harvest another or hand over outputs."""
+        """Whether a step would do anything, even if only harvest or hand over outputs."""
         return bool(self.requests or self._in_flight or self.outputs) or self.kv_cache.has_copies
 
     def add(self, message: EngineCoreRequest) -> None:
         """Accept a request; it ends in exactly one terminal output unless it is aborted."""
-        assert message.request_id not in self.requests, "its id is another's"
+        assert message.request_id not in self.requests, "request ids are unique"
         order = self.waiting.order(message.options)
         request = Request.from_message(message, order, self.max_model_len)
         if request.num_tokens + (not request.is_prompt_only) > self.max_model_len:
@@ -104,7 +103,7 @@ class Scheduler:
         self.waiting.add(request)
 
     def abort(self, request_ids: list[str]) -> None:
-        """Drop requests, wherever they are. Those that are unknown may just have finished."""
+        """Drop requests in any state. Unknown ids are ignored: they may have just finished."""
         for request_id in request_ids:
             if (request := self.requests.get(request_id)) is not None:
                 self._finish(request)
@@ -115,14 +114,14 @@ class Scheduler:
     def schedule(
         self, idle_slots: Set[int] = frozenset(), forced_tokens: Forced = NOTHING_FORCED
     ) -> SchedulerOutput | None:
-        """Choose the work of the next step; None if there is nothing that could be computed now.
+        """Choose the work of the next step; None if nothing can be computed now.
 
-        Tokens after known ones come first, so that nobody's decoding waits for another's prompt.
-        Then prompts go on, or begin while slots and blocks last. A lower lane waits for prompts of
-        the one before it.
+        Decoding requests come first, so that they never wait for another request's prompt. Then
+        prompts continue, or start while there are slots and blocks. While a lane has prompts to
+        compute, the lanes below it wait.
 
         Args:
-            idle_slots: slots of running requests that sit this step out.
+            idle_slots: slots of running requests that skip this step.
             forced_tokens: of requests whose next tokens are known.
         """
         record = StepRecord(self._num_steps, now_ns())
@@ -151,20 +150,20 @@ class Scheduler:
         self._stats.step_tokens.append(record.num_tokens)
         record.num_requests, record.num_waiting = output.num_rows, len(self.waiting)
         if self.waiting:
-            # Where nothing else held up the first of those that wait, its turn did not come.
+            # If nothing else delayed the first waiting request, the budget did.
             record.waits_for = (record.waits_for or "budget") if self.free_slots else "slots"
         record.scheduled_ns = now_ns()
         return output
 
     def forget_workers(self) -> None:
-        """They are gone, while nothing ran, with all that they computed and were told."""
+        """Discard what the workers held. No step may be in flight."""
         self.kv_cache.connect(None)
         self.kv_cache.reset()
         self._freed_slots = []
 
     @property
     def is_background(self) -> bool:
-        """Whether all that runs is of lower lanes."""
+        """Whether all running requests are of lower lanes."""
         return bool(self.running) and self.running[0].order[0] > 0
 
     @property
@@ -173,7 +172,7 @@ class Scheduler:
         return self._in_flight[-1].record
 
     def _make_room(self, step: Step) -> None:
-        """Let requests yield to the one that is next, as far as the policy says."""
+        """Preempt running requests for the next waiting one, as far as the policy says."""
         for victim in self.waiting.outranked(self.running):
             self.running.remove(victim)
             self._preempt(victim, step.record)
@@ -187,12 +186,14 @@ class Scheduler:
     def _schedule_running(
         self, step: Step, budget: int, part: Iterable[Request], idle_slots: Set[int], forced: Forced
     ) -> tuple[int, list[Request]]:
-        """Give a part of the running requests the tokens after their known ones; returns the
-        budget that is left, and those whose prompts were not computed yet.
+        """Schedule the next token of each decoding request in `part`, with drafts if there are any.
+
+        Returns:
+            the budget that is left, and the requests whose prompts are not computed yet.
         """
         partial: list[Request] = []
         num_samples = min(len(self.requests), self.max_num_seqs)
-        # One token of the budget is set aside for each request.
+        # One token of the budget is reserved for each running request.
         drafts_left = min(self.max_num_samples - num_samples, budget - len(self.running))
         may_draft, special = self.lookahead.is_open, {*idle_slots, *forced}
         for request in part:
@@ -204,7 +205,7 @@ class Scheduler:
                 budget -= 1
                 continue
             if request.num_tokens >= request.max_num_tokens or request.slot in idle_slots:
-                continue  # its last token is in flight, or it pauses
+                continue  # its last token is in flight, or it skips this step
             if request.num_tokens - request.num_computed_tokens > 1:
                 partial.append(request)
                 continue
@@ -218,20 +219,20 @@ class Scheduler:
                 num_drafts, new_block_ids = 0, self._allocate(step, request, 1)
             if new_block_ids is None:
                 break
-            if decodes and len(new_block_ids) < 2:  # as many as a step's columns have place for
-                self._decode(step, request, new_block_ids)
+            if decodes and len(new_block_ids) < 2:  # Decodes has room for one per row
+                self._schedule_decode(step, request, new_block_ids)
             else:
                 drafts = drafts[:num_drafts]
-                self._append(step, request, 1, new_block_ids, num_drafts, drafts, wanted)
+                self._schedule_tokens(step, request, 1, new_block_ids, num_drafts, drafts, wanted)
             budget -= 1 + num_drafts
             drafts_left -= num_drafts
         return budget, partial
 
     def _schedule_prompts(self, step: Step, budget: int, partial: list[Request], lane: int) -> int:
-        """Compute prompts of a lane, in the policy's order; returns the budget that is left.
+        """Schedule prompts of a lane, in the policy's order; returns the budget that is left.
 
-        A request that has just yielded does not come back in the same step: what it freed no longer
-        fits it.
+        A request that was preempted in this step does not restart in it: the blocks that it freed
+        went to another.
         """
         now, queue, kv_cache, may_start = now_ns(), self.waiting, self.kv_cache, True
         spared = max(budget - self.max_background_tokens, 0) if lane else 0
@@ -240,21 +241,21 @@ class Scheduler:
         for_long = min(self.long_prompt, budget // 2) if has_long else 0
         passed: list[Request] = []
         while budget > 0:
-            partial = [each for each in partial if each.slot >= 0]  # others have yielded
+            partial = [each for each in partial if each.slot >= 0]  # others were preempted
             may_start = may_start and bool(self.free_slots)
             only_long = for_long >= budget
             request = queue.next(partial, lane, may_start, only_long)
             if request is None:
                 if not only_long:
                     break
-                for_long = 0  # none of them can go on
+                for_long = 0  # no long prompt can continue
                 continue
             room = budget if queue.is_long(request) else budget - for_long
             if request.num_uncomputed_tokens > room and not self.chunks_prompts:
                 break
             if request.slot < 0:
                 cached = kv_cache.match_prefix(request)
-                # Preempted with a token in flight, it is harvested before the next step.
+                # One preempted with a token in flight waits until that is harvested.
                 may_start = not request.num_placeholders and kv_cache.can_start(request, cached)
                 if not may_start:
                     step.record.waits_for = "blocks"
@@ -271,15 +272,15 @@ class Scheduler:
             if new_block_ids is None:
                 continue
             queue.charge(request, num_tokens)
-            self._append(step, request, num_tokens, new_block_ids)
+            self._schedule_tokens(step, request, num_tokens, new_block_ids)
             budget -= num_tokens
         for request in passed:
             queue.add(request)
         return budget + spared
 
     def _allocate(self, step: Step, request: Request, num_tokens: int) -> list[int] | None:
-        """Blocks for a request to go on, for which the last ones yield; None if it waits. Who is in
-        the step keeps theirs.
+        """Blocks for the next tokens of a request, for which the last running ones are preempted;
+        None if it has to wait, as those that are in this step already keep their blocks.
         """
         while (new_block_ids := self.kv_cache.allocate(request, num_tokens)) is None:
             if (victim := self.running[-1]) in step:
@@ -296,7 +297,7 @@ class Scheduler:
         self.kv_cache.adopt(request, cached)
         request.slot = self.free_slots.pop()
         request.status = RequestStatus.RUNNING
-        request.num_drafts = 0  # a preempted one's are gone, whatever was harvested since
+        request.num_drafts = 0  # preemption drops the workers' drafts
         insort(self.running, request, key=by_order)
         if request.num_preemptions == 0:
             self.kv_cache.count(request, self._stats)
@@ -304,20 +305,20 @@ class Scheduler:
         step.record.num_cached_tokens += request.num_computed_tokens
         step.new_requests.append(request.as_new())
 
-    def _decode(self, step: Step, request: Request, new_block_ids: list[int]) -> None:
-        """A request's next token, in a new block."""
+    def _schedule_decode(self, step: Step, request: Request, new_block_ids: list[int]) -> None:
+        """Schedule a request's next token; `new_block_ids` are one block at most."""
         for block in new_block_ids:
             step.new_blocks[request.slot] = block
             request.decodes_until = self.kv_cache.room_of(request)
         self.kv_cache.commit(request)
         step.decode(request)
 
-    def _append(
+    def _schedule_tokens(
         self, step: Step, request: Request, num_tokens: int, new_block_ids: list[int],
         num_drafts: int = 0, draft_token_ids: list[int] = NO_DRAFTS, wanted: int = 0,
     ) -> None:  # fmt: skip
-        """Count `num_tokens` and the drafts after them as computed, and the tokens that the last of
-        them yield as known to come: all drafts, as if they were kept, and one more.
+        """Schedule tokens of a request, and drafts after them. Both count as computed from now on;
+        if the step samples, all drafts count as accepted, and one sampled token as a placeholder.
         """
         samples = request.num_computed_tokens + num_tokens == request.num_tokens
         scheduled = ScheduledRequest(
@@ -337,7 +338,7 @@ class Scheduler:
         step.add(request, scheduled)
 
     def _preempt(self, request: Request, record: StepRecord) -> None:
-        """Send a request, taken from `running`, back to wait and compute all its tokens again."""
+        """Return a request, removed from `running`, to the queue: its blocks and slot are freed."""
         self._release(request)
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
@@ -347,18 +348,18 @@ class Scheduler:
         self.waiting.add(request)
         self._stats.num_preemptions += 1
         logger.debug(
-            "request %s (%d tokens) yields; %d running, %d waiting",
+            "request %s (%d tokens) is preempted; %d running, %d waiting",
             request.request_id, len(request.token_ids), len(self.running), len(self.waiting),
         )  # fmt: skip
 
     # ---- harvest ----
 
     def update_from_output(self, result: ModelRunnerOutput, ends: Mapping[int, GrammarEnd]) -> None:
-        """Take in the sampled tokens of the oldest step in flight.
+        """Process the output of the oldest step in flight.
 
         Args:
-            result: what the worker made of that step.
-            ends: index in the step -> how its grammar ends an output with this token.
+            result: the workers' output of that step.
+            ends: row -> how the grammar of its request ends the output with this step.
         """
         step = self._in_flight.popleft()
         record = step.record
@@ -370,23 +371,23 @@ class Scheduler:
         self.kv_cache.harvest(step)
         if self.lookahead.max_drafts:
             self.lookahead.time(record.step, step.scheduled, took_ns, len(step.decoding))
-        decoded, rows = step.go_on(result, ends)
-        self.outputs.go_on(decoded)
+        decoded, rows = step.append_decoded(result, ends)
+        self.outputs.add_decoded(decoded)
         for row in rows:
             self._harvest(step, row, result, ends.get(row))
 
     def _harvest(
         self, step: Step, row: int, result: ModelRunnerOutput, end: GrammarEnd | None
     ) -> None:
-        """Take in what came of a row; `end` is how its grammar ends its output."""
+        """Process the output of one row; `end` is how its grammar ends the output."""
         request, scheduled = step.row(row)
         if row in result.errors:
             self._fail(step, row, result.errors[row])
-        # A finished request's token was sampled by a step launched before its end was known.
+        # A step launched before the end of a request was known samples one token too many.
         if request.status is RequestStatus.FINISHED:
             return
         if request.reads_prompt:
-            request.read(result, row)
+            request.add_prompt_output(result, row)
         if not result.tokens_of(row):
             return
         record = step.record
@@ -401,8 +402,11 @@ class Scheduler:
         self.outputs.add(request.client, output)
 
     def take_outputs(self, num_deferred: int = 0) -> dict[int, EngineCoreOutputs]:
-        """Outputs since the last call, by client, with the engine's state now; no client without
-        news, but at rest all hear of that. `num_deferred` are to be added as soon as they can run.
+        """Outputs since the last call, by client, with the engine's current statistics. A client
+        without outputs gets none, unless the engine has become idle, which all are told.
+
+        Args:
+            num_deferred: requests that wait for a grammar, not for capacity.
         """
         if self.outputs and not self.requests:
             for client in self.step_log.clients:
@@ -413,8 +417,8 @@ class Scheduler:
         return outputs
 
     def report(self, num_deferred: int) -> SchedulerStats:
-        """The state now. Counters start again, so that the sum over all reports, to any client, is
-        the truth.
+        """Current statistics. Counters restart at zero: their sum over the reports to all clients
+        is the total.
         """
         report, self._stats = self._stats, SchedulerStats()
         report.num_running, report.num_waiting = len(self.running), len(self.waiting)
@@ -426,13 +430,13 @@ class Scheduler:
     # ---- the end of a request ----
 
     def _fail(self, step: Step, index: int, error: str) -> None:
-        """End a request that failed in a step. What it computed from that step on is wrong, and
-        whoever builds on it fails, too.
+        """End a request that failed in a step. What it computed from that step on is wrong, so
+        requests that share those blocks fail, too.
         """
         request, scheduled = step.row(index)
-        # It began at the last known token, if not all drafts that were counted before it were kept.
+        # If drafts before this step were rejected, it began at the last known token.
         num_tokens = min(scheduled.num_computed_tokens, len(request.token_ids) - 1)
-        # One that has left meanwhile has blocks in the cache, too.
+        # Requests that finished meanwhile have blocks in the cache, too.
         left = {each for later in (step, *self._in_flight) for each in later.all_requests}
         others = {*self.running, *left} - {request}
         for each in [request, *self.kv_cache.adopters(request, num_tokens, others)]:
@@ -448,7 +452,7 @@ class Scheduler:
         self.outputs.add(request.client, failure(request.request_id, request.marks, error, step))
 
     def _finish(self, request: Request) -> None:
-        """Forget a request and free what it holds, wherever it is."""
+        """Forget a request, in any state, and free what it holds."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
         else:
@@ -460,7 +464,7 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def _release(self, request: Request) -> None:
-        """Free slot and blocks. Steps in flight may use them: the next owner's run after those."""
+        """Free slot and blocks. Steps in flight may still use them: the next owner's run later."""
         self.waiting.stop(request)
         self.kv_cache.free(request)
         request.decodes_until = 0

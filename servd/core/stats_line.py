@@ -1,4 +1,4 @@
-"""StatsLine: what the engine's log says of its load."""
+"""StatsLine: the line about throughput in the engine's log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StatsLine:
         self.drafts = DraftStats()
 
     def count(self, outputs: EngineCoreOutputs) -> None:
-        """Add the outputs of a step; write the line when it is time."""
+        """Add the outputs of a step; log the line if it is due."""
         if self.num_tokens == 0:  # idle times are not part of the rate
             self.since = time.monotonic()
         self.num_tokens += len(outputs.decoded)

@@ -1,4 +1,4 @@
-"""Step: one step from its scheduling to its harvest; StepLog: what is remembered of the latest."""
+"""Step: one step from its scheduling to its harvest; StepLog: the records of the latest steps."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ MAX_SILENCE = 1_000_000_000  # nanoseconds
 
 
 class Step(msgspec.Struct):
-    """A step while it is put together and until it is harvested.
+    """A step from its scheduling to its harvest.
 
-    Holds the requests themselves, row by row: an id may be finished, aborted and used again
-    meanwhile.
+    Its rows hold the requests themselves, not their ids: meanwhile a request may end, and its id
+    may be used again.
     """
 
     record: StepRecord
-    decoding: list[Request] = []  # the first rows
+    decoding: list[Request] = []  # the first rows: one token each, no drafts
     new_blocks: dict[int, int] = {}  # of those, by slot
-    decodes: Decodes = msgspec.field(default_factory=Decodes)  # what the workers are told of those
+    decodes: Decodes = msgspec.field(default_factory=Decodes)  # those, as the workers get them
     requests: list[Request] = []  # the other rows
     scheduled: list[ScheduledRequest] = []
     new_requests: list[NewRequest] = []
@@ -44,18 +44,18 @@ class Step(msgspec.Struct):
         return request in self.requests or request in self.decoding
 
     def decode(self, request: Request) -> None:
-        """Count a request's next token as computed, and the one after it as known to come."""
+        """Add a row that decodes one token: that counts as computed, its successor as sampled."""
         request.num_computed_tokens += 1
         request.num_tokens += 1
         self.decoding.append(request)
 
     def add(self, request: Request, scheduled: ScheduledRequest) -> None:
-        """Any other part of a request in the step."""
+        """Add any other row."""
         self.requests.append(request)
         self.scheduled.append(scheduled)
 
     def launch(self, freed_slots: list[int]) -> SchedulerOutput:
-        """It is put together: what the workers are told."""
+        """The message for the workers, when all rows are added."""
         if self.decoding:
             slots = [request.slot for request in self.decoding]
             computed = [request.num_computed_tokens - 1 for request in self.decoding]
@@ -65,20 +65,20 @@ class Step(msgspec.Struct):
             self.decodes,
         )  # fmt: skip
 
-    def go_on(
+    def append_decoded(
         self, result: ModelRunnerOutput, ends: Mapping[int, GrammarEnd]
     ) -> tuple[dict[int, dict[str, int]], list[int]]:
-        """Add the sampled tokens after which nothing changes.
+        """Append the sampled tokens of rows whose output goes on with nothing else to report.
 
         Returns:
-            them, by client and request;
-            the rows of which more is to be said, e.g. that their output ends.
+            those tokens, by client and request id;
+            the other rows, e.g. those whose output ends.
         """
         tokens: defaultdict[int, dict[str, int]] = defaultdict(dict)
         special, rows = {*result.errors, *result.logprobs, *ends}, []
         assert len(self.decoding) == len(result.decoded)
         for row, request, token_id in zip(count(), self.decoding, result.decoded, strict=False):
-            if request.slot >= 0 and row not in special and request.go_on(token_id):
+            if request.slot >= 0 and row not in special and request.append_decoded(token_id):
                 tokens[request.client][request.request_id] = token_id
             else:
                 rows.append(row)
@@ -87,18 +87,18 @@ class Step(msgspec.Struct):
 
     @property
     def all_requests(self) -> list[Request]:
-        """Of all rows."""
+        """The requests of all rows."""
         return self.decoding + self.requests
 
     def row(self, index: int) -> tuple[Request, ScheduledRequest]:
-        """A row's request, and its part in the step."""
+        """The request of a row, and what was scheduled for it."""
         if (other := index - len(self.decoding)) < 0:
             return self.decoding[index], self.decodes.row(index)
         return self.requests[other], self.scheduled[other]
 
     def chose_drafts_of(self, request: Request) -> bool:
-        """Whether it verifies drafts which only the workers know, so that nobody can say where the
-        request's next step begins.
+        """Whether the step verifies drafts that only the workers know: until it is harvested, the
+        engine does not know at which token the request's next step begins.
         """
         return any(
             each is request and scheduled.num_drafts > len(scheduled.draft_token_ids)
@@ -117,13 +117,12 @@ class StepLog:
         self._announced_ns = 0
 
     def add(self, record: StepRecord) -> tuple[int, bool]:
-        """A step is harvested.
+        """Add the record of a harvested step.
 
         Returns:
-            the nanoseconds since the one before: with what the engine does between two steps, and
-            where it had nothing to do, with that;
-            whether clients with requests should get the records, whatever came out for them: they
-            judge by those whether the engine stands still.
+            nanoseconds since the harvest of the step before, idle time included;
+            whether all clients with requests should get the records now, even without outputs:
+            they detect by them an engine that makes no progress.
         """
         now, before = record.harvested_ns, self._harvested_ns
         self._records.append(record)
@@ -136,12 +135,12 @@ class StepLog:
 
     @property
     def pace(self) -> Pace:
-        """How long the latest took."""
+        """How long the latest steps took."""
         return Pace.of(list(islice(reversed(self._records), NEWS_INTERVAL)))
 
     @property
     def clients(self) -> Iterable[int]:
-        """Those that have been given any."""
+        """Clients that have been given any records."""
         return self._num_given.keys()
 
     def news(self, client: int) -> list[StepRecord]:

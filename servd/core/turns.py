@@ -1,8 +1,8 @@
-"""Turns: which running requests sit a step out, so that several steps can be computed at once.
+"""Turns: which running requests skip a step, so that every pipeline stage has a step to compute.
 
-A request's next step needs the token of its last one. Where steps go through stages one behind the
-other, those in flight therefore have different requests: each step takes an equal share of all, of
-those whose tokens are known. Prompts go on in any step, as their tokens are.
+A request's next step needs the token sampled by its last one, so steps that are in flight in
+different stages have different requests: each step takes an equal share of all, of those whose
+tokens are known. Prompts continue in any step, as their tokens are known.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from servd.core.request import Request
 
 
 class Turns:
-    """Args: num_turns: steps in which every request has its turn once; 1: nobody waits."""
+    """Args: num_turns: steps in which each request is computed once; 1: none skips a step."""
 
     def __init__(self, num_turns: int) -> None:
         self.num_turns = num_turns
 
     def idle(self, running: Sequence[Request], idle: Set[int]) -> Set[int]:
-        """The slots that sit out the next step, `idle` and those whose turn it is not."""
+        """The slots that skip the next step: `idle`, and those whose turn it is not."""
         if self.num_turns == 1:
             return idle
         room, waiting = -(-len(running) // self.num_turns), set(idle)

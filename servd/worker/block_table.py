@@ -9,24 +9,24 @@ NO_CHANGES = np.empty(0, dtype=np.int64)
 
 
 class BlockTables:
-    """One row of block ids per slot, and group of layers (see `WorkerReady.kv_windows`). Entries
-    past the row's length, or that the group reads no more, are old or zero: any valid block.
+    """One row of block ids per slot and group of layers (see `WorkerReady.kv_windows`). Entries
+    past the row's length, or before a group's window, are any valid block.
 
-    The row after the last slot belongs to no request: padding computes there (see `graph_runner`).
-    Those of the next group come behind it.
+    The row after the last slot is for padding (see graph_runner.py). The rows of the next group
+    follow it.
 
     Args:
-        max_num_seqs: rows.
-        max_model_len: tokens that a row must be able to hold.
+        max_num_seqs: number of slots.
+        max_model_len: tokens per slot, at most.
         block_size: tokens per block.
-        device: where the tables are.
+        device: of the tables.
     """
 
     def __init__(
         self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
     ) -> None:
         self.block_size = block_size
-        self.num_rows = max_num_seqs + 1  # of a group
+        self.num_rows = max_num_seqs + 1  # per group
         self.tables = torch.zeros(
             (self.num_rows, self.blocks_for(max_model_len)), dtype=torch.int32, device=device
         )
@@ -35,7 +35,7 @@ class BlockTables:
         self.pending: list[tuple[int, int, int]] = []  # slot, column, block id
 
     def arrange(self, num_groups: int) -> None:
-        """Have rows for so many groups."""
+        """Allocate rows for so many groups."""
         if num_groups == 1:
             return
         self.num_groups = num_groups
@@ -44,7 +44,7 @@ class BlockTables:
         self.other_groups = firsts.unsqueeze(1)  # int64 [num_groups - 1, 1]: their first rows
 
     def pad(self, block_id: int) -> None:
-        """Padding computes in this block."""
+        """Let padding write to this block."""
         self.tables[self.num_rows - 1 :: self.num_rows] = block_id
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -52,13 +52,11 @@ class BlockTables:
         return -(-num_tokens // self.block_size)
 
     def clear(self, slot: int) -> None:
-        """The slot owns no blocks."""
+        """Remove all blocks of a slot."""
         self.num_blocks[slot] = 0
 
     def append(self, slot: int, block_ids: list[int]) -> None:
-        """Add blocks to the end of a row, of each group in turn; on the device after the next
-        `apply`.
-        """
+        """Append blocks to a slot, of all groups in turn; on the device after the next `apply`."""
         start = self.num_blocks[slot]
         end = self.num_blocks[slot] = start + len(block_ids)
         most = self.tables.shape[1] * self.num_groups
@@ -66,7 +64,7 @@ class BlockTables:
         self.pending += zip([slot] * len(block_ids), range(start, end), block_ids, strict=True)
 
     def take_changes(self) -> np.ndarray:
-        """What was appended since the last call, as `apply` wants it: int64 [3 * num_blocks]."""
+        """What was appended since the last call, for `apply`: int64 [3 * num_blocks]."""
         if not self.pending:
             return NO_CHANGES
         changes = np.array(self.pending, dtype=np.int64).T.reshape(-1)
@@ -78,20 +76,20 @@ class BlockTables:
         return changes
 
     def apply(self, changes: torch.Tensor) -> None:
-        """Write changes to the tables: rows, columns and block ids, one after another."""
+        """Write changes to the tables: all rows, then all columns, then all block ids."""
         if len(changes):
             rows, columns, block_ids = changes.view(3, -1).unbind()
             self.tables[rows, columns] = block_ids.int()
 
     def slot_mapping(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where the KV of each token lives: block * block_size + offset; int64, as many as slots
-        and positions together. For another group, slots are its rows.
+        """KV-cache slots of tokens, block * block_size + offset: int64, shapes are broadcast. For
+        another group, `slots` are its rows.
         """
         blocks = self.tables[slots, positions // self.block_size].long()
         return blocks * self.block_size + positions % self.block_size
 
     def host_slot_mapping(self, slots: torch.Tensor, positions: torch.Tensor) -> np.ndarray:
-        """The same of tables on a CPU, in a third of the time that torch takes for a few."""
+        """The same on a CPU, by NumPy, which takes a third of torch's time for a few."""
         at, offsets = np.divmod(positions.numpy(), self.block_size)
         blocks = self.tables.numpy()[slots.numpy(), at].astype(np.int64)
         return blocks * self.block_size + offsets

@@ -1,4 +1,4 @@
-"""CPUModelRunner: main memory, decode steps as programs, and no copies to wait for."""
+"""CPUModelRunner: a model in main memory, with decode steps as recorded programs."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from servd.worker.readers import StepPart
 
 log = logging.getLogger("servd.worker")
 
-KV_CACHE_SHARE = 0.4  # share of the available memory; a CPU's memory is not the server's alone
+KV_CACHE_SHARE = 0.4  # of the available memory, which other processes need, too
 MAX_KV_CACHE_BYTES = 4 << 30
 
 
 def kv_cache_share(available: int, num_ranks: int) -> int:
-    """Bytes for the cache of each rank, of those that their host has left."""
+    """Bytes for each rank's KV cache, of the `available` ones of the host."""
     return min(int(max(available, 0) * KV_CACHE_SHARE), MAX_KV_CACHE_BYTES) // num_ranks
 
 
 class CPUModelRunner(ModelRunner):
-    """Steps on a CPU. Memory of the cache is committed by the system when it is first written."""
+    """Steps on a CPU."""
 
-    programs: ProgramRunner | None = None  # from allocate_kv_cache on, where they can be used
-    num_threads = 1  # torch's, where it does the work; known from allocate_kv_cache on
+    programs: ProgramRunner | None = None  # set by allocate_kv_cache, where they can be used
+    num_threads = 1  # of torch, for steps without a program; set by allocate_kv_cache
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """16 bits are for storage, and for what products of bfloat16 round by AMX."""
+        """float32 with the native kernels: 16 bits are for storage, and for AMX products."""
         return self.dtype if native.library() is None else torch.float32
 
     @property
     def num_workers(self) -> int:
-        """Ranks of all engines of this host, each with a cache."""
+        """Ranks of all engines of this host; each has a KV cache."""
         parallel = self.config.parallel
         return parallel.num_workers * parallel.num_engines_here
 
@@ -50,7 +50,7 @@ class CPUModelRunner(ModelRunner):
         return kv_cache_share(available_memory(), self.num_workers)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Programs know its addresses."""
+        """Allocate the cache, then record programs: these contain its addresses."""
         size, free = num_blocks * self.bytes_per_block * self.num_workers, available_memory()
         if size > free:
             log.warning(
@@ -60,7 +60,7 @@ class CPUModelRunner(ModelRunner):
             )  # fmt: skip
         super().allocate_kv_cache(num_blocks)
         self.num_threads = torch.get_num_threads()
-        keep_freed_memory()  # only now: what loading has freed is the system's again
+        keep_freed_memory()  # only now: memory freed by loading goes back to the system
         self.states.inputs.reserve(self.max_num_samples)
         self.programs = self.make_programs(self.run, self.max_num_samples)
         if self.programs is not None:
@@ -68,23 +68,23 @@ class CPUModelRunner(ModelRunner):
 
     @property
     def makes_programs(self) -> bool:
-        """Whether what is computed can be recorded."""
+        """Whether the forward pass can be recorded."""
         is_alone = self.parallel.size == 1
         return native.library() is not None and is_alone and not self.config.model.enforce_eager
 
     def make_programs(self, forward: Forward, max_num_rows: int) -> ProgramRunner | None:
-        """None where they cannot be used."""
+        """A runner of recorded passes; None where they cannot be used."""
         if not self.makes_programs:
             return None
         tables = self.states.block_tables
         return ProgramRunner(forward, max_num_rows, tables.tables.shape[1], tables.num_groups)
 
     def make_passes(self, forward: Forward, max_num_rows: int) -> Forward:
-        """By programs."""
+        """See ModelRunner."""
         return self.make_programs(forward, max_num_rows) or forward
 
     def make_chain(self, drafter: Drafter, max_num_rows: int) -> Chain:
-        """By programs."""
+        """See ModelRunner."""
         if not self.makes_programs:
             return super().make_chain(drafter, max_num_rows)
         return ChainRunner(
@@ -92,15 +92,14 @@ class CPUModelRunner(ModelRunner):
         )
 
     def forward(self, batch: InputBatch) -> Tensor:
-        """Decode steps by programs, others call by call."""
+        """Decode steps run as programs, others operation by operation."""
         programs = self.programs if batch.is_decode else None
-        # torch's own threads wait spinning for milliseconds after each of its few operations in a
-        # step, on the CPUs of the kernels' threads: a step of 32 took a fifth longer. Prompts leave
-        # it more to do, and take longer anyway.
+        # After each of its few operations in a program torch's threads busy-wait for milliseconds
+        # on the CPUs of the native kernels' threads, which made a step of 32 tokens 20 % slower.
         is_program = programs is not None and programs.is_recordable
         torch.set_num_threads(1 if is_program else self.num_threads)
         return (programs or self.run)(batch.input_ids, batch.positions, batch.attention)
 
     def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
-        """Everything is there already."""
+        """Nothing to copy, nothing to wait for."""
         return parts, lambda: None

@@ -1,8 +1,8 @@
-"""DecodeInputs: what a step is given in which each token is a row, in memory that stays in place.
+"""DecodeInputs: the inputs of decode steps, in buffers whose addresses stay the same, for graphs.
 
-All of it goes to the device in one copy from pinned memory, and graphs find it at the same
-addresses each time. What follows from it is found there, by one kernel (`Ops.begin_decode`), which
-a graph has as its first. On a CPU host and device share the memory.
+The host's part goes to the device in one copy from pinned memory. The rest is found there by one
+kernel (`Ops.begin_decode`), which is the first one of a graph. On a CPU, host and device share the
+memory.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Rows of a step, each with a number for each token. Given: slot and column; the place in a tree of
-# drafts; new entries of the block tables, which need not be of this token: row, column, block.
+# Rows of the buffer, each with a number per token. Given by the host: slot and column; the place in
+# a draft tree; and new entries of the block tables (row, column, block), whatever token is theirs.
 SLOT, COLUMN, PLACE, TABLE_ROW, TABLE_COLUMN, BLOCK = range(6)
 NUM_GIVEN = 6
-# Found: the next column, the token id, where keys and values go.
+# Found by the kernel: the next column, the token id, the KV-cache slot.
 NEXT_COLUMN, TOKEN_ID, KV_SLOT = range(6, 9)
 NUM_NUMBERS = 9
 
-# In place of a column: that of the first token of the slot that is not computed yet, which counts
-# as computed from then on.
+# In place of a column: the slot's first token that is not computed; the kernel counts it as
+# computed.
 NOT_COMPUTED = -1
 
-NUM_BUFFERS = 4  # pinned: the host fills one while the device may still have to read those before
+NUM_BUFFERS = 4  # pinned: the host fills one while the device may still read earlier ones
 
 
 class Columns(NamedTuple):
-    """A step of n tokens, in memory for m: those beyond pad a graph, and belong to no request."""
+    """Views of the buffer for a step of n tokens, padded to m for a graph."""
 
     step: Tensor  # int64 [NUM_NUMBERS, m], contiguous; see above
-    seq_lens: Tensor  # int32 [m], found: the next column again
-    tokens: Tensor  # int64 [2, n]: the next two
-    slots: Tensor  # int64 [n], as all that follow
+    seq_lens: Tensor  # int32 [m]: the next columns
+    tokens: Tensor  # int64 [2, n]: slots and columns
+    slots: Tensor  # int64 [n], like all below
     columns: Tensor
     next_columns: Tensor
     token_ids: Tensor
@@ -47,11 +47,11 @@ class Columns(NamedTuple):
 
 
 class DecodeInputs:
-    """Memory for one step at a time: steps in flight follow each other in a stream.
+    """The buffer, for one step at a time: a device runs the steps in flight one after another.
 
     Args:
-        max_num_tokens: the most of a step.
-        null_slot: the slot of padding.
+        max_num_tokens: of a step, at most.
+        null_slot: slot of padding.
         device: where steps run.
     """
 
@@ -59,12 +59,12 @@ class DecodeInputs:
         self.null_slot, self.device = null_slot, device
         self.padding = np.array([null_slot, 0, 0, null_slot, 0, 0], dtype=np.int64)[:, None]
         self.pad(0)
-        # Of graphs, ascending: a step is padded to one of them, and begins there.
+        # Sizes of graphs, ascending: steps are padded to one, whose graph runs `begin_decode`.
         self.sizes: Sequence[int] = ()
         self.reserve(max_num_tokens)
 
     def reserve(self, max_num_tokens: int) -> None:
-        """Have room for so many tokens. What was made of the memory before is to be made again."""
+        """Allocate for so many tokens. Views of the old buffer become invalid."""
         self.max_num_tokens = max_num_tokens
         self.memory = torch.zeros(
             NUM_NUMBERS * max_num_tokens, dtype=torch.int64, device=self.device
@@ -77,16 +77,16 @@ class DecodeInputs:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the host sees what is found."""
+        """Whether the host can read the buffer."""
         return self.device.type == "cpu"
 
     def pad(self, block_id: int) -> None:
-        """Padding computes in this block; see `BlockTables.pad`."""
+        """Let padding write to this block; see `BlockTables.pad`."""
         self.padding[BLOCK] = block_id
         self.padding_d = torch.tensor(self.padding, device=self.device)
 
     def columns(self, num_tokens: int, size: int | None = None) -> Columns:
-        """A step of so many tokens, in memory for `size`; made once."""
+        """Views for a step of so many tokens, padded to `size`; cached."""
         size = num_tokens if size is None else size
         if (found := self.views.get((num_tokens, size))) is None:
             step = self.memory[: NUM_NUMBERS * size].view(NUM_NUMBERS, size)
@@ -111,16 +111,16 @@ class DecodeInputs:
         changes: np.ndarray,
         columns: np.ndarray | int = NOT_COMPUTED,
     ) -> tuple[Columns, np.ndarray]:
-        """Start the copy of a step in which each slot computes its next token, or of others.
+        """Fill in the host's part of a step, and start its copy to the device.
 
         Args:
-            slots: of each token; distinct where they compute their next ones.
-            changes: see `BlockTables.take_changes`; of no more blocks than the step has room for.
+            slots: of each token; distinct with NOT_COMPUTED.
+            changes: see `BlockTables.take_changes`; of at most as many blocks as tokens.
             columns: of each token, int64 [n].
 
         Returns:
-            the step, whose columns are not found yet, and the slots, int64 [n], on the host. Both
-            until the next step.
+            the step, without what `begin_decode` finds, and the slots, int64 [n], on the host. Both
+            are valid until the next step.
         """
         num_tokens, num_changes = len(slots), len(changes) // 3
         size = self.size_for(num_tokens)
@@ -140,24 +140,22 @@ class DecodeInputs:
         return self.columns(num_tokens, size), given[SLOT, :num_tokens]
 
     def put(self, tokens: Tensor, size: int) -> None:
-        """Write a step of any tokens for a graph of `size`, see `InputBatch.tokens`; they lie in
-        other memory than this.
-        """
+        """Write `InputBatch.tokens` of other memory for a graph of `size`."""
         (num_inputs, num_tokens), step = tokens.shape, self.columns(size).step
         self.clear(size)
         step[:num_inputs, :num_tokens] = tokens
 
     def clear(self, size: int) -> None:
-        """Write a step of nothing but padding."""
+        """Write a step of padding only."""
         self.columns(size).step[:NUM_GIVEN] = self.padding_d
 
     def size_for(self, num_tokens: int) -> int:
-        """Of the memory for a step."""
+        """The padded size of a step."""
         return self.sizes[bisect_left(self.sizes, num_tokens)] if self.sizes else num_tokens
 
     def _next_buffer(self) -> tuple[np.ndarray, Tensor, Any]:
-        """Memory for the host to write to, also as a tensor, and what tells when the device has
-        read it.
+        """A buffer for the host to write to, the same as a tensor, and the event after which the
+        device has read it.
         """
         if self.buffers is None:
             self.buffers = cycle(self.make_buffers())
@@ -167,7 +165,7 @@ class DecodeInputs:
         return buffer
 
     def make_buffers(self) -> list[tuple[np.ndarray, Tensor, Any]]:
-        """Pinned, or the memory itself."""
+        """Pinned buffers; on a CPU the memory itself."""
         if self.is_shared:
             return [(self.memory.numpy(), self.memory, None)]
         size = self.memory.shape

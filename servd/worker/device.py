@@ -81,11 +81,8 @@ def keep_freed_memory(largest: int = 32 << 20, most: int = 1 << 30) -> None:
         most: bytes that are kept in all.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    own = {
-        "MALLOC_TRIM_THRESHOLD_",
-        "MALLOC_MMAP_THRESHOLD_",
-        "GLIBC_TUNABLES",
-    }  # settings of the user's
+    # Settings of the user's, which have precedence.
+    own = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"}
     if mallopt is not None and not own & os.environ.keys():
         mallopt(M_MMAP_THRESHOLD, largest)
         mallopt(M_TRIM_THRESHOLD, most)

@@ -1,5 +1,5 @@
-"""GPUModelRunner: steps as CUDA graphs, memory found by a profile run, output copies that
-nothing waits for.
+"""GPUModelRunner: a model on a CUDA device: CUDA graphs, a profile run of memory, asynchronous
+copies of outputs.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from servd.worker.readers import StepPart
 
 log = logging.getLogger("servd.worker")
 
-# Products of a weight and a token in a step that keeps a large device busy for longer than the host
-# needs to launch it kernel by kernel: some 10 ms. Padding would cost more than a graph saves.
+# Weights times tokens of a step that takes a large device about 10 ms, longer than the host needs
+# to launch its kernels one by one: beyond that, padding costs more than a graph saves.
 MOST_PRODUCTS = 4 * 10**12
 
 
 class GPUModelRunner(ModelRunner):
     """Steps on a CUDA device. Nothing but `AsyncOutput.result` waits for it."""
 
-    graphs: GraphRunner | None = None  # from allocate_kv_cache on, where they can be used
-    memory_use: MemoryUse | None = None  # from kv_cache_memory on
+    graphs: GraphRunner | None = None  # set by allocate_kv_cache, where they can be used
+    memory_use: MemoryUse | None = None  # set by kv_cache_memory
 
     # ---- steps as graphs ----
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """One extra block that no request owns: padding is written there."""
+        """Allocate the cache with one more block, which padding is written to."""
         super().allocate_kv_cache(num_blocks + 1)
         self.states.pad(num_blocks)
         self.graphs = self.make_graphs()
@@ -64,7 +64,7 @@ class GPUModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def _warm_up_columns(self) -> None:
-        """What graphs begin and end with, of a row of nobody."""
+        """Compile the kernels with which plain decode steps begin and end, on a row of padding."""
         inputs = self.states.inputs
         inputs.clear(1)
         step = inputs.columns(1)
@@ -74,7 +74,7 @@ class GPUModelRunner(ModelRunner):
 
     @property
     def variants(self) -> list[bool]:
-        """Those of the forward pass; see `variant`."""
+        """Values of `variant` that there are graphs for."""
         return [False] if self.adapters is None else [False, True]
 
     def _capture_all(self) -> Iterator[GraphSize]:
@@ -82,13 +82,13 @@ class GPUModelRunner(ModelRunner):
             return
         for variant in self.variants:
             if self.adapters is not None:
-                self.adapters.rows.is_active = variant  # until the next step says
+                self.adapters.rows.is_active = variant  # until the next step sets it
             for size in self.graphs.sizes:
                 self._capture(self.graphs, size)
                 yield size
 
     def make_graphs(self) -> GraphRunner | None:
-        """None where graphs are switched off, or the attention backend cannot be captured."""
+        """A runner of CUDA graphs; None if switched off, or with a backend that has none."""
         if self.config.model.enforce_eager:
             return None
         if not self.backend.supports_graphs:
@@ -109,7 +109,7 @@ class GPUModelRunner(ModelRunner):
         return graphs
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
-        """By a graph, or kernel by kernel where the device is the slower one anyway."""
+        """Steps run as graphs, those that are too large for one kernel by kernel."""
         if self.graphs is not None and not batch.is_part:
             ends = None if batch.is_decode else batch.attention_rows.ends
             if (hidden := self.graphs(batch.tokens, ends, batch.columns)) is not None:
@@ -130,7 +130,7 @@ class GPUModelRunner(ModelRunner):
         return self.run(input_ids, positions, mixed_attention(states, tokens, ends))
 
     def choose(self, hidden: torch.Tensor, columns: Columns) -> torch.Tensor:
-        """By a graph, if one has made the hidden states."""
+        """Sample in a graph, if the forward pass was one."""
         graphs, chosen = self.graphs, None
         if graphs is not None and hidden.data_ptr() == graphs.hidden.data_ptr():
             chosen = graphs.chosen_of(columns)
@@ -147,31 +147,29 @@ class GPUModelRunner(ModelRunner):
             ) from error
 
     def recorder(self) -> Record:
-        """What records graphs here."""
+        """Records CUDA graphs; tests replace it."""
         return CudaRecorder()
 
     # ---- memory ----
 
     def meter(self) -> Meter:
-        """What reads the memory here."""
+        """Reads the device's memory; tests replace it."""
         return CudaMeter(self.device)
 
     def kv_cache_memory(self) -> int:
-        """What the share of the device's memory leaves beside weights, the largest step, graphs and
-        other processes.
+        """--gpu-memory-utilization of the device, less weights, activations of the largest step,
+        graphs and other processes, as a profile run finds them.
         """
         self.memory_use = self._profile(self.meter())
         log.info("%s", self.memory_use)
         return self.memory_use.available - self.bytes_per_block  # the block of padding
 
     def more_memory(self, missing: int) -> list[str]:
-        """Fewer requests, or a larger share."""
+        """See ModelRunner."""
         return self.memory_use.remedies(missing) if self.memory_use else []
 
     def _profile(self, meter: Meter) -> MemoryUse:
-        """Run the largest steps and capture graphs, with a cache of just the blocks that they
-        need.
-        """
+        """Run the largest steps and capture graphs, with as few blocks of KV cache as they need."""
         longest = min(self.max_num_tokens, self.max_model_len)
         each = min(self.max_num_tokens // self.max_num_seqs, self.max_model_len)
         before = meter.allocated()
@@ -206,7 +204,7 @@ class GPUModelRunner(ModelRunner):
     def _launch(
         self, num_rows: int, num_tokens: int, num_drafts: int, params: SamplingParams
     ) -> None:
-        """Begin a step of prompts; all rows share the blocks, since only sizes matter."""
+        """Launch a step of prompts, which share their blocks, as only sizes matter."""
         num_blocks = -(-num_tokens // self.config.cache.block_size)
         new_requests = [
             NewRequest(
@@ -231,7 +229,7 @@ class GPUModelRunner(ModelRunner):
         self.execute_model(SchedulerOutput(step=0, new_requests=new_requests, scheduled=scheduled))
 
     def _sample_all(self, num_rows: int, has_grammar: bool = True) -> None:
-        """End the step, every row with a grammar or none, and free its rows."""
+        """Sample the step, with a grammar in every row or in none, and free its rows."""
         words = bytes([255]) * (4 * -(-self.spec.vocab_size // 32))
         bitmask = GrammarBitmask(list(range(num_rows)), [0] * num_rows, words * num_rows)
         self.sample_tokens(bitmask if has_grammar else None).result()
@@ -239,8 +237,8 @@ class GPUModelRunner(ModelRunner):
         self.sample_tokens()
 
     def _graph_bytes(self, meter: Meter) -> int:
-        """The memory of the largest graph and of the one with the largest logits, and for each
-        further one as much as a second one takes beside the first.
+        """Estimate the memory of all graphs: that of the largest one and of the one with the
+        largest logits, and for each other one as much as a second graph adds to the first.
         """
         if (graphs := self.make_graphs()) is None:
             return 0
@@ -256,9 +254,7 @@ class GPUModelRunner(ModelRunner):
     # ---- output ----
 
     def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
-        """Copies run in the stream of the step, into pinned memory; an event tells when they are
-        done.
-        """
+        """Copies to pinned memory, in the stream of the step, and an event after them."""
         copied = [part.to_host() for part in parts]
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))

@@ -1,4 +1,4 @@
-"""InputBatch: the tensors of one step, gathered from the rows of the scheduled requests."""
+"""InputBatch: the tensors of one step, gathered from the states of the scheduled requests."""
 
 from __future__ import annotations
 
@@ -16,50 +16,49 @@ from servd.worker.device import upload
 from servd.worker.request_states import RequestStates
 
 Forward = Callable[..., torch.Tensor]
-"""input_ids and positions, int64 [num_tokens] each, their attention, and other inputs of the model,
+"""A model: input_ids and positions, int64 [num_tokens] each, an AttentionBatch, and further inputs,
 float32 [num_tokens, n], to hidden states [num_tokens, hidden].
 """
 
 
 @dataclass(frozen=True)
 class InputBatch:
-    """Inputs of the forward pass, and where to sample afterwards. On the device unless said
+    """Inputs of the forward pass, and where to sample afterwards; on the device, if not said
     otherwise.
 
-    A row whose last tokens are drafts is sampled after each of them, and for the attention each of
-    its tokens is a row: of a decode step, whose results do not depend on how many there are.
+    A row with drafts is sampled after its last known token and after each draft. In the attention
+    each of these tokens is a row of its own, as in a decode step: so what is computed for a token
+    does not depend on the number of drafts.
     """
 
     states: RequestStates
-    # int64 [2 or 3, num_tokens]: slot and column of each, and where drafts may be trees its place;
-    # see `DraftTree`.
+    # int64 [2 or 3, num_tokens]: slot, column, and with draft trees place of each token; see
+    # `DraftTree`.
     tokens: torch.Tensor
-    positions: torch.Tensor  # int64 [num_tokens]: of each in its sequence
+    positions: torch.Tensor  # int64 [num_tokens]: of each token in its sequence
     host_slots: np.ndarray  # int64 [num_rows], on the host
     query_lens: np.ndarray  # int64 [num_rows], on the host
-    # int64 [num_rows], on the host: with the tokens of this step, if all drafts before are kept.
+    # int64 [num_rows], on the host: including this step's tokens, if all drafts are accepted.
     seq_lens: np.ndarray
-    num_drafts: np.ndarray  # int64 [num_rows], on the host: of its last tokens
-    known_ends: np.ndarray  # int64 [num_rows], on the host: index in the step of the last known one
+    num_drafts: np.ndarray  # int64 [num_rows], on the host: how many of its last tokens are drafts
+    known_ends: np.ndarray  # int64 [num_rows], on the host: index of the last token that is known
     max_new_drafts: np.ndarray  # int64 [num_rows], on the host: for the next step
     attention_rows: AttentionRows
-    # int64 [n], on the host: indices in the step of the rows that sample.
-    sample_rows: np.ndarray
-    # One entry per token to sample: as many as rows that sample and drafts, row by row.
+    sample_rows: np.ndarray  # int64 [n], on the host: indices of the rows that sample
+    # One entry per token to sample: one for each such row and for each of its drafts, row by row.
     sample_host_slots: np.ndarray  # int64 [m], on the host
-    sample_tokens: torch.Tensor  # int64 [m]: index in the step of the token before it
+    sample_tokens: torch.Tensor  # int64 [m]: index of the token after which it is sampled
     sample_slots: torch.Tensor  # int64 [m]
-    sample_positions: torch.Tensor  # int64 [m]: index in the sequence that it will have
-    # Where each row computes one known token and samples, on a CPU with drafts behind it: the step
-    # as it lies in memory. The tensors of this batch are views of it, good until the next step is
-    # gathered.
+    sample_positions: torch.Tensor  # int64 [m]: position of the sampled token in its sequence
+    # Set if each row computes one known token and samples (on a CPU also with drafts): the buffers
+    # of the step, of which this batch's tensors are views until the next step is gathered.
     columns: Columns | None = None
-    is_part: bool = False  # of a step, whose memory is not to be used for it
+    is_part: bool = False  # of a step; graphs must not be used for it
 
     @classmethod
     def gather(cls, scheduled: SchedulerOutput, states: RequestStates) -> InputBatch:
-        """Make the batch of a step and bring the block tables up to date. Counts its tokens but the
-        drafts as computed.
+        """Make the batch of a step and update the block tables. Its tokens, but not its drafts,
+        count as computed from now on.
         """
         if not scheduled.scheduled and states.tree is None:
             return cls._decode(scheduled.decodes, states)
@@ -93,7 +92,7 @@ class InputBatch:
             bounds += states.tree.host_shifts[places]
 
         sample_host_slots = token_slots[sample_tokens]
-        # One copy to the device for all indices of the step.
+        # All indices of the step go to the device in one copy.
         parts = (
             token_slots, offsets, places, row_ends, slots, query_lens - num_drafts, sample_tokens,
             sample_host_slots, states.block_tables.take_changes(),
@@ -108,7 +107,7 @@ class InputBatch:
         states.num_computed.index_add_(0, row_slots, num_known)
         positions = states.positions(columns, places_d)
         if positions.device.type == "cpu":
-            bounds = positions.numpy() + 1  # at hand, so they need not be bounds
+            bounds = positions.numpy() + 1  # exact, as the host can read them
         row_lens = np.diff(row_ends, prepend=-1)
         return cls(
             states=states,
@@ -130,14 +129,14 @@ class InputBatch:
 
     @classmethod
     def _decode(cls, decodes: Decodes, states: RequestStates) -> InputBatch:
-        """The same where each row computes one token: little is left to find out, and that is found
-        in one go; with graphs when the step runs, as they begin with it.
+        """A step in which each row decodes one token: one kernel finds all inputs, the first one of
+        a graph where there are graphs.
         """
         num_rows, inputs = len(decodes.slots), states.inputs
         columns, slots = inputs.fill(decodes.slots, states.take_changes(num_rows))
         if not inputs.sizes:
             states.begin_decode(columns)
-        if inputs.is_shared and not inputs.sizes:  # at hand, so they need not be bounds
+        if inputs.is_shared and not inputs.sizes:  # the host can read the exact ones
             seq_lens = columns.next_columns.numpy()
         else:
             seq_lens = np.array(decodes.num_computed_tokens, dtype=np.int64) + 1
@@ -172,8 +171,8 @@ class InputBatch:
         max_new_drafts: np.ndarray,
         states: RequestStates,
     ) -> InputBatch:
-        """The same where each row computes one known token, and its drafts: little is left to find
-        out. int64 [num_rows] each, on the host.
+        """A step in which each row computes one known token and its drafts. int64 [num_rows] each,
+        on the host.
         """
         query_lens, step = num_drafts + 1, None
         indices, known_ends = states.indices[: len(slots)], query_lens.cumsum() - query_lens
@@ -181,15 +180,15 @@ class InputBatch:
         offsets = np.arange(len(rows)) - known_ends[rows]
         token_slots, bounds = slots[rows], computed[rows] + offsets + 1
         inputs = states.inputs
-        is_at_hand = inputs.is_shared and not inputs.sizes and len(rows) <= inputs.max_num_tokens
-        if is_at_hand and states.tree is None:
+        is_shared = inputs.is_shared and not inputs.sizes and len(rows) <= inputs.max_num_tokens
+        if is_shared and states.tree is None:
             step = states.begin_verify(slots, token_slots, offsets)
             tokens, positions, next_positions = step.tokens, step.columns, step.next_columns
         else:
             tokens, positions, bounds = _find(states, token_slots, offsets, bounds)
             next_positions = positions + 1
         if positions.device.type == "cpu":
-            bounds = next_positions.numpy()  # at hand, so they need not be bounds
+            bounds = next_positions.numpy()  # exact, as the host can read them
         ones = np.ones_like(offsets)
         return cls(
             states=states,
@@ -211,8 +210,8 @@ class InputBatch:
         )
 
     def part(self, first: int, end: int) -> InputBatch:
-        """What the forward pass needs of the rows [first, end)."""
-        if self.columns is not None:  # the whole may not have begun; if it has, nothing changes
+        """The rows [first, end) alone, for the forward pass."""
+        if self.columns is not None:  # may be repeated: it finds the same
             self.states.begin_decode(self.columns)
         ends = np.cumsum(self.query_lens)
         begin, stop = int(ends[first] - self.query_lens[first]), int(ends[end - 1])
@@ -235,23 +234,23 @@ class InputBatch:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each row computes one token, and no drafts are verified or wanted."""
+        """Whether each row computes one token, without drafts for this step or the next."""
         num_tokens = self.tokens.shape[1]
         return num_tokens == len(self.host_slots) and not len(self.drafting_rows)
 
     @cached_property
     def drafting_rows(self) -> np.ndarray:
-        """Those that want drafts for the next step, int64 [n], on the host."""
+        """Indices of the rows that want drafts for the next step, int64 [n], on the host."""
         return np.flatnonzero(self.max_new_drafts)
 
     @property
     def samples_all(self) -> bool:
-        """Whether a token is sampled after each of the step's."""
+        """Whether a token is sampled after every token of the step."""
         return len(self.sample_host_slots) == self.tokens.shape[1]
 
     @cached_property
     def sample_columns(self) -> torch.Tensor:
-        """Where each sampled token is written, int64 [m]; before, a draft stands there."""
+        """Columns that the sampled tokens are written to, in place of drafts, int64 [m]."""
         if self.states.tree is None:
             return self.sample_positions
         return self.tokens[1, self.sample_tokens] + 1
@@ -272,7 +271,7 @@ class InputBatch:
         return self.token_ids.clamp(min=0) if self.num_drafts.any() else self.token_ids
 
     def ends(self, num_kept: torch.Tensor | None) -> torch.Tensor:
-        """Index in the step of the last token of each row that is known or kept, int64 [num_rows];
+        """Index of the last token of each row that is known or an accepted draft, int64 [num_rows];
         see `SamplerOutput`.
         """
         ends, device = upload(self.known_ends, self.tokens.device), self.tokens.device
@@ -284,7 +283,7 @@ class InputBatch:
 
     @cached_property
     def attention(self) -> AttentionBatch:
-        """What the attention backend makes its metadata of."""
+        """What the attention backend builds its metadata from."""
         if self.columns is not None:
             rows = self.attention_rows
             return columns_attention(self.states, self.columns, rows.query_lens, rows.seq_lens)
@@ -294,9 +293,16 @@ class InputBatch:
 def _find(
     states: RequestStates, token_slots: np.ndarray, offsets: np.ndarray, bounds: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    """Tokens of a step, see `InputBatch`, their positions, and what those are below, of rows whose
-    first token is known; each `offsets` behind it, int64 [num_tokens], and below `bounds` but for a
-    tree.
+    """Finds the tokens of rows that compute one known token and drafts; int64 [num_tokens] each.
+
+    Args:
+        states: the rows.
+        token_slots: slot of each token.
+        offsets: of each token from the first one of its row.
+        bounds: upper bounds of the sequence lengths at each token, if drafts are chains.
+
+    Returns:
+        see `InputBatch.tokens` and `positions`; and the bounds, also with draft trees.
     """
     num_tokens, changes, places = len(offsets), states.block_tables.take_changes(), offsets[:0]
     if states.tree is not None:
@@ -318,12 +324,11 @@ class AttentionRows:
     """The rows of a step as the attention sees them."""
 
     query_lens: np.ndarray  # int64 [num_rows], on the host
-    seq_lens: np.ndarray  # int64 [num_rows], on the host: at most
-    # int64 [num_rows]: index in the step of the last token; None: each token is a row.
-    ends: torch.Tensor | None
+    seq_lens: np.ndarray  # int64 [num_rows], on the host: upper bounds
+    ends: torch.Tensor | None  # int64 [num_rows]: index of the last token; None: each is a row
 
     def part(self, begin: int, stop: int) -> AttentionRows:
-        """The rows of the tokens [begin, stop), none of which is cut."""
+        """The rows of the tokens [begin, stop), which are whole rows."""
         ends = np.cumsum(self.query_lens)
         rows = slice(*np.searchsorted(ends, [begin, stop], side="right").tolist())
         own = None if self.ends is None else self.ends[rows] - begin
@@ -376,7 +381,7 @@ def _columns(scheduled: SchedulerOutput) -> np.ndarray:
 def columns_attention(
     states: RequestStates, columns: Columns, query_lens: np.ndarray, seq_lens: np.ndarray
 ) -> AttentionBatch:
-    """The attention of a step that has begun; see `AttentionBatch` for the lengths."""
+    """The attention of a step whose inputs are found; see `AttentionBatch` for the lengths."""
     tables, slots = states.block_tables, columns.slots
     blocks = tables.tables[:, : tables.blocks_for(int(seq_lens.max()))]
     batch = AttentionBatch(
@@ -451,7 +456,9 @@ def _of_groups(
     columns: torch.Tensor,
     last: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
 ) -> AttentionBatch:
-    """Slots and columns are those of all tokens, and with places of the last one of each row."""
+    """Add the attention of further groups of layers; `last` are slots, columns and places of the
+    last token of each row.
+    """
     tables, (last_slots, last_columns, last_places) = states.block_tables, last
     rows, last_rows = tables.other_groups + slots, tables.other_groups + last_slots  # [others, n]
     mappings = tables.slot_mapping(rows, columns)

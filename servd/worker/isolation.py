@@ -1,4 +1,4 @@
-"""Isolation: which requests a forward pass fails of, and what it makes of the others."""
+"""Isolation: finds the requests that make a forward pass fail, and computes the others."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Forward = Callable[[InputBatch], torch.Tensor]
 
 @dataclass(frozen=True)
 class Failures:
-    """The StepPart of requests that could not enter, or that the model fails on."""
+    """The StepPart of requests that could not be added, or on which the model fails."""
 
-    errors: dict[int, str]  # index in the step -> why
+    errors: dict[int, str]  # row -> message
 
     @classmethod
     def of(cls, batch: InputBatch, failed: Mapping[int, str]) -> Failures:
-        """Those of a step, of all by slot."""
+        """The failures in a step, from those of all slots."""
         slots = enumerate(batch.host_slots.tolist())
         return cls({row: failed[slot] for row, slot in slots if slot in failed})
 
     def to_host(self) -> Failures:
-        """They are there."""
+        """They are on the host."""
         return self
 
     def write(self, output: ModelRunnerOutput) -> None:
@@ -42,20 +42,20 @@ class Failures:
 def forward_apart(
     batch: InputBatch, forward: Forward, error: Exception
 ) -> tuple[torch.Tensor, dict[int, str]]:
-    """Compute a step in parts, as the whole failed: the newest request apart from the others, then
-    halves of what fails. Keys and values are written again as they were, and in order: a row may
-    read those that one before it writes.
+    """Compute a step that failed as a whole in parts: the newest request apart from the others,
+    then halves of what fails. Parts run in order, as a row may read keys and values that an earlier
+    row writes; writing some of them again changes nothing.
 
     Args:
         batch: the step.
-        forward: computes a part; its result may be overwritten by the next one.
-        error: of the whole.
+        forward: computes a part; its result may be overwritten by the next call.
+        error: with which the whole step failed.
 
     Returns:
-        Hidden states [num_tokens, hidden], zeros in rows that fail alone, and why those do, by row.
+        Hidden states [num_tokens, hidden], zeros in rows that fail, and their errors by row.
 
     Raises:
-        Exception: `error`, if every row fails: the process may be what is broken.
+        Exception: `error`, if every row fails: the process itself may be broken.
     """
     num_rows = len(batch.query_lens)
     found: dict[int, torch.Tensor] = {}  # by first row
@@ -83,7 +83,7 @@ def forward_apart(
 
 
 def _report(error: Exception) -> str:
-    """What its client hears; the log says more."""
+    """The message for the client; the log has the traceback."""
     report = uuid4().hex[:8]
     log.error("the model fails on a request (report %s)", report, exc_info=error)
     return f"the model failed on this request ({type(error).__name__}, report {report})"

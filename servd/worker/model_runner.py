@@ -1,6 +1,7 @@
-"""ModelRunner: runs steps of the model, on rows that it keeps; knows no feature by name.
+"""ModelRunner: computes steps of the model, on the rows of requests that it keeps.
 
-What differs between a CPU and a CUDA device is in cpu_model_runner.py and gpu_model_runner.py.
+What differs between CPU and CUDA is in cpu_model_runner.py and gpu_model_runner.py. No feature is
+named here: features are followers, readers or proposers, each in its own file.
 """
 
 from __future__ import annotations
@@ -53,25 +54,25 @@ log = logging.getLogger("servd.worker")
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step between its two calls."""
+    """A step between `execute_model` and `sample_tokens`."""
 
-    num_rows: tuple[int, int]  # of SchedulerOutput: those of `decodes`, and of `scheduled`
+    num_rows: tuple[int, int]  # of `SchedulerOutput.decodes`, and of `SchedulerOutput.scheduled`
     computed: tuple[InputBatch, torch.Tensor] | None = None  # with hidden states [tokens, hidden]
-    parts: Sequence[StepPart] = ()
+    parts: Sequence[StepPart] = ()  # of the output, as far as they are computed
     times_ns: Sequence[int] = ()  # see StepRecord.worker_ns
 
 
 @dataclass(frozen=True)
 class AsyncOutput:
-    """The output of one step, on its way to the host."""
+    """The output of one step, while it is copied to the host."""
 
-    num_rows: tuple[int, int]  # of SchedulerOutput: those of `decodes`, and of `scheduled`
+    num_rows: tuple[int, int]  # see LaunchedStep
     parts: Sequence[StepPart] = ()  # on the host after `wait`
     wait: Callable[[], None] = lambda: None
     times_ns: Sequence[int] = ()  # until it was launched
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for the step."""
+        """Wait for the step, and return its output."""
         self.wait()
         num_decodes, num_others = self.num_rows
         output = ModelRunnerOutput([[] for _ in range(num_others)], decoded=[-1] * num_decodes)
@@ -85,10 +86,10 @@ class ModelRunner(ABC):
     """One model on one device.
 
     Args:
-        config: resolved.
-        spec: the model's.
-        device: to run on.
-        parallel: the ranks that share the model.
+        config: resolved, see resolve.py.
+        spec: the architecture of the model.
+        device: where it runs.
+        parallel: the ranks among which it is divided.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class ModelRunner(ABC):
         self.kv_caches: list[torch.Tensor] = []
         self.block_store: BlockStore | None = None
         self.launched: LaunchedStep | None = None
-        self.failed: dict[int, str] = {}  # slot -> why its request cannot enter, or go on
+        self.failed: dict[int, str] = {}  # slot -> error of its request
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -124,7 +125,7 @@ class ModelRunner(ABC):
     # ---- start-up ----
 
     def load_model(self, progress: Callable[[float], None]) -> None:
-        """Build the model, fill its weights, choose the attention backend, make the rows.
+        """Build the model, load its weights, choose the attention backend, make the request states.
 
         Raises:
             ConfigError: the model or the backend cannot run here.
@@ -178,7 +179,7 @@ class ModelRunner(ABC):
         ]
 
     def _load_weights(self, progress: Callable[[float], None]) -> None:
-        check_modules(self.config.lora, self.model)  # before the time that weights take
+        check_modules(self.config.lora, self.model)  # first, as loading takes long
         config = self.config.model
         make = model_loader.form_maker(
             self.dtype, config.quantization, self.spec.folder, config.cpu_activation_dtype,
@@ -191,7 +192,7 @@ class ModelRunner(ABC):
             model_loader.load_weights(self.model, folder, progress, make, load_format=form)
 
     def _make_adapters(self) -> Adapters | None:
-        """What follows the adapters of requests, if there may be any."""
+        """The LoRA adapters, if they are enabled."""
         if not self.config.lora.enable_lora:
             return None
         most = max(self.max_num_tokens, self.max_num_samples)
@@ -203,7 +204,7 @@ class ModelRunner(ABC):
         )  # fmt: skip
 
     def count_blocks(self, room: int | None = None) -> int:
-        """KV-cache blocks that fit, in `room` bytes where --kv-cache-memory does not say how many.
+        """KV-cache blocks that fit: in --kv-cache-memory, else in `room`, else in what is free.
 
         Raises:
             NotEnoughMemory: too few for one request.
@@ -218,7 +219,7 @@ class ModelRunner(ABC):
 
     @property
     def variant(self) -> bool:
-        """Which of the forward passes the next one is: whether it adds what adapters have."""
+        """Whether the next forward pass computes adapters; each variant has graphs of its own."""
         return self.adapters is not None and self.adapters.rows.is_active
 
     @property
@@ -228,19 +229,19 @@ class ModelRunner(ABC):
         return own + (self.proposer.bytes_per_block if self.proposer else 0)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Make the cache; afterwards steps can run."""
+        """Allocate the cache; afterwards steps can run."""
         self.kv_caches = kv_cache.allocate(self.backend, self.model, num_blocks)
         if self.proposer is not None:
             self.proposer.allocate_kv_cache(num_blocks)
 
     def warm_up(self, progress: Callable[[float], None]) -> None:  # noqa: B027
-        """Do ahead what the first requests would wait for; `progress` gets fractions."""
+        """Capture and compile what the first requests would wait for; reports fractions."""
 
     # ---- steps ----
 
     @torch.inference_mode()
     def execute_model(self, scheduled: SchedulerOutput) -> None:
-        """Apply the changes and run the forward pass."""
+        """Update the request states and launch the forward pass."""
         if self.launched is not None:
             raise RuntimeError("execute_model was called twice without sample_tokens")
         begin = now_ns()
@@ -262,11 +263,11 @@ class ModelRunner(ABC):
         self.launched = LaunchedStep(num_rows, (batch, hidden), parts, times_ns)
 
     def _forward(self, batch: InputBatch) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden]; requests that the model fails on are in `failed`."""
+        """Hidden states [num_tokens, hidden]; requests on which the model fails enter `failed`."""
         try:
             return self._begin(batch)
         except Exception as error:
-            if self.parallel.size * self.parallel.num_stages > 1:  # others go on with this step
+            if self.parallel.size * self.parallel.num_stages > 1:  # other ranks would wait
                 raise
             hidden, errors = forward_apart(batch, self._begin, error)
             if self.adapters is not None:
@@ -280,7 +281,7 @@ class ModelRunner(ABC):
         return self.forward(batch)
 
     def _copy_blocks(self, copies: BlockCopies) -> None:
-        """Between the cache and the engine's memory, which is mapped with the first copies."""
+        """Copy between the cache and the engine's host memory, which the first copy maps."""
         if self.block_store is None:
             caches = [*self.kv_caches, *(self.proposer.kv_caches if self.proposer else ())]
             self.block_store = BlockStore(copies.memory, caches, self.parallel)
@@ -291,17 +292,17 @@ class ModelRunner(ABC):
         return self.run(batch.input_ids, batch.positions, batch.attention)
 
     def make_passes(self, forward: Forward, max_num_rows: int) -> Forward:
-        """Decode passes of another model for the rows of this one, of `max_num_rows` at most."""
+        """Optimise the decode passes of a draft model, with `max_num_rows` rows at most."""
         return forward
 
     def make_chain(self, drafter: Drafter, max_num_rows: int) -> Chain:
-        """Drafts by another model for the rows of this one."""
+        """Drafts by another model, for the requests of this one."""
         return Chain(drafter, self.states)
 
     def run(
         self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch
     ) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden] of tokens, int64 [num_tokens] each."""
+        """Run the model: int64 [num_tokens] each -> hidden states [num_tokens, hidden]."""
         ctx = ForwardContext(self.backend, attention, self.kv_caches, self.states.of_layers)
         hidden = self.model(input_ids, positions, ctx)
         ctx.finish()
@@ -309,7 +310,7 @@ class ModelRunner(ABC):
 
     @torch.inference_mode()
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> AsyncOutput:
-        """Sample for the step launched last, and write the tokens in their rows."""
+        """Sample for the step launched last, store the tokens, and draft for the next step."""
         if self.launched is None:
             raise RuntimeError("sample_tokens was called before execute_model")
         launched, self.launched = self.launched, None
@@ -360,9 +361,7 @@ class ModelRunner(ABC):
         return SampledTokens(batch.sample_rows, batch.num_drafts, output)
 
     def choose(self, hidden: torch.Tensor, columns: Columns) -> torch.Tensor:
-        """Sample a step whose requests are all greedy, and ask for nothing else: what
-        `SamplingOps.choose` yields.
-        """
+        """Sample a step of plain greedy requests; see `SamplingOps.choose`."""
         logits = self.model.compute_logits(hidden)
         token_ids = self.states.token_ids
         return self.sampler.ops.choose(logits, columns.slots, columns.next_columns, token_ids)
@@ -370,11 +369,11 @@ class ModelRunner(ABC):
     def _line_up(
         self, batch: InputBatch, hidden: torch.Tensor, order: torch.Tensor
     ) -> torch.Tensor:
-        """Move the keys, values and hidden states of kept drafts behind their rows' known tokens;
-        see `SamplerOutput.order`.
+        """Move keys, values and hidden states of the accepted drafts of a tree to where a chain
+        has them; see `SamplerOutput.order`.
         """
         tokens, moved = batch.sample_tokens, batch.sample_tokens[order]
-        if self.device.type == "cpu":  # at hand: mostly few have to move
+        if self.device.type == "cpu":  # comparing is free there, and most need not move
             changed = tokens != moved
             tokens, moved = tokens[changed], moved[changed]
         for group in (batch.attention, *batch.attention.others):
@@ -400,7 +399,7 @@ class ModelRunner(ABC):
         self.states.write_drafts(scheduled.scheduled)
 
     def _add(self, request: NewRequest) -> None:
-        """A request enters its slot.
+        """Put a request in its slot.
 
         Raises:
             InvalidRequest: a parameter or token id is out of bounds, though the API checks them.
@@ -425,8 +424,8 @@ class ModelRunner(ABC):
             follower.remove(slot)
 
     def _fail(self, request: NewRequest, error: Exception) -> None:
-        """Give the slot of a request that cannot enter to its tokens alone, beside an error: others
-        find its blocks in the prefix cache.
+        """Record the error of a request that cannot be added. Its tokens are computed all the same,
+        as other requests may share its blocks by the prefix cache.
         """
         slot, vocab_size = request.slot, self.spec.vocab_size
         if isinstance(error, InvalidRequest):
@@ -439,7 +438,7 @@ class ModelRunner(ABC):
         self.states.add(msgspec.structs.replace(request, token_ids=token_ids))
 
     def _unpack(self, bitmask: GrammarBitmask, batch: InputBatch) -> torch.Tensor:
-        """[m, ceil(vocab / 32)] int32, all bits set in rows without a grammar."""
+        """int32 [m, ceil(vocab / 32)] for all rows to sample; all bits set without a grammar."""
         words = np.frombuffer(bitmask.bitmask, dtype=np.int32).reshape(len(bitmask.indices), -1)
         counts = batch.num_drafts[batch.sample_rows] + 1
         unpacked = np.full((counts.sum(), words.shape[1]), -1, dtype=np.int32)
@@ -447,7 +446,7 @@ class ModelRunner(ABC):
             zip(batch.sample_rows.tolist(), (counts.cumsum() - counts).tolist(), strict=True)
         )
         for index, offset, allowed in zip(bitmask.indices, bitmask.offsets, words, strict=True):
-            if index in firsts:  # a row in the midst of its prompt has no token to restrict
+            if index in firsts:  # rows that do not end their prompt sample no token
                 unpacked[firsts[index] + offset] = allowed
         return upload(unpacked, self.device)
 
@@ -458,13 +457,9 @@ class ModelRunner(ABC):
         """Bytes that the KV cache may take; called after load_model."""
 
     def more_memory(self, missing: int) -> list[str]:
-        """Options that would give it `missing` bytes more, other than its own, e.g. "lower
-        --max-num-seqs to 4".
-        """
+        """Changes of options that would free `missing` bytes, e.g. "lower --max-num-seqs to 4"."""
         return []
 
     @abstractmethod
     def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
-        """Start copying a step's output to the host; returns the host's tensors and what waits for
-        them.
-        """
+        """Start copying a step's output to the host; returns the copies, and what awaits them."""

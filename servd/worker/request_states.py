@@ -19,9 +19,9 @@ class RequestStates:
     """Token ids, counters and block table of every slot, on the device.
 
     Sampled tokens are written on the device, so the next step can be gathered before the host has
-    seen them, or knows how many drafts were kept. Drafts stand behind the tokens of their row, -1
-    where fewer were found than asked for. The row after the last slot, `null_slot`, belongs to no
-    request.
+    them, or knows how many drafts were accepted. Drafts are stored after the tokens of their row;
+    -1 where fewer were found than asked for. The row after the last slot, `null_slot`, belongs to
+    no request.
     """
 
     def __init__(
@@ -36,42 +36,42 @@ class RequestStates:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.null_slot = max_num_seqs
-        # More columns: a step launched before a request is known to be full still writes its token,
-        # and a row's drafts may be fewer than the step's.
+        # More columns than tokens: a step launched before a request is known to have ended writes
+        # one token more, and all rows have room for the drafts of a step.
         num_columns = max_model_len + 1 + MOST_DRAFTS
         self.token_ids = torch.zeros(
             (max_num_seqs + 1, num_columns), dtype=torch.int32, device=device
         )
         self.block_tables = BlockTables(max_num_seqs, max_model_len, block_size, device)
         self.num_computed = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
-        # Of steps with one token in each row: indices, and two constants.
+        # Constants of steps with one token in each row.
         self.indices = np.arange(max_num_seqs, dtype=np.int64)
         self.ones, self.zeros = np.ones_like(self.indices), np.zeros_like(self.indices)
         self.inputs = DecodeInputs(max_num_seqs, self.null_slot, device)
         self.ops = ops.for_device(device)
-        # What layers keep of each slot, float32 [max_num_seqs + 1, n]; see layers/state.py. Nothing
-        # of it is read before it is written.
+        # Recurrent state of layers, float32 [max_num_seqs + 1, n]; see layers/state.py. Nothing of
+        # it is read before it is written.
         self.of_layers: torch.Tensor | None = None
-        self.tree: DraftTree | None = None  # what the drafts of `is_tree` make; of others a chain
+        self.tree: DraftTree | None = None  # the shape of drafts in slots with `is_tree`
         self.is_tree = np.zeros(max_num_seqs + 1, dtype=bool)  # by slot, on the host
 
     def make_room(self, num_columns: int) -> None:
-        """For so many numbers that layers keep of each request."""
+        """Allocate the recurrent state of layers, `num_columns` numbers per request."""
         if num_columns:
             shape, device = (len(self.token_ids), num_columns), self.token_ids.device
             self.of_layers = torch.empty(shape, dtype=torch.float32, device=device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is large."""
+        """Bytes of the large tensors."""
         parts = self.token_ids, self.block_tables.tables, self.of_layers
         return sum(part.nbytes for part in parts if part is not None)
 
     def add(self, request: NewRequest) -> None:
-        """A request enters its slot, in full.
+        """Put a request in its slot.
 
         Raises:
-            InvalidRequest: a token id that the embedding has no row for.
+            InvalidRequest: a token id that is not in the vocabulary.
         """
         assert self.of_layers is None or not request.num_computed_tokens, "states are not cached"
         slot = request.slot
@@ -85,16 +85,16 @@ class RequestStates:
         self.num_computed[slot] = request.num_computed_tokens
         self.block_tables.clear(slot)
         if request.block_ids:
-            # Negative: it is not read, but is to be a block.
+            # NO_BLOCK is negative; it is never read, but must be a valid block.
             self.block_tables.append(slot, [max(block, 0) for block in request.block_ids])
 
     def pad(self, block_id: int) -> None:
-        """Padding computes in this block."""
+        """Let padding write to this block."""
         self.block_tables.pad(block_id)
         self.inputs.pad(block_id)
 
     def begin_decode(self, columns: Columns) -> None:
-        """Find on the device what follows from what a step was given."""
+        """Find the inputs of a step on the device; see decode_inputs.py."""
         tables = self.block_tables
         self.ops.begin_decode(
             columns.step, columns.seq_lens, self.token_ids, self.num_computed, tables.tables,
@@ -104,12 +104,12 @@ class RequestStates:
     def begin_verify(
         self, slots: np.ndarray, token_slots: np.ndarray, offsets: np.ndarray
     ) -> Columns:
-        """Begin a step in which each slot computes its next token, and drafts behind it, on a CPU.
+        """Find the inputs of a step, on a CPU, in which slots compute their next token and drafts.
 
         Args:
             slots: int64 [n].
-            token_slots: of each token, int64 [m].
-            offsets: int64 [m]: how far each is behind its row's first one.
+            token_slots: slot of each token, int64 [m].
+            offsets: of each token from the first one of its row, int64 [m].
         """
         num_computed = self.num_computed.numpy()
         columns = num_computed[token_slots] + offsets
@@ -119,7 +119,7 @@ class RequestStates:
         return step
 
     def take_changes(self, most: int) -> np.ndarray:
-        """See `BlockTables.take_changes`; if there are more blocks they are written at once."""
+        """See `BlockTables.take_changes`; more than `most` are written to the tables at once."""
         changes = self.block_tables.take_changes()
         if len(changes) <= 3 * most:
             return changes
@@ -127,25 +127,25 @@ class RequestStates:
         return NO_CHANGES
 
     def keep(self, slots: np.ndarray, num_kept: torch.Tensor) -> None:
-        """Count drafts of slots, int64 [n] each, as computed."""
+        """Count accepted drafts as computed; int64 [n] each."""
         self.num_computed.index_add_(0, upload(slots, num_kept.device), num_kept)
 
     def read(self, slots: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        """Tokens, or -1, of the rows of their slots; int64 each."""
-        if self.inputs.is_shared:  # in a third of the time that torch takes for a few
+        """Token ids, or -1, at these columns of the slots; int64 each."""
+        if self.inputs.is_shared:  # NumPy takes a third of torch's time for a few
             found = self.token_ids.numpy()[slots.numpy(), columns.numpy()]
             return torch.from_numpy(found.astype(np.int64))
         return self.token_ids[slots, columns].long()
 
     def write(self, slots: torch.Tensor, columns: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Store tokens in the rows of their slots. int64 each, as many as slots and columns."""
+        """Store token ids at these columns of the slots; int64 each, all of the same shape."""
         if self.inputs.is_shared:
             self.token_ids.numpy()[slots.numpy(), columns.numpy()] = token_ids.numpy()
         else:
             self.token_ids[slots, columns] = token_ids.int()
 
     def positions(self, columns: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-        """Positions of tokens in their texts, int64 [n]; places are those of `DraftTree`."""
+        """Positions of tokens in their sequences, int64 [n]; for `places` see `DraftTree`."""
         return (
             columns if self.tree is None or places is None else self.tree.positions(columns, places)
         )
@@ -159,7 +159,7 @@ class RequestStates:
         return self.block_tables.slot_mapping(slots.unsqueeze(-1), self.tree.tails(columns, places))
 
     def write_drafts(self, scheduled: list[ScheduledRequest]) -> None:
-        """Store the engine's drafts behind the known tokens of their rows."""
+        """Store the engine's drafts after the known tokens of their rows."""
         drafts = [
             (row.slot, row.num_tokens - row.num_drafts + offset, token_id)
             for row in scheduled

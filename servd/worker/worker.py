@@ -37,14 +37,14 @@ class Worker:
     `sample_tokens`.
 
     Attributes:
-        compared: folders of models that were compared with their plans; not again at a wake-up.
+        compared: folders of models whose memory was compared with the plan, once per process.
 
     Args:
-        config: resolved.
-        spec: the model's, with a local folder.
-        rank: this worker's among `ParallelConfig.num_workers`.
-        progress: called with a start-up phase and how far it is, 0 to 1.
-        distributed_init: where several ranks meet, e.g. "tcp://127.0.0.1:29500".
+        config: resolved, see resolve.py.
+        spec: the architecture of the model, with a local folder.
+        rank: of this worker among `ParallelConfig.num_workers`.
+        progress: called with a start-up phase and its progress, 0 to 1.
+        distributed_init: init_method of torch.distributed, e.g. "tcp://127.0.0.1:29500".
     """
 
     compared: ClassVar[set[str]] = set()
@@ -63,7 +63,7 @@ class Worker:
         if config.parallel.device == "cuda":
             require_c_compiler()
             keep_compiled_kernels()
-            # Those of other hosts have numbers of their own.
+            # Ranks count over all hosts, devices on each.
             self.device = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
             runner_class = GPUModelRunner
@@ -78,7 +78,7 @@ class Worker:
         self.runner = runner_class(config, spec, self.device, self.parallel)
 
     def load_model(self) -> WorkerReady:
-        """Load the weights and find out how many KV-cache blocks fit.
+        """Load the weights and measure how many KV-cache blocks fit.
 
         Raises:
             ConfigError: the model cannot run here.
@@ -115,7 +115,7 @@ class Worker:
         )
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Make the cache: the smallest number of blocks over all workers. Steps can run then.
+        """Allocate the cache, of as many blocks as all workers have; afterwards steps can run.
 
         Raises:
             UnsupportedModel: see `SelfCheck.run`.
@@ -142,18 +142,15 @@ class Worker:
         return self.steps.sample_tokens(bitmask)
 
     def take_tokens(self, sampled: list[list[int]]) -> None:
-        """What a stage that has no head is told of the oldest step that it has sampled for."""
+        """Give the sampled tokens of the oldest step in flight to a stage that has no head."""
         assert isinstance(self.steps, Stage)
         self.steps.take_tokens(sampled)
 
     def shutdown(self) -> None:
-        """Leave the group. A process that goes on without this gets back torch's threads on a CPU,
-        and gives back the memory of a GPU, which torch would keep.
-        """
+        """Leave the process group, and free memory and threads for a process that goes on."""
         self.parallel.close()
         if self.parallel.size * self.parallel.num_stages == 1:
-            # In a process that goes on. It is in cycles, and the collector would take a tenth of a
-            # second, as it looks at all that was ever imported.
+            # The runner is in reference cycles, which take the garbage collector 0.1 s.
             vars(self.runner).clear()
         if self.device.type == "cpu":
             torch.set_num_threads(self.num_threads)

@@ -1,6 +1,4 @@
-"""The worker process: takes messages from the executor in order, and answers from a second
-thread.
-"""
+"""The worker process: handles the executor's messages, and answers from a second thread."""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ Answer = Callable[[], messages.FromWorker]
 class WorkerProc:
     """Connects one Worker to the executor.
 
-    While the second thread waits for the tokens of a step, this one launches the next: with steps
-    in flight the device never waits for a message.
+    While the second thread waits for the tokens of a step, the first launches the next step: the
+    device never waits for a message.
     """
 
     def __init__(self, start: StartWorker, worker_class: Callable[..., Any]) -> None:
@@ -51,7 +49,7 @@ class WorkerProc:
             )
             while not isinstance(message := inbox.recv(), messages.Shutdown):
                 assert message is not None
-                self.obey(message)
+                self.handle(message)
             self.worker.shutdown()
             return 0
         except Exception as error:
@@ -63,7 +61,7 @@ class WorkerProc:
             sender.join()
             inbox.close()
 
-    def obey(self, message: messages.ToWorker) -> None:
+    def handle(self, message: messages.ToWorker) -> None:
         """Handle one message; its answer, if any, is sent when it is ready."""
         match message:
             case messages.SchedulerOutput():
@@ -82,7 +80,7 @@ class WorkerProc:
                 self.answers.put(lambda: ready)
 
     def output(self, result: Callable[[], messages.ModelRunnerOutput]) -> messages.FromWorker:
-        """What came of a step; one worker tells for all, the others when they did it."""
+        """The output of a step; only the times, if this is not the output rank."""
         output = result()
         if not self.is_output_rank:
             output = messages.ModelRunnerOutput([], times_ns=output.times_ns)
@@ -90,12 +88,12 @@ class WorkerProc:
         return output
 
     def progress(self, phase: str, fraction: float) -> None:
-        """Report start-up progress; one worker answers for all."""
+        """Report start-up progress, if this is the output rank."""
         if self.is_output_rank:
             self.answers.put(lambda: messages.WorkerProgress(phase, fraction))
 
     def send_answers(self) -> None:
-        """Second thread: owns the outbox; ends after a failure, and the executor sends Shutdown."""
+        """Second thread: owns the outbox. After a failure it ends; the executor sends Shutdown."""
         outbox = Outbox(self.start.outbox)
         try:
             while (answer := self.answers.get()) is not None:
@@ -107,15 +105,15 @@ class WorkerProc:
 
 
 def describe(error: Exception) -> messages.WorkerFailed:
-    """The last message of a worker: for a user's mistake its text, otherwise the traceback."""
+    """The last message of a worker: the text of a ConfigError, otherwise the traceback."""
     if isinstance(error, ConfigError):
         return messages.WorkerFailed(str(error), is_config_error=True)
     return messages.WorkerFailed("".join(traceback.format_exception(error)))
 
 
 def main(worker_module: str) -> None:
-    """Run the Worker of this module, as the start message on stdin says. With any argument it is
-    imported ahead of that.
+    """Run the Worker of a module, as configured by the start message on stdin. With an argument on
+    the command line, the module is imported before that message comes.
     """
     ahead = [worker_module] if sys.argv[1:] else []
     importing = threading.Thread(target=import_ahead, args=[ahead], daemon=True)

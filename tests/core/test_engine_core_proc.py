@@ -20,7 +20,7 @@ from servd.core.client import identity
 from servd.core.engine_core_proc import (
     ClientGone,
     EngineCoreProc,
-    all_of,
+    abort_all_of,
 )
 from servd.core.executor import fake
 from servd.core.executor.fake import expected_tokens
@@ -182,8 +182,8 @@ def test_all_requests_of_a_client_are_dropped():
     engine = make_engine(max_num_seqs=1)
     for name, client in {"a": 1, "b": 2, "c": 1}.items():
         engine.handle(make_request(name, [1, 2], client=client))
-    assert all_of(1, engine) == AbortRequests(["a", "c"])
-    engine.handle(all_of(1, engine))
+    assert abort_all_of(1, engine) == AbortRequests(["a", "c"])
+    engine.handle(abort_all_of(1, engine))
     assert [*engine.scheduler.requests] == ["b"]
 
 

@@ -8,5 +8,5 @@ from servd import plugins
 
 
 def load_routers() -> list[APIRouter]:
-    """Those of all files."""
+    """The routers of all files."""
     return [plugins.load(__name__, name, "router") for name in plugins.names(__name__)]

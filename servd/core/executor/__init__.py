@@ -13,7 +13,7 @@ from servd.messages import GrammarBitmask, ModelRunnerOutput, SchedulerOutput, W
 EXECUTORS = __name__  # the package, for servd.plugins
 
 Progress = Callable[[str, float], None]
-"""Called with a start-up phase ("loading weights") and how far it is, 0 to 1."""
+"""Called with a start-up phase ("loading weights") and its progress, 0 to 1."""
 
 
 class PendingOutput(Protocol):
@@ -31,22 +31,18 @@ class Executor(ABC):
     RuntimeError.
     """
 
-    # False: it runs no model of servd/worker/models, only pretends to; hf.FAKE_SPEC will do.
-    needs_weights: ClassVar[bool] = True
+    needs_weights: ClassVar[bool] = True  # False: it computes no model; hf.FAKE_SPEC suffices
 
     def __init__(self, config: Config, spec: ModelSpec, progress: Progress) -> None:
         self.config = config
         self.spec = spec
         self.progress = progress
-        # Called from another thread when a worker process ends by itself, even while no result is
-        # awaited.
+        # Called from another thread when a worker process dies, even if no result is awaited.
         self.on_failure: Callable[[str], None] = lambda reason: None
 
     @classmethod
     def prepare(cls, num_workers: int) -> None:
-        """Do what takes long in `start` and needs no model, in a thread of the process whose engine
-        may be needed later.
-        """
+        """Do the slow part of `start` that needs no configuration, ahead of it and in a thread."""
         return
 
     @abstractmethod

@@ -37,12 +37,12 @@ STOP_TIMEOUT = 1.0  # seconds from Shutdown to SIGTERM, and from there to SIGKIL
 
 
 class MultiProcExecutor(executor.Executor):
-    """Sends every message to all workers; one of those that sample answers for all, the others only
-    say when they worked.
+    """Sends every message to all workers. The output rank answers with the sampled tokens, the
+    others with their times only.
     """
 
     worker_module = "servd.worker.worker_proc"
-    standby: ClassVar[list[Child]] = []  # have imported torch and wait for their start message
+    standby: ClassVar[list[Child]] = []  # with torch imported; they wait for their start message
 
     def __init__(self, config: Config, spec: ModelSpec, progress: executor.Progress) -> None:
         super().__init__(config, spec, progress)
@@ -50,11 +50,11 @@ class MultiProcExecutor(executor.Executor):
         self.inbox: Inbox[FromWorker] = Inbox(address(self.folder, "executor"), FromWorker)
         self.workers: list[Child] = []
         self.outboxes: list[Outbox] = []
-        # Of steps that were not harvested yet, by rank.
+        # By rank, of steps that are not harvested yet.
         self.outputs: list[deque[ModelRunnerOutput]] = []
         self.is_launched = False
         self.is_stopping = False
-        self.ended: queue.SimpleQueue[str] = queue.SimpleQueue()  # which worker did by itself, how
+        self.ended: queue.SimpleQueue[str] = queue.SimpleQueue()  # why workers died
 
     @classmethod
     def prepare(cls, num_workers: int) -> None:
@@ -92,7 +92,7 @@ class MultiProcExecutor(executor.Executor):
 
     @property
     def meeting_point(self) -> str | None:
-        """Where they find each other, if there are several."""
+        """The init_method of torch.distributed; None: there is one worker."""
         several = self.config.parallel.num_workers > 1
         return f"file://{self.folder}/rendezvous" if several else None
 
@@ -101,7 +101,7 @@ class MultiProcExecutor(executor.Executor):
         return address(self.folder, f"worker-{rank}")
 
     def start_message(self, rank: int) -> StartWorker:
-        """What a worker must know."""
+        """The message that configures a worker process."""
         inbox, outbox = self.address_of(rank), self.inbox.at
         return StartWorker(self.config, self.spec, rank, inbox, outbox, self.meeting_point)
 
@@ -121,7 +121,7 @@ class MultiProcExecutor(executor.Executor):
         return self
 
     def result(self) -> ModelRunnerOutput:
-        """Output of the oldest step that was not harvested yet.
+        """Output of the oldest step that is not harvested yet.
 
         Raises:
             EngineDead: a worker failed or is gone.
@@ -157,7 +157,7 @@ class MultiProcExecutor(executor.Executor):
             outbox.send(message)
 
     def _recv_ready(self) -> WorkerReady:
-        """Wait for all workers; the smallest cache decides."""
+        """Wait for all workers; returns the answer of the one with the fewest blocks."""
         ready: list[WorkerReady] = []
         while len(ready) < len(self.outboxes):
             match self._recv():

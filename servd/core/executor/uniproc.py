@@ -13,9 +13,9 @@ WORKER_MODULE = "servd.worker.worker"
 
 
 class UniProcExecutor(executor.Executor):
-    """Calls the Worker directly. Its room is imported in `start`, as this is what takes seconds."""
+    """Calls the Worker directly. Its module is imported in `start`, because torch takes seconds."""
 
-    worker: Any = None  # a Worker, whose type the core room does not import
+    worker: Any = None  # a Worker; core does not import its type
 
     @classmethod
     def prepare(cls, num_workers: int) -> None:

@@ -9,8 +9,8 @@ NO_KEYS = bytes(32)
 
 
 def root_hash(*keys: str | None) -> bytes:
-    """Parent of a request's first block: of what its keys and values depend on beside the tokens,
-    and of whom they are for. Requests that differ in any key share no hash, hence no block.
+    """Parent hash of a request's first block, made of its cache keys: salt, adapter and the like.
+    Requests that differ in any key share no hash, hence no block.
     """
     if not any(key is not None for key in keys):
         return NO_KEYS
@@ -27,10 +27,10 @@ def block_hash(parent: bytes, token_ids: list[int]) -> bytes:
 
 
 def of_group(block_hash: bytes, group: int) -> bytes:
-    """By which a block is found that holds these tokens for a group of layers."""
+    """The hash by which a block is found that holds these tokens for a group of layers."""
     return block_hash + bytes((group,)) if group else block_hash
 
 
 def is_of_other_group(block_hash: bytes) -> bool:
-    """Whether it is of another group than the first."""
+    """Whether a hash is of a group other than the first."""
     return len(block_hash) > len(NO_KEYS)

@@ -18,21 +18,21 @@ class BlockPool:
     least recently used first.
 
     Args:
-        num_blocks: how many there are.
-        times: follows them, or None.
+        num_blocks: size of the pool.
+        times: samples the lifetimes of blocks, or None.
     """
 
     def __init__(self, num_blocks: int, times: BlockTimes | None = None) -> None:
         self.times = times
-        self.on_evict: Callable[[int, bytes], None] | None = None  # block, what it still holds
-        self.on_remove: Callable[[bytes], None] | None = None  # what is found no longer
+        self.on_evict: Callable[[int, bytes], None] | None = None  # block and its hash, before
+        self.on_remove: Callable[[bytes], None] | None = None  # hash that left the cache
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks
         self._block_of_hash: dict[bytes, int] = {}
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # free, least recently used first
-        self.evicted_at_ns: OrderedDict[bytes, int] = OrderedDict()  # as many as there are blocks
+        self.evicted_at_ns: OrderedDict[bytes, int] = OrderedDict()  # the last num_blocks hashes
 
     @property
     def num_free(self) -> int:
@@ -45,7 +45,7 @@ class BlockPool:
         return len(self._block_of_hash)
 
     def take(self, num_blocks: int) -> list[int]:
-        """Own `num_blocks` free blocks alone and forget what they held. There must be that many."""
+        """Allocate free blocks, which must suffice; what they held is evicted."""
         assert num_blocks <= self.num_free
         taken: list[int] = []
         for _ in range(num_blocks):
@@ -58,7 +58,7 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Own these cached blocks together with whoever owns them already."""
+        """Take one more reference to each of these cached blocks."""
         if self.times is not None:
             self.times.use(blocks)
         for block in blocks:
@@ -67,7 +67,7 @@ class BlockPool:
             self.ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Give up one ownership of each block. Those released first are evicted first."""
+        """Drop one reference to each block. Those released first are evicted first."""
         for block in blocks:
             assert self.ref_counts[block] > 0
             self.ref_counts[block] -= 1
@@ -78,7 +78,7 @@ class BlockPool:
                     self._cached[block] = None
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Say what an owned block holds. A second block with the same content stays anonymous."""
+        """Enter an owned block in the cache, unless another block has the same content."""
         assert self.ref_counts[block] > 0 and self.hashes[block] is None
         if self._block_of_hash.setdefault(block_hash, block) == block:
             self.hashes[block] = block_hash
@@ -89,7 +89,7 @@ class BlockPool:
         return self._block_of_hash.get(block_hash)
 
     def find_prefix(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks that hold the first of these, up to one that none has."""
+        """The blocks that hold these hashes, up to the first that is not cached."""
         found: list[int] = []
         for each in hashes:
             if (block := self._block_of_hash.get(each)) is None:
@@ -98,7 +98,7 @@ class BlockPool:
         return found
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Nobody is to find these blocks any more."""
+        """Remove these blocks from the cache; owners keep them."""
         for block in blocks:
             if (block_hash := self.hashes[block]) is not None:
                 del self._block_of_hash[block_hash]
@@ -110,12 +110,12 @@ class BlockPool:
                     self._blank.append(block)
 
     def forget_cached(self) -> None:
-        """Make all cached blocks blank; owned blocks keep their content."""
+        """Remove all free blocks from the cache; owned ones stay in it."""
         while self._cached:
             self._blank.append(self._evict(None))
 
     def take_evictions(self) -> list[BlockEviction]:
-        """Evictions since the last call, as far as they are followed."""
+        """Sampled evictions since the last call."""
         return self.times.news() if self.times is not None else []
 
     def _evict(self, on_evict: Callable[[int, bytes], None] | None) -> int:

@@ -1,4 +1,4 @@
-"""BlockTimes: how long some blocks of the prefix cache live, lie idle and wait to be used again."""
+"""BlockTimes: lifetime, idle time and reuse gaps of a sample of the prefix cache's blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_USES = 4  # remembered per block, the last ones
 
 
 class BlockTimes:
-    """Follows one of `interval` blocks from the moment it is taken until it is evicted."""
+    """Follows one of every `interval` blocks from its allocation to its eviction."""
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
@@ -22,7 +22,7 @@ class BlockTimes:
         self._evictions: list[BlockEviction] = []
 
     def begin(self, blocks: Iterable[int]) -> None:
-        """These get new content."""
+        """These blocks are allocated."""
         for block in blocks:
             self._times.pop(block, None)
             self._num_taken += 1
@@ -30,14 +30,14 @@ class BlockTimes:
                 self._times[block] = [now_ns()]
 
     def use(self, blocks: Iterable[int]) -> None:
-        """These were found in the prefix cache."""
+        """These blocks are found in the prefix cache."""
         for block in blocks:
             if times := self._times.get(block):
                 times.append(now_ns())
                 del times[1:-MAX_USES]
 
     def evict(self, block: int) -> None:
-        """This loses its content."""
+        """This block is evicted."""
         if times := self._times.pop(block, None):
             now = now_ns()
             gaps = [later - earlier for earlier, later in pairwise(times[1:])]

@@ -1,4 +1,4 @@
-"""KVEvents: tells routers which blocks the prefix cache has, in the form that vLLM's publish.
+"""KVEvents: publishes which blocks the prefix cache has, in vLLM's format, for external routers.
 
 A batch for each step: `[time, [event, ...], rank]`, events as maps with a `type`. A block's hash is
 SHA-256 of its parent's and its tokens as little-endian u32 (`block_hash`); the first one's parent,
@@ -28,7 +28,7 @@ class Event(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class BlockStored(Event):
-    """Blocks in a row can be found."""
+    """Consecutive blocks of a sequence were cached."""
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
@@ -37,18 +37,18 @@ class BlockStored(Event):
     lora_id: int | None
     medium: str | None
     lora_name: str | None
-    extra_keys: Sequence[Sequence[str]] | None = None  # of each; of salt and adapter a hash
+    extra_keys: Sequence[Sequence[str]] | None = None  # of each block: a hash of salt and adapter
 
 
 class BlockRemoved(Event):
-    """Blocks can be found no longer."""
+    """Blocks left the cache."""
 
     block_hashes: list[bytes]
     medium: str | None
 
 
 class AllBlocksCleared(Event):
-    """No block can be found."""
+    """The cache is empty."""
 
 
 class Batch(msgspec.Struct, array_like=True, gc=False):
@@ -60,12 +60,12 @@ class Batch(msgspec.Struct, array_like=True, gc=False):
 
 
 class KVEvents:
-    """Collects what a pool says, and publishes it.
+    """Collects the events of a step, and publishes them.
 
     Args:
-        config: where.
-        pool: of the device.
-        block_size: tokens.
+        config: the endpoints.
+        pool: the device's blocks.
+        block_size: tokens per block.
     """
 
     def __init__(self, config: KVEventsConfig, pool: BlockPool, block_size: int) -> None:
@@ -79,8 +79,8 @@ class KVEvents:
         self.publish()
 
     def store(self, request: Request, blocks: Sequence[int], first: int, end: int) -> None:
-        """Blocks `first` to `end` of a request's `blocks` were registered; where another block has
-        the same content, that is no news.
+        """Blocks `first` to `end` of a request's `blocks` were registered. Those whose content
+        another block has already are left out.
         """
         hashes, size = request.block_hashes, self.block_size
         keys = root_hash(*request.cache_keys)
@@ -100,7 +100,7 @@ class KVEvents:
             )
 
     def publish(self) -> None:
-        """Send what was collected."""
+        """Send the collected events."""
         if self._events:
             events, self._events = self._events, []
             if self.pool.num_cached == 0 and not isinstance(events[-1], AllBlocksCleared):
@@ -108,11 +108,11 @@ class KVEvents:
             self._publisher.send(msgspec.msgpack.encode(Batch(time.time(), events, self.rank)))
 
     def close(self) -> None:
-        """Leave the endpoints."""
+        """Close the sockets."""
         self._publisher.close()
 
     def _new(self, blocks: Sequence[int], first: int, end: int) -> Iterable[tuple[int, int]]:
-        """Runs of those from `first` to `end` that can be found under their own number."""
+        """Ranges within `first` to `end` of blocks that are registered themselves."""
         start = first
         for at in range(first, end):
             if self.pool.hashes[blocks[at]] is None:

@@ -1,8 +1,8 @@
-"""GroupedKVCacheManager: the KV cache of a model some of whose layers read a window of tokens only.
+"""GroupedKVCacheManager: the KV cache of a model with sliding-window layers (a hybrid model).
 
-Each group of layers has blocks of its own, see `WorkerReady.kv_windows`, all of one pool. What a
-group reads no more is given back while its request runs; it is still found in the prefix cache,
-until the space is needed.
+Each group of layers has its own blocks, see `WorkerReady.kv_windows`, all from one pool. Blocks
+before a group's window are freed while the request runs; they stay in the prefix cache until the
+space is needed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from servd.core.request import Request
 from servd.kv_layout import KVLayout
 from servd.messages import WorkerReady
 
-NO_BLOCK = -1  # among a request's block ids, where a group reads nothing any more
+NO_BLOCK = -1  # among a request's block ids: a block before the group's window
 
 
-def load(config: Config, worker: WorkerReady) -> KVCacheManager:
-    """What manages the KV cache of started workers."""
+def make_manager(config: Config, worker: WorkerReady) -> KVCacheManager:
+    """The manager for the KV cache of started workers."""
     layout = KVLayout.of(config, worker.kv_windows)
     if worker.kv_windows == (None,):
         return KVCacheManager(worker.num_blocks, config.cache)
@@ -32,8 +32,8 @@ def load(config: Config, worker: WorkerReady) -> KVCacheManager:
 class GroupedKVCacheManager(KVCacheManager):
     """Counts of a request's blocks, such as `num_registered_blocks`, are those of one group.
 
-    A prefix is cached if groups without a window have all its blocks, and those with one what the
-    token after it reads.
+    A prefix is cached if groups without a window have all its blocks, and groups with a window
+    those that the token after the prefix reads.
     """
 
     def __init__(self, num_blocks: int, config: CacheConfig, layout: KVLayout) -> None:
@@ -53,8 +53,8 @@ class GroupedKVCacheManager(KVCacheManager):
     # ---- what is cached ----
 
     def _find(self, hashes: Sequence[bytes], num_spare: int = 0) -> list[int]:
-        """Of each group in turn, where it reads them, the blocks of the longest prefix cached, and
-        so many before those.
+        """The blocks of the longest cached prefix, of all groups in turn; NO_BLOCK before a group's
+        window, which is `num_spare` blocks longer than needed.
         """
         hashes = hashes[: self._num_cached(hashes)]
         firsts = self._firsts((len(hashes) - num_spare) * self.block_size)
@@ -65,9 +65,9 @@ class GroupedKVCacheManager(KVCacheManager):
         ]
 
     def _to_pin(self, hashes: Sequence[bytes], end_ns: int) -> list[int]:
-        """A prefix without what its next token reads is of no use: so the longest that there is
-        room for. Others may part from it a few tokens before its end, as a template ends it: they
-        are to find all but its last block.
+        """The longest prefix that there is room for with all that its next token reads. One block
+        more is kept of each window: other requests may differ in the last tokens, where the chat
+        template ends the prompt, and must find all but the last block.
         """
         room = self.pins.room(self._held(self._find(hashes, 1)), end_ns)
 
@@ -103,11 +103,11 @@ class GroupedKVCacheManager(KVCacheManager):
         return NO_BLOCK if block is None else block
 
     def _firsts(self, position: int) -> list[int]:
-        """The first block of each group that the token at a position reads."""
+        """For each group, the first block that the token at `position` reads."""
         return [self.layout.first_read(position, window) for window in self.windows]
 
     def _num_lacking(self, request: Request, cached: Sequence[int]) -> int:
-        """See KVCacheManager. Of a group with a window that is what it may have at once."""
+        """See KVCacheManager; a group with a window needs at most what it can own at once."""
         num_tokens = min(len(request.token_ids) + 1, request.max_num_tokens - 1)
         num_new = -(-num_tokens // self.block_size) - len(cached) // self.num_groups
         wanted = 0
@@ -131,11 +131,13 @@ class GroupedKVCacheManager(KVCacheManager):
         """See KVCacheManager."""
         num_blocks = len(request.block_ids) // self.num_groups
         if request.num_computed_tokens + num_tokens > num_blocks * self.block_size:
-            self._give_back(request)
+            self._free_before_windows(request)
         return self.extend(request, num_tokens)
 
-    def _give_back(self, request: Request) -> None:
-        """Steps in flight may still read it: the next owner's run after those."""
+    def _free_before_windows(self, request: Request) -> None:
+        """Free blocks that are no longer read. Steps in flight may still read them: the next
+        owner's steps run after those.
+        """
         self.commit(request)
         # Drafts in flight count as kept: the next token to compute may be the last known one.
         next_token = min(request.num_computed_tokens, len(request.token_ids) - 1)
@@ -159,7 +161,7 @@ class GroupedKVCacheManager(KVCacheManager):
         return [block for block in block_ids if block != NO_BLOCK]
 
     def _blocks_of(self, request: Request, part: slice) -> set[int]:
-        """Those that were given back, too, as far as they are cached."""
+        """See KVCacheManager; with blocks that were freed before a window, if they are cached."""
         num_groups, block_ids, hashes = self.num_groups, request.block_ids, request.block_hashes
         found = set[int]()
         for at in range(max(len(block_ids) // num_groups, len(hashes)))[part]:

@@ -1,4 +1,4 @@
-"""KVCacheManager: gives requests their blocks, and finds prompt beginnings that are cached."""
+"""KVCacheManager: allocates blocks to requests, and finds cached prefixes (prefix caching)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from servd.tracing import Mark, now_ns
 class KVCacheManager:
     """Block tables of all requests over one BlockPool.
 
-    Blocks are registered for sharing when their tokens are scheduled, not when they are computed:
-    workers run steps in order, and within a step write all keys and values of a layer before any
-    attention reads them. So whoever finds a block can rely on its content, even in the step that
-    fills it.
+    Full blocks enter the prefix cache when their tokens are scheduled, not when they are computed:
+    workers run steps in order, and within a step write all keys and values of a layer before its
+    attention reads any. So a cached block can be shared even in the step that fills it.
     """
 
     num_groups = 1  # see WorkerReady.kv_windows
@@ -38,15 +37,15 @@ class KVCacheManager:
         self.pins = Pins(self.pool, int(num_blocks * config.max_pinned_share))
         self.num_holders = 0  # requests that have blocks
         self.tiers: Tiers | None = None
-        self.num_swapped = 0  # requests
+        self.num_swapped = 0  # requests that wait in RequestStatus.SWAPPED
         self.events = None
         if (wanted := config.kv_events_config) and wanted.is_on:
             self.events = KVEvents(wanted, self.pool, config.block_size)
-        self.reading: set[Request] = set()  # that wait, since files were read for them
-        self._lost: dict[Request, str] = {}  # those that waited in vain for what they need, and why
+        self.reading: set[Request] = set()  # waiting requests whose blocks come from a lower tier
+        self._lost: dict[Request, str] = {}  # waiting requests that cannot get their blocks, why
 
     def connect(self, tiers: Tiers | None) -> None:
-        """Blocks that are evicted go to lower tiers from now on, and come back from there."""
+        """Use these lower tiers from now on: evicted blocks go there, and come back from there."""
         if self.tiers is not None:
             self.tiers.close()
         self.tiers = tiers
@@ -54,18 +53,18 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that requests own or pins keep, 0 to 1."""
+        """Share of the blocks that requests own or that are pinned, 0 to 1."""
         return 1 - self.pool.num_free / self.pool.num_blocks
 
     def max_tokens(self, longest: int) -> int:
-        """The longest request that there is room for; `longest` is as long as any may be."""
+        """Tokens of the longest request that fits alone; `longest` is the model's limit."""
         return self.pool.num_blocks * self.block_size
 
     def match_prefix(self, request: Request) -> list[int]:
-        """Cached blocks that hold the beginning of a request. They can be evicted until it adopts
+        """Cached blocks of the longest prefix of a request. They can be evicted until it adopts
         them.
 
-        At least one token is left over, because only a computed token gets a successor.
+        At least one token is left to compute, as sampling needs its hidden state.
         """
         if not self.enable_prefix_caching:
             return []
@@ -73,8 +72,7 @@ class KVCacheManager:
         return self._find(self._wanted(request, 0))
 
     def fits(self, request: Request, cached: Sequence[int]) -> bool:
-        """Whether there is room for all known tokens and the next one, `cached` blocks being
-        shared.
+        """Whether there are blocks for all known tokens and the next one, beside `cached` ones.
 
         The last token of a request is never computed, so it needs no room.
         """
@@ -86,18 +84,18 @@ class KVCacheManager:
     def _num_lacking(self, request: Request, cached: Sequence[int]) -> int:
         """Blocks that `fits` needs beyond those that are free."""
         num_tokens = min(len(request.token_ids) + 1, request.max_num_tokens - 1)
-        # Free now, but not for others.
+        # Cached blocks that are free count as free, but are needed here.
         idle = sum(self.pool.ref_counts[block] == 0 for block in cached)
         return -(-num_tokens // self.block_size) - len(cached) + idle - self.pool.num_free
 
     def _unpin(self, num_blocks: int, is_alone: bool) -> int:
-        """Have pins give back blocks: those that have ended, and for a request beside which there
-        is no other, which could never go on, any. Returns how many they gave.
+        """Unpin up to `num_blocks`, returns how many: those whose time is over, or any if the
+        request `is_alone`, which could never go on otherwise.
         """
         return self.pins.end(num_blocks, FOREVER + 1 if is_alone else now_ns())
 
     def adopt(self, request: Request, cached: list[int]) -> None:
-        """Let a request without blocks begin with `cached` ones, which count as computed."""
+        """Give a request without blocks its `cached` ones, which count as computed."""
         assert not request.block_ids
         self.stop_waiting(request)
         self.num_holders += 1
@@ -110,7 +108,7 @@ class KVCacheManager:
         request.num_computed_tokens = num_blocks * self.block_size
 
     def _load(self, request: Request, tiers: Tiers) -> None:
-        """Have the next blocks copied from lower tiers, as far as they have them."""
+        """Allocate the blocks that follow and that lower tiers have, and copy them from there."""
         hashes = self._wanted(request, len(request.block_ids))
         slots = tiers.claim(hashes)
         blocks = self.pool.take(len(slots))
@@ -126,15 +124,13 @@ class KVCacheManager:
         request.reads_until_ns = 0
 
     def can_start(self, request: Request, cached: Sequence[int]) -> bool:
-        """Whether there is room for a request, and it need not wait for the blocks after `cached`
-        ones to come from a lower tier.
+        """Whether there is room for a request, and no block after the `cached` ones is still being
+        read from a lower tier.
         """
         return self.fits(request, cached) and not self._is_reading(request, cached)
 
     def lets_pass(self, request: Request, cached: Sequence[int]) -> bool:
-        """Whether others may begin before a request that cannot yet: it waits for another engine,
-        which may be long.
-        """
+        """Whether others may overtake a request that cannot start: it waits for another engine."""
         peer = self._peer(request)
         return (
             self.tiers is not None
@@ -143,12 +139,12 @@ class KVCacheManager:
         )
 
     def _peer(self, request: Request) -> str:
-        """Whom its blocks may come from; what it lost since it began is computed."""
+        """The engine its blocks may come from; after a preemption they are computed here."""
         is_first = not (request.num_preemptions or request.num_output_tokens)
         return request.kv_source if is_first else ""
 
     def _is_reading(self, request: Request, cached: Sequence[int]) -> bool:
-        """The first question makes them come."""
+        """Whether blocks after the `cached` ones are being read; the first call starts that."""
         if self.tiers is None or request.reads_until_ns == 1:
             return False
         now, hashes = now_ns(), self._wanted(request, len(cached))
@@ -172,52 +168,52 @@ class KVCacheManager:
         return bool(loss)
 
     def take_lost(self) -> list[tuple[Request, str]]:
-        """Requests that wait and can never start, and why."""
+        """Waiting requests that can never start, and why."""
         lost, self._lost = self._lost, {}
         waiting = (RequestStatus.WAITING, RequestStatus.SWAPPED)
         return [(each, loss) for each, loss in lost.items() if each.status in waiting]
 
     def swap_out(self, request: Request) -> None:
-        """A request has had to give back its blocks, which are evicted to lower tiers."""
+        """A request was preempted; its blocks may be evicted to lower tiers."""
         if self.tiers is not None:
             request.status = RequestStatus.SWAPPED
             request.marks.append(Mark("swapped", now_ns()))
             self.num_swapped += 1
 
     def stop_waiting(self, request: Request) -> None:
-        """A request is about to be admitted, or ends."""
+        """A waiting request is admitted, or ends."""
         if request.status is RequestStatus.SWAPPED:
             self.num_swapped -= 1
         self.reading.discard(request)
 
     def _wanted(self, request: Request, num_found: int) -> list[bytes]:
-        """Hashes of the blocks after those found that need not be computed; see `match_prefix`."""
+        """Hashes of the blocks after the first `num_found` that may come from a cache."""
         if request.reads_prompt:
             return []
         return request.block_hashes[num_found : (len(request.token_ids) - 1) // self.block_size]
 
     def take_copies(self) -> BlockCopies | None:
-        """Those between tiers that a step, just put together, makes before it computes."""
+        """Copies between tiers, for the workers to make before the next step computes."""
         return self.tiers.take_copies() if self.tiers is not None else None
 
     def wait(self) -> bool:
-        """There is nothing to compute: it may be that a request waits for a lower tier. Returns
-        whether that is so.
+        """Called when there is nothing to compute: wait a little if a request needs a lower tier;
+        returns whether one does.
         """
         return self.tiers is not None and self.tiers.wait()
 
     @property
     def has_copies(self) -> bool:
-        """Whether a step would make copies."""
+        """Whether `take_copies` would return any."""
         return self.tiers is not None and self.tiers.has_copies
 
     def harvest(self, step: Step) -> None:
-        """A step was computed."""
+        """A step is harvested, so its copies between tiers are made."""
         if self.tiers is not None:
             self.tiers.harvest(step.copies, step.record)
 
     def report(self, stats: SchedulerStats) -> None:
-        """Add the state now."""
+        """Add the current statistics."""
         self.pins.end(self.pool.num_blocks, now_ns())
         stats.num_pinned = len(self.pins)
         stats.kv_cache_usage, stats.num_swapped = self.usage, self.num_swapped
@@ -231,7 +227,7 @@ class KVCacheManager:
             stats.num_reading = len(self.reading) - stats.num_read
 
     def count(self, request: Request, stats: SchedulerStats) -> None:
-        """Add what was looked up and found for a request that was admitted for the first time."""
+        """Count the prefix-cache hits of a request that was admitted for the first time."""
         request.num_cached_tokens = request.num_computed_tokens
         request.evicted_at_ns = self.evicted_at_ns(request)
         on_device = request.num_cached_tokens - request.num_external_tokens
@@ -242,12 +238,14 @@ class KVCacheManager:
             stats.external_prefix_cache_hits += request.num_external_tokens
 
     def evicted_at_ns(self, request: Request) -> int:
-        """When the first block was evicted that a request, just admitted, had to do without."""
+        """When the first block was evicted that a request, just admitted, has to compute; 0: it was
+        not in the cache lately.
+        """
         hashes, at = request.block_hashes, request.num_registered_blocks
         return self.pool.evicted_at_ns.get(hashes[at], 0) if at < len(hashes) else 0
 
     def extend(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Make room for the next `num_tokens` tokens: the new blocks, or None if too few."""
+        """Allocate blocks for the next `num_tokens` tokens; None if there are too few."""
         num_blocks = (
             request.num_computed_tokens + num_tokens + self.block_size - 1
         ) // self.block_size
@@ -261,37 +259,37 @@ class KVCacheManager:
         request.block_ids.extend(new_block_ids)
         return new_block_ids
 
-    # The same at the beginning of a request's part in a step: what none of its tokens reads from
-    # here on need not be kept.
+    # The same for the first tokens of a request in a step, where a subclass may also free blocks
+    # that no later token reads.
     allocate = extend
 
     def room_of(self, request: Request) -> int:
-        """How many tokens can be computed in its blocks, but for the last one, which never is."""
+        """How many tokens of a request can be computed in its blocks; its last one never is."""
         num_blocks = len(request.block_ids) // self.num_groups
         return min(num_blocks * self.block_size, request.max_num_tokens - 1)
 
     def commit(self, request: Request) -> None:
-        """Register the blocks that have become full of known, scheduled tokens."""
+        """Enter in the prefix cache the blocks that are full of known, scheduled tokens."""
         first = request.num_registered_blocks
         end = min(len(request.token_ids), request.num_computed_tokens) // self.block_size
         if end <= first or not self.enable_prefix_caching:
             return
         self._extend_hashes(request)
         self._register(request, first, end)
-        if self.events is not None:  # of one group: routers know of none
+        if self.events is not None:  # of one group: routers do not know groups
             self.events.store(request, request.block_ids[:: self.num_groups], first, end)
         request.num_registered_blocks = end
 
     def _register(self, request: Request, first: int, end: int) -> None:
-        """Say what the blocks of one group from `first` to `end` hold, and those beside them."""
+        """Register the hashes of blocks `first` to `end`, in all groups."""
         for at in range(first, end):
             self.pool.register(request.block_ids[at], request.block_hashes[at])
 
     def adopters(
         self, request: Request, num_tokens: int, others: Iterable[Request]
     ) -> list[Request]:
-        """Those who found blocks in the cache that a request filled after its first `num_tokens`,
-        though any of them may have given them back since.
+        """Those of `others` that were given cached blocks which `request` filled after its first
+        `num_tokens`, even if they have freed them since.
         """
         first = max(request.num_adopted_blocks, num_tokens // self.block_size)
         filled = self._blocks_of(request, slice(first, None))
@@ -305,7 +303,7 @@ class KVCacheManager:
         return {each for each in blocks if each is not None}
 
     def forget_computed(self, request: Request) -> None:
-        """What a request computed is wrong: nobody is to find it any more."""
+        """Remove all that a request computed from the cache, as it is wrong."""
         filled = self._blocks_of(request, slice(request.num_adopted_blocks, None))
         self.pins.drop(filled)
         self.pool.forget(filled)
@@ -313,14 +311,14 @@ class KVCacheManager:
             self.tiers.forget(request.block_hashes[request.num_adopted_blocks :])
 
     def close(self) -> None:
-        """Tell nobody of it any more, and give nobody anything."""
+        """Close the connections of events and tiers."""
         if self.tiers is not None:
             self.tiers.close()
         if self.events is not None:
             self.events.close()
 
     def reset(self) -> None:
-        """Forget all blocks that no request owns."""
+        """Remove all blocks from the cache that no request owns."""
         self.pins.clear()
         self.pool.forget_cached()
         if self.tiers is not None:
@@ -329,8 +327,8 @@ class KVCacheManager:
             self.events.publish()
 
     def forget(self, request: Request) -> None:
-        """Share no more of what only this request has, nor of its blocks in lower tiers: they may
-        be wrong.
+        """Remove from the cache the blocks that only this request owns, and its blocks in lower
+        tiers: they may be wrong.
         """
         held = self._held(request.block_ids)
         self.pins.drop(held)
@@ -340,7 +338,7 @@ class KVCacheManager:
             self.tiers.forget(request.block_hashes)
 
     def free(self, request: Request) -> None:
-        """Take all blocks from a request; the last one is evicted first, the beginning last."""
+        """Free all blocks of a request; its last one is evicted first."""
         self.commit(request)
         self.num_holders -= 1
         if request.retention and request.status is RequestStatus.FINISHED:
@@ -357,17 +355,17 @@ class KVCacheManager:
         request.num_registered_blocks = request.num_computed_tokens = 0
 
     def _pin(self, request: Request) -> None:
-        """Keep the prompt of a request that ends, as far as it was computed."""
+        """Pin the prompt of a request that ends, as far as it was computed."""
         hashes = request.block_hashes[: request.num_prompt_tokens // self.block_size]
         end_ns = now_ns() + round(request.retention * 1e9)
         self.pins.add(self._to_pin(hashes, end_ns), end_ns)
 
     def _to_pin(self, hashes: Sequence[bytes], end_ns: int) -> list[int]:
-        """The blocks that hold these, in the order in which they are of use."""
+        """The blocks of a prefix, the most useful first."""
         return self._find(hashes)
 
     def _held(self, block_ids: list[int]) -> list[int]:
-        """Those of a request's that are blocks."""
+        """`block_ids` without NO_BLOCK, which only a subclass has."""
         return block_ids
 
     def _find(self, hashes: Sequence[bytes]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Pins: prompts that stay in the KV cache until a time, however long nobody uses them."""
+"""Pins: prompts that stay in the KV cache until a given time, whether or not they are used."""
 
 from __future__ import annotations
 
@@ -8,40 +8,37 @@ from heapq import heapify, heappop, heappush
 from servd.core.kv_cache.block_pool import BlockPool
 
 FOREVER = 1 << 62  # nanoseconds
-STALE = 1024  # entries of the queue that may say what is no longer so, beside as many as there are
+STALE = 1024  # outdated queue entries, beyond the number of pins, at which the queue is rebuilt
 
 
 class Pins:
-    """Owns blocks of a pool beside the requests that use them, so that they are not evicted.
+    """Holds a reference to each pinned block, so that it is not evicted.
 
-    There are at most `max_blocks`: what is to stay longer takes the place of what ends first.
+    At `max_blocks`, a new pin replaces those that end first, if they end before it.
     """
 
     def __init__(self, pool: BlockPool, max_blocks: int) -> None:
         self.pool, self.max_blocks = pool, max_blocks
-        self._ends: dict[
-            int, tuple[int, int]
-        ] = {}  # block -> when, and minus its place in a prompt
-        self._queue: list[tuple[tuple[int, int], int]] = []  # a heap of these; some are stale
+        # Block -> (time of its end, minus its index in the prompt).
+        self._ends: dict[int, tuple[int, int]] = {}
+        self._queue: list[tuple[tuple[int, int], int]] = []  # a heap of these; some are outdated
 
     def __len__(self) -> int:
         return len(self._ends)
 
     @property
     def blocks(self) -> Iterable[int]:
-        """Those that stay."""
+        """The pinned blocks."""
         return self._ends.keys()
 
     def room(self, blocks: Iterable[int], end_ns: int) -> int:
-        """How many blocks could be kept until then, if these are among them."""
+        """How many blocks could be pinned until `end_ns`, `blocks` among them."""
         own = {*blocks}
         stay = sum(end >= end_ns and block not in own for block, (end, _) in self._ends.items())
         return self.max_blocks - stay
 
     def add(self, blocks: Sequence[int], end_ns: int) -> None:
-        """Keep the first blocks of a prompt, as far as there is room: the beginning is of use
-        without the rest.
-        """
+        """Pin the blocks of a prompt in order, as far as there is room."""
         for place, block in enumerate(blocks):
             if block in self._ends:
                 if self._ends[block][0] >= end_ns:
@@ -57,8 +54,8 @@ class Pins:
             heapify(self._queue)
 
     def end(self, num_blocks: int, before_ns: int) -> int:
-        """Let go of as many blocks that need not stay until then, those that end first; of a prompt
-        the last. Returns how many there were.
+        """Unpin up to `num_blocks` that end before `before_ns`: the earliest first, and of a prompt
+        its last blocks first. Returns how many.
         """
         count = 0
         while count < num_blocks and self._queue and self._queue[0][0][0] < before_ns:
@@ -69,12 +66,12 @@ class Pins:
         return count
 
     def drop(self, blocks: Iterable[int]) -> None:
-        """Let go of these, as far as they are kept."""
+        """Unpin those of these blocks that are pinned."""
         for block in blocks:
             if self._ends.pop(block, None) is not None:
                 self.pool.release([block])
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Unpin all."""
         self.drop([*self._ends])
         self._queue.clear()

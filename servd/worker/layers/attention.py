@@ -1,4 +1,4 @@
-"""The attention layer of a model: hands its heads to the backend, with its own KV cache."""
+"""Attention: the attention layer of models, which calls the backend with its own KV cache."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class ForwardContext:
-    """What one step's forward pass needs beside its inputs.
+    """What the forward pass of a step needs beside its inputs.
 
     Args:
-        backend: the model's.
+        backend: the model's attention backend.
         batch: the step.
         kv_caches: one per layer.
         states: see `RequestStates.of_layers`.
@@ -35,29 +35,29 @@ class ForwardContext:
         states: Tensor | None = None,
     ) -> None:
         self.kv_caches, self.states, self.batch = kv_caches, states, batch
-        # New rows of parts of `states`, whose old ones stay until nothing can fail any more.
+        # (part of `states`, its new rows): written by `finish`, once nothing can fail any more.
         self.pending: list[tuple[Tensor, Tensor]] = []
 
         def of_layers(window: int | None, group: int) -> tuple[Backend[Any], Any]:
             chosen = backend.with_window(window)
             return chosen, chosen.build_metadata(batch.others[group - 1] if group else batch)
 
-        # The backend of layers with this window, in this group, and its metadata of the step.
+        # (window, group) -> the backend of such layers, and its metadata of the step.
         self.of_layers = cache(of_layers)
 
     @cached_property
     def begins(self) -> Tensor:
-        """Of each row, whether its first token is the request's first, bool [num_rows]."""
+        """Whether each row starts at the first token of its request, bool [num_rows]."""
         return self.batch.seq_lens_device == self.batch.query_start_loc.diff()
 
     @property
     def slots(self) -> Tensor:
-        """Of each row its request's, int64 [num_rows]."""
+        """Slots of the rows' requests, int64 [num_rows]."""
         assert self.batch.slots is not None
         return self.batch.slots
 
     def finish(self) -> None:
-        """The forward pass is through: keep the states that it has made."""
+        """After the forward pass: store the new recurrent states."""
         for states, rows in self.pending:
             states.index_copy_(0, self.slots, rows)
 
@@ -65,18 +65,18 @@ class ForwardContext:
 class Attention(nn.Module):
     """Attention of layer number `layer` over the paged KV cache, causal or not.
 
-    A cache of float8_e4m3fn has keys and values divided by `kv_scales`, which a calibrated
-    checkpoint brings along.
+    In a cache of float8_e4m3fn, keys and values are divided by `kv_scales`, which calibrated
+    checkpoints have.
 
     Args:
-        layer: number of its KV cache; layers of an encoder share one, which is read in the same
-            step only, and so do layers of other groups, in other blocks (see
+        layer: number of its KV cache. Layers of an encoder share one, which is read only in the
+            step that writes it; layers of different groups share one in different blocks (see
             kv_groups.py).
-        num_heads: of queries, on this rank.
-        num_kv_heads: of keys and values, on this rank.
-        head_dim: numbers of a head.
+        num_heads: query heads on this rank.
+        num_kv_heads: key and value heads on this rank.
+        head_dim: size of a head.
         scale: factor on the scores.
-        sliding_window: a token sees itself and so many tokens before, less one; None: all.
+        sliding_window: a token sees itself and the sliding_window - 1 tokens before; None: all.
         soft_cap: see AttentionSpec.
         has_sinks: see AttentionSpec.
         is_causal: see AttentionSpec.
@@ -132,7 +132,7 @@ class Attention(nn.Module):
         k_scale, v_scale = (
             self.kv_scales.values() if kv_cache.dtype == torch.float8_e4m3fn else (1.0, 1.0)
         )
-        if norms is not None and k_scale != 1.0:  # which comes after
+        if norms is not None and k_scale != 1.0:  # keys are normalised before they are scaled
             q, k, norms = norms[0](q), norms[1](k), None
         k = k if k_scale == 1.0 else k / k_scale
         if v is None:
@@ -146,12 +146,12 @@ class Attention(nn.Module):
 
 
 def attention_layers(model: Loadable) -> list[Attention]:
-    """All of them, in their order."""
+    """All attention layers, in order."""
     return [module for _, module in model.named_modules() if isinstance(module, Attention)]
 
 
 def num_caches(model: Loadable) -> int:
-    """KV caches that the layers have, some of them together."""
+    """Number of KV caches, which layers may share."""
     return len({layer.layer for layer in attention_layers(model)})
 
 

@@ -1,4 +1,4 @@
-"""What steps yield besides tokens, read from hidden states: one file each, with a `Reader`."""
+"""Outputs of a step besides tokens, read from hidden states: one file each, with a `Reader`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from servd.worker.request_states import RequestStates
 
 
 class StepPart(Protocol):
-    """Something that a step yields."""
+    """A part of a step's output."""
 
     def to_host(self) -> StepPart:
         """Start the copy to the host."""
         ...
 
     def write(self, output: ModelRunnerOutput) -> None:
-        """Add it to the step's output; its tensors are on the host."""
+        """Add it to `output`; its tensors are on the host."""
         ...
 
 
 @dataclass(eq=False)
 class Reader(ABC):
-    """Follows the requests that ask for something, through all chunks of their prompts."""
+    """Follows the requests that ask for its kind of output, through all chunks of their prompts."""
 
     states: RequestStates  # those of all slots
     # Hidden states [n, hidden] to logits [n, vocab], or what the model's head has in their place.
@@ -39,15 +39,15 @@ class Reader(ABC):
 
     @abstractmethod
     def add(self, request: NewRequest) -> None:
-        """A request enters its slot."""
+        """A request is put in its slot."""
 
     @abstractmethod
     def remove(self, slot: int) -> None:
-        """The request leaves its slot, whether or not it asked for anything."""
+        """A slot is freed, whether or not its request asked for anything."""
 
     @abstractmethod
     def read(self, hidden: Tensor, batch: InputBatch) -> StepPart | None:
-        """Take what is wanted of a step's hidden states [num_tokens, hidden]."""
+        """Compute the output from a step's hidden states [num_tokens, hidden]."""
 
 
 def load(

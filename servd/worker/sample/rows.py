@@ -1,4 +1,4 @@
-"""Rows: some rows of a step, chosen on the host so that the device is never asked."""
+"""Rows: a subset of the rows to sample, chosen on the host, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows that get a token in this step: all of them, or those that use one thing."""
+    """The rows to sample in a step: all, or those that use one feature."""
 
     slots: Tensor  # [n] int64, on the device
     positions: Tensor  # [n] int64, on the device: index in the sequence of the token to sample
     host_slots: Int64Array  # [n]
-    uses: Int64Array  # [n] one bit for each thing that a row can use
-    chosen: Int64Array | None = None  # [n] index among the rows before; None: they are the same
+    uses: Int64Array  # [n] feature bits, see sampler.py
+    chosen: Int64Array | None = None  # [n] index among all rows; None: these are all
 
     def subset(self, bit: int) -> Rows:
-        """The rows that use what `bit` stands for."""
+        """The rows with this feature bit."""
         is_chosen = (self.uses & bit) != 0
         if is_chosen.all():
             return Rows(self.slots, self.positions, self.host_slots, self.uses)
@@ -37,7 +37,7 @@ class Rows:
 
     @cached_property
     def index(self) -> Tensor | slice:
-        """int64 [n] on the device, or `slice(None)`, by which indexing gives a view."""
+        """int64 [n] on the device; `slice(None)` for all rows, so that indexing gives a view."""
         return slice(None) if self.chosen is None else upload(self.chosen, self.slots.device)
 
     def copy_of(self, logits: Tensor) -> Tensor:

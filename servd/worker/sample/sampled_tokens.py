@@ -1,4 +1,4 @@
-"""SampledTokens: what the sampler made of a step, brought to the host and by row."""
+"""SampledTokens: the sampler's output of a step, on its way to ModelRunnerOutput."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SampledTokens:
             output.logprobs |= {row: each for row, each in asked.items() if each}
 
     def _parts(self, first: int = 0) -> Iterator[tuple[int, slice]]:
-        """Each row from the first on, and where its tokens are among all; those before have one."""
+        """Each row from number `first` on, and the slice of its tokens; rows before have one."""
         rows, num_drafts, kept = self.rows[first:], self.num_drafts[first:], self.sampled.num_kept
         num_kept = np.zeros_like(rows) if kept is None else kept[first:]
         columns = rows.tolist(), num_drafts.tolist(), num_kept.tolist()

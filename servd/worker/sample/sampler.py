@@ -1,14 +1,14 @@
-"""Sampler: one token per row of logits, each row by its own request's parameters.
+"""Sampler: samples one token per row of logits, by the parameters of the row's request.
 
     sampler = Sampler(vocab_size, max_num_seqs, device)
     sampler.add(slot, params, prompt_token_ids, output_token_ids, eos_token_ids)  # a request enters
     output = sampler(logits, slots, host_slots, positions, bitmask)  # overwrites the logits
     sampler.remove(slot)
 
-Order, equal in effect to vLLM's: log-probabilities of the raw logits; the logits processors in the
-order of their package; the fused pass of bias, bitmask and penalties; temperature; min-p; top-k and
-top-p; log-probabilities of what is left, if those are wanted; draw. What a step needs is known on
-the host, and nothing on the device is waited for. A token depends only on its row's logits,
+Order, equivalent to vLLM's: log-probabilities of the raw logits; the logits processors in the order
+of their package; the fused pass of bias, bitmask and penalties; temperature; min-p; top-k and
+top-p; log-probabilities of the processed logits, if those are asked for; draw. The host knows what
+each step needs, and never waits for the device. A token depends only on its row's logits,
 parameters, earlier tokens, seed and position, never on the rest of the batch.
 """
 
@@ -34,26 +34,26 @@ from servd.worker.sample.rows import Rows
 from servd.worker.sample.shift import Shift
 from servd.worker.sample.verification import SpecDecodeMetadata
 
-# What a row can use, as bits; those from FIRST_PROCESSOR on are the logits processors'.
+# Features that a row can use, as bits; from FIRST_PROCESSOR on one for each logits processor.
 RANDOM, NARROWED, LOGPROBS, FIRST_PROCESSOR = 1, 2, 4, 8
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """What a step sampled, still on the device."""
+    """The sampled tokens of a step, on the device."""
 
-    token_ids: Tensor  # [n] int64; without `best` as of `SamplingOps.choose`
-    logprobs: LogprobsTensors | None  # None if no row asked
-    num_kept: Tensor | None = None  # [rows] int64: drafts of each row; None if there were none
-    # [n] int64: index in the step of each of these tokens, so that those after kept drafts come
-    # first in each row; None: of itself.
+    token_ids: Tensor  # [n] int64; if `best` is None, as returned by `SamplingOps.choose`
+    logprobs: LogprobsTensors | None  # None: no row asked for any
+    num_kept: Tensor | None = None  # [rows] int64: accepted drafts; None: the step had no drafts
+    # [n] int64, with draft trees: index in the step of each token, sorted so that those after
+    # accepted drafts come first in each row.
     order: Tensor | None = None
-    best: Tensor | None = None  # [n, 1]: the logits of the tokens, in whatever type
+    best: Tensor | None = None  # [n, 1]: logits of the tokens, of any type
 
     @property
     def is_void(self) -> npt.NDArray[np.bool_]:
-        """[n], on the host: whether a token was chosen of logits that are NaN or infinite. A row of
-        -inf may be one whose tokens are all forbidden.
+        """[n], on the host: whether a row's logits are NaN or +inf. A row of -inf may be one whose
+        tokens are all forbidden.
         """
         assert self.best is not None
         return ~(self.best.float().numpy()[:, 0] < np.inf)  # NaN counts as the maximum
@@ -74,8 +74,8 @@ class Sampler:
     Args:
         vocab_size: columns of the logits.
         max_num_seqs: number of slots.
-        device: where the logits will be.
-        mode: what is told of the sampled and the most likely tokens.
+        device: of the logits.
+        mode: --logprobs-mode.
     """
 
     def __init__(
@@ -86,25 +86,24 @@ class Sampler:
         mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         assert vocab_size <= MAX_VOCAB_SIZE, vocab_size
-        self.uses = np.zeros(max_num_seqs, dtype=np.int64)  # bits of each slot
+        self.uses = np.zeros(max_num_seqs, dtype=np.int64)  # feature bits of each slot
         self.temperature = torch.ones(max_num_seqs, device=device)
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.ops = ops.for_device(device)
         self.narrowing = Narrowing(vocab_size, max_num_seqs, device, self.ops)
         self.logprobs = SampledLogprobs(mode.endswith("logits"))
         self.tells_processed = mode.startswith("processed")
-        # Rows that go on after a draft that was not kept have the state of nobody.
-        self.null_slot = max_num_seqs
+        self.null_slot = max_num_seqs  # for rows after a rejected draft, which must change no state
         processors = logits_processors.load(vocab_size, max_num_seqs + 1, device)
         self.processors = [(FIRST_PROCESSOR << i, each) for i, each in enumerate(processors)]
-        # The bits of those that look at the tokens sampled before.
+        # The bits of processors that depend on the tokens sampled before.
         self.stateful = sum(
             bit for bit, each in self.processors if type(each).update is not LogitsProcessor.update
         )
 
     @property
     def costliest(self) -> SamplingParams:
-        """What uses everything, for a profile of memory."""
+        """Parameters that use every feature, for the memory profile."""
         examples = [processor.example.items() for _, processor in self.processors]
         fields = dict(item for items in examples for item in items)
         return SamplingParams(
@@ -113,7 +112,7 @@ class Sampler:
 
     @property
     def examples(self) -> list[SamplingParams]:
-        """One of each way to sample, which kernels and their variants may differ by."""
+        """Parameters for each way to sample, to compile and warm up all kernels."""
         plain: list[dict[str, Any]] = [
             {"temperature": 0.0}, {}, {"logprobs": 1}, {"top_p": 0.9}, {"top_k": 50},
             {"min_p": 0.1},
@@ -129,19 +128,18 @@ class Sampler:
         output_token_ids: Sequence[int],
         eos_token_ids: Sequence[int],
     ) -> bool:
-        """A request enters the slot. After preemption it enters with its outputs so far and goes on
-        as if never gone.
+        """Add a request. After preemption it is added again, with its outputs so far.
 
         Args:
             slot: its row of state.
-            params: the request's.
+            params: of the request.
             prompt_token_ids: at least one.
             output_token_ids: sampled before; empty at first.
             eos_token_ids: forbidden, with params.stop_token_ids, for the first params.min_tokens
                 outputs.
 
         Returns:
-            Whether its drafts may branch: nothing else follows its tokens one by one.
+            Whether its drafts may be trees: no stateful processor or grammar follows its tokens.
         """
         request = SlotRequest(slot, params, prompt_token_ids, output_token_ids, eos_token_ids)
         self.uses[slot] = 0
@@ -155,11 +153,11 @@ class Sampler:
         return not (uses & self.stateful or params.structured_output)
 
     def is_plain(self, host_slots: npt.NDArray[np.int64]) -> bool:
-        """Whether all these are greedy, and ask for nothing else."""
+        """Whether all these requests are greedy and use no other feature."""
         return not self.uses[host_slots].any()
 
     def remove(self, slot: int) -> None:
-        """The request leaves its slot."""
+        """Remove the request of a slot."""
         self.uses[slot] = 0
 
     def __call__(
@@ -171,26 +169,25 @@ class Sampler:
         bitmask: Tensor | None = None,
         drafts: SpecDecodeMetadata | None = None,
     ) -> SamplerOutput:
-        """Sample one token per row; a row with drafts counts as one more for each of them.
+        """Sample one token per row; a request with drafts has one more row for each of them.
 
         Args:
             logits: [n, vocab] float32 or narrower; overwritten. A row without a finite maximum (all
-                -inf, +inf, NaN) yields its argmax, greedy or not, and leaves the other rows alone.
-            slots: [n] int64 on the device; without drafts distinct.
+                -inf, +inf, NaN) yields its argmax, greedy or not, and does not affect other rows.
+            slots: [n] int64 on the device; distinct without drafts.
             host_slots: the same on the host.
-            positions: [n] int64 on the device: the index in the sequence that the sampled token
-                will have.
+            positions: [n] int64 on the device: index of the sampled token in its sequence.
             bitmask: [n, ceil(vocab / 32)] int32 on the device, bit set = allowed; all -1 in rows
                 without a grammar.
-            drafts: where rows were drafted for; then n is `SpecDecodeMetadata`'s m.
+            drafts: of a step with drafts; then n is `SpecDecodeMetadata`'s m.
         """
         host_slots = np.asarray(host_slots, dtype=np.int64)
         step = Rows(slots, positions, host_slots, self.uses[host_slots])
         used = int(np.bitwise_or.reduce(step.uses))
         if used & ~(RANDOM | NARROWED) or bitmask is not None:
-            logits = logits.float()  # for what is added to them, or told of them
+            logits = logits.float()
         asked = step.subset(LOGPROBS) if used & LOGPROBS else None
-        told = None  # logits of the rows that asked; of all rows if their order may change
+        told = None  # logits to report: of the rows that asked; of all, if `order` may change
         in_order = drafts is None or drafts.parents is None
         if asked is not None and not self.tells_processed:
             told = asked.copy_of(logits) if in_order else logits.clone()
@@ -220,7 +217,7 @@ class Sampler:
         bitmask: Tensor | None,
         is_kept: Tensor | None = None,
     ) -> Tensor:
-        """Tokens [n] of rows; those that are not `is_kept`, [n] bool, change no state."""
+        """Sample tokens [n]; rows that are not `is_kept`, [n] bool, change no state."""
         used = int(np.bitwise_or.reduce(step.uses))
         active = [(bit, each, step.subset(bit)) for bit, each in self.processors if used & bit]
         shift = Shift(bitmask=bitmask)
@@ -238,7 +235,7 @@ class Sampler:
     def _choose_in_turn(
         self, logits: Tensor, step: Rows, bitmask: Tensor | None, drafts: SpecDecodeMetadata
     ) -> Tensor:
-        """Tokens of rows whose drafts change what may follow: one draft of each after the other."""
+        """Sample rows whose processors depend on the drafts before: draft by draft in all rows."""
         token_ids = torch.empty_like(step.slots)
         is_kept = torch.ones(len(drafts.num_drafts), dtype=torch.bool, device=step.slots.device)
         for rows, chosen in drafts.turns():
@@ -255,8 +252,8 @@ class Sampler:
         return token_ids
 
     def _draw(self, logits: Tensor, token_ids: Tensor, rows: Rows) -> None:
-        """Replace the most probable tokens of random rows by drawn ones; of logits that are told,
-        what was drawn from.
+        """Replace the most probable tokens of random rows by drawn ones; and their logits by the
+        processed ones, if those are reported.
         """
         whole, best, logits = logits, token_ids[rows.index], logits[rows.index].float()
         peaks = logits.gather(1, best.unsqueeze(1)).squeeze(1)  # NaN if the row holds any

@@ -1,4 +1,4 @@
-"""Shift: what one fused pass over the logits of a step does, before their maximum is found."""
+"""Shift: the changes of logits that one fused pass makes, which also finds their maximum."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ IN_PROMPT = 1 << 30  # bit of a count: the token occurs in the prompt
 
 @dataclass(frozen=True, slots=True)
 class Biased:
-    """What to add to single logits of a step; the entries of row r are those from starts[r] to
-    starts[r + 1].
-    """
+    """Biases to add to single logits; row r has the entries starts[r] to starts[r + 1]."""
 
     starts: Tensor  # [n + 1] int64
     token_ids: Tensor  # [entries] int64, distinct within a row

@@ -1,8 +1,7 @@
-"""What changes logits before a token is chosen: one file per feature, with a class `Processor`.
+"""Logits processors: one file per feature, with a class `Processor`.
 
-A new feature is its field in `SamplingParams`, the field of the request's body, and a file here;
-tests/worker/sample/test_logits_processors.py runs its contract over all files. `order` says when
-its turn is:
+A new feature is a field of `SamplingParams`, a field of the request's body, and a file here;
+tests/worker/sample/test_logits_processors.py runs its contract over all files. They run by `order`:
 
 | order | what belongs there |
 |---|---|
@@ -43,14 +42,14 @@ class SlotRequest:
 
 @dataclass(eq=False)
 class LogitsProcessor(ABC):
-    """Follows the requests that use a feature, by the slots that they have.
+    """Keeps the state of the requests that use a feature, by slot.
 
-    State of a slot is written when a request that uses it enters and read only for such requests,
-    so nothing has to be cleared when one leaves. Nothing waits for the device.
+    The state of a slot is written when a request that uses it is added, and read only for such
+    requests, so nothing is cleared when one is removed. Nothing waits for the device.
     """
 
     order: ClassVar[int]
-    # Fields of SamplingParams that use it at its most costly: memory is set aside for them.
+    # SamplingParams that use it at its most costly, for the memory profile.
     example: ClassVar[Mapping[str, Any]]
 
     vocab_size: int  # columns of the logits
@@ -59,19 +58,18 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def add(self, request: SlotRequest) -> bool:
-        """Prepare the slot; whether the request uses the feature."""
+        """Prepare the slot; returns whether the request uses the feature."""
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: Rows, shift: Shift) -> None:
         """Change the logits of `rows` in place, or leave it to the fused pass.
 
-        `logits` [all rows of the step, vocab] has neighbours too, which do not use the feature:
-        `rows.index` and `rows.repeat` say which rows are meant, `rows.slots` [n] where their state
-        is.
+        `logits` [all rows of the step, vocab] includes rows that do not use the feature:
+        `rows.index` and `rows.repeat` select the others, `rows.slots` [n] their state.
         """
 
     def update(self, token_ids: Tensor, rows: Rows) -> None:  # noqa: B027 - few need it
-        """Take in the sampled tokens [n] of the step, of which `rows` use the feature."""
+        """Update the state by the sampled tokens [n] of all rows, of which `rows` use it."""
 
 
 def load(vocab_size: int, max_num_seqs: int, device: torch.device) -> list[LogitsProcessor]:

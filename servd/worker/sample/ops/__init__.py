@@ -1,5 +1,5 @@
-"""What the sampler does with a row of the vocabulary: `reference.py` in plain torch, and faster
-ones of the devices.
+"""SamplingOps: the sampler's operations on logits: `reference.py` in plain torch, and faster ones
+for devices.
 """
 
 from __future__ import annotations
