@@ -1,8 +1,8 @@
-"""--batch-invariant: what a step computes for a request has the same bits whatever else is in it.
+"""--batch-invariant: results for a request are bit-identical whatever else is in the step.
 
-Norms, activations and sampling look at a row alone in any case. Left are products, where cuBLAS
-chooses its kernel by the number of rows, and attention, which splits rows as far as the device
-would be idle.
+Norms, activations and sampling treat rows independently in any case. What remains are matrix
+products, where cuBLAS chooses its kernel by the number of rows, and attention, which splits rows by
+the load of the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from servd.worker.model_runner import ModelRunner
 
 
 class InvariantMatrix:
-    """The form of a matrix that one kernel multiplies, with tiles that are always the same."""
+    """A matrix that is multiplied by one kernel, with fixed tiles."""
 
     def __init__(self, weight: Tensor) -> None:
         from servd.worker.ops.triton.product import product  # needs triton
@@ -37,10 +37,10 @@ class InvariantMatrix:
 
 
 def make_batch_invariant(runner: ModelRunner) -> None:
-    """Exchange products and attention of a runner whose model is loaded.
+    """Replace the products and the attention of a runner whose model is loaded.
 
     Raises:
-        ConfigError: of something that it computes, only batch-dependent kernels are known.
+        ConfigError: a part of the model has no batch-invariant kernel.
     """
     if not runner.backend.supports_batch_invariance:
         raise ConfigError(

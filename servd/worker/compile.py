@@ -1,4 +1,4 @@
-"""--compile: torch.compile makes what is between products, in place of servd's own kernels."""
+"""--compile: compiles layers by torch.compile, in place of servd's own fused kernels."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ log = logging.getLogger("servd.worker")
 
 
 def compile_layers(model: Model, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile each layer when it first runs; layers of equal shapes share what was compiled.
+    """Compile each layer when it first runs; layers of equal shapes share the compiled code.
 
-    Sizes of steps are symbols, but 1 is a size of its own. Attention and the write to the KV cache
-    are left out, which cuts a layer in two: they depend on the step in ways that only their backend
-    knows.
+    Sizes of steps are dynamic, except 1. Attention and the write to the KV cache are not compiled,
+    which splits a layer in two: they depend on metadata that only the backend knows.
 
     Args:
-        model: loaded, and none of its matrices packed for a CPU, which torch could not look into.
-        backend: one of torch.compile's; the tests have others.
+        model: loaded; none of its matrices is packed for a CPU, which torch cannot trace.
+        backend: of torch.compile; tests use others.
     """
-    # A first step of as many tokens as a head has numbers would bind the two.
+    # Else a first step with as many tokens as head_dim would make the two sizes one symbol.
     symbols.use_duck_shape = False
-    # One for all: a layer with another would be compiled anew.
+    # One function for all layers, else each would be compiled again.
     attend = torch.compiler.disable(Attention.forward)
     layers: list[Any] = [
         layer
@@ -44,6 +43,6 @@ def compile_layers(model: Model, backend: str | Callable[..., Any] = "inductor")
             if isinstance(part, Attention):
                 part.forward = MethodType(attend, part)
             elif hasattr(part, "ops"):
-                part.ops = reference  # what a compiler can take apart and fuse
+                part.ops = reference  # plain torch, which the compiler can fuse
         layer.compile(dynamic=True, backend=backend)
     log.info("%d layers will be compiled when they first run", len(layers))

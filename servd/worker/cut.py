@@ -1,8 +1,8 @@
-"""Cuts a model into stages of a pipeline: what another one has is neither built nor loaded.
+"""Cuts a model into pipeline stages: layers of other stages are neither built nor loaded.
 
-A stage is a function from stream to stream, [num_tokens, hidden]: in place of the embedding stands
-what has arrived, in place of the final norm the sum that it would be given. So a model file knows
-nothing of it but `Parallel.layers`.
+A stage maps a residual stream to a residual stream, [num_tokens, hidden]: the embedding is replaced
+by what the stage before sent, the final norm by the sum that it would normalise. A model file only
+has to build its layers by `Parallel.layers`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ LAYER = re.compile(r"(?:^|\.)(\d+)\.")  # the first number in a tensor's name
 
 
 class Arrived(nn.Module):
-    """In place of the embedding: what the stage before has sent. It is always at the same address,
-    as recorded programs and graphs ask for.
-    """
+    """In place of the embedding: what the stage before sent, at a fixed address for graphs."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.stream = torch.empty(0, hidden_size)
 
     def make_room(self, max_num_tokens: int) -> None:
-        """For the largest step."""
+        """Allocate for the largest step."""
         self.stream = self.stream.new_zeros(max_num_tokens, self.stream.shape[1])
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -42,10 +40,10 @@ class Arrived(nn.Module):
 
 
 class Nothing(nn.Module):
-    """In place of what is added to the embedding."""
+    """In place of what is added to the embedding, such as positions: the stream has it already."""
 
     def forward(self, _: Tensor) -> None:
-        """The stream has it already."""
+        """Adds nothing."""
         return
 
 
@@ -53,13 +51,13 @@ class Sum(nn.Module):
     """In place of the final norm."""
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The stream [num_tokens, hidden] that the next stage goes on with."""
+        """The stream [num_tokens, hidden] for the next stage."""
         stream = residual.add(x)
         return stream, stream
 
 
 class NoHead(nn.Module):
-    """In place of the head, for runs that measure memory."""
+    """In place of the head, for the memory profile."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -71,7 +69,7 @@ class NoHead(nn.Module):
 
 
 def cut(model: Any, parallel: Parallel, num_layers: int) -> None:
-    """Leave this stage of a model that is not loaded yet.
+    """Reduce a model, before its weights are loaded, to this stage.
 
     Raises:
         UnsupportedModel: its file does not build layers by `Parallel.layers`.
@@ -86,7 +84,7 @@ def cut(model: Any, parallel: Parallel, num_layers: int) -> None:
     whole, embedding = _names(model), _replace_ends(model, parallel)
     here = _names(model)
     elsewhere = whole - here
-    # A head that is the embedding is known by its own name where the embedding is gone.
+    # A head that is tied to the embedding has its own name where the embedding is replaced.
     head = "lm_head.weight" if "lm_head.weight" in here - whole else ""
     convert = getattr(model, "convert", iter)
 
@@ -105,7 +103,7 @@ def cut(model: Any, parallel: Parallel, num_layers: int) -> None:
 
 
 def _replace_ends(model: Any, parallel: Parallel) -> str:
-    """The embedding, final norm and head where others have them; returns the embedding's name."""
+    """Replace the embedding, final norm and head of other stages; returns the embedding's name."""
     base, embedding = model.get_submodule(model.base_prefix[:-1]), ""
     for name, part in list(base.named_children()):
         is_tokens = isinstance(part, VocabEmbedding)

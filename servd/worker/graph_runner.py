@@ -1,17 +1,17 @@
-"""GraphRunner: the forward pass of steps as CUDA graphs, one for each of some numbers of tokens.
+"""GraphRunner: the forward pass of steps as CUDA graphs, captured for a set of token counts.
 
 A step launches hundreds of small kernels, which takes the host longer than the device needs to run
 them; a graph is launched at once. It repeats its kernels with the same addresses, so inputs and
-output have buffers that stay, and a step with fewer tokens than the graph is padded with tokens of
+output have fixed buffers, and a step with fewer tokens than the graph is padded with tokens of
 `null_slot`, which write to a block that no request owns.
 
-There are two kinds. In decode steps each token is a row of the attention, those of padding too. In
-mixed ones rows have any number of tokens: where they end is read from the device. Rows that a graph
-has room for and a step does not need are empty, and tokens of padding belong to none.
+There are two kinds. In decode graphs each token is a row of the attention, also those of padding.
+In mixed graphs rows have any number of tokens, and their ends are read from the device; unused rows
+are empty, and tokens of padding belong to no row.
 
-Decode steps in which all requests are greedy, and ask for nothing else, have a second graph after
-the first: head, most probable tokens, and their place among those of their requests. It is apart
-since a grammar may come between the two, and is captured in no time.
+Decode steps of plain greedy requests run a second graph after the first: the head, the most
+probable tokens, and storing these in the request states. It is separate as a grammar's bitmask may
+come between the two.
 """
 
 from __future__ import annotations
@@ -31,23 +31,19 @@ log = logging.getLogger("servd.worker")
 
 Run = Callable[[], None]
 Record = Callable[[Callable[[], object]], Run]
-"""Records what a call launches on the device; what it returns launches the same again, with the
-same addresses.
-"""
+"""Records what a call launches on the device; returns a function that launches it again."""
 Forward = Callable[[Tensor, Tensor | None], Tensor]
-"""`InputBatch.tokens`, and the index of each row's last token, to hidden states [num_tokens,
-hidden]; where each token is a row None, and in place of the tokens `Columns.step`.
+"""`InputBatch.tokens` and the index of each row's last token -> hidden states [num_tokens, hidden].
+For decode graphs: `Columns.step` and None.
 """
 Choose = Callable[[Tensor, Columns], Tensor]
-"""Hidden states [m, hidden] of a step that is padded to m tokens, to what `SamplingOps.choose`
-makes of them [m].
-"""
+"""Hidden states [m, hidden] of a step padded to m tokens -> [m]; see `SamplingOps.choose`."""
 
 MOST_MIXED_TOKENS = 2048
 
 
 class GraphSize(NamedTuple):
-    """What steps a graph is for."""
+    """The size and kind of a graph."""
 
     num_tokens: int
     is_decode: bool
@@ -58,30 +54,30 @@ class GraphSize(NamedTuple):
 
 
 def decode_sizes(max_num_rows: int) -> list[int]:
-    """Numbers of rows to have a graph for: steps that keep the padding small, and the largest."""
+    """Numbers of rows that decode graphs are captured for: so close that padding stays small."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_rows, 32)]
     return [size for size in sizes if size < max_num_rows] + [max_num_rows]
 
 
 def mixed_sizes(max_num_tokens: int) -> list[int]:
-    """Numbers of tokens to have a graph for: four in each doubling, and the largest."""
+    """Numbers of tokens that mixed graphs are captured for: four in each doubling."""
     most = min(max_num_tokens, MOST_MIXED_TOKENS)
     sizes = [16, 32, 48, *(quarter << up for up in range(4, 9) for quarter in (4, 5, 6, 7))]
     return [size for size in sizes if size < most] + [most] * (most > 1)
 
 
 class GraphRunner:
-    """Makes a graph when its size is first needed.
+    """Captures a graph when its size is first needed.
 
     Args:
         forward: see `Forward`.
-        max_num_rows: the most rows of a step.
-        max_mixed_tokens: the most tokens of a mixed step; 0: those have no graphs.
-        decode_inputs: what decode steps are given; has room for the most rows.
-        hidden: an empty tensor like hidden states, [0, hidden].
+        max_num_rows: of a step.
+        max_mixed_tokens: tokens of the largest mixed graph; 0: none.
+        decode_inputs: input buffers of decode steps, for max_num_rows.
+        hidden: [0, hidden], of the type of hidden states.
         record: see `Record`.
         num_inputs: rows of `InputBatch.tokens`.
-        choose: see `Choose`; None: no step is sampled by a graph.
+        choose: see `Choose`; None: no second graphs.
     """
 
     def __init__(
@@ -102,20 +98,20 @@ class GraphRunner:
         self.decode_sizes = decode_sizes(max_num_rows)
         self.mixed_sizes = mixed_sizes(max_mixed_tokens)
         most = max(self.decode_sizes + self.mixed_sizes)
-        self.hidden = hidden.new_zeros(most, hidden.shape[1])  # where they are written
+        self.hidden = hidden.new_zeros(most, hidden.shape[1])  # the output of all graphs
         self.chosen = torch.zeros(max_num_rows, dtype=torch.int64, device=hidden.device)
         padding = [[decode_inputs.null_slot], *[[0]] * (num_inputs - 1)]
         self.padding = torch.tensor(padding, device=hidden.device)
-        # Of mixed steps, int64 [num_inputs, most].
+        # Inputs of mixed graphs, int64 [num_inputs, most].
         self.inputs = self.padding.repeat(1, max(self.mixed_sizes, default=0))
         self.ends = torch.zeros(max_num_rows, dtype=torch.int64, device=hidden.device)
         self.graphs: dict[tuple[GraphSize, bool], Run] = {}
         self.heads: dict[tuple[int, bool], Run] = {}  # the second graphs
-        self.variant: Callable[[], bool] = lambda: False  # which pass `forward` is now
+        self.variant: Callable[[], bool] = lambda: False  # see `ModelRunner.variant`
 
     @property
     def sizes(self) -> list[GraphSize]:
-        """All that there are graphs for, the largest first: the others fit into its memory."""
+        """All sizes, the largest first, whose memory the others share."""
         decode = [GraphSize(size, True) for size in self.decode_sizes]
         return sorted(decode + [GraphSize(size, False) for size in self.mixed_sizes], reverse=True)
 
@@ -127,13 +123,13 @@ class GraphRunner:
     def __call__(
         self, tokens: Tensor, ends: Tensor | None, columns: Columns | None = None
     ) -> Tensor | None:
-        """Hidden states [num_tokens, hidden] of a step, until the next call. None where it is
-        larger than the graphs.
+        """Hidden states [num_tokens, hidden] of a step, valid until the next call; None if it is
+        larger than any graph.
 
         Args:
             tokens: see `InputBatch.tokens`.
-            ends: index of each row's last token; None where each token is a row.
-            columns: the step as `decode_inputs` has it already.
+            ends: index of each row's last token; None for decode steps.
+            columns: set if the step is in `decode_inputs` already.
         """
         num_tokens = tokens.shape[1]
         sizes = self.decode_sizes if ends is None else self.mixed_sizes
@@ -144,7 +140,7 @@ class GraphRunner:
             return None
         key = size, self.variant()
         if key not in self.graphs:
-            assert columns is None, "captured ahead: this would write over the step"
+            assert columns is None, "capturing now would overwrite the step"
             self.capture(size)
         if ends is not None:
             self._put(tokens, ends, size)
@@ -154,8 +150,8 @@ class GraphRunner:
         return self.hidden[:num_tokens]
 
     def chosen_of(self, columns: Columns) -> Tensor | None:
-        """What `Choose` makes of the step that was run last, [num_tokens], until the next one is.
-        None where it is not captured.
+        """The result of `Choose` for the step that was run last, [num_tokens], valid until the next
+        step; None if it is not captured.
         """
         if (head := self.heads.get((columns.step.shape[1], self.variant()))) is None:
             return None
@@ -171,7 +167,7 @@ class GraphRunner:
         self.ends[len(ends) : self._num_rows(size)] = ends[-1:]  # rows without a token
 
     def capture(self, size: GraphSize) -> None:
-        """Make the graphs of a size."""
+        """Capture the graphs of a size."""
         started, num_tokens = time.monotonic(), size.num_tokens
         columns, ends = None, None
         if size.is_decode:
@@ -194,8 +190,8 @@ class GraphRunner:
         log.debug("CUDA graph for %s captured in %.2f s", size, time.monotonic() - started)
 
     def _recorded(self, run: Callable[[], object]) -> Run:
-        """After a first run, in which kernels are compiled and libraries set up: it cannot be
-        captured.
+        """Record `run` after a first run, in which kernels are compiled and libraries initialised,
+        which cannot be captured.
         """
         run()
         return self.record(run)
@@ -205,8 +201,8 @@ class GraphRunner:
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one pool of memory: they never run at once, and keep nothing
-    but `hidden`.
+    """Records CUDA graphs that share one memory pool: they never run concurrently, and their
+    outputs are in other memory.
     """
 
     def __init__(self) -> None:
@@ -214,7 +210,7 @@ class CudaRecorder:
 
     def __call__(self, run: Callable[[], object]) -> Run:
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on allocating memory meanwhile.
+        # Other threads may allocate memory meanwhile.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             run()
         return graph.replay

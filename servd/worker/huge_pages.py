@@ -1,5 +1,5 @@
-"""Memory for what stays, in pages of 2 MiB where Linux has them: a step reads all weights, and of
-pages of 4 KiB the processor looks up every one.
+"""HugePages: memory for weights in pages of 2 MiB, on Linux: a step reads all weights, and with
+pages of 4 KiB the processor spends time on TLB misses.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ ALIGNMENT = 64
 
 
 class HugePages:
-    """Tensors of the CPU, one behind the other in blocks, each of which is freed with the last of
-    its tensors. What is not written takes no memory.
+    """CPU tensors, allocated one after another in blocks; a block is freed with its last tensor.
+    Pages that are not written take no memory.
     """
 
     def __init__(self) -> None:
         self.block: weakref.ref[mmap.mmap] | None = None  # the newest
-        self.end = 0  # of what is taken of it
-        self.lock = threading.Lock()  # models may be loaded at once
+        self.end = 0  # bytes of it that are allocated
+        self.lock = threading.Lock()  # models may be loaded concurrently
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
         """A tensor [size], as of torch.empty."""

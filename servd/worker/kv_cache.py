@@ -1,4 +1,4 @@
-"""KV cache: how many blocks fit, and their tensors."""
+"""The KV cache's tensors, and how many blocks fit."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ log = logging.getLogger("servd.worker")
 
 
 def bytes_per_block(backend: Backend[Any], model: Loadable) -> int:
-    """Keys and values of one block over all layers, on this rank."""
+    """Bytes of the keys and values of one block in all layers, on this rank."""
     num_elements = torch.Size(backend.kv_cache_shape(1)).numel()
     return num_caches(model) * num_elements * backend.spec.kv_dtype.itemsize
 
 
 def dtype_of(config: Config, dtype: torch.dtype) -> torch.dtype:
-    """What keys and values are stored as, in a model of type `dtype`."""
+    """Type of the cache of a model of type `dtype`."""
     name = config.cache.kv_cache_dtype
     if name == "auto":
         return dtype
@@ -43,15 +43,15 @@ def count_blocks(
     weights_bytes: int,
     more_memory: Callable[[int], list[str]],
 ) -> int:
-    """Blocks to allocate in `memory` bytes: no more than all slots at full length can use.
+    """Blocks to allocate in `memory` bytes: at most what all slots at full length can use.
 
     Args:
         config: resolved.
         layout: of the blocks.
-        block_bytes: size of one block on this rank.
-        memory: that the cache may take.
-        weights_bytes: for the messages.
-        more_memory: options that would give so many bytes more, other than its own.
+        block_bytes: size of a block on this rank.
+        memory: bytes that the cache may take.
+        weights_bytes: for messages.
+        more_memory: changes of options that would free so many bytes.
 
     Raises:
         NotEnoughMemory: not even one request of max_model_len fits, and the context may not be
@@ -96,14 +96,13 @@ def _either(remedies: Sequence[str]) -> str:
 
 
 def allocate(backend: Backend[Any], model: Loadable, num_blocks: int) -> list[Tensor]:
-    """The cache of each layer; zeros, because what a mask hides must be finite."""
+    """The cache of each layer; zeros, because masked values must be finite, too."""
     shape = backend.kv_cache_shape(num_blocks)
     dtype, device = backend.spec.kv_dtype, backend.spec.device
     if device.type != "cpu":
         return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_caches(model))]
-    # torch.zeros would write every page now: seconds of start-up, and memory that may never be
-    # used. NumPy's zeros come from calloc, whose pages the system gives when they are first
-    # written; huge ones, where it can.
+    # torch.zeros would write every page now, which takes seconds, and memory that may never be
+    # used. NumPy's zeros come from calloc, whose pages are committed when they are first written.
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     return [
         torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

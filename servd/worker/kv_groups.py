@@ -1,7 +1,8 @@
-"""Groups of layers in the KV cache, so that those with a window keep only what they still read.
+"""Groups of layers in the KV cache of hybrid models: sliding-window layers keep only their window.
 
-Layers of all groups share tensors: the first of each group have one, the second ones the next. So
-a block has the same bytes whatever group it is of, and is free for any; see `KVLayout`.
+Groups share tensors: the first layers of all groups use the first one, the second layers the
+second, and so on. So a block has the same size in every group, and can be used by any; see
+`KVLayout`.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ log = logging.getLogger("servd.worker")
 def arrange(
     model: Loadable, config: Config, backend: Backend[Any], has_draft: bool
 ) -> tuple[int | None, ...]:
-    """Give each layer its group and its place there.
+    """Assign each attention layer its group, and its tensor within the group.
 
     Args:
         model: its layers have the numbers of their caches, and no group.
         config: resolved.
-        backend: the model's.
-        has_draft: a draft keeps tokens of its own in the same blocks.
+        backend: the attention backend.
+        has_draft: whether a draft model has keys and values in the same blocks.
 
     Returns:
         see `WorkerReady.kv_windows`.
     """
     longest, layers = config.model.max_model_len, attention_layers(model)
     assert longest is not None
-    widest: dict[int, int] = {}  # by number of the cache
+    widest: dict[int, int] = {}  # cache number -> tokens that its layers read
     for layer in layers:
         window = layer.sliding_window if layer.shape["is_causal"] else None
         kept = longest if window is None else window + (backend.num_read_before or 0)
         widest[layer.layer] = max(widest.get(layer.layer, 0), min(kept, longest))
-    caches: dict[int, list[int]] = {}  # by window, those that keep all first
+    caches: dict[int, list[int]] = {}  # window -> cache numbers, full attention first
     for number, window in sorted(widest.items(), key=lambda item: -item[1]):
         caches.setdefault(window, []).append(number)
     if [*caches] == [longest]:
@@ -51,7 +52,7 @@ def arrange(
         return (None,)
     counts, layout = {window: len(found) for window, found in caches.items()}, KVLayout.of(config)
 
-    def blocks(size: int) -> int:  # of one layer, by the longest request while it is decoded
+    def blocks(size: int) -> int:  # per layer, of the longest request, in groups of `size` layers
         groups = {window: -(-count // size) for window, count in counts.items()}
         most = {window: layout.most(window, longest, 1) for window in groups}
         return size * sum(groups[window] * most[window] for window in groups)
@@ -72,7 +73,7 @@ def arrange(
 
 
 def _obstacle(config: Config, backend: Backend[Any], has_draft: bool) -> str:
-    """Why every layer has to keep all tokens; "" if they need not."""
+    """Why there cannot be groups; "" if there can."""
     if config.cache.has_tiers:
         return "tiers and transfers of the KV cache move blocks of all layers at once"
     if config.parallel.pipeline_parallel_size > 1:

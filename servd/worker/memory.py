@@ -1,4 +1,4 @@
-"""Where a CUDA device's memory goes, and what would leave more of it for the KV cache."""
+"""MemoryUse: where a CUDA device's memory goes, and what would leave more for the KV cache."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Meter(Protocol):
         ...
 
     def taken(self) -> int:
-        """Bytes in use of the device by all processes; what this one holds unused is given back."""
+        """Bytes of the device in use by all processes, after freeing what this one caches."""
         ...
 
     def held(self) -> int:
-        """Bytes held by this process's tensors, with what is held for more of them."""
+        """Bytes of this process's tensors and of its allocator's cache."""
         ...
 
     @property
@@ -67,21 +67,21 @@ class CudaMeter:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Found by a profile run; bytes, but for the last three."""
+    """Result of a profile run; in bytes, but for the last two."""
 
-    total: int  # what the device has
+    total: int  # of the device
     outside: int  # other processes, and the driver
-    persistent: int  # weights, and what is kept for each request that may run
-    per_request: int  # the part of `persistent` that goes with each of max_num_seqs
-    forward: int  # the most that a forward pass takes in addition
-    sampling: int  # the most that sampling takes in addition, in proportion to max_num_seqs
+    persistent: int  # weights and request states
+    per_request: int  # the part of `persistent` that is proportional to max_num_seqs
+    forward: int  # peak of a forward pass, in addition
+    sampling: int  # peak of sampling, in addition; proportional to max_num_seqs
     graphs: int
     utilization: float
     max_num_seqs: int
 
     @property
     def available(self) -> int:
-        """For the KV cache. Negative if not even the rest fits."""
+        """Bytes for the KV cache; negative if not even the rest fits."""
         beside = self.outside + self.persistent + max(self.forward, self.sampling) + self.graphs
         return int(self.total * self.utilization) - beside
 
@@ -96,13 +96,13 @@ class MemoryUse:
         )
 
     def freed_with(self, num_seqs: int) -> int:
-        """What `num_seqs` instead of `max_num_seqs` would free."""
+        """Bytes that `num_seqs` instead of `max_num_seqs` would free."""
         sampling = self.sampling * num_seqs // self.max_num_seqs
         step = max(self.forward, self.sampling) - max(self.forward, sampling)
         return step + self.per_request * (self.max_num_seqs - num_seqs)
 
     def remedies(self, missing: int) -> list[str]:
-        """Changes that each give `missing` bytes more."""
+        """Changes of options that would each free `missing` bytes."""
         found = []
         if enough := next(
             (n for n in range(self.max_num_seqs - 1, 0, -1) if self.freed_with(n) >= missing), None

@@ -1,4 +1,4 @@
-"""The ranks that share a model, and what passes between them."""
+"""Parallel: the ranks that share a model (tensor and pipeline parallel), and their collectives."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ log = logging.getLogger("servd.worker")
 
 @dataclass(frozen=True)
 class Parallel:
-    """Rank and size of the tensor-parallel group, and the stage of the pipeline that it is. Of size
-    1, collectives return their input.
+    """Rank and size of the tensor-parallel group, and its pipeline stage. With size 1, collectives
+    return their input.
     """
 
     rank: int = 0
     size: int = 1
     stage: int = 0
     num_stages: int = 1
-    group: Any = None  # torch's, of the stage's ranks; None: they are all there are
-    has_whole_experts: bool = False  # a rank has some of a layer's experts, not a slice of each
+    group: Any = None  # torch's process group of the stage; None: all ranks
+    has_whole_experts: bool = False  # expert parallel: whole experts per rank, not slices of each
 
     @classmethod
     def connect(
@@ -37,8 +37,8 @@ class Parallel:
         num_stages: int = 1,
         has_whole_experts: bool = False,
     ) -> Parallel:
-        """Join the others at `init_method` ("tcp://127.0.0.1:29500"), as number `rank` of all;
-        blocks until they are there.
+        """Join the other ranks at `init_method` ("tcp://127.0.0.1:29500"), as number `rank` of all
+        workers; blocks until all have joined.
         """
         stage, group, total = rank // size, None, size * num_stages
         if total > 1:
@@ -46,7 +46,7 @@ class Parallel:
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=total)
             log.info("rank %d of %d connected over %s", rank, total, backend)
-            if size < total:  # everyone takes part in the making of every group
+            if size < total:  # every rank takes part in making every group
                 groups = [dist.new_group(range(i, i + size)) for i in range(0, total, size)]
                 group = groups[stage]
         return cls(rank % size, size, stage, num_stages, group, has_whole_experts)
@@ -62,23 +62,23 @@ class Parallel:
         return self.stage == self.num_stages - 1
 
     def own_layers(self, num_layers: int) -> range:
-        """This stage's; earlier stages have more, if any, as the head takes time, too."""
+        """This stage's layers; earlier stages have more, if any, as the last one has the head."""
         first, end = (-(-num_layers * i // self.num_stages) for i in (self.stage, self.stage + 1))
         return range(first, end)
 
     def layers(self, num_layers: int, make: Callable[[int], nn.Module]) -> nn.ModuleList:
-        """This stage's layers, under the names that they have in the whole model."""
+        """Build this stage's layers, under their names in the whole model."""
         layers = nn.ModuleList()
         for number in self.own_layers(num_layers):
             layers.add_module(str(number), make(number))
         return layers
 
     def send(self, x: torch.Tensor) -> Any:
-        """Begin to pass `x` on to the next stage; it must not change until the result's `wait`."""
+        """Start sending `x` to the next stage; it must not change until the result's `wait`."""
         return dist.isend(x, (self.stage + 1) * self.size + self.rank)
 
     def receive(self, x: torch.Tensor) -> None:
-        """Fill `x` with what the stage before passed on."""
+        """Receive `x` from the stage before."""
         dist.recv(x, (self.stage - 1) * self.size + self.rank)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class Parallel:
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' `x` side by side along the last dimension."""
+        """All ranks' `x`, concatenated along the last dimension."""
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
@@ -96,7 +96,7 @@ class Parallel:
         return torch.cat(parts, dim=-1)
 
     def own(self, total: int) -> range:
-        """This rank's of things that stay whole."""
+        """This rank's part of things that are not split, such as experts."""
         return range(total * self.rank // self.size, total * (self.rank + 1) // self.size)
 
     def share(self, total: int) -> int:

@@ -1,9 +1,9 @@
 """ProgramRunner: the forward pass of decode steps on a CPU as one call of the native library.
 
-Between two kernels of a step, Python and torch take the longer the more weights a step reads: those
-put everything else out of the caches. So the first step with a number of rows writes down its
-calls, and later ones hand the list to the library, which makes the same calls again (`servd_run` in
-ops/cpu/program.cpp). It repeats addresses, so inputs have buffers that stay, and results lie in
+The CPU's counterpart of CUDA graphs. Between kernels, Python and torch run out of cold caches, as
+the weights evict everything else. So the first step with a number of rows records its kernel calls,
+and later ones pass the list to the library, which repeats them (`servd_run` in
+ops/cpu/program.cpp). Addresses are repeated, too: inputs have fixed buffers, and results are in
 buffers that all programs share.
 """
 
@@ -30,7 +30,7 @@ log = logging.getLogger("servd.worker")
 
 
 class Places:
-    """Buffers that say where keys and values of one group of layers lie; see AttentionBatch."""
+    """Input buffers of the attention of one group of layers; see AttentionBatch."""
 
     def __init__(self, max_num_rows: int, max_num_blocks: int) -> None:
         self.slot_mapping = np.zeros(max_num_rows, dtype=np.int64)
@@ -38,7 +38,7 @@ class Places:
         self.tails: np.ndarray | None = None
 
     def fill(self, group: AttentionBatch, num_rows: int) -> None:
-        """With those of a step."""
+        """Copy the inputs of a step."""
         self.slot_mapping[:num_rows] = group.slot_mapping.numpy()
         tables = group.block_tables.numpy()
         self.block_tables[:num_rows, : tables.shape[1]] = tables
@@ -50,13 +50,13 @@ class Places:
 
 
 class ProgramRunner:
-    """Records a program when a number of rows is first run; a model that needs more than the native
-    library runs call by call.
+    """Records a program when a number of rows is first run; a model that needs other operations
+    than the native library's runs them one by one.
 
     Args:
-        forward: the same every time.
-        max_num_rows: the most rows of a step; each has one token, of a request or drafted for it.
-        max_num_blocks: the most blocks of a row.
+        forward: the model.
+        max_num_rows: of a step; each has one token, known or a draft.
+        max_num_blocks: of a row.
         num_groups: see `AttentionBatch.others`.
     """
 
@@ -66,20 +66,20 @@ class ProgramRunner:
         self, forward: Forward, max_num_rows: int, max_num_blocks: int, num_groups: int = 1
     ) -> None:
         self.forward = forward
-        # Inputs, by numpy: torch takes four times as long to copy a few numbers.
+        # Inputs are NumPy arrays: torch takes four times as long to copy a few numbers.
         self.tokens = np.zeros((2, max_num_rows), dtype=np.int64)  # ids, positions
         self.query_lens, self.seq_lens = np.ones((2, max_num_rows), dtype=np.int64)
         self.places = [Places(max_num_rows, max_num_blocks) for _ in range(num_groups)]
         self.others: list[np.ndarray] = []
         self.memory = Memory(max_num_rows)
         self.programs: dict[tuple[int, bool], Program] = {}
-        self.variant: Callable[[], bool] = lambda: False  # which pass `forward` is now
+        self.variant: Callable[[], bool] = lambda: False  # see `ModelRunner.variant`
 
     def __call__(
         self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *others: Tensor
     ) -> Tensor:
-        """Hidden states [num_rows, hidden] of a decode step; until the next call. `others` are
-        float32 [num_rows, n] each.
+        """Hidden states [num_rows, hidden] of a decode step, valid until the next call. `others`
+        are float32 [num_rows, n] each.
         """
         if self.is_recordable:
             try:
@@ -134,9 +134,7 @@ class ProgramRunner:
 
 
 class ChainRunner(Chain):
-    """The longest chain of drafts as one program, for each number of rows, of which shorter ones
-    are the beginning; or pass by pass.
-    """
+    """Drafts by one program for each number of rows and passes; or pass by pass, see `Chain`."""
 
     def __init__(self, *arguments: Any, max_num_rows: int, max_drafts: int) -> None:
         super().__init__(*arguments)
@@ -209,17 +207,15 @@ class ChainRunner(Chain):
 
 
 class NotRecordable(Exception):
-    """A forward pass did something that is not a call of the native library."""
+    """A forward pass used an operation that is not of the native library."""
 
 
 class OnlyViews(TorchDispatchMode):
-    """Within it, torch may look at memory in another shape, but neither make nor change any."""
+    """Within it, torch may make views of tensors, but no new ones, and change none."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # True, the default, imports the compiler of torch at the first call: seconds that the first
-        # request waits.
-        return False
+        return False  # True, the default, imports torch's compiler at the first call, for seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raises NotRecordable."""
@@ -239,15 +235,15 @@ def _memory_of(tensor: Tensor) -> int:
 
 
 class Memory:
-    """Buffers for results, as large as the largest step needs; free when nothing refers to them."""
+    """Buffers for results, sized for the largest step; reused when nothing refers to them."""
 
     def __init__(self, max_num_rows: int) -> None:
         self.max_num_rows = max_num_rows
         self.buffers: list[np.ndarray] = []
-        self.users: list[weakref.ref[np.ndarray]] = []  # the last one of each buffer
+        self.users: list[weakref.ref[np.ndarray]] = []  # last user of each buffer
 
     def take(self, shape: tuple[int, ...], num_rows: int) -> Tensor:
-        """Memory for the result of a step with `num_rows` rows."""
+        """A buffer for a result of a step with `num_rows` rows."""
         size = int(np.prod(shape))
         capacity = -(-size // num_rows) * self.max_num_rows
         for index, buffer in enumerate(self.buffers):
@@ -262,10 +258,10 @@ class Memory:
         return torch.from_numpy(part).view(shape)
 
     def lend(self, taken: Tensor) -> Tensor:
-        """A tensor of the same memory, which may be taken again meanwhile.
+        """A tensor of the same memory that does not keep the buffer from being reused.
 
         Raises:
-            NotRecordable: it is only a part of what was taken.
+            NotRecordable: `taken` is not a whole buffer.
         """
         for buffer in self.buffers:
             if buffer.ctypes.data == taken.data_ptr() and taken.is_contiguous():
@@ -275,7 +271,7 @@ class Memory:
 
 
 class Recorder(TorchFunctionMode):
-    """Within it, calls of kernels are written down, and their results lie in `memory`."""
+    """Within it, calls of native kernels are recorded, and their results are in `memory`."""
 
     def __init__(self, memory: Memory, num_rows: int) -> None:
         super().__init__()
@@ -302,7 +298,7 @@ class Recorder(TorchFunctionMode):
 
 
 class Program:
-    """Calls that make the same tensors at the same places every time."""
+    """Recorded calls, which make the same tensors at the same addresses every time."""
 
     def __init__(self, calls: bytes, results: list[Tensor]) -> None:
         self.calls = calls

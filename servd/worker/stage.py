@@ -1,8 +1,7 @@
-"""Stage: a runner's steps as one stage of a pipeline.
+"""Stage: runs a model runner as one stage of a pipeline.
 
-Steps go through the stages one behind the other, so that each works on another step. Requests take
-turns (core/turns.py): what a step samples is known before its rows come again, and the executor
-tells the stages before the last.
+Each stage computes another step. Requests take turns (core/turns.py): the tokens of a step are
+known before its requests are scheduled again, and the executor sends them to the earlier stages.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from servd.worker.model_runner import AsyncOutput, ModelRunner
 
 
 class Stage:
-    """Takes the stream from the stage before, lets the runner go on with it, and passes it on; or
-    samples, if it is the last.
+    """Receives hidden states from the stage before, computes its layers, and sends the result to
+    the next stage; the last one samples.
 
     Args:
         runner: loaded.
@@ -35,12 +34,12 @@ class Stage:
         if self.arrived is not None:
             self.arrived.make_room(runner.max_num_tokens)
         if not self.parallel.is_last_stage:
-            runner.readers.clear()  # they read what comes out of the last layer
-        self.sent: deque[tuple[Any, torch.Tensor]] = deque()  # on their way
-        self.slots: list[int] = []  # of the step that was launched last, number `step`
+            runner.readers.clear()  # they need the last layer's output
+        self.sent: deque[tuple[Any, torch.Tensor]] = deque()  # sends in progress
+        self.slots: list[int] = []  # of the step launched last, number `step`
         self.step = 0
-        self.in_flight: deque[tuple[int, list[int]]] = deque()  # steps, whose tokens are awaited
-        self.entered: dict[int, int] = {}  # slot -> step in which its request entered it
+        self.in_flight: deque[tuple[int, list[int]]] = deque()  # steps whose tokens are not known
+        self.entered: dict[int, int] = {}  # slot -> step in which its request was added
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         """Launch this stage's part of a step."""
@@ -59,7 +58,7 @@ class Stage:
                 self.sent.popleft()[0].wait()
 
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> AsyncOutput:
-        """Sample where the last layer is; elsewhere `take_tokens` brings what was sampled."""
+        """Sample in the last stage; the others get the tokens by `take_tokens`."""
         if self.parallel.is_last_stage:
             return self.runner.sample_tokens(bitmask)
         launched, self.runner.launched = self.runner.launched, None
@@ -70,8 +69,8 @@ class Stage:
 
     @torch.inference_mode()
     def take_tokens(self, sampled: list[list[int]]) -> None:
-        """Write what the oldest step in flight sampled behind the known tokens of its rows; but for
-        those that have left their slots to others meanwhile.
+        """Store the tokens of the oldest step in flight, except for slots that have got another
+        request since.
         """
         step, slots = self.in_flight.popleft()
         tokens = [

@@ -1,4 +1,4 @@
-"""Staging: copies from mapped files to a device through pinned memory, which it reads by itself."""
+"""Staging: copies from mapped files to a device through pinned memory, asynchronously."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ NUM_CHUNKS = 2  # one is filled while the device reads the other
 
 
 class Staging:
-    """From memory that is not pinned, the driver would copy too, but host and device in turn."""
+    """Without it the driver stages copies, too, but host and device wait for each other."""
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.chunk_bytes = chunk_bytes
         self.chunks = cycle([self.make_chunk() for _ in range(NUM_CHUNKS)])
 
     def make_chunk(self) -> tuple[Tensor, torch.cuda.Event]:
-        """Pinned bytes, and what tells when the device has read them."""
+        """Pinned bytes, and the event after which the device has read them."""
         return torch.empty(self.chunk_bytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
 
     def __call__(self, target: Tensor, source: Tensor) -> None:
-        """Copy `source`, on the host, to `target` of the same shape, now or later in the stream."""
+        """Copy `source`, on the host, to `target`, of the same shape, in the current stream."""
         source = source.contiguous()
         row_bytes = max(source[:1].nbytes, 1)
         assert row_bytes <= self.chunk_bytes, f"a row of {row_bytes} bytes"

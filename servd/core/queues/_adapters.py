@@ -1,4 +1,4 @@
-"""Which adapters' requests may run: the workers hold only so many adapters at once."""
+"""AdapterTurns: which LoRA adapters' requests may run, as the workers hold a limited number."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from servd.core.request import Request
 from servd.lora import Adapter
 from servd.tracing import Mark, now_ns
 
-PATIENCE = 256  # steps that a request waits for its adapter before others' newcomers wait, too
+PATIENCE = 256  # steps that a request waits for its adapter before new ones of others wait, too
 REVIEW_INTERVAL = 16  # steps
 
 
 class AdapterTurns:
-    """Sets aside requests whose adapter has no place, until another one's last request leaves.
+    """Sets aside requests whose adapter has no place, until the last request of another one ends.
 
     Args:
-        most: adapters with running requests.
+        most: adapters that may have running requests.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.running: Counter[Adapter] = Counter()  # requests by adapter
         self.aside: dict[Request, None] = {}  # requests without a place
-        self.is_closed = False  # to newcomers of adapters that run
+        self.is_closed = False  # whether new requests of running adapters have to wait
 
     def names(self) -> tuple[list[str], list[str]]:
         """The adapters that run, and those that wait for a place."""
@@ -32,22 +32,23 @@ class AdapterTurns:
         return [each.name for each in self.running], [each.name for each in waiting]
 
     def admits(self, request: Request) -> bool:
-        """Whether a request may wait for its turn among those that can run."""
+        """Whether a request may wait in the queue, rather than be set aside."""
         if request.adapter is None or len(self.running) < self.most:
             return True
         return request.adapter in self.running and not self.is_closed
 
     def set_aside(self, request: Request, step: int) -> None:
-        """It waits until others leave, or newcomers are admitted again."""
+        """Keep a request until its adapter may have a place."""
         self.aside[request] = None
         if request.aside_since < 0:
             request.aside_since = step
             request.marks.append(Mark("aside", now_ns()))
 
     def review(self, step: int) -> list[Request]:
-        """Decide about newcomers; they could keep others out for ever, and so could a long request
-        keep them out. So they are admitted and held in turns, each twice as long as the one before.
-        Returns those that may compete for a place again.
+        """Decide whether running adapters get new requests, which could keep other adapters out for
+        ever. They are held and admitted in turns, each twice as long as the one before, since a
+        single long request could otherwise hold them up as long. Returns the requests to queue
+        again.
         """
         if step % REVIEW_INTERVAL or not self.aside:
             return []
@@ -56,12 +57,12 @@ class AdapterTurns:
         return self._take_aside() if was_closed and not self.is_closed else []
 
     def outranked(self, running: Sequence[Request], step: int) -> list[Request]:
-        """The running requests of an adapter that keep one of a better lane from its place, the
-        last first.
+        """Running requests to preempt, last first: those of an adapter whose place one of a better
+        lane needs.
         """
         if step % REVIEW_INTERVAL or not self.aside:
             return []
-        lanes: dict[Adapter, int] = {}  # the best of each that runs
+        lanes: dict[Adapter, int] = {}  # best lane of each running adapter
         for request in reversed(running):
             if request.adapter is not None:
                 lanes[request.adapter] = request.order[0]
@@ -72,7 +73,7 @@ class AdapterTurns:
         return [request for request in reversed(running) if request.adapter == last]
 
     def start(self, request: Request) -> bool:
-        """The request gets a slot. Returns whether it took the last place of an adapter."""
+        """A request gets a slot. Returns whether its adapter took the last place."""
         if request.adapter is None:
             return False
         request.aside_since = -1
@@ -80,7 +81,7 @@ class AdapterTurns:
         return self.running[request.adapter] == 1 and len(self.running) == self.most
 
     def stop(self, request: Request) -> list[Request]:
-        """The request gives its slot back. Returns those that may compete for a place again."""
+        """A request gives its slot back. Returns the requests to queue again."""
         if request.adapter is None:
             return []
         self.running[request.adapter] -= 1

@@ -1,10 +1,10 @@
-"""fair: owners share slots and tokens, by weight, whatever each of them sends.
+"""fair: owners share slots and tokens by weight, however much each of them sends.
 
 Virtual token counters (Sheng et al. 2024, https://arxiv.org/abs/2401.00588): each owner's counter
-grows by what it is served, divided by its weight, and whoever has the least is next. An owner that
-comes back from idleness begins where the least of those that wait stands, so nobody saves up. A
-prompt costs its tokens, as they are computed; output costs the steps for which it has a slot.
-Nothing is left idle for anybody: who is alone gets all.
+grows by the service that it gets, divided by its weight, and the owner with the least is next. An
+owner that was idle restarts at the least counter of those waiting, so that idle time is not saved
+up. A prompt costs its tokens as they are computed, output the steps for which it has a slot. The
+policy is work-conserving: an owner that is alone gets everything.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from servd.core.request import Request
 from servd.messages import RequestOptions
 
 by_order = attrgetter("order")
-SLOT_COST = 2.0  # prompt tokens that a slot costs in each step
-MAX_IDLE_OWNERS = 1024  # whose counters are kept
-MAX_FLOOR_CLASSES = 8  # there may be as many as priorities
-MAX_BYPASSES = 64  # short prompts that begin while a long one waits for slot or blocks
+SLOT_COST = 2.0  # cost of a slot per step, in prompt tokens
+MAX_IDLE_OWNERS = 1024  # idle owners whose counters are kept
+MAX_FLOOR_CLASSES = 8  # classes that `_floor` looks at: there may be as many as priorities
+MAX_BYPASSES = 64  # short prompts that may overtake a long one which waits for slot or blocks
 
 Order = tuple[int, int, int]  # (lane, priority, arrival)
 Class = tuple[int, int, bool]  # (lane, priority, whether its prompt is long): lower goes first
@@ -33,21 +33,21 @@ Class = tuple[int, int, bool]  # (lane, priority, whether its prompt is long): l
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """What an owner was served in one lane."""
+    """The service that an owner got in one lane."""
 
     weight: float
-    served: float  # in tokens over weight, until `step`
+    served: float  # tokens / weight, until `step`
     step: int
     num_running: int = 0
     num_waiting: int = 0
 
     @property
     def is_active(self) -> bool:
-        """Whether anything of its owner waits or runs."""
+        """Whether its owner has waiting or running requests."""
         return self.num_running > 0 or self.num_waiting > 0
 
     def counter(self, step: int) -> float:
-        """What it was served until now; its slots count for every step."""
+        """Service until now; its slots cost something every step."""
         self.served += (step - self.step) * self.num_running * SLOT_COST / self.weight
         self.step = step
         return self.served
@@ -58,22 +58,22 @@ class Backlog:
     """The waiting requests of one class, by account."""
 
     requests: dict[Account, list[Request]] = field(default_factory=dict)  # each by order
-    # (counter when it was pushed, slots for its weight, whether it was served since it came, push,
-    # account): counters only grow, so the first is the least unless its own has grown.
+    # (counter when pushed, slots / weight, whether it was served since it came, push number,
+    # account). Counters only grow, so the first entry is the least, if its counter is current.
     heap: list[tuple[float, float, bool, int, Account]] = field(default_factory=list)
     pushed: set[Account] = field(default_factory=set)
-    num_bypasses: int = 0  # by shorter ones, since one of these began
+    num_bypasses: int = 0  # short prompts that overtook these long ones since one of them started
 
 
 class WaitingQueue:
-    """Requests that wait to run, and whose turn it is. A preempted one returns to its old place.
+    """Waiting requests, and which is next. A preempted one returns to its old place.
 
-    Short prompts go before long ones of the same owner, and of others that were served as much; the
-    scheduler leaves a part of every step to the long ones.
+    Short prompts go before long ones of the same owner, and of owners that were served as much; the
+    scheduler reserves a part of every step for long ones.
 
     Args:
         long_prompt: tokens beyond which a prompt is long.
-        max_adapters: most adapters whose requests run at once; those of others wait aside.
+        max_adapters: adapters whose requests run at once, at most; those of others are set aside.
     """
 
     by_owner: ClassVar[bool] = True
@@ -90,19 +90,19 @@ class WaitingQueue:
         self._backlogs: dict[Class, Backlog] = {}
         self._classes: list[Class] = []  # keys of _backlogs, sorted
         self._class_of: dict[Request, Class] = {}
-        self._latest: dict[int, Account] = {}  # by lane: whose request was started last
+        self._latest: dict[int, Account] = {}  # by lane: account of the request started last
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Number of waiting requests."""
         return len(self._class_of) + len(self.adapters.aside)
 
     def __bool__(self) -> bool:
-        """Whether any of them could run next: the others wait for adapters to leave."""
+        """Whether any could run next, rather than wait for the place of an adapter."""
         return bool(self._class_of)
 
     def lanes(self, running: Sequence[Request]) -> Iterator[tuple[int, int, int]]:
-        """Each lane, down to the lowest in which requests run or wait, and where its running ones
-        begin and end: when its turn comes, as what is done for one lane moves those of the next.
+        """Each lane, down to the lowest with requests, and the range of its running ones. Lazy, as
+        scheduling one lane moves the ranges of the next.
         """
         first, last = 0, running[-1].order[0] if running else 0
         if self._classes:
@@ -113,18 +113,18 @@ class WaitingQueue:
         yield last, first, len(running)
 
     def begin_step(self) -> None:
-        """Another step is put together."""
+        """A step is about to be scheduled."""
         self._step += 1
         for request in self.adapters.review(self._step):
             self.add(request)
 
     def order(self, options: RequestOptions) -> Order:
-        """Where a new request stands among all: lower is served first and preempted last."""
+        """Rank of a new request: the lowest is served first and preempted last."""
         priority = options.priority if self.by_priority else 0
         return options.lane, priority, next(self._arrivals)
 
     def add(self, request: Request) -> None:
-        """Let a request wait."""
+        """Queue a request."""
         if not self.adapters.admits(request):
             self.adapters.set_aside(request, self._step)
             return
@@ -144,7 +144,7 @@ class WaitingQueue:
             heappush(backlog.heap, self._entry(account, was_served=False))
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it stands."""
+        """Remove a request, queued or set aside."""
         if request in self.adapters.aside:
             del self.adapters.aside[request]
             return
@@ -160,7 +160,7 @@ class WaitingQueue:
             self._classes.remove(its_class)
 
     def start(self, request: Request) -> None:
-        """The request gets a slot."""
+        """A request leaves the queue for a slot."""
         lane, priority, is_long = self._class_of[request]
         self.remove(request)
         if (longer := self._backlogs.get((lane, priority, True))) is not None:
@@ -177,7 +177,7 @@ class WaitingQueue:
                     self.add(other)
 
     def stop(self, request: Request) -> None:
-        """The request, started before, gives its slot back."""
+        """A started request gives its slot back."""
         account = self._account(request)
         account.counter(self._step)
         account.num_running -= 1
@@ -187,21 +187,21 @@ class WaitingQueue:
             self.add(other)
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        """So many tokens of its prompt are computed."""
+        """Charge the owner for prompt tokens that are computed."""
         account = self._account(request)
         account.served += num_tokens / account.weight
 
     def is_long(self, request: Request) -> bool:
-        """Whether more is left of its prompt than should go before others."""
+        """Whether more than `long_prompt` tokens of its prompt are left."""
         return request.num_uncomputed_tokens > self.long_prompt
 
     def has_long(self, lane: int) -> bool:
-        """Whether long prompts of a lane wait."""
+        """Whether long prompts wait in a lane."""
         return self._first(lane, only_long=True) is not None
 
     def head(self, partial: Sequence[Request] = ()) -> Request:
-        """The request to be served next; `partial` are prompts that have begun. A long prompt comes
-        before short ones of owners that were served more, or once enough have overtaken it.
+        """The next request; `partial` are prompts that have started. A long prompt comes before
+        short ones of owners that were served more, or once enough have overtaken it.
         """
         lane, priority, _ = first = self._classes[0]
         head, long_class = self._head_of(first), (lane, priority, True)
@@ -216,13 +216,13 @@ class WaitingQueue:
     def next(
         self, partial: Sequence[Request], lane: int, may_start: bool, only_long: bool
     ) -> Request | None:
-        """Whose prompt goes on, or begins.
+        """The prompt to compute next.
 
         Args:
-            partial: prompts that have begun.
-            lane: only those of it.
-            may_start: whether one that waits may begin.
-            only_long: not the short ones.
+            partial: prompts that have started.
+            lane: only of this lane.
+            may_start: whether a waiting one may start.
+            only_long: only long ones.
         """
         if only_long:
             partial = [request for request in partial if self.is_long(request)]
@@ -234,9 +234,9 @@ class WaitingQueue:
         return head if best is None or self._key(head) < self._key(best) else best
 
     def victim(self, running: Sequence[Request]) -> Request | None:
-        """Who has to yield if the head can have no slot or no blocks: the last of a lower lane, or
-        of the owner that has most slots for its weight, if it has more than the head's even after
-        that.
+        """The running request to preempt if the head gets no slot or blocks: the last of a lower
+        lane, or of the owner with the most slots for its weight, if that has no fewer than the
+        head's owner even afterwards.
         """
         if not running:
             return None
@@ -249,15 +249,15 @@ class WaitingQueue:
         if not has_more or most.counter(self._step) < mine.counter(self._step):
             return None
         lane, priority, is_long = self._class_of[head]
-        is_long &= mine.served == most.served  # who was served less comes first at any length
-        for request in reversed(running):  # it must not come before the head then
+        is_long &= mine.served == most.served  # length decides only between equals
+        for request in reversed(running):  # the victim must not precede the head afterwards
             its_class = *request.order[:2], request.num_tokens > self.long_prompt
             if self._account(request) is most and its_class >= (lane, priority, is_long):
                 return request
         return None
 
     def outranked(self, running: Sequence[Request]) -> list[Request]:
-        """Who has to yield, besides, with their adapter's place."""
+        """Running requests to preempt for the place of their adapter."""
         return self.adapters.outranked(running, self._step)
 
     def _first(self, lane: int, only_long: bool) -> Class | None:
@@ -292,7 +292,7 @@ class WaitingQueue:
         return account.counter(self._step), share, was_served, next(self._pushes), account
 
     def _floor(self, lane: int) -> float:
-        """Where the counter of an owner that was idle begins: with those who are next."""
+        """Least counter of an owner that was idle: that of the owners who are next."""
         its_classes = (each for each in self._classes if each[0] == lane)
         heads = map(self._head_of, islice(its_classes, MAX_FLOOR_CLASSES))
         accounts = [self._account(head) for head in heads]

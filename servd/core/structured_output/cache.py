@@ -1,4 +1,4 @@
-"""GrammarCache: compiled grammars, and which of them an output goes on with."""
+"""GrammarCache: compiled grammars: recent ones, and those in use."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from collections.abc import Callable
 from servd.core.structured_output.grammar import Grammar, GrammarError
 from servd.params import StructuredOutput
 
-MAX_GRAMMARS = 32  # kept compiled, besides those in use
-# Grammars are compiled again in the engine's own thread, where all requests wait: only those that
-# take no longer than this.
+MAX_GRAMMARS = 32  # kept beside those in use
+# Longest compilation that is repeated in the engine's thread, where all requests wait.
 RECOMPILE_LIMIT = 0.05  # seconds
 
 Key = tuple[str, str]  # kind and value
 
 
 def key_of(output: StructuredOutput) -> Key:
-    """What outputs of the same form have in common."""
+    """Key of a structured output: equal ones share a grammar."""
     return output.kind, output.value
 
 
@@ -32,30 +31,30 @@ class GrammarCache:
     def __init__(self, compile: Callable[[StructuredOutput], Grammar]) -> None:
         self._compile = compile
         self._recent: OrderedDict[Key, Grammar] = OrderedDict()  # the least recently used first
-        # By id of a StructuredOutput, for as long as that is referred to.
+        # By id() of a StructuredOutput, as long as that exists.
         self._in_use: dict[int, Grammar] = {}
 
     def find(self, output: StructuredOutput) -> Grammar | None:
-        """The newest grammar of this form: others may have used up the states of an older one."""
+        """The newest grammar of this output: older ones may have used up their lexer states."""
         if (grammar := self._recent.get(key_of(output))) is not None:
             self._recent.move_to_end(key_of(output))
             return grammar
         return self._in_use.get(id(output))
 
     def add(self, key: Key, grammar: Grammar) -> None:
-        """Keep a grammar that was just compiled."""
+        """Keep a newly compiled grammar."""
         self._recent[key] = grammar
         if len(self._recent) > MAX_GRAMMARS:
             self._recent.popitem(last=False)
 
     def retain(self, output: StructuredOutput, grammar: Grammar) -> None:
-        """Keep a grammar, however many others are compiled, until this object's requests end."""
+        """Keep a grammar until the requests with this object have ended."""
         if id(output) not in self._in_use:
             weakref.finalize(output, self._in_use.pop, id(output), None).atexit = False
         self._in_use[id(output)] = grammar
 
     def find_or_compile(self, output: StructuredOutput) -> Grammar:
-        """The grammar of an output whose request was admitted; if need be, compiled again.
+        """The grammar of an admitted request's output, if need be compiled again.
 
         Raises:
             GrammarError: it cannot be compiled.
@@ -66,7 +65,7 @@ class GrammarCache:
         return grammar
 
     def replace(self, output: StructuredOutput, grammar: Grammar) -> Grammar:
-        """The grammar to go on with where the states of `grammar` are used up.
+        """A replacement for a grammar whose lexer states are used up.
 
         Raises:
             GrammarError: it takes too long to compile.
@@ -81,8 +80,8 @@ class GrammarCache:
         return newer
 
     def discard(self, grammar: Grammar) -> None:
-        """Have later requests compile it anew, as the states that its outputs share may be at their
-        limit; so do admitted ones, if that does not stop the step loop.
+        """Forget a grammar that failed, as it may have used up its lexer states: later requests
+        compile it again, and so do admitted ones, if that is fast enough.
         """
         for key in [key for key, other in self._recent.items() if other is grammar]:
             del self._recent[key]

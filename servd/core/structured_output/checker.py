@@ -1,4 +1,4 @@
-"""Process that tries grammars before an engine sees them: it can be killed without harm."""
+"""The process that tries grammars before an engine compiles them, and may be killed by one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from servd.params import StructuredOutput
 logger = logging.getLogger("servd.grammar")
 
 MASK_LIMIT = 0.05  # seconds; the engine's step waits for masks
-# Random beginnings of outputs that are tried, in CPU seconds all together.
+# Random beginnings of outputs that are tried; the limit is CPU seconds for all of them.
 NUM_TRIALS = 4
 TRIAL_TOKENS = 24
 TRIAL_SECONDS = 0.02
@@ -45,13 +45,13 @@ def main() -> None:
 
 
 def serve(start: StartGrammarChecker, channel: BufferedRWPair) -> None:
-    """Say whether grammars can be had at all, then try one after another, to the channel's end."""
+    """Answer whether grammars are available at all, then try each one that comes."""
 
     def answer(error: str | None = None) -> None:
         channel.write(msgspec.json.encode(GrammarVerdict(error)) + b"\n")
         channel.flush()
 
-    # A broken channel means that the API server has ended: nobody waits for an answer.
+    # A broken channel means that the API server has ended.
     with contextlib.suppress(ConnectionError):
         try:
             vocabulary = load_vocabulary(start.config, start.spec)
@@ -67,7 +67,7 @@ def serve(start: StartGrammarChecker, channel: BufferedRWPair) -> None:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """From now on the process dies where it needs so much more. Linux only."""
+    """Limit the memory that this process may allocate from now on. Linux only."""
     with contextlib.suppress(FileNotFoundError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -76,7 +76,7 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def try_grammar(output: StructuredOutput, vocabulary: Any) -> str | None:
-    """Why the engine should not follow a grammar; None if it can."""
+    """Why the engine should not use a grammar; None if it can."""
     try:
         seconds = slowest_mask(Grammar(output, vocabulary), vocabulary)
     except GrammarError as error:
@@ -93,7 +93,7 @@ def slowest_mask(grammar: Grammar, vocabulary: Any) -> float:
     """CPU seconds of the slowest mask at the beginning of a few random outputs.
 
     Raises:
-        GrammarError: one of them reaches a limit of the library, as most outputs might.
+        GrammarError: one of them reaches a limit of the library, so most outputs might.
     """
     draw = random.Random(0)  # the same grammar gets the same verdict
     closing = [token_id for text in '"}]' for token_id in vocabulary.tokenize_str(text)]
@@ -112,7 +112,7 @@ def slowest_mask(grammar: Grammar, vocabulary: Any) -> float:
 
 
 def random_token(mask: bytes, draw: random.Random, closing: Sequence[int]) -> int:
-    """One of the tokens that a mask allows, often one that ends what is open."""
+    """A random allowed token, often one that closes a bracket or string."""
     allowed = int.from_bytes(mask, "little")
     if draw.random() < 0.3 and (ends := [i for i in closing if allowed >> i & 1]):
         return draw.choice(ends)

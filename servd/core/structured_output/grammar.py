@@ -1,11 +1,11 @@
-"""Grammar: what an output may look like, token by token. The one door to llguidance.
+"""Grammar: a compiled grammar; Matcher: follows one output. The only file that uses llguidance.
 
 Kinds of `StructuredOutput` and what their `value` holds:
 
 | kind | value |
 |---|---|
-| json | a JSON schema, draft 2020-12; keywords that a generator cannot obey are refused by name |
-| json_object | nothing: any JSON object |
+| json | a JSON schema, draft 2020-12; keywords that cannot be enforced are refused by name |
+| json_object | empty: any JSON object |
 | regex | a regular expression in Rust's syntax (no look-around) that the whole output matches |
 | choice | a JSON list of strings |
 | grammar | GBNF (`root ::= ...`) or llguidance's Lark (`start: ...`) |
@@ -28,11 +28,11 @@ from llguidance import LLMatcher, LLTokenizer
 
 from servd.params import StructuredOutput
 
-# Bounds on the work of one compilation and of one mask, and on the states that a grammar gathers
-# (0.4 to 0.7 kB each, so 14 MB in all). Most schemas have fewer than 500; texts with a maxLength
-# have seven for each of their characters. A mask of the most ambiguous grammar takes 60 ms with
-# these items; with the library's default, ten times as long. The items of a row are among those of
-# its mask, which is refused before any token leads there, so they have no smaller limit.
+# Limits on the work of one compilation and of one mask, and on the lexer states that a grammar
+# collects (0.4 to 0.7 kB each, so 14 MB in all). Most schemas have fewer than 500; strings with a
+# maxLength have seven for each character. A mask of the most ambiguous grammar takes 60 ms with
+# MAX_ITEMS, with the library's default ten times as long. The items of a row are among those of its
+# mask, which is refused earlier, so they need no smaller limit.
 MAX_ITEMS = 10_000
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=200_000,
@@ -42,11 +42,11 @@ LIMITS = llguidance.LLParserLimits(
     max_lexer_states=20_000,
     verbose_errors=False,
 )
-# Between two tokens of JSON: blanks, or a new line and its indentation. Models that may write any
-# white space can go on with it until their tokens are gone.
+# White space between JSON tokens: one or two blanks, or a new line and its indentation. With any
+# white space allowed, models may write it until max_tokens.
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \t]{1,2}|[ \t]?\r?\n[ \t]{0,20}"}
 MAX_MESSAGE = 400  # characters of the library's messages
-MAX_FORCED = 1024  # tokens that are kept as what must come next
+MAX_FORCED = 1024  # forced tokens that are kept
 NO_OUTPUT = "no output could satisfy it"
 DEAD_END = "it leads to a point where nothing may follow"
 
@@ -59,7 +59,7 @@ class GrammarError(Exception):
 
 
 class UsedUp(GrammarError):
-    """A grammar has all the states that it may have; a new one of the same value has none yet."""
+    """A grammar has reached its limit of lexer states; compiled again, it starts with none."""
 
 
 class Grammar:
@@ -72,7 +72,7 @@ class Grammar:
         mask_seconds: CPU time of the first mask.
 
     Raises:
-        GrammarError: the value is malformed, asks for what is not supported, or is beyond LIMITS.
+        GrammarError: the value is malformed, not supported, or beyond LIMITS.
     """
 
     def __init__(self, output: StructuredOutput, vocabulary: LLTokenizer) -> None:
@@ -80,7 +80,7 @@ class Grammar:
         self._origin = _call(_compile, output, vocabulary)
         _check(self._origin)
         compiled = time.thread_time()
-        # The library adds a word where the last one is full.
+        # The library's mask has one word more if the last one is full.
         self._mask_size = 4 * -(-vocabulary.vocab_size // 32)  # bytes
         self.first_mask = _call(self._origin.compute_bitmask)[: self._mask_size]
         _check(self._origin, dead_end=NO_OUTPUT)
@@ -89,7 +89,7 @@ class Grammar:
         self.mask_seconds = time.thread_time() - compiled
 
     def matcher(self) -> Matcher:
-        """A follower of one output, at its beginning."""
+        """A matcher at the beginning of an output."""
         copy = self._origin.deep_copy()
         return Matcher(copy, self._mask_size, self.first_mask, self.first_forced)
 
@@ -97,8 +97,8 @@ class Grammar:
 class Matcher:
     """Follows one output.
 
-    The library tokenises all text that must follow anew for each of its tokens, which takes 80 ms
-    for 50 kB. So what it says once is kept until it is written.
+    The library tokenises all forced text again at each of its tokens, which takes 80 ms for 50 kB:
+    so its first answer is kept until it is used up.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Matcher:
         self._forced = forced  # the next tokens, as far as is known
 
     def copy(self) -> Matcher:
-        """Another follower, at the same place."""
+        """Another matcher in the same state."""
         copy = self._matcher.deep_copy()
         return Matcher(copy, self._mask_size, self._first_mask, self._forced)
 
@@ -120,11 +120,11 @@ class Matcher:
         return self._matcher.is_stopped()
 
     def bitmask(self) -> bytes:
-        """The tokens that may come next: int32 [ceil(vocab_size / 32)], bit set = allowed.
+        """The allowed next tokens: int32 [ceil(vocab_size / 32)], bit set = allowed.
 
         Raises:
-            GrammarError: none may, or finding them goes beyond LIMITS.
-            UsedUp: of states.
+            GrammarError: there are none, or finding them goes beyond LIMITS.
+            UsedUp: the limit of lexer states is reached.
         """
         if self._first_mask is not None:
             return self._first_mask
@@ -135,7 +135,7 @@ class Matcher:
         return bitmask[: self._mask_size]
 
     def forced_tokens(self) -> list[int]:
-        """The tokens that come next, as far as masks will allow no others; at most MAX_FORCED.
+        """The next tokens, as far as no others are allowed; at most MAX_FORCED.
 
         Raises:
             GrammarError: the library failed.
@@ -145,7 +145,7 @@ class Matcher:
         return self._forced
 
     def accept(self, token_id: int) -> None:
-        """Take in the next token.
+        """Advance by the next token.
 
         Raises:
             GrammarError: the grammar does not allow it.
@@ -198,7 +198,7 @@ def _add_options(found: re.Match[str]) -> str:
     return f"%json {{{options}}}" if found[1] else f"%json {{{options}, "
 
 
-# What the library says of its limits, and how large they are.
+# Parts of the library's error messages -> messages for clients.
 EXCEEDED = {
     "too many states": f"it has too many states, more than {LIMITS.max_lexer_states}",
     "Too many items": f"it allows too much at once: more than {MAX_ITEMS} parser items",
@@ -211,14 +211,14 @@ EXCEEDED = {
 
 
 def _call(function: Callable[..., T], *args: Any) -> T:
-    """Call the library. Whatever goes wrong there ends one output, not the engine."""
+    """Call the library. Any failure there ends one output, not the engine."""
     try:
         return function(*args)
     except (SystemExit, KeyboardInterrupt):
         raise
     except ValueError as error:
         raise GrammarError(_shorten(str(error))) from None
-    except BaseException as error:  # a panic is no Exception
+    except BaseException as error:  # a Rust panic is no Exception
         raise GrammarError(f"the grammar library failed ({type(error).__name__})") from error
 
 

@@ -1,9 +1,7 @@
-"""GrammarManager: compiles grammars beside the step loop, and follows the rows of the steps that
-have one.
+"""GrammarManager: compiles grammars in threads, and makes the bitmasks of the rows that have one.
 
-It sees what the workers see, rows and sampled tokens, and keeps its own rows in the same way: a row
-begins with a NewRequest, also after preemption, when the outputs so far are in it, and ends when
-its slot is freed.
+It keeps its rows as the workers do: a row begins with a NewRequest, which after preemption has the
+output so far, and ends when its slot is freed.
 """
 
 from __future__ import annotations
@@ -45,14 +43,14 @@ from servd.tracing import Mark, now_ns
 logger = logging.getLogger("servd.structured_output")
 
 NUM_COMPILERS = 2  # threads
-STACK_SIZE = 8 << 20  # bytes for each: four times what the checker has
-# What the masks of one step may take together, going by the last ones of each row. Rows for which
-# no time is left sit out the step, so that others wait for a few slow masks, not for all of them.
+STACK_SIZE = 8 << 20  # bytes of each thread: four times what the checker has
+# Time for all masks of a step, as estimated from the last ones of each row. Rows beyond it skip the
+# step, so that others wait for a few slow masks, not for all of them.
 STEP_BUDGET = 0.05  # seconds
-# A grammar whose states are used up is replaced in the engine's own thread, where all requests wait
-# for it. So an output gets another one only if it has not to take in too much again, and not too
-# often: twice, as the first one may be one that others are filling, and once more for so many
-# tokens.
+# A grammar that has used up its lexer states is compiled again in the engine's thread, where all
+# requests wait. So an output gets a new one only if it is short enough to be replayed, and not too
+# often: twice, as others may be using up the first new one, too, and once more per
+# TOKENS_PER_RENEWAL.
 MAX_TOKENS_AGAIN = 2048
 MAX_RENEWALS = 2
 TOKENS_PER_RENEWAL = 64
@@ -62,7 +60,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Compiled:
-    """News for the engine's own thread: a grammar is ready, or cannot be had."""
+    """Message for the engine's thread: a grammar is compiled, or cannot be."""
 
     key: Key
     grammar: Grammar | None
@@ -76,20 +74,20 @@ class Row:
     grammar: Grammar | None
     matcher: Matcher | None  # None after an error
     starts_after: Sequence[int]  # not empty: the grammar has not begun
-    # The tokens that may come before it begins: all but those that would end the output.
+    # Tokens that are allowed before it begins: all but those that would end the output.
     until_begun: bytes | None
     replace: Callable[[Grammar], Grammar]  # see GrammarCache.replace
-    token_ids: list[int] = field(default_factory=list)  # that the matcher has taken in
-    latest: tuple[int, ...] = ()  # tokens, as many as `starts_after` has, until it came
-    num_renewals: int = 0  # how often the grammar was compiled anew
+    token_ids: list[int] = field(default_factory=list)  # that the matcher has accepted
+    latest: tuple[int, ...] = ()  # last tokens, as many as `starts_after` has
+    num_renewals: int = 0  # how often the grammar was compiled again
     error: str | None = None
-    num_awaited: int = 0  # steps in flight that sample for it
+    num_awaited: int = 0  # steps in flight that sample this row
     draft_token_ids: list[int] = field(default_factory=list)  # for its next step
-    mask_seconds: float = 0.0  # what the next step's masks may take: the slowest of late
+    mask_seconds: float = 0.0  # estimate for the next step, from the slowest recent masks
     last_turn: int = 0  # see GrammarManager.choose_idle
 
     def accept(self, token_id: int) -> None:
-        """Take in a sampled token."""
+        """Process a sampled token."""
         if self.starts_after:
             self.latest = (*self.latest, token_id)[-len(self.starts_after) :]
             if self.latest == tuple(self.starts_after):
@@ -108,8 +106,8 @@ class Row:
         return token_ids
 
     def bitmasks(self, draft_token_ids: list[int]) -> list[bytes | None]:
-        """The tokens that may come next, and those after each draft as far as the drafts are
-        allowed; None if all may.
+        """Allowed tokens next and after each draft, up to a draft that is not allowed; None: all
+        tokens.
         """
         start = time.perf_counter()
         masks, probe = [self._bitmask()], self
@@ -130,7 +128,7 @@ class Row:
         return self._follow(lambda matcher: matcher.bitmask())
 
     def _follow(self, work: Callable[[Matcher], T]) -> T | None:
-        """`work` of the matcher, if need be in another grammar; None after an error."""
+        """Call `work` with the matcher, if need be with that of a new grammar; None: it failed."""
         while self.matcher is not None:
             try:
                 return work(self.matcher)
@@ -141,7 +139,7 @@ class Row:
         return None
 
     def _begin_anew(self, error: UsedUp) -> None:
-        """Take in all tokens again with a grammar of fewer states; fail if that is too often."""
+        """Replay all tokens in a newly compiled grammar; fail if that happened too often."""
         self.num_renewals += 1
         num_tokens = len(self.token_ids)
         if (
@@ -159,13 +157,13 @@ class Row:
             self.fail(new_error)
 
     def fail(self, error: GrammarError) -> None:
-        """The next token is not the output's any more, but its end."""
+        """End the output: the next token is not part of it."""
         self.matcher = None
         self.error = f"the output cannot follow its structure any further: {error}"
 
     @property
     def end(self) -> GrammarEnd | None:
-        """None if the output goes on."""
+        """How the grammar ends the output; None: it goes on."""
         if self.matcher is None:
             return GrammarEnd(error=self.error)
         return GrammarEnd() if not self.starts_after and self.matcher.is_complete else None
@@ -173,21 +171,20 @@ class Row:
 
 @dataclass(eq=False)
 class GrammarManager:
-    """Keeps grammars off the common path: a step without any costs a look at its new requests."""
+    """All that the engine knows of grammars; a step without any only checks its new requests."""
 
     config: Config  # resolved
     spec: ModelSpec
 
     def __post_init__(self) -> None:
-        # Called from another thread; whoever drives the engine passes the news to
-        # `EngineCore.handle`.
+        # Called from another thread; the message is to be passed to `EngineCore.handle`.
         self.on_compiled: Callable[[Compiled], None] = lambda compiled: None
         self._threads = ThreadPoolExecutor(NUM_COMPILERS, "compile")
         self._vocabulary: Future[Any] | None = None
         self._cache = GrammarCache(self._compile)
         self._compiling: dict[Key, list[EngineCoreRequest]] = {}
         self._rows: dict[int, Row] = {}  # by slot
-        # Those that sample: index in the step, row, its part in the step.
+        # Rows of the step that sample: index, row, what is scheduled.
         self._step: list[tuple[int, Row, ScheduledRequest]] = []
         self._turn = 0
         self._in_flight: deque[list[tuple[int, Row, ScheduledRequest]]] = deque()
@@ -200,7 +197,7 @@ class GrammarManager:
 
     @property
     def num_waiting(self) -> int:
-        """How many they are."""
+        """Number of requests that wait for a grammar."""
         return sum(map(len, self._compiling.values()))
 
     @property
@@ -209,12 +206,12 @@ class GrammarManager:
         return bool(self._compiling)
 
     def warm_up(self) -> None:
-        """Begin to load what the first grammar needs."""
+        """Start loading the vocabulary, which the first grammar needs."""
         if self._vocabulary is None:
             self._vocabulary = self._submit(partial(load_vocabulary, self.config, self.spec))
 
     def admit(self, request: EngineCoreRequest) -> bool:
-        """Whether a request can run now. If not, it is kept until its grammar is compiled."""
+        """Whether a request can run now; if not, it is kept until its grammar is compiled."""
         output = _structured_output(request.params)
         if output is None:
             return True
@@ -251,7 +248,7 @@ class GrammarManager:
         return gone
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
-        """Have a thread with a stack of known size do some work."""
+        """Run `work` in a thread with a stack of STACK_SIZE."""
         previous = threading.stack_size(STACK_SIZE)
         try:
             return self._threads.submit(work)
@@ -261,7 +258,7 @@ class GrammarManager:
     def _try_to_compile(self, output: StructuredOutput) -> Compiled:
         try:
             return Compiled(key_of(output), self._compile(output))
-        except BaseException as error:  # whatever it is: requests wait for the news
+        except BaseException as error:  # whatever it is, requests wait for the message
             is_known = isinstance(error, GrammarError | ConfigError | ValueError)
             reason = str(error) if is_known else type(error).__name__
         logger.warning(
@@ -277,7 +274,7 @@ class GrammarManager:
     # ---- steps ----
 
     def begin_step(self, scheduled: SchedulerOutput) -> None:
-        """Take over what changes in the rows, and find those of this step that a grammar rules."""
+        """Update the rows, and find those of this step that have a grammar."""
         for slot in scheduled.freed_slots:
             self._rows.pop(slot, None)
         for request in scheduled.new_requests:
@@ -293,14 +290,14 @@ class GrammarManager:
             ]
 
     def forget_rows(self) -> None:
-        """Nothing runs, and whoever runs next is new: see `Scheduler.forget_workers`."""
+        """Discard all rows; see `EngineCore.forget_workers`."""
         self._rows.clear()
 
     def choose_idle(self) -> Set[int]:
-        """The slots that sit out the next step: see STEP_BUDGET.
+        """The slots that skip the next step: see STEP_BUDGET.
 
-        Rows whose masks are fast always run. The others take turns: those that have waited longest
-        as far as the time goes, but at least one.
+        Rows whose masks are fast always run. The others take turns, longest waiting first, as far
+        as the budget goes, but at least one.
         """
         if not self._rows or sum(r.mask_seconds for r in self._rows.values()) <= STEP_BUDGET:
             return frozenset()
@@ -318,8 +315,8 @@ class GrammarManager:
         return idle
 
     def forced_tokens(self) -> dict[int, list[int]]:
-        """Slot -> the tokens that must follow those which were harvested, if there are any."""
-        if not self._rows or self.spec.keeps_state:  # they may be taken back
+        """Slot -> the tokens that must follow the harvested ones, if there are any."""
+        if not self._rows or self.spec.keeps_state:  # recurrent states cannot take drafts back
             return {}
         return {
             slot: token_ids
@@ -329,11 +326,11 @@ class GrammarManager:
 
     @property
     def awaits_tokens(self) -> bool:
-        """Whether this step's masks depend on tokens that are still in flight."""
+        """Whether the masks of this step depend on tokens in flight."""
         return bool(self._step) and any(row.num_awaited for _, row, _ in self._step)
 
     def bitmask(self) -> GrammarBitmask | None:
-        """What the rows of this step may sample."""
+        """The allowed tokens of this step's rows; None: all."""
         self._in_flight.append(self._step)
         if not self._step:
             return None
@@ -350,10 +347,10 @@ class GrammarManager:
         return bitmask if masks else None
 
     def advance(self, output: ModelRunnerOutput) -> dict[int, GrammarEnd]:
-        """Take in the tokens of the oldest step in flight.
+        """Process the tokens of the oldest step in flight.
 
         Returns:
-            Index in the step -> end, of the outputs that end with one of these tokens.
+            Row -> how its output ends, for those that end with one of these tokens.
         """
         ends: dict[int, GrammarEnd] = {}
         for index, row, _ in self._in_flight.popleft():

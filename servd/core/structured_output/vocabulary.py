@@ -1,4 +1,4 @@
-"""The bytes of a model's tokens, arranged for fast masks."""
+"""The vocabulary of the served model, for llguidance."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def load_vocabulary(config: Config, spec: ModelSpec) -> LLTokenizer:
     """The vocabulary of the served model. Takes a fifth of a second for 50,000 tokens.
 
     Raises:
-        ConfigError: the tokenizer is not to be found.
-        ValueError: it is neither byte-level nor has it a token for every byte.
+        ConfigError: the tokenizer is not found.
+        ValueError: it is neither byte-level, nor has it a token for every byte.
     """
     model = config.model
     folder = (
@@ -32,11 +32,11 @@ def load_vocabulary(config: Config, spec: ModelSpec) -> LLTokenizer:
 
 
 class TextVocabulary:
-    """A model's vocabulary, by which text is always spelled with tokens of text.
+    """A model's vocabulary whose tokenizer never makes special tokens of text.
 
-    Where only one text may follow, the library has it tokenized and allows the first token alone.
-    The model's own tokenizer takes "<tool_call>" in it for the special token of that name, which
-    the library then refuses, as it spells no text; and normalizers may change the text.
+    Where only one text is allowed, the library tokenizes it and allows only the first token. The
+    model's own tokenizer would make "<tool_call>" in it a special token, which the library refuses,
+    and its normalizers may change the text.
 
     Args:
         tokenizer: the model's.
@@ -60,7 +60,7 @@ class TextVocabulary:
 
 
 class ByteVocabulary:
-    """The fake model's: a token per byte, and the end of the sequence."""
+    """The fake model's vocabulary: a token per byte, and end of sequence."""
 
     bos_token_id = None
 

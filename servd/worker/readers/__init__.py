@@ -33,7 +33,7 @@ class Reader(ABC):
     """Follows the requests that ask for its kind of output, through all chunks of their prompts."""
 
     states: RequestStates  # those of all slots
-    # Hidden states [n, hidden] to logits [n, vocab], or what the model's head has in their place.
+    # Hidden states [n, hidden] to logits [n, vocab], or to the outputs of another head.
     compute_logits: Callable[[Tensor], Tensor]
     spec: ModelSpec
 
