@@ -1,4 +1,4 @@
-"""`servd serve`, the parent of all processes: what it does before it starts them."""
+"""`servd serve`, the parent of all processes: finds the model, decides the options, starts them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ logger = logging.getLogger("servd.launch")
 
 
 def serve(read_config: Callable[[], Config]) -> int:
-    """Run engine and API servers until a signal (0), or until they cannot be kept alive (1; after
-    a ConfigError in one of them 2).
+    """Run engines and API servers. Returns the exit code: 0 after a signal, 1 if they cannot be
+    kept alive, 2 after a ConfigError in one of them.
 
     Args:
-        read_config: reads the options of the server, now and at each SIGHUP.
+        read_config: reads the options, now and at each SIGHUP.
 
     Raises:
         ConfigError: before anything was started.
@@ -75,23 +75,22 @@ def serve(read_config: Callable[[], Config]) -> int:
 
 
 def raise_file_limit() -> None:
-    """Let this process and its children open as many files as the system's administrator allows.
-
-    The default is often 1024 or fewer, and every connection is a file.
-    """
+    """Raise the soft limit of open files, often 1024, to the hard limit: each connection is one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, Decision]]:
     """Find the model's metadata (downloading these small files if needed) and decide every "auto".
-    What was decided is in the Config, too.
+
+    Returns:
+        the Config with all decisions, the model's architecture, and the decisions by option.
 
     Raises:
-        ConfigError: no such model, an architecture that servd does not have, options that do not
-            fit.
+        ConfigError: there is no such model, servd does not have its architecture, or options do
+            not fit together.
     """
-    # What "auto" will be drives workers, which need weights.
+    # "auto" becomes an executor that needs weights, like uniproc.
     executor = plugins.load(EXECUTORS, config.parallel.executor or "uniproc", "Executor")
     if config.model.model is None and not executor.needs_weights:
         spec = hf.FAKE_SPEC
@@ -123,7 +122,7 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, De
 
 
 def _refuse_head(model: str, folder: Path) -> None:
-    """Raises ConfigError where a draft that is no model by itself is given as the model."""
+    """Raise ConfigError if the model is only a drafting head, such as EAGLE's."""
     architecture = str((hf.read_json(folder / "config.json").get("architectures") or [""])[0])
     known = {"Eagle3": "eagle3", "Eagle": "eagle", "Medusa": "medusa"}
     method = next((known[part] for part in known if part in architecture), None)
@@ -136,8 +135,8 @@ def _refuse_head(model: str, folder: Path) -> None:
 
 
 def of_speculators(config: Config, folder: Path) -> Config | None:
-    """The model that a draft in *speculators* format names as its own, drafted for by it, where
-    such a draft is given as the model.
+    """If the model is a draft in *speculators* format: options for the model that it names, with it
+    as the draft; else None.
     """
     draft = hf.read_json(folder / "config.json")
     speculators = draft.get("speculators_config") or {}
@@ -153,12 +152,11 @@ def of_speculators(config: Config, folder: Path) -> Config | None:
 
 
 def find_draft(config: Config) -> Config:
-    """Find the metadata of the draft, if that is a model; in *speculators* format they name the
-    method.
+    """Find the metadata of the draft model, if any; in *speculators* format they name the method.
 
     Raises:
         ModelNotFound: there is no such draft.
-        ConfigError: it is the demo model's, and the model another one.
+        ConfigError: it is the demo model's head, and the model is another one.
     """
     speculative = config.model.speculative_config
     if speculative is None or speculative.model is None:

@@ -1,4 +1,4 @@
-"""EngineSupervisor: starts the engine of a rank, and another one when it has died or hangs."""
+"""EngineSupervisor: starts the engine of a rank, and restarts it when it has died or hangs."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from servd.private_dir import PARENT_DIR
 logger = logging.getLogger("servd.launch")
 
 ENGINE_MODULE = "servd.core.engine_core_proc"
-LOOK_INTERVAL = 0.2  # seconds between two looks at the engine's heartbeat
-STANDBY_DELAY = 10.0  # seconds that an engine serves undisturbed before the next one is prepared
+LOOK_INTERVAL = 0.2  # seconds between readings of the engine's heartbeat
+STANDBY_DELAY = 10.0  # seconds after the engine is ready, when a standby process is started
 
 
 class EngineProcess(Child):
     """An engine process, which waits for `start`.
 
     Args:
-        ipc_dir: where it is to listen.
-        prepares: executor and number of workers for which it does meanwhile what takes long.
+        ipc_dir: folder of its socket.
+        prepares: executor and number of workers for which it imports ahead; see Executor.prepare.
         name: for the log.
-        devices: of CUDA, that it may see; empty for all that this process does.
+        devices: CUDA_VISIBLE_DEVICES for it; empty: as in this process.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class EngineProcess(Child):
         incarnation: int = 0,
         was_asleep: bool = False,
     ) -> None:
-        """Have it load the model, listen and serve, and sleep if the last one did."""
+        """Let it load the model and serve; `was_asleep`: sleep when idle, as the last engine did."""
         start = StartEngine(
             config, spec, self.ipc_dir, started_at, incarnation, self.descriptor, self.name,
             was_asleep,
@@ -69,9 +69,7 @@ class EngineProcess(Child):
 
 
 def devices_of(place: int, config: ParallelConfig) -> str:
-    """Those of CUDA that an engine may see, by its place among those of this host, as
-    CUDA_VISIBLE_DEVICES names them.
-    """
+    """CUDA_VISIBLE_DEVICES for an engine, by its place among those of this host; empty: all."""
     if config.device != "cuda" or config.num_engines_here == 1:
         return ""
     size = config.num_workers
@@ -87,13 +85,13 @@ def newest_engine(folder: str) -> int:
 
 
 def somebody_listens(path: str) -> bool:
-    """Whether a process has this Unix socket open, rather than having left its file behind."""
+    """Whether a process listens on a Unix socket, rather than having left its file behind."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(path) == 0
 
 
 class Deaths:
-    """Counts how often children have died of late."""
+    """Counts how often children have died within --engine-restart-window."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.most = config.max_engine_restarts
@@ -101,7 +99,7 @@ class Deaths:
         self.times: deque[float] = deque()
 
     def add(self) -> bool:
-        """One more. Returns whether they are too many."""
+        """Count a death; returns whether there were too many."""
         now = time.monotonic()
         self.times.append(now)
         while self.times[0] < now - self.window:
@@ -111,12 +109,12 @@ class Deaths:
 
 @dataclass(eq=False)
 class EngineSupervisor:
-    """Starts the engine of a rank, and starts it again under the same API servers."""
+    """Starts the engine of a rank, and restarts it while the API servers stay."""
 
     config: Config  # resolved
     spec: hf.ModelSpec
-    ipc_dir: str  # where the engines listen
-    on_exit: Callable[[Child], None]  # called from another thread when one has ended
+    ipc_dir: str  # folder of the engine's sockets
+    on_exit: Callable[[Child], None]  # called from another thread when it has ended
     place: int = 0  # among the engines of this host
 
     def __post_init__(self) -> None:
@@ -132,14 +130,14 @@ class EngineSupervisor:
         self.label = "the engine" if is_one else f"engine {rank}"
         self.first = self.number = 0
         self.child: EngineProcess | None = None
-        # The next one, as far as it gets without a model: importing torch is half of a start.
+        # A process for the next start that has imported torch, which is half of the time.
         self.standby: EngineProcess | None = None
         parallel = config.parallel
         self.prepares = parallel.executor or "uniproc", str(parallel.num_workers)
         self.deaths = Deaths(config.server)
 
     def start(self, started_at: float) -> None:
-        """Start the next one; `started_at` is when somebody began to wait for it."""
+        """Start the next engine; `started_at` is when the wait for it began."""
         if self.standby is not None and self.standby.exit_code is not None:
             self.standby.stop(0)
             self.standby = None
@@ -153,7 +151,7 @@ class EngineSupervisor:
         self.child.on_exit(self.on_exit)
 
     def look(self) -> None:
-        """Kill it if it is hung, and prepare the next one. To be called every LOOK_INTERVAL."""
+        """Kill the engine if it is hung; start a standby process. Called every LOOK_INTERVAL."""
         if not self.child or self.reason or self.child.exit_code is not None:
             return
         if reason := self.watch.look():
@@ -174,29 +172,29 @@ class EngineSupervisor:
                 child.terminate()
 
     def stop(self, timeout: float) -> None:
-        """End the engine, `timeout` seconds after it was asked to at the latest."""
+        """Stop the engine, and kill it after `timeout` seconds."""
         for child in (self.standby, self.child):
             if child is not None:
                 child.stop(timeout)
 
     def set_incarnation(self, number: int) -> None:
-        """Have the next one be of this number."""
+        """Set the number of the next engine."""
         if self.child is None:
             self.first = number
         self.number = number
 
     def discard(self, timeout: float) -> None:
-        """End the engine, as `stop`: nobody waits for it, nor for another one."""
+        """Stop the engine for good; see `stop`."""
         self.stop(timeout)
         self.child = self.standby = None
 
     @property
     def was_ready(self) -> bool:
-        """Whether any engine has been."""
+        """Whether any of its engines has been ready."""
         return bool(self.number > self.first or (self.child and self.child.heartbeat.is_ready))
 
     def handle_exit(self) -> str | None:
-        """Take in the end of the process; returns why there is to be no other one."""
+        """Clean up after the engine's end; returns why it is not restarted, or None."""
         assert self.child is not None
         self.child.stop(0)  # closes its pipe
         self.reason = self.reason or f"{self.label} ended with code {self.child.exit_code}"
@@ -214,7 +212,7 @@ class EngineSupervisor:
         return None
 
     def next_incarnation(self) -> EngineRestarting:
-        """Count on; returns what API servers must know before the next one starts."""
+        """Increase the incarnation; returns the message for API servers before the next start."""
         self.number += 1
         computing = self.child.heartbeat.computing() if self.child else []
         return EngineRestarting(self.number, self.reason, computing)

@@ -1,4 +1,4 @@
-"""The tree of processes of `servd serve`: what is done when one of them, or it, has to end."""
+"""ProcessTree: starts the processes of `servd serve`, restarts and stops them."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from servd.resolve import Decision
 
 logger = logging.getLogger("servd.launch")
 
-# What the main thread waits for: a child that has ended, a signal, or something for it to do.
+# What the main thread waits for: a child that has ended, a signal, or a function to call.
 Event = Child | signal.Signals | Callable[[], None]
 
 API_MODULE = "servd.api.server"
 
-API_PATIENCE = 60.0  # seconds for which the event loop of an API server may stand still
-DEATH_GRACE = 1.0  # seconds that API servers get to answer open requests after the engine died
-API_STOP_TIMEOUT = 3.0  # seconds from SIGTERM, the second one at that, to SIGKILL
+API_PATIENCE = 60.0  # seconds that the event loop of an API server may be blocked
+DEATH_GRACE = 1.0  # seconds for API servers to answer open requests when the engine is dead
+API_STOP_TIMEOUT = 3.0  # seconds from the (second) SIGTERM to SIGKILL
 ENGINE_STOP_TIMEOUT = 3.0  # the same for the engine
 
 
@@ -71,7 +71,7 @@ def has_terminal() -> bool:
 
 
 def url_of(listener: socket.socket, access: AccessConfig) -> str:
-    """What a person types to reach the server."""
+    """The URL of the server."""
     if listener.family == socket.AF_UNIX:
         return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
@@ -80,13 +80,13 @@ def url_of(listener: socket.socket, access: AccessConfig) -> str:
 
 
 def head_address(config: Config) -> str:
-    """Where hosts join that of the API servers."""
+    """Address at which other hosts join that of the API servers."""
     parallel = config.parallel
     return tcp_address(parallel.data_parallel_address or "", parallel.data_parallel_rpc_port)
 
 
 def addresses_of(folders: Mapping[int, str]) -> Addresses:
-    """Those in the folders of engines, by rank."""
+    """Addresses in the folders of engines, by rank."""
     return Addresses(
         lambda rank, number: engine_address(folders[rank], number),
         lambda rank, client: ipc.address(folders[rank], f"client-{client}"),
@@ -95,7 +95,7 @@ def addresses_of(folders: Mapping[int, str]) -> Addresses:
 
 @dataclass(eq=False)
 class ProcessTree:
-    """This process's children, and what happens when one of them, or it, has to end."""
+    """This process's children: engines and API servers."""
 
     config: Config
     spec: hf.ModelSpec
@@ -114,11 +114,11 @@ class ProcessTree:
         self.reload_is_due = False
         self.engines: list[EngineSupervisor] = []  # by rank; none with --attach
         size = config.parallel.data_parallel_size
-        # For their sockets, by rank.
+        # Folders of the engines' sockets, by rank.
         self.folders = [engine_dir(self.ipc_dir, rank) for rank in range(size)]
         self.routing = routing.make_file() if size > 1 else -1
         self.head: Head | None = None  # if there are engines on other hosts
-        self.elsewhere: dict[int, int] = {}  # their incarnations by rank
+        self.elsewhere: dict[int, int] = {}  # incarnations of engines on other hosts, by rank
         self.api_servers: list[Child] = []
         self.api_deaths = Deaths(config.server)
         self.outboxes: dict[Path, ipc.Outbox] = {}  # to our API servers, by their sockets
@@ -154,7 +154,7 @@ class ProcessTree:
             engine.start(self.started_at)
 
     def make_engines(self) -> None:
-        """Those of this host, which come first, and the way to those of others.
+        """Make the engines of this host, which come first, and let those of other hosts join.
 
         Raises:
             ConfigError: others cannot join.
@@ -177,12 +177,12 @@ class ProcessTree:
             self.head.start()
 
     def lose_engine(self, rank: int, restarting: EngineRestarting) -> None:
-        """That of another host; it may join again."""
+        """Handle the loss of an engine on another host; it may join again."""
         self.elsewhere[rank] = restarting.incarnation
         self.tell(self.folders[rank], restarting)
 
     def fail(self, error: Exception) -> None:
-        """Called from a thread that cannot go on, without which nothing can."""
+        """End the process with an error; called from another thread."""
 
         def give_up() -> None:
             raise error
@@ -190,11 +190,11 @@ class ProcessTree:
         self.events.put(give_up)
 
     def load_adapters(self, entries: Sequence[str]) -> list[str]:
-        """--lora-modules, of copies that stay what they are when the engine is started again; those
-        that the option had before and has no more are gone.
+        """Copy the adapters of --lora-modules, so that a restarted engine finds them unchanged, and
+        unload those that the option no longer has. Returns the entries for the copies.
 
         Raises:
-            ConfigError: one cannot be served, and nothing has changed.
+            ConfigError: one cannot be served; nothing has changed.
         """
         store, max_rank = AdapterStore.beside(self.ipc_dir), self.config.lora.max_lora_rank
         sources = dict(map(parse_module, entries))
@@ -207,18 +207,18 @@ class ProcessTree:
         return [f"{adapter.name}={adapter.folder}" for adapter in loaded]
 
     def start_api_server(self, name: str, waits: bool) -> Child:
-        """One of them; the kernel hands each connection of their shared socket to one.
+        """Start an API server. They share the listening socket: the kernel gives each connection to
+        one of them.
 
         Args:
             name: for the log.
-            waits: until the engine is ready, it leaves connections to another tree.
+            waits: to accept connections only when the engine is ready, as another tree does.
         """
         assert self.listener is not None
-        # A random number rather than an index: servers of several launchers may attach to one
-        # engine.
+        # Random, as API servers of several launchers may attach to one engine.
         client = secrets.randbits(31)
         for inbox in self.inboxes(client):
-            self.outboxes[inbox] = ipc.Outbox(f"ipc://{inbox}")  # what is sent waits for its start
+            self.outboxes[inbox] = ipc.Outbox(f"ipc://{inbox}")  # messages wait for its start
         heartbeat = make_file()
         self.watches[name] = Watchdog(Heartbeat(heartbeat), LOOK_INTERVAL, API_PATIENCE)
         start = StartAPIServer(
@@ -247,21 +247,21 @@ class ProcessTree:
         return child
 
     def incarnations(self) -> list[int]:
-        """Of the engines, by rank, that a new API server is to attach to."""
+        """Incarnations of the engines, by rank, that a new API server attaches to."""
         if self.config.server.attach:
             return [newest_engine(folder) for folder in self.folders]
         return [*(engine.number for engine in self.engines), *self.elsewhere.values()]
 
     def inboxes(self, client: int) -> list[Path]:
-        """Where an API server hears of each engine."""
+        """Sockets on which an API server receives from each engine."""
         return [Path(folder, f"client-{client}") for folder in self.folders]
 
     def engine_of(self, event: Event) -> EngineSupervisor | None:
-        """The engine whose process that is."""
+        """The engine whose process has ended, if it is one."""
         return next((engine for engine in self.engines if engine.child is event), None)
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
-        """Signal handlers only leave a note; SimpleQueue.put is allowed in one."""
+        """Queue the signal; SimpleQueue.put is safe in a signal handler."""
         if signum == signal.SIGHUP:
             if self.reload_is_due:
                 return
@@ -269,15 +269,13 @@ class ProcessTree:
         self.events.put(signal.Signals(signum))
 
     def ends(self, event: Event) -> bool:
-        """Whether it is a signal to end; the hang-up of a terminal ends what was started in it."""
+        """Whether it is a signal to end: also SIGHUP, if the terminal is gone."""
         if event is signal.SIGHUP:
             return self.had_terminal and not has_terminal()
         return isinstance(event, signal.Signals)
 
     def watch(self) -> int:
-        """Keep the children alive until a signal, or until that is given up; return the exit
-        code.
-        """
+        """Keep the children alive until a signal, or until that fails; returns the exit code."""
         while True:
             event = self.next_event()
             assert event is not None
@@ -306,7 +304,7 @@ class ProcessTree:
         return code
 
     def reload(self) -> None:
-        """Read again what may change while the server runs, and have the children take it over."""
+        """Read the options again, and have the children apply those that may change."""
         self.reload_is_due = False
         try:
             new = self.read_config()
@@ -331,8 +329,8 @@ class ProcessTree:
         logger.info("SIGHUP: keys, limits, certificates, log level and adapters were read again")
 
     def next_event(self, deadline: float = math.inf) -> Child | signal.Signals | None:
-        """Wait for a child's end or a signal; look at the others and do what is to be done
-        meanwhile. None after the deadline, on the monotonic clock.
+        """Wait for a child's end or a signal, watching for hung children meanwhile. None after the
+        deadline, on the monotonic clock.
         """
         while True:
             left = max(deadline - time.monotonic(), 0.0)
@@ -353,7 +351,7 @@ class ProcessTree:
                         child.kill_hung()
 
     def replace_engine(self, engine: EngineSupervisor) -> str | None:
-        """Start another one, to which API servers turn with all that the last had; or why not."""
+        """Restart an engine; API servers resend their requests. Returns why not, or None."""
         died_at = time.monotonic()
         if (why := engine.handle_exit()) is not None:
             return why
@@ -363,7 +361,7 @@ class ProcessTree:
         return None
 
     def replace_api_server(self, child: Child) -> str | None:
-        """Start another API server in place of one that is gone; or why not."""
+        """Restart an API server. Returns why not, or None."""
         reason = f"{child.name} ended unexpectedly with code {child.exit_code}"
         if child.exit_code in (ENGINE_IS_DEAD, 2) or self.api_deaths.add():
             return reason
@@ -376,7 +374,7 @@ class ProcessTree:
             self.outboxes.pop(inbox).close()
             inbox.unlink(missing_ok=True)
         Path(self.ipc_dir, f"api-{client}").unlink(missing_ok=True)
-        if self.metrics_dir is not None:  # gauges count what lives
+        if self.metrics_dir is not None:  # files of its gauges
             for path in Path(self.metrics_dir).glob(f"gauge_live*_{child.process.pid}.db"):
                 path.unlink()
         waits = self.hands_over and not all(engine.was_ready for engine in self.engines)
@@ -385,7 +383,7 @@ class ProcessTree:
         return None
 
     def tell(self, folder: str, message: EngineDead | EngineRestarting) -> None:
-        """Send to all API servers as the engine of a folder: to those that attached to it, too."""
+        """Send a message to all API servers, also attached ones, as the engine of a folder."""
         for inbox, outbox in self.outboxes.items():
             if inbox.parent == Path(folder):
                 outbox.send(message)
@@ -398,22 +396,22 @@ class ProcessTree:
     def drain(self) -> None:
         """Let the API servers finish their open requests; a second signal cuts this short."""
         if self.listener is not None:
-            self.listener.close()  # else connections would wait for servers that take no more
+            self.listener.close()  # else new connections would wait in vain
         for child in self.api_servers:
             child.terminate()
-        # The API servers keep to the timeout themselves; the extra second is for their exit.
+        # The API servers apply the timeout themselves; one second more is for their exit.
         self.wait_for_api_servers(self.config.server.shutdown_timeout + 1, self.replace_engine)
 
     def wait_for_api_servers(
         self, timeout: float, replace: Callable[[EngineSupervisor], str | None] | None = None
     ) -> None:
-        """Until all have ended, `timeout` seconds are over, or a signal to end arrives.
+        """Wait until all have ended, `timeout` seconds are over, or a signal to end arrives.
 
         Args:
             timeout: seconds.
-            replace: starts an engine that dies meanwhile again, as open requests need it, or says
-                why not. One that ends in order was told to with this process (by systemd, say): the
-                rest is cut.
+            replace: restarts an engine that dies meanwhile, which open requests need. An engine
+                that exits with 0 was stopped together with this process, e.g. by systemd: then this
+                returns at once.
         """
         deadline = time.monotonic() + timeout
         while any(child.exit_code is None for child in self.api_servers):
@@ -432,7 +430,7 @@ class ProcessTree:
                 replace = None
 
     def stop(self) -> None:
-        """End whatever still runs: the API servers first, which need the engine to the end."""
+        """Stop all children: the API servers first, as they need the engine."""
         for child in self.api_servers:
             child.terminate()
         for child in self.api_servers:
@@ -440,7 +438,7 @@ class ProcessTree:
         if self.head:
             self.head.close()
         for engine in self.engines:
-            self.tell(engine.ipc_dir, EngineDead("the engine was stopped"))  # to those of others
+            self.tell(engine.ipc_dir, EngineDead("the engine was stopped"))  # to attached ones
             engine.terminate()
         for engine in self.engines:
             engine.stop(ENGINE_STOP_TIMEOUT)

@@ -25,11 +25,11 @@ from servd.worker.layers.rotary import Rotation, rotate
 log = logging.getLogger("servd.worker")
 
 Norms = tuple[RMSNorm, RMSNorm]
-"""Of each head of queries and keys, with the same epsilon."""
+"""Norms of query heads and key heads, with the same epsilon."""
 
 
 class StepMetadata(Protocol):
-    """What a backend knows of a step; the same in all layers."""
+    """A backend's metadata of a step, the same for all layers."""
 
     @property
     def slot_mapping(self) -> Tensor:
@@ -42,7 +42,7 @@ Metadata = TypeVar("Metadata", bound=StepMetadata)
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The attention of a model on one rank, equal in all layers; for other windows see
+    """The attention of a model on one rank, the same in all layers, except for their windows: see
     `Backend.with_window`.
     """
 
@@ -50,7 +50,7 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     block_size: int
-    # A token sees itself and the sliding_window - 1 tokens before, or to either side.
+    # A token sees itself and the sliding_window - 1 tokens before it; not causal: on either side.
     sliding_window: int | None
     dtype: torch.dtype  # queries, keys and values
     kv_dtype: torch.dtype  # the cache
@@ -58,73 +58,71 @@ class AttentionSpec:
     exact_seq_lens: bool = True  # see AttentionBatch.seq_lens
     soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap)
     has_sinks: bool = False  # see Backend.attend
-    # False: a token sees those after it too; all tokens of a row are computed in one step.
+    # False: tokens see later ones, too, and all tokens of a row are computed in one step.
     is_causal: bool = True
-    batch_invariant: bool = False  # see Backend.is_batch_invariant; where it costs something
-    # Values are the last so many numbers of the keys, of which there is one head; None: they are
-    # stored beside them and as long.
+    batch_invariant: bool = False  # asks for Backend.is_batch_invariant where it has a cost
+    # Latent attention (MLA): values are the last value_dim elements of the one head of keys; None:
+    # values are stored separately, and have head_dim.
     value_dim: int | None = None
 
     @property
     def num_stored(self) -> int:
-        """Tensors of a layer's cache: keys and values, or keys that have the values."""
+        """Tensors of a layer's cache: 2 for keys and values, 1 if keys contain the values."""
         return 2 if self.value_dim is None else 1
 
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """One step, as a backend sees it. Row r computes the last query_lens[r] of its seq_lens[r]
+    """The attention's inputs of a step. Row r computes the last query_lens[r] of its seq_lens[r]
     tokens.
     """
 
     query_lens: np.ndarray  # int64 [num_rows], at least 1; see has_exact_query_lens
-    # int64 [num_rows], with the tokens of this step. Only a bound in a captured step, see Backend,
-    # and without `exact_seq_lens`: then the device alone knows how many drafts were kept.
+    # int64 [num_rows], including this step's tokens. Upper bounds in a captured step, see Backend,
+    # and without `exact_seq_lens`, when only the device knows how many drafts were accepted.
     seq_lens: np.ndarray
     query_start_loc: Tensor  # int32 [num_rows + 1], first token of each row, on the device
     seq_lens_device: Tensor  # int32 [num_rows]
     # int32 [num_rows, max_blocks], on the device; entries past the length are any block.
     block_tables: Tensor
     slot_mapping: Tensor  # int64 [num_tokens]: block * block_size + offset, on the device
-    # int64 [num_rows, n], on the device: in a step where tokens may be drafts of a tree, the slots
-    # of the last n tokens that each row sees; any before its first one. Others are where
-    # block_tables say.
+    # With draft trees, int64 [num_rows, n], on the device: KV-cache slots of the last n tokens that
+    # each row sees, in place of those in block_tables; any slot before its first token.
     tails: Tensor | None = None
-    # False: query_lens are bounds; a row may have fewer tokens, or none, and some tokens no row.
+    # False: query_lens are upper bounds; rows may be empty, and tokens may belong to no row.
     has_exact_query_lens: bool = True
-    # int64 [num_rows], on the device: slots of the requests; None in steps that are recorded.
+    # int64 [num_rows], on the device: slots of the requests; None in captured steps.
     slots: Tensor | None = None
-    # The same step for further groups of layers, whose keys and values lie elsewhere; see
+    # The same step for further groups of layers, which have other blocks; see
     # `WorkerReady.kv_windows`.
     others: Sequence[AttentionBatch] = ()
 
 
 class Backend(ABC, Generic[Metadata]):
-    """Attention over a KV cache in blocks. `Metadata` is what a step needs in all layers, built
-    once.
+    """Attention over a paged KV cache. `Metadata` is built once per step, for all layers.
 
-    A backend with `supports_graphs` can be captured: `build_metadata`, `write` and `attend` run
-    once, and their kernels again for other steps with as many tokens. So they take lengths, block
-    tables and slots from the batch's device tensors, whose contents change; the host's lengths are
-    good for the size of a grid or a buffer only: `seq_lens` are max_model_len in every row; and the
-    device is not waited for. There are two kinds: decode steps, where every query_len is 1 and rows
-    of padding have length 1 and a block of their own; and steps without `has_exact_query_lens`,
-    where rows of padding have no tokens, and tokens of padding no row: they are written to that
-    block, and what `attend` returns for them is anything.
+    A backend with `supports_graphs` can be captured in a CUDA graph: `build_metadata`, `write` and
+    `attend` run once, and their kernels again for other steps with as many tokens. So they read
+    lengths, block tables and slots from the batch's device tensors, whose contents change; use the
+    host's lengths only for sizes of grids and buffers (`seq_lens` are max_model_len in every row);
+    and never wait for the device. There are two kinds: decode steps, where every query_len is 1,
+    and rows of padding have length 1 and their own block; and steps without `has_exact_query_lens`,
+    where rows of padding are empty, and tokens of padding belong to no row: they are written to
+    that block, and `attend` may return anything for them.
     """
 
     supports_graphs: ClassVar[bool] = False
     supports_tails: ClassVar[bool] = False  # see AttentionBatch.tails
-    # Tokens before a window's first that it reads, though without weight, so that their blocks have
-    # to stay; 0: none but in the same block. None: any.
+    # Tokens before a window that kernels read, with weight zero, so that their blocks must not be
+    # freed; 0: only those in the first block of the window; None: any.
     num_read_before: ClassVar[int | None] = None
-    is_batch_invariant: bool = False  # a token has the same bits whatever is beside it
+    is_batch_invariant: bool = False  # results for a token do not depend on the rest of the step
     supports_batch_invariance: ClassVar[bool] = False  # see AttentionSpec.batch_invariant
     supports_soft_cap: ClassVar[bool] = False  # and sinks
     supports_bidirectional: ClassVar[bool] = False  # see AttentionSpec.is_causal
     fuses_norms = False  # whether `fused_write` takes them
     supports_values_in_keys: ClassVar[bool] = False  # see AttentionSpec.value_dim
-    # Types of device on which "auto" may choose it, and its turn there: the lowest is asked first.
+    # Device type -> order in which "auto" tries it there, lowest first.
     auto_order: ClassVar[Mapping[str, int]] = {}
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -134,7 +132,7 @@ class Backend(ABC, Generic[Metadata]):
         self.other_windows: dict[int | None, Self] = {}
 
     def with_window(self, sliding_window: int | None) -> Self:
-        """For layers of the model that see so many tokens, whose caches have the same shape."""
+        """The same backend for layers with another sliding window."""
         if sliding_window == self.spec.sliding_window:
             return self
         if sliding_window not in self.other_windows:
@@ -145,17 +143,17 @@ class Backend(ABC, Generic[Metadata]):
     @classmethod
     @abstractmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """None if the backend can run this here, otherwise the reason why not."""
+        """Why the backend cannot run this here; None if it can."""
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Shape of one layer's cache: keys and values, or keys alone; then blocks."""
+        """Shape of one layer's cache: [num_stored, num_blocks, ...]."""
         spec = self.spec
         size = _int8.row_size(spec.kv_dtype, spec.head_dim)
         return (spec.num_stored, num_blocks, spec.block_size, spec.num_kv_heads, size)
 
     @abstractmethod
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
-        """Index tensors and masks of a step."""
+        """Build the index tensors and masks of a step."""
 
     def write(
         self,
@@ -167,23 +165,21 @@ class Backend(ABC, Generic[Metadata]):
         rotation: Rotation | None,
         norms: Norms | None = None,
     ) -> Tensor:
-        """Norm queries and keys, turn them by their positions, and store keys and values at their
-        slots.
+        """Apply norms and rotary positions to queries and keys, and store keys and values.
 
-        Numbers beyond the range of a cache of float8_e4m3fn become its largest; for int8 see
-        `_int8`.
+        In a cache of float8_e4m3fn, values out of range are clamped; for int8 see `_int8`.
 
         Args:
             q: [num_tokens, num_heads, head_dim].
             k: [num_tokens, num_kv_heads, head_dim].
             v: like k; None: see AttentionSpec.value_dim.
-            kv_cache: this layer's, see `kv_cache_shape`.
-            metadata: this step's.
+            kv_cache: of this layer, see `kv_cache_shape`.
+            metadata: of this step.
             rotation: None for a model without rotary positions.
-            norms: of the heads of q and k; None: there are none.
+            norms: of the heads of q and k, if it has any.
 
         Returns:
-            The queries to attend with, like q.
+            The queries for `attend`, like q.
         """
         is_partial = rotation is not None and 2 * rotation[0].shape[-1] < q.shape[-1]
         fused: list[Any] = []
@@ -198,7 +194,7 @@ class Backend(ABC, Generic[Metadata]):
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         for stored, x in zip(kv_cache, (k, v), strict=False):
-            assert x is not None, "the cache has a place for values"
+            assert x is not None, "a cache that stores values needs v"
             if kv_cache.dtype == torch.float8_e4m3fn:
                 largest = torch.finfo(kv_cache.dtype).max
                 x = x.clamp(-largest, largest)
@@ -208,7 +204,7 @@ class Backend(ABC, Generic[Metadata]):
         return q
 
     def move(self, kv_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
-        """Copy keys and values of a layer from slots to slots, int64 [n] each."""
+        """Copy keys and values of a layer between KV-cache slots, int64 [n] each."""
         cache = kv_cache.flatten(1, 2)
         cache[:, targets] = cache[:, sources]
 
@@ -216,26 +212,24 @@ class Backend(ABC, Generic[Metadata]):
     def attend(
         self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        """Attention of the step's tokens over the cache, which has their own keys and values
-        already.
+        """Attention of the step's tokens over the cache, after `write` has stored their keys and
+        values.
 
         Args:
-            q: [num_tokens, num_heads, head_dim], as `write` returned it.
-            kv_cache: this layer's.
-            metadata: this step's.
+            q: [num_tokens, num_heads, head_dim], as returned by `write`.
+            kv_cache: of this layer.
+            metadata: of this step.
             scale: factor on the scores.
-            sinks: [num_heads], scores of one more key each, whose value is zero; only with
+            sinks: [num_heads], scores of one more key per head, whose value is zero; only with
                 `supports_soft_cap`.
 
         Returns:
-            [num_tokens, num_heads, head_dim], or value_dim in its place; contiguous.
+            [num_tokens, num_heads, head_dim or value_dim], contiguous.
         """
 
 
 def fused_write(spec: AttentionSpec) -> Callable[..., Tensor] | None:
-    """`rotate_and_store` of ops/triton, which reads and writes every number once; None where it
-    cannot run.
-    """
+    """`rotate_and_store` of ops/triton: `write` in one pass; None where it cannot run."""
     if (
         spec.device.type != "cuda"
         or spec.head_dim & (spec.head_dim - 1)
@@ -249,7 +243,7 @@ def fused_write(spec: AttentionSpec) -> Callable[..., Tensor] | None:
 
 
 def auto_backends(device_type: str) -> list[str]:
-    """Names of the backends that "auto" asks on such a device, in order."""
+    """Names of the backends that "auto" tries on such a device, in order."""
     classes = {name: plugins.load(__name__, name, "Backend") for name in plugins.names(__name__)}
     names = [name for name in classes if device_type in classes[name].auto_order]
     return sorted(names, key=lambda name: classes[name].auto_order[device_type])
@@ -259,7 +253,7 @@ def make_backend(name: str, spec: AttentionSpec) -> tuple[str, Backend[Any]]:
     """The backend called `name`, or for "auto" the first that supports `spec`, with its name.
 
     Raises:
-        ConfigError: no such backend, or it cannot run here; with its reason.
+        ConfigError: there is no such backend, or it cannot run here; with its reason.
     """
     is_narrow = spec.device.type == "cpu" and spec.kv_dtype.itemsize == 1
     if is_narrow and spec.value_dim is not None:

@@ -1,5 +1,5 @@
-"""Attention on a CPU by ops/cpu/attention.cpp: reads the paged KV cache in place, of 8 to 32 bits;
-float32 sums.
+"""Attention on a CPU by ops/cpu/attention.cpp: reads the paged KV cache in place, in 8 to 32 bits,
+and accumulates in float32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from servd.worker.layers.rotary import Rotation
 from servd.worker.ops.native import TYPES, call, library
 
 MAX_HEAD_DIM, MAX_VALUE_DIM = 256, 512
-# That the kernels are compiled for.
+# Types that the kernels are compiled for.
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 VECTOR = 16  # elements of the widest vector: block size and head dimension are multiples of it
 
@@ -82,9 +82,9 @@ class Backend(AttentionBackend[Metadata]):
         return None
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Keys are [blocks, kv_heads, head_dim, block_size] in it, values [blocks, kv_heads,
-        block_size, head_dim]; of int8, each head is followed by scales, float32 [block_size]. Where
-        values are a part of the keys, these are as values are.
+        """Keys are stored as [blocks, kv_heads, head_dim, block_size], values as [blocks, kv_heads,
+        block_size, head_dim]; in int8, each head is followed by scales, float32 [block_size]. Keys
+        that contain the values have the layout of values.
         """
         spec = self.spec
         if spec.value_dim is not None:
@@ -107,7 +107,7 @@ class Backend(AttentionBackend[Metadata]):
         slots: Tensor,
         rotation: Rotation | None,
     ) -> Tensor:
-        """Both in one pass; see ops/cpu/attention.cpp."""
+        """`write` in one pass; see ops/cpu/attention.cpp."""
         spec = self.spec
         assert v is not None
         q, k, v = (
@@ -124,7 +124,7 @@ class Backend(AttentionBackend[Metadata]):
         return turned
 
     def move(self, kv_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
-        """In the layout of `kv_cache_shape`."""
+        """See Backend; in the layout of `kv_cache_shape`."""
         if self.spec.value_dim is not None:
             return super().move(kv_cache, sources, targets)
         size = self.spec.block_size

@@ -1,1 +1,1 @@
-"""What models are made of. Each layer takes its rank's share of the checkpoint by itself."""
+"""Layers that models are made of. Each loads its rank's shard of the checkpoint by itself."""

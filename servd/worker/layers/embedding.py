@@ -12,7 +12,7 @@ from servd.worker.parallel import Parallel
 
 
 class Embedding(nn.Module):
-    """A table of rows that every rank holds in full, e.g. learned positions."""
+    """A table that every rank holds in full, e.g. learned positions."""
 
     def __init__(self, num_rows: int, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
@@ -25,14 +25,14 @@ class Embedding(nn.Module):
 
 
 def padded_rows(vocab_size: int, device: torch.device) -> int:
-    """Rows of an output head: on CUDA a multiple of 64, as GPT-2's 50,257 are not, since the fast
-    matrix products write only rows of which each begins at a multiple of 16 bytes.
+    """Rows of an output head: on CUDA padded to a multiple of 64, since fast matrix products need
+    rows of logits that are aligned to 16 bytes, which GPT-2's 50,257 are not.
     """
     return -(-vocab_size // 64) * 64 if device.type == "cuda" else vocab_size
 
 
 class Table(Matrix):
-    """Of the vocabulary."""
+    """A weight with a row per token of the vocabulary."""
 
     def reform(self, make: MakeForm) -> None:
         """See `Matrix`."""
@@ -40,7 +40,7 @@ class Table(Matrix):
 
 
 class VocabEmbedding(nn.Module):
-    """Rows of the vocabulary, looked up as embedding, multiplied as output head, or both."""
+    """The vocabulary's rows, as embedding, as output head, or as both (tied)."""
 
     def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class VocabEmbedding(nn.Module):
         rows = padded_rows(vocab_size, torch.get_default_device())
         if parallel.size == 1 and rows > vocab_size:
             self.weight.data = torch.zeros(rows, hidden_size)
-        self.factor = 1.0  # on what is looked up
+        self.factor = 1.0  # on embeddings
         self.ops = ops.for_device(torch.get_default_device())
 
     def forward(self, input_ids: Tensor) -> Tensor:

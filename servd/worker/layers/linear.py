@@ -1,5 +1,5 @@
-"""Linear layers: replicated on the ranks, or split: column-parallel by outputs, row-parallel by
-inputs.
+"""Linear layers: replicated on all ranks, column-parallel (split by outputs), or row-parallel
+(split by inputs).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from servd.worker.parallel import Parallel
 
 
 class ReplicatedLinear(nn.Module):
-    """`x @ W.T + b`, each rank holding all of it."""
+    """`x @ W.T + b`, with all of W on each rank."""
 
     def __init__(
         self, in_features: int, out_features: int, parallel: Parallel, *, bias: bool
@@ -29,7 +29,7 @@ class ReplicatedLinear(nn.Module):
 
 
 class ColumnParallelLinear(nn.Module):
-    """`x @ W.T + b`, each rank holding a slice of the outputs.
+    """`x @ W.T + b`, with a slice of the outputs on each rank.
 
     Args:
         in_features: inputs.
@@ -63,7 +63,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """`x @ W.T + b`, each rank with a slice of the inputs; the ranks' results are added."""
+    """`x @ W.T + b`, with a slice of the inputs on each rank, followed by an all-reduce."""
 
     def __init__(
         self,

@@ -45,8 +45,8 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turn the pairs (i, i + pairs) of `x` [num_tokens, num_heads, head_dim]; what is behind them
-    stays.
+    """Rotate the pairs (i, i + pairs) of `x` [num_tokens, num_heads, head_dim]; elements after them
+    are unchanged.
     """
     cos, sin = (part.unsqueeze(1) for part in rotation)
     first, second, rest = x.tensor_split((cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
@@ -112,8 +112,8 @@ def frequencies(
 
 
 def _dynamic(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> Tensor:
-    """A larger base, as much as the longest request needs: one for all requests, whose keys would
-    else depend on how long they get.
+    """Dynamic NTK: the base for max_model_len, for all requests: keys in the cache must not depend
+    on how long a request gets.
     """
     original, size = rope["original_max_position_embeddings"], 2 * len(inv_freq)
     longest = max(spec.max_model_len or spec.max_position_embeddings, original)
@@ -163,8 +163,8 @@ def _yarn(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> tuple[Tens
 
 
 def _longrope(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> tuple[Tensor, float]:
-    """A factor for each pair (arXiv:2402.13753), of short contexts or of long ones: one for all
-    requests, whose keys would else depend on how long they get.
+    """A factor for each pair (arXiv:2402.13753), for short or for long contexts by max_model_len,
+    for all requests: keys in the cache must not depend on how long a request gets.
     """
     original = rope["original_max_position_embeddings"]
     is_long = (spec.max_model_len or spec.max_position_embeddings) > original

@@ -1,4 +1,4 @@
-"""What a layer keeps of each request beside the KV cache: as many numbers whatever its length."""
+"""State: the recurrent state of a layer, of fixed size for each request (linear attention, SSM)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class State(nn.Module):
     """Tensors of these shapes for each request, float32; zeros before its first token.
 
-    They are those of the last token computed: nothing of them can be shared by requests, nor be
-    had back after tokens that were not kept.
+    They are the state after the last computed token: requests cannot share prefixes of it, and it
+    cannot be rolled back after rejected drafts.
     """
 
     def __init__(self, *shapes: Sequence[int]) -> None:
@@ -32,8 +32,8 @@ class State(nn.Module):
         return sum(shape.numel() for shape in self.shapes)
 
     def read(self, ctx: ForwardContext) -> list[Tensor]:
-        """Those of the step's rows, [num_rows, *shape] each, for the layer to bring up to date in
-        place; they count when the whole forward pass is through.
+        """Copies of the rows' states, [num_rows, *shape] each, for the layer to update in place;
+        `ForwardContext.finish` stores them.
         """
         assert ctx.states is not None
         begins, first, found = ctx.begins.unsqueeze(1), self.first, list[Tensor]()
@@ -47,7 +47,7 @@ class State(nn.Module):
 
 
 def arrange(model: Loadable) -> int:
-    """Give the states of a model their columns; returns how many there are."""
+    """Assign the states of a model their columns; returns the number of columns."""
     first = 0
     for _, module in model.named_modules():
         if isinstance(module, State):

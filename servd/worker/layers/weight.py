@@ -1,4 +1,4 @@
-"""A parameter that takes its rank's share of checkpoint tensors."""
+"""Weight: a parameter that loads its rank's shard of checkpoint tensors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from servd.worker.layers.quantized import Quantized
 from servd.worker.parallel import Parallel
 
 Copy = Callable[[Tensor, Tensor], object]
-"""Called with a target and a source of its shape."""
+"""Copies a source to a target of the same shape."""
 
 
 class Weight(nn.Parameter):
     """Uninitialised storage for one or more checkpoint tensors, stacked along dimension 0.
 
-    A share that reaches beyond the end of the tensor is filled with zeros.
+    A shard that reaches beyond the end of the tensor is padded with zeros.
 
     Args:
         shape: over all ranks.
         parallel: the ranks.
-        shard_dim: each rank keeps an equal slice of each part along this dimension; None: all of
-            it.
+        shard_dim: dimension along which each rank keeps an equal slice of each part; None: all.
         parts: rows of each of the stacked tensors, over all ranks; None: there is one.
         transposed: the checkpoint has [in, out] where this has [out, in].
     """
@@ -64,12 +63,12 @@ class Weight(nn.Parameter):
     def load(
         self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
     ) -> None:
-        """Copy this rank's share of `tensor`, which is part number `part`, or all parts at once.
+        """Copy this rank's shard of `tensor`, which is part number `part`, or all parts at once.
 
         A quantized tensor is [out, in] whatever `transposed` says.
 
         Raises:
-            ValueError: the shape is not the one in the checkpoint.
+            ValueError: the tensor has an unexpected shape.
         """
         if self.transposed and isinstance(tensor, Tensor) and tensor.dim() == 2:
             tensor = tensor.t()
@@ -87,7 +86,7 @@ class Weight(nn.Parameter):
             self._load_share(self.share(tensor), part, copy)
 
     def share(self, tensor: Tensor | Quantized) -> Tensor | Quantized:
-        """This rank's slice of a part; less than the others' at the end of it."""
+        """This rank's slice of a part; the last one may be shorter."""
         if self.shard_dim is None:
             return tensor
         total = tensor.shape[self.shard_dim]
@@ -96,7 +95,7 @@ class Weight(nn.Parameter):
         return tensor.narrow(self.shard_dim, start, min(share, total - start))
 
     def rows_of(self, part: int) -> slice:
-        """Where this rank's share of a part is."""
+        """Rows of this rank's shard of a part."""
         rows = [
             self.parallel.share(shape[0]) if self.shard_dim == 0 else shape[0]
             for shape in self.part_shapes[: part + 1]
