@@ -1,4 +1,4 @@
-"""Adapters as clients see them: by name, loaded and unloaded while the server runs."""
+"""Adapters: LoRA adapters by name, as clients see them, loaded and unloaded at run time."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ MAX_NAME = 256  # characters
 
 @dataclass(eq=False)
 class Adapters:
-    """All API servers share a store, so that what one does is seen by all at once, also by those
-    that start later.
-    """
+    """Finds and loads adapters. All API servers share the store, so all see changes at once."""
 
     config: LoRAConfig  # with enable_lora
     async_llm: AsyncLLM  # knows the layers of the model once that is loaded
@@ -34,7 +32,7 @@ class Adapters:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.loading = ThreadPoolExecutor(1, "adapters")  # others wait for no lock of the store
+        self.loading = ThreadPoolExecutor(1, "adapters")  # for waiting for the store's lock
         self.folder = None if config.lora_dir is None else Path(config.lora_dir).resolve()
 
     async def find(self, name: str) -> Adapter | None:
@@ -53,12 +51,12 @@ class Adapters:
         return await self._load(name, at, "keep")
 
     def listed(self) -> list[Adapter]:
-        """Those that are loaded, and those in --lora-dir that a request could have loaded."""
+        """Loaded adapters, and those in --lora-dir that requests can name."""
         found, is_ready = dict(self.store.named()), self.async_llm.is_ready
         for path in sorted(self.folder.glob(f"*/{CONFIG}")) if self.folder else ():
             at, name = path.parent, path.parent.name
             if name not in found and NAME.fullmatch(name) and self._is_inside(at):
-                with suppress(OSError):  # it goes meanwhile
+                with suppress(OSError):  # deleted meanwhile
                     changed = path.stat().st_mtime, (at / TENSORS).stat().st_mtime
                     if self._fits(at, is_ready, *changed):
                         found[name] = Adapter(name, "", "", str(at), int(changed[0]))
@@ -66,8 +64,8 @@ class Adapters:
 
     @lru_cache(maxsize=1024)  # noqa: B019  # one of a process
     def _fits(self, at: Path, is_ready: bool, *changed: float) -> bool:
-        """Whether the adapter that was changed at these times can be loaded, as far as can be said
-        before the model is.
+        """Whether an adapter can be loaded, as far as is known before the model is loaded; cached
+        by the times of its files.
         """
         ready = self.async_llm.status
         layers = ready.worker.adaptable if isinstance(ready, EngineReady) else {}
@@ -78,16 +76,16 @@ class Adapters:
         return True
 
     async def load(self, name: str, path: str, in_place: bool) -> Adapter:
-        """Load an adapter, for requests from now on; those that run keep what they have.
+        """Load an adapter for later requests; running ones keep theirs.
 
         Args:
             name: for clients.
             path: a folder in --lora-dir.
-            in_place: another one may have the name until now.
+            in_place: replace an adapter of the same name.
 
         Raises:
             Forbidden: the path is not inside --lora-dir, or there is none.
-            InvalidRequest: the name is no name or taken, or the adapter cannot be served.
+            InvalidRequest: the name is invalid or taken, or the adapter cannot be served.
             Unavailable: the model is still loading.
         """
         if len(name) > MAX_NAME or not NAME.fullmatch(name):
@@ -104,7 +102,7 @@ class Adapters:
                 "without it",
                 param="lora_path",
             )
-        at = self.folder / path  # one that begins with / stays what it is
+        at = self.folder / path  # an absolute path stays absolute
         if not await asyncio.to_thread(self._is_inside, at):
             raise Forbidden("lora_path must be a folder inside --lora-dir", param="lora_path")
         return await self._load(name, at, "replace" if in_place else "refuse")
@@ -121,19 +119,19 @@ class Adapters:
                 self.loading, self.store.load, name, str(at), rank, layers, if_taken
             )
         except ConfigError as error:
-            words = str(error).replace(f"{self.folder}/", "")  # which clients need not know
+            words = str(error).replace(f"{self.folder}/", "")  # not for clients
             param = "model" if if_taken == "keep" else "lora_path"
             raise InvalidRequest(words, param=param) from None
 
     async def unload(self, name: str) -> Adapter | None:
-        """Take an adapter's name away; requests that run keep it. None if there is none."""
+        """Unload an adapter; running requests keep it. None if there is none of this name."""
         return await asyncio.to_thread(self.store.unload, name)
 
     def _is_inside(self, at: Path) -> bool:
-        """Whether a folder, and what would be read in it, is in --lora-dir, wherever links lead."""
+        """Whether a folder and its files are inside --lora-dir after following links."""
         assert self.folder is not None
         try:
             paths = [each.resolve() for each in (at, at / CONFIG, at / TENSORS)]
-        except (OSError, ValueError, RuntimeError):  # a name too long, a zero byte, a loop of links
+        except (OSError, ValueError, RuntimeError):  # too long, a zero byte, a loop of links
             return False
         return all(each.is_relative_to(self.folder) for each in paths) and paths[0] != self.folder

@@ -1,4 +1,4 @@
-"""Admission: which requests are taken in, and when the others should retry."""
+"""Admission: which requests are accepted, and when the others should retry."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from servd.api.metrics import Metrics
 from servd.config import SchedulerConfig
 from servd.errors import InvalidRequest, Overloaded, RateLimited, RequestError, Unavailable
 
-MEMORY = 60.0  # seconds of work after which what was served counts a third
+MEMORY = 60.0  # seconds of work: time constant of the measured rate of service
 MAX_RETRY_AFTER = 120  # seconds
-BACKGROUND_SHARE = 2  # background requests may fill one part in so many of the queue
+BACKGROUND_SHARE = 2  # background requests may fill 1/2 of the queue
 
 
 @dataclass(slots=True)
 class Bucket:
-    """What is left of a key's requests per minute: a token bucket."""
+    """Token bucket for a key's requests per minute."""
 
-    level: float = 0.0  # requests that may come at once, as of `since`
+    level: float = 0.0  # requests that may come at once, at time `since`
     since: float = -math.inf
 
     def refill(self, per_minute: float, now: float) -> float:
@@ -35,7 +35,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class Admitted:
-    """A request that was admitted, until it ends."""
+    """An admitted request, until it ends."""
 
     admission: Admission
     owner: str
@@ -44,10 +44,10 @@ class Admitted:
     headers: dict[str, str] = field(default_factory=dict)  # for its response
 
     def count_tokens(self, num_tokens: int) -> None:
-        """Count the tokens of its prompts, in place of those counted before.
+        """Set the number of tokens of its prompts, replacing an earlier one.
 
         Raises:
-            InvalidRequest: more tokens than may ever wait.
+            InvalidRequest: more than --max-waiting-tokens.
             Overloaded: too many are unfinished.
         """
         admission, limit = self.admission, self.admission.config.max_waiting_tokens
@@ -66,16 +66,16 @@ class Admitted:
 
 @dataclass(eq=False)
 class Admission:
-    """The limits on what one API server takes in, overall and per key.
+    """The limits of one API server, in total and per key.
 
-    A full queue turns away owners who have their share of it; others are admitted up to twice the
+    A full queue refuses owners who use their share of it; others are admitted up to twice the
     limit.
 
     Attributes:
         prompts: unfinished prompts by owner.
-        tokens: prompt tokens of those, by owner.
-        drained_at: when this server exits, on `clock`; None while it keeps serving.
-        hands_over: whether it then keeps serving old connections, while new ones reach another.
+        tokens: their prompt tokens, by owner.
+        drained_at: when this server exits, on `clock`; None: it is not draining.
+        hands_over: while draining, serve old connections, as another server accepts new ones.
     """
 
     config: SchedulerConfig  # the limits
@@ -89,7 +89,7 @@ class Admission:
         self.drained_at: float | None = None
         self.hands_over = False
         self._buckets: dict[str, Bucket] = {}  # by name of the key
-        # Prompts served while there were any, and in how long; both decay.
+        # Prompts served, and seconds in which there were any; both decay exponentially.
         self._num_served = self._busy_seconds = 0.0
         self._counted_at = self.clock()
 
@@ -107,14 +107,14 @@ class Admission:
 
         Args:
             key: its limits apply.
-            owner: shares the queue with the other owners.
+            owner: owners share the queue.
             num_prompts: of the request.
-            num_waiting: requests of all owners that wait in the engine.
+            num_waiting: requests of all owners that wait in the engines.
             lane: see `RequestOptions`.
             timeout: seconds to the request's deadline; infinite without one.
 
         Raises:
-            InvalidRequest: more prompts than may ever be unfinished.
+            InvalidRequest: more prompts than --max-waiting-requests.
             Overloaded: too many are unfinished, or the deadline cannot be met.
             RateLimited: the key has reached a limit.
             Unavailable: the server is shutting down.
@@ -147,15 +147,15 @@ class Admission:
             self._count(admitted, -num_prompts, lane)
 
     def refuse(self, reason: str, error: RequestError) -> RequestError:
-        """Count a refusal."""
+        """Count a refusal; returns the error to raise."""
         self.metrics.labelled["vllm:admission_rejections", reason].inc()
         return error
 
     def check(self, reason: str, used: Counter[str], owner: str, more: int, limit: int) -> None:
-        """Check that `more` fit under a limit.
+        """Check that `more` prompts or tokens fit in a limit.
 
         Raises:
-            Overloaded: they do not; says how long it should take until they do.
+            Overloaded: they do not; with the estimated time until they do.
         """
         total, mine = used.total(), used[owner] + more
         if total + more <= limit or (mine <= limit // len({*used, owner}) and total < 2 * limit):
@@ -172,7 +172,7 @@ class Admission:
         )
 
     def _count(self, admitted: Admitted, num_prompts: int, lane: int) -> None:
-        """Add the prompts of a request; a negative number: it has ended."""
+        """Count the prompts of a request when it starts, and again, negative, when it ends."""
         now = self.clock()
         if self.prompts.total():
             decay = math.exp((self._counted_at - now) / MEMORY)
@@ -187,7 +187,7 @@ class Admission:
             del self.prompts[admitted.owner], self.tokens[admitted.owner]
 
     def _seconds_to_serve(self, num_prompts: float) -> float:
-        """At the rate of late; 0 while none has been measured."""
+        """At the recent rate; 0 while none has been measured."""
         return num_prompts * self._busy_seconds / self._num_served if self._num_served else 0.0
 
     def _check_background(self, num_prompts: int) -> None:
@@ -201,7 +201,7 @@ class Admission:
             raise self.refuse("max_waiting_requests", error)
 
     def _check_deadline(self, owner: str, num_waiting: int, timeout: float) -> None:
-        """Owners take turns: no more than its own requests and as many of each other owner come
+        """Owners take turns: at most its own requests and as many of each other owner are served
         before this one.
         """
         ahead = min(num_waiting, self.prompts[owner] * len({*self.prompts, owner}))

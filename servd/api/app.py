@@ -1,4 +1,4 @@
-"""create_app: routes, middleware and error handling in one ASGI application."""
+"""create_app: the ASGI application: routes, middleware and error handling."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from servd.errors import NotFound, ServdError
 
 Endpoint = Callable[..., Awaitable[Response]]
 
-# What scripts of allowed origins may read of a response, beside what browsers always show them.
+# Response headers that scripts of allowed origins may read.
 EXPOSED_HEADERS = [
     "request-id", "retry-after", "server-timing", "traceresponse", "x-ratelimit-limit-requests",
     "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests", "x-request-id",
@@ -59,8 +59,9 @@ def create_app(
     Args:
         config: resolved.
         async_llm: started by the caller.
-        keep_alive: seconds without a token after which a stream gets a comment; proxies cut at 60.
-        reasons: why options that were left to servd have their value, by option.
+        keep_alive: seconds without a token after which a stream gets a comment, as proxies cut
+            silent ones after 60.
+        reasons: why options on "auto" have their value, by option.
         store: of adapters, with --enable-lora.
     """
     keys = Keys(config.access)
@@ -70,19 +71,19 @@ def create_app(
     middleware = [Middleware(RequestContext, tracer, loop, metrics, access_log, origins)]
     if keys.are_needed:
         middleware.append(Middleware(ApiKeyAuth, keys, open_paths))
-    if origins:  # outermost: browsers ask without a key, and read errors, too
+    if origins:  # outermost: preflight requests have no key, and scripts must read errors, too
         middleware.insert(0, cross_origin(config.access))
     app = FastAPI(
         title="servd",
         version=servd.__version__,
         middleware=middleware,
         exception_handlers={ServdError: answer_error, HTTPException: answer_error},
-        openapi_url=None,  # FastAPI knows no bodies here, and its pages load scripts from elsewhere
+        openapi_url=None,  # see openapi.py; FastAPI's pages load scripts from other sites
         redirect_slashes=False,
     )
     routes = [cast(APIRoute, route) for router in load_routers() for route in router.routes]
     for route in routes:
-        # FastAPI would look for parameters in every request, a sixth of the cost of a short one.
+        # Without FastAPI's own handler, which analyses parameters: 1/6 of a short request's cost.
         route.app = request_response(_with_path(route.endpoint))
     app.state.routes = routes
     app.router.routes += routes
@@ -103,18 +104,18 @@ def create_app(
 
 
 def _batches(config: Config, app: FastAPI, keys: Keys, async_llm: AsyncLLM) -> BatchRunner | None:
-    """What runs batches, with --batch-dir."""
+    """The runner of batches, with --batch-dir."""
     if config.batches.batch_dir is None:
         return None
     scheduler = config.scheduler
-    # Less than the background may have of the queue.
+    # Less than background requests may have of the queue.
     most = min(scheduler.max_num_seqs or 64, max(scheduler.max_waiting_requests // 4, 1))
     store = BatchStore(Path(config.batches.batch_dir))
     return BatchRunner(store, app, keys, async_llm.admission, most)
 
 
 def _with_path(endpoint: Endpoint) -> Endpoint:
-    """An endpoint that gets the parameters of its path by name."""
+    """An endpoint that gets its path parameters by name."""
     if len(inspect.signature(endpoint).parameters) == 1:
         return endpoint
 
@@ -125,7 +126,7 @@ def _with_path(endpoint: Endpoint) -> Endpoint:
 
 
 def cross_origin(access: AccessConfig) -> Middleware:
-    """What answers browsers that ask for pages of other origins."""
+    """CORS for --allowed-origins."""
     return Middleware(
         CORSMiddleware,
         allow_origins=access.allowed_origins,
@@ -137,7 +138,7 @@ def cross_origin(access: AccessConfig) -> Middleware:
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """Errors of the router, and those that a route raised, as OpenAI's."""
+    """Errors of the router and of routes, in OpenAI's form."""
     method, path = request.method, request.scope["path"][:200]
     if isinstance(error, HTTPException) and error.status_code == 404:  # the router's
         error = NotFound(f"there is no route {method} {path}{_what_was_meant(request)}")
@@ -150,7 +151,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 
 def _what_was_meant(request: Request) -> str:
-    """What to change in the address that a client was given, where its routes tell that."""
+    """A hint for clients with a wrong base URL, by the path that they ask for."""
     path, known = request.scope["path"], {getattr(each, "path", "") for each in request.app.routes}
     if path.startswith("/v1/v1/"):
         return ": the base URL of this client ends without /v1"
@@ -162,6 +163,6 @@ def _what_was_meant(request: Request) -> str:
 
 
 def _fingerprint(config: Config) -> str:
-    """Version and what else decides the tokens, so that a client sees when an answer may differ."""
+    """system_fingerprint: the version and the options that affect the tokens of an answer."""
     deciding = msgspec.json.encode([config.model, config.cache, config.scheduler, config.parallel])
     return f"servd-{servd.__version__}-{hashlib.sha256(deciding).hexdigest()[:8]}"

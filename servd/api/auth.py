@@ -14,7 +14,7 @@ from servd.config import AccessConfig
 from servd.errors import ConfigError, Forbidden, Unauthorized
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # reveal nothing about the model
-# Routes that reveal something about other clients or the machine. All others need "inference".
+# Routes about other clients or the machine, and their scope. All others need "inference".
 SCOPE_OF_PATH: dict[str, Scope] = {
     "/debug/audit": "admin",
     "/is_sleeping": "admin",
@@ -31,9 +31,9 @@ SCOPE_OF_PATH: dict[str, Scope] = {
     "/v1/unload_lora_adapter": "admin",
     "/wake_up": "admin",
 }
-# The key of every request where none is needed.
+# The key of every request to a server without API keys.
 ANYONE = Key(name="", sha256="", scopes=SCOPES)
-# Key of an ASGI scope that this process made: the API key for which it asks, in the background.
+# In an ASGI scope made by this process: the API key on whose behalf it sends a batch's request.
 ON_BEHALF_OF = "servd.on_behalf_of"
 
 
@@ -57,7 +57,7 @@ class Keys:
 
     @property
     def is_multi_tenant(self) -> bool:
-        """Whether clients must be isolated from one another."""
+        """Whether there are several keys, whose clients are isolated from each other."""
         return len(self.current) > 1
 
     def named(self, owner: str) -> Key | None:
@@ -112,7 +112,7 @@ class ApiKeyAuth:
                     f"this route needs the scope {needed}, and the API key {key.name} has: "
                     f"{', '.join(sorted(key.scopes)) or 'none'}"
                 )
-            # What it asks for in the background takes turns with others' alone.
+            # Background requests take turns separately.
             client = f"{key.name}/background" if own else key.name
             scope["state"].update(key=key, owner=key.name, client=client)
         await self.app(scope, receive, send)

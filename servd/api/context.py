@@ -1,4 +1,4 @@
-"""Context: what routes need of the server; reading bodies, admission, JSON responses."""
+"""Context: the server's objects for routes; reading bodies, admission, JSON responses."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class Context(msgspec.Struct, frozen=True):
     started_at: float  # Unix time
     fingerprint: str  # system_fingerprint of all answers
     keep_alive: float  # seconds
-    reasons: Mapping[str, str]  # why options that were left to servd have their value
+    reasons: Mapping[str, str]  # why options on "auto" have their value
     keys: Keys
     responses: ResponseStores
-    batches: BatchRunner | None  # without --batch-dir
+    batches: BatchRunner | None  # None without --batch-dir
     siblings: Siblings
-    adapters: Adapters | None  # without --enable-lora
+    adapters: Adapters | None  # None without --enable-lora
 
     @property
     def model_names(self) -> list[str]:
-        """Names under which the model is served; the first is shown where a request names none."""
+        """Names of the served model; the first is used if a request names none."""
         return self.config.model.served_model_name
 
     @property
@@ -62,7 +62,7 @@ class Context(msgspec.Struct, frozen=True):
         return self.async_llm.processor.max_model_len
 
     async def find_model(self, asked: str | None) -> tuple[str, Adapter | None]:
-        """The model name for the response, and the adapter that it names.
+        """The model name for the response, and the adapter of this name, if it is one.
 
         Raises:
             UnknownModel: no such model is served.
@@ -106,12 +106,12 @@ def admit(
 ) -> Iterator[tuple[Admitted, RequestOptions]]:
     """Admit a request whose body has been read; see `AsyncLLM.admit`.
 
-    Yields the admission and the options with all that the API key decides. API keys share no cached
-    prompts: `usage` and the time to the first token would tell one key what another has sent.
+    Yields the admission, and the options completed by those of the API key. API keys share no
+    cached prefixes: `usage` and time to first token would reveal what other keys have sent.
 
     Args:
         request: its response gets the rate-limit headers of its key.
-        options: as the body has them.
+        options: of the body.
         num_prompts: of the request.
     """
     context, state, key = context_of(request), request.state, request.state.key
@@ -153,8 +153,8 @@ def admit(
 
 
 async def trace(request: Request, prompt_ids: Sequence[str]) -> None:
-    """Open a timeline for each prompt of a request whose body has been read; their ids are unique
-    among those running. RequestContext ends them.
+    """Open a timeline for each prompt of a request whose body has been read; RequestContext ends
+    them. Their ids are unique among running ones.
     """
     state, async_llm = request.state, context_of(request).async_llm
     marks = [Mark("received", state.received_ns), Mark("parsed", state.parsed_ns)]
@@ -172,7 +172,7 @@ async def trace(request: Request, prompt_ids: Sequence[str]) -> None:
 
 
 def _rank(text: str, async_llm: AsyncLLM) -> int:
-    """The engine of this server that X-data-parallel-rank asks for, of those of all servers."""
+    """Index among this server's engines of X-data-parallel-rank, which counts over all hosts."""
     first, size = async_llm.config.parallel.first_rank, len(async_llm.engines)
     is_number = text.isascii() and text.isdecimal() and len(text) < 10
     if not is_number or not first <= int(text) < first + size:
@@ -185,21 +185,21 @@ def _rank(text: str, async_llm: AsyncLLM) -> int:
 
 
 async def offload(request: Request, size: int, work: Callable[[], T], *, is_new: bool = False) -> T:
-    """`AsyncLLM.offload` for a request of a client."""
+    """`AsyncLLM.offload` for the client of a request."""
     async_llm = context_of(request).async_llm
     return await async_llm.offload(request.state.client, size, work, is_new=is_new)
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
-    """Read and validate a JSON body. It may set the request id, unless a header did.
+    """Read and validate a JSON body, which may set the request id if no header does.
 
-    Sets in `request.state`: `ignored`, a header that names fields without effect, so that typos do
-    not go unnoticed; `model`, the model name for the response; `adapter`; `deadline`.
+    Sets in `request.state`: `ignored`, a header that names fields without effect, to reveal typos;
+    `model`, the model name for the response; `adapter`; `deadline`.
 
     Raises:
-        UnknownModel: the body names a model that is not served.
-        InvalidRequest: also for other content types, which HTML forms can send cross-origin, and
-            with --strict-fields for fields without effect.
+        UnknownModel: the model is not served.
+        InvalidRequest: the body is invalid, has another content type (which HTML forms could send
+            from other sites), or with --strict-fields has fields without effect.
         Overloaded: see `AsyncLLM.offload`.
     """
     data = await request.body()
@@ -241,12 +241,12 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
 def json_response(
     value: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """A response made of a msgspec struct or plain data."""
+    """A JSON response from a msgspec struct or plain data."""
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
 async def built_response(request: Request, size: int, build: Callable[[], Any]) -> Response:
-    """A response with the result of `build`, built and encoded off the event loop if large.
+    """A JSON response with the result of `build`, made and encoded in a thread if large.
 
     Args:
         request: whose body has been read.

@@ -1,4 +1,4 @@
-"""FairLoop: the event loop, shared fairly between clients."""
+"""FairLoop: shares the event loop fairly among clients."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from servd.tracing import now_ns
 
 T = TypeVar("T")
 
-MAX_TURNS = 8  # between two looks at the sockets; to read a request takes about a millisecond
-PIECE_NS = 200_000  # that one turn of `each` takes
+MAX_TURNS = 8  # per iteration of the event loop; reading a request takes about a millisecond
+PIECE_NS = 200_000  # duration of one turn of `each`
 
 
 class FairLoop:
-    """Gives turns to tasks that could all run now: clients in rotation, and a few of them before
-    the loop looks at its sockets again. A client with one request to read or to answer waits for a
-    few of another's hundreds, never for all of them. Belongs to one event loop.
+    """Gives turns to tasks that are all ready, to clients in rotation, and only a few per iteration
+    of the event loop. So a client's single request waits for a few of the hundreds of another
+    client, never for all. Belongs to one event loop.
     """
 
     def __init__(self) -> None:
-        self._num_left = MAX_TURNS  # before the next look
-        self._is_counting = False  # `_go_on` is due
-        # Client -> its turns that wait; the client at the front is the next to be served.
+        self._num_left = MAX_TURNS  # in this iteration
+        self._is_counting = False  # `_go_on` is scheduled
+        # Client -> its waiting turns; the client at the front is next.
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     def turn(self, client: str, future: asyncio.Future[None] | None = None) -> asyncio.Future[None]:
-        """What is done when it is the client's turn, now if there is one left: `future`, or a new
-        one.
+        """A future (`future`, or a new one) that is done when it is the client's turn; at once if
+        there are turns left.
         """
         loop = asyncio.get_running_loop()
         future = loop.create_future() if future is None else future
@@ -50,9 +50,8 @@ class FairLoop:
         work: Callable[[T], object],
         done: asyncio.Future[None] | None = None,
     ) -> asyncio.Future[None]:
-        """Work on every item: at once for as long as others may wait, then in the client's turns.
-        It goes on whether or not somebody waits for it, unless what it returns, `done` or a new
-        one, is cancelled.
+        """Call `work` for every item: at once for PIECE_NS, then in further turns of the client.
+        Returns a future, `done` or a new one, whose cancellation stops it; it need not be awaited.
         """
         done = asyncio.get_running_loop().create_future() if done is None else done
         rest, end = iter(items), now_ns() + PIECE_NS
@@ -70,7 +69,7 @@ class FairLoop:
         return done
 
     def _go_on(self) -> None:
-        """Give more turns: the loop has looked at its sockets since the last ones."""
+        """Give the turns of the next iteration."""
         self._num_left = MAX_TURNS
         while self._waiting and self._num_left:
             client, futures = next(iter(self._waiting.items()))
@@ -78,7 +77,7 @@ class FairLoop:
             future = futures.popleft()
             if not futures:
                 del self._waiting[client]
-            if not future.done():  # else its task has been cancelled
+            if not future.done():  # else its task was cancelled
                 self._num_left -= 1
                 future.set_result(None)
         self._is_counting = self._num_left < MAX_TURNS

@@ -1,4 +1,4 @@
-"""FairThreads: threads for work too long for the event loop, shared fairly between clients."""
+"""FairThreads: threads for work too long for the event loop, shared fairly among clients."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ T = TypeVar("T")
 
 
 class FairThreads:
-    """Runs work in threads: clients take turns, and none has the last free thread to itself.
-
-    One client may occupy all threads but one, so whoever comes second starts at once, however much
-    work the first has queued. Belongs to one event loop.
+    """Runs work in threads, of clients in turn. One client may occupy all threads but one, so a
+    second client's work starts at once, however much the first has queued. Belongs to one event
+    loop.
 
     Args:
         num_threads: at least 2.
@@ -31,32 +30,31 @@ class FairThreads:
         self._num_free = num_threads
         self._share = num_threads - 1  # threads that one client may occupy
         self._running: dict[str, int] = {}  # client -> threads that it occupies
-        # Client -> its work that waits; the client at the front is the next to be served.
+        # Client -> its waiting work; the client at the front is next.
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def run(self, client: str, work: Callable[[], T], limit: int | None = None) -> T:
-        """Wait for a thread and for `work`; cancelled while it waits, `work` is not started.
+        """Wait for a thread and for `work`. If cancelled while waiting, `work` is not started.
 
         Args:
-            client: whoever shares one part of the threads: an API key, or an address.
+            client: an API key or an address.
             work: must not touch what belongs to the loop.
-            limit: how many may wait already; None for work that is never refused, as for the
-                answer to a request that has been computed.
+            limit: of waiting work; None: never refuse, e.g. for answers that are computed already.
 
         Raises:
-            Overloaded: `limit` wait, and of this client its share or more.
+            Overloaded: `limit` is reached, and this client has at least its share of it.
         """
         if limit is not None:
             self._check_room(client, limit)
         await self._enter(client)
         loop = asyncio.get_running_loop()
         future = self._pool.submit(work)
-        # The thread is busy until the work ends, also if nobody waits for it any more.
+        # The thread is busy until the work ends, even if nobody waits for it any more.
         future.add_done_callback(lambda _: self._leave_from_thread(loop, client))
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Start nothing more. What runs goes on to its end."""
+        """Start nothing more; running work is finished."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _check_room(self, client: str, limit: int) -> None:
@@ -75,7 +73,7 @@ class FairThreads:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # its turn came in the same moment
+            if turn.done() and not turn.cancelled():  # its turn came at the same time
                 self._leave(client)
             raise
 
@@ -91,7 +89,7 @@ class FairThreads:
             loop.call_soon_threadsafe(self._leave, client)
 
     def _start_next(self) -> None:
-        """Give free threads to clients in turn, passing over those that have their share."""
+        """Give free threads to clients in turn, except those that have their share."""
         while self._num_free and (client := self._next_client()) is not None:
             self._num_free -= 1
             self._running[client] = self._running.get(client, 0) + 1
@@ -99,7 +97,7 @@ class FairThreads:
             self._waiting.move_to_end(client)
 
     def _next_client(self) -> str | None:
-        """The first client that has work and not its whole share of threads."""
+        """The first client with waiting work and fewer threads than its share."""
         for client, turns in list(self._waiting.items()):
             while turns and turns[0].done():  # cancelled
                 turns.popleft()

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as uvicorn speaks it, with limits on clients: how many, how long a head, how slow."""
+"""HttpProtocol: uvicorn's HTTP/1.1, with limits for connections, header size and slow clients."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ logger = logging.getLogger("servd.api")
 
 MAX_HEAD = 64 * 1024  # bytes of request line and headers, of trailers, of chunk extensions
 MIN_BODY_RATE = 1024  # bytes per second, on average over --body-timeout
-# Every chunk costs microseconds of the loop, and one read may bring 40,000 of a single byte.
+# Every chunk costs microseconds, and one read may bring 40,000 chunks of one byte.
 MIN_CHUNK = 64  # bytes, on average
-MAX_SMALL_CHUNKS = 4096  # before that counts
-LINGER = 1.0  # seconds in which a refused client may read why
-BLOCKED_NS = 1_000_000  # a write that takes longer waits for the client
-MAX_BLOCKED = 128  # marks of such writes that are kept, the last ones
+MAX_SMALL_CHUNKS = 4096  # that are always allowed
+LINGER = 1.0  # seconds for a refused client to read the response
+BLOCKED_NS = 1_000_000  # writes that take longer are marked as waiting for the client
+MAX_BLOCKED = 128  # such marks that are kept
 
 
 @dataclass(eq=False)
 class Connections:
-    """The limits of a server's connections, and which of them could be closed for a new one."""
+    """The limits of a server's connections, and the idle ones, which may be closed for new ones."""
 
-    config: ServerConfig  # has the limits
-    # Called with the status of every answer that the application does not give, and with the path
-    # and method of the request, "" before its head is whole.
+    config: ServerConfig  # the limits
+    # Called with the status of every response not given by the application, and with path and
+    # method of the request, "" before its head is complete.
     on_refused: Callable[[int, str, str], None] = lambda status, path, method: None
 
     def __post_init__(self) -> None:
-        self.idle: dict[HttpProtocol, None] = {}  # without an open request; idle for longest first
+        self.idle: dict[HttpProtocol, None] = {}  # without an open request, longest idle first
 
 
 def settings(app: Any, connections: Connections, **options: Any) -> uvicorn.Config:
-    """What uvicorn needs to serve an application over HttpProtocol."""
+    """uvicorn's configuration for an application over HttpProtocol."""
     protocol: Any = partial(HttpProtocol, connections)
     return uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None, **options)
 
 
 class TimedFlow(FlowControl):
-    """Notes in `blocked` how long writes waited for the client."""
+    """Flow control that records in `blocked` when writes waited for the client."""
 
     def __init__(self, transport: asyncio.Transport, blocked: deque[Mark]) -> None:
         super().__init__(transport)
@@ -72,57 +72,57 @@ class TimedFlow(FlowControl):
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. Before any API key is asked for, it answers
+    """One connection. Before authentication, it answers
 
-    - 408 to a head that is not whole after --header-timeout seconds, and to a body that comes
-      slower than MIN_BODY_RATE; a connection that sends nothing at all is closed in silence,
-    - 431 to a head without end, which uvicorn would collect until the memory is full,
-    - 400 to a body of tiny chunks, which would hold up the loop.
+    - 408 to a head that is incomplete after --header-timeout seconds, and to a body slower than
+      MIN_BODY_RATE; a connection without any data is closed silently,
+    - 431 to a head without end, which uvicorn would collect in memory,
+    - 400 to a body of tiny chunks, which would block the event loop.
 
-    Over --max-connections, whoever has been idle for longest is closed. If none is idle, the
-    application gets an Overloaded as `scope["state"]["refusal"]`.
+    Above --max-connections, the connection that has been idle for longest is closed. If none is
+    idle, the application gets an Unavailable as `scope["state"]["refusal"]`.
 
-    The connection of a client that takes no byte of its answer for `write_timeout` to twice as many
-    seconds is cut. Its request is aborted then, like that of any client that leaves.
+    A connection whose client reads nothing for `write_timeout` seconds (up to twice that) is cut,
+    which aborts its request.
     """
 
     def __init__(self, shared: Connections, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
         self.shared = shared
         self.limits = shared.config
-        self.num_unparsed = 0  # bytes since the parser handed on a whole head or a part of a body
+        self.num_unparsed = 0  # bytes since the last complete head or part of a body
         self.num_body_bytes = self.num_chunks = 0
         self.blocked: deque[Mark] = deque(maxlen=MAX_BLOCKED)
-        self._problem = ""  # for which the parser has been stopped
+        self._problem = ""  # why the parser was stopped
         self._is_in_body = False
         self._is_surplus = False
         self._has_refused = False
-        self._served: RequestResponseCycle | None = None  # the one that the application answers
-        self._data = self._unread = b""  # what the parser reads, and is to read again
-        self._read_timer: asyncio.TimerHandle | None = None  # runs while the client owes bytes
-        self._write_timer: asyncio.TimerHandle | None = None  # runs while it owes its attention
+        self._served: RequestResponseCycle | None = None  # passed to the application
+        self._data = self._unread = b""  # what the parser reads, and what it must read again
+        self._read_timer: asyncio.TimerHandle | None = None  # while a head or body is incomplete
+        self._write_timer: asyncio.TimerHandle | None = None  # while the client does not read
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """A client is there; it owes a head."""
+        """A client has connected."""
         super().connection_made(transport)
         self.flow = TimedFlow(transport, self.blocked)
         self.shared.idle[self] = None
         self._watch_reading()
         if len(self.connections) > self.limits.max_connections:
-            self._is_surplus = True  # unless there is room when its head is whole
+            self._is_surplus = True  # checked again when its head is complete
             oldest = next(iter(self.shared.idle))
             if oldest is not self:
-                # At once: several may come, and send, before the loop says that it is lost.
+                # Now, as `connection_lost` is called later, and more may connect before.
                 del self.shared.idle[oldest]
                 self.connections.discard(oldest)
                 oldest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone."""
+        """The connection is closed."""
         self.shared.idle.pop(self, None)
         self._stop_read_timer()
         self._stop_write_timer()
-        if self._served is not None:  # uvicorn tells the newest, which may wait for this one
+        if self._served is not None:  # uvicorn tells the newest only, which may wait for this one
             self._served.disconnected = True
             self._served.message_event.set()
         super().connection_lost(exc)
@@ -130,7 +130,7 @@ class HttpProtocol(HttpToolsProtocol):
     # ---- clients that send slowly, or too much ----
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came from the client."""
+        """Parse data from the client."""
         if self._has_refused:
             return
         self.num_unparsed += len(data)
@@ -147,8 +147,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._watch_reading()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """A request that offers to go on in another protocol, as Java's client does with each, is
-        one like any other. The parser took its body for that protocol's: read all again, without.
+        """Ignore an Upgrade header, which Java's client sends with each request. The parser took
+        the body for data of the other protocol: it reads all again, without the header.
         """
         upgrade, old = sys.exception(), cast(Any, self.parser)
         assert upgrade is not None
@@ -166,13 +166,13 @@ class HttpProtocol(HttpToolsProtocol):
         return parser.should_upgrade() and parser.get_method() != b"CONNECT"
 
     def on_headers_complete(self) -> None:
-        """The head is whole."""
+        """The head is complete."""
         if self._is_read_again:
             return
         self.num_unparsed = self.num_body_bytes = self.num_chunks = 0
         self._stop_read_timer()
         self.shared.idle.pop(self, None)
-        if not self.flow.write_paused:  # what was left of the answer before is no longer watched
+        if not self.flow.write_paused:  # for the end of the last response
             self._stop_write_timer()
         state = self.scope.setdefault("state", {})
         state["blocked"] = self.blocked
@@ -183,14 +183,14 @@ class HttpProtocol(HttpToolsProtocol):
                 f"limit (--max-connections): retry later"
             )
         self._is_surplus = False
-        super().on_headers_complete()  # raises, where the target is none
+        super().on_headers_complete()  # raises if the target is invalid
         self._is_in_body = True
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body came.
+        """A part of the body was received.
 
         Raises:
-            ValueError: too many were too small; the parser stops at it.
+            ValueError: there are too many small chunks; it stops the parser.
         """
         self.num_unparsed = 0
         self.num_body_bytes += len(body)
@@ -204,7 +204,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The body is whole."""
+        """The body is complete."""
         if self._is_read_again:
             return
         self._is_in_body = False
@@ -216,7 +216,7 @@ class HttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
-        """The answer is written, at least to the transport."""
+        """The response is written, at least to the transport's buffer."""
         super().on_response_complete()
         if self.pipeline or self.transport.is_closing():
             return
@@ -225,11 +225,11 @@ class HttpProtocol(HttpToolsProtocol):
             self._watch_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP, or what the parser was stopped at."""
+        """Answer what is not HTTP, or stopped the parser."""
         self._refuse(400, self._problem or msg)
 
     def _watch_reading(self) -> None:
-        """Start the clock of the head or body that the client owes, unless it runs."""
+        """Start the timer for the rest of a head or body, unless it runs."""
         if self._read_timer is not None:
             return
         if self._is_in_body:
@@ -248,7 +248,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _look_at_body(self, num_before: int) -> None:
         self._read_timer = None
         seconds, num_bytes = self.limits.body_timeout, self.num_body_bytes - num_before
-        # A paused transport does not read what the client may well have sent.
+        # A paused transport does not read, whatever the client has sent.
         if num_bytes >= seconds * MIN_BODY_RATE or self.flow.read_paused:
             self._watch_reading()
         else:
@@ -266,13 +266,13 @@ class HttpProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, message: str) -> None:
         """Answer in place of the application, unless it has begun to, and close.
 
-        While bytes that nobody reads are in the socket, its close would reset the connection, and
-        the client might lose the answer. So it is closed a little later, or by the client.
+        Closing a socket with unread data would reset the connection, and the client might lose the
+        response: so it is closed LINGER seconds later, or by the client.
         """
         cycle = self._served
         has_answer = cycle is not None and cycle.response_started
         if cycle is not None and cycle.response_complete and not self._is_in_body:
-            has_answer = False  # it was for the request before
+            has_answer = False  # that was for the last request
         if not has_answer and not self.pipeline:
             known = (self.scope["path"], self.scope["method"]) if self._is_in_body else ("", "")
             self.shared.on_refused(status, *known)
@@ -285,7 +285,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         self._has_refused = True
         self._stop_read_timer()
-        self.shared.idle[self] = None  # it may yield its place
+        self.shared.idle[self] = None  # may be closed for a new one
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -294,17 +294,17 @@ class HttpProtocol(HttpToolsProtocol):
     # ---- clients that do not read ----
 
     def pause_writing(self) -> None:
-        """The client takes less than it is sent."""
+        """The write buffer is full."""
         super().pause_writing()
         self._watch_writing()
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """The write buffer has room again."""
         self._stop_write_timer()
         super().resume_writing()
 
     def _watch_writing(self) -> None:
-        num_left = self.transport.get_write_buffer_size()  # nobody adds to it meanwhile
+        num_left = self.transport.get_write_buffer_size()  # nothing is added meanwhile
         self._write_timer = self.loop.call_later(
             self.limits.write_timeout, self._look_at_answer, num_left
         )

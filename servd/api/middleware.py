@@ -1,4 +1,4 @@
-"""What surrounds every request: id, timeline, the limit of its body, the last resort for errors."""
+"""RequestContext: the middleware of every request: ids, timelines, body limit, error responses."""
 
 from __future__ import annotations
 
@@ -46,27 +46,26 @@ MAX_BODY = 32 * 1024 * 1024  # bytes; a million tokens of text are about 5 MB
 @dataclass(eq=False)
 class RequestContext:
     """Gives every request an id, returned as X-Request-Id; limits its body; answers errors that
-    nothing else did; closes timelines; counts answers.
+    nothing else handled; ends timelines; counts responses.
 
-    In `scope["state"]`: `request_id`; `unique_id`, which differs from it where the client chose it,
-    since clients may choose the same; `traced`, the ids under which the tracer knows what this
-    request started; `key`, by which it came; `owner`, its name; `client`, who takes turns with
-    others: an owner or, where no key is needed, an address; `span`, of OpenTelemetry, or None;
-    `since_ns`, when the front of several models got it, or 0; `timeout` of the header, in seconds,
-    or None; `deadline`, on the loop's clock, or None; `headers`, of the answer; `lane`, the least
-    that it runs in; `is_logged`, where another process has written the line of the access log;
-    `blocked`, marks of the connection where writes waited for the client.
+    In `scope["state"]`: `request_id`; `unique_id`, which differs from it if the client chose it;
+    `traced`, ids of this request's timelines; `key`, its API key; `owner`, the key's name;
+    `client`, who takes turns with others: an owner or, without keys, an address; `span` of
+    OpenTelemetry, or None; `since_ns`, when the front of several models received it, or 0;
+    `timeout` of the header in seconds, or None; `deadline` on the loop's clock, or None; `headers`
+    of the response; `lane`, see RequestOptions; `is_logged`, if another process writes the access
+    log; `blocked`, marks of writes that waited for the client.
     """
 
-    app: ASGIApp  # what is surrounded
+    app: ASGIApp
     tracer: Tracer  # has the timelines
-    loop: FairLoop  # gives turns where there are many of them
-    metrics: Metrics | None  # count; None where nobody reads them
-    access_log: str = "off"  # as --access-log says
+    loop: FairLoop  # for ending many timelines in turns
+    metrics: Metrics | None  # None: responses are not counted
+    access_log: str = "off"  # --access-log
     origins: Collection[str] = ()  # --allowed-origins
 
     def __post_init__(self) -> None:
-        self.is_behind_front = MODEL in os.environ  # which alone can reach this server then
+        self.is_behind_front = MODEL in os.environ  # then only the front can reach this server
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
@@ -103,11 +102,11 @@ class RequestContext:
             self._check(scope, headers)
             await self.app(scope, receive_some, send_on)
         except ClientDisconnect:
-            pass  # nobody is there to answer
+            pass  # nobody to answer
         except Exception as error:
             reply = error_reply(error, state["request_id"], scope["path"])
             if status:
-                # the server cuts the connection: the client sees that the answer is not whole
+                # uvicorn cuts the connection: the client sees that the response is incomplete
                 raise
             answer = Response(reply.body, reply.status, reply.headers, "application/json")
             await answer(scope, receive, send_on)
@@ -116,9 +115,8 @@ class RequestContext:
             self._end(state, status, written)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        """Whether there is room; whose page sends it: anybody's may have its visitors' browsers
-        send forms to this machine, and without a body they would be taken (`/sleep`), or load a
-        model before they are refused.
+        """Check the limit of connections, the timeout, and against CSRF: pages of other sites could
+        make their visitors' browsers send requests without a body (`/sleep`) to this server.
         """
         state, is_open = scope["state"], scope["path"] in OPEN_PATHS
         if (refusal := state.get("refusal")) and not is_open:
@@ -132,7 +130,7 @@ class RequestContext:
             state["timeout"] = _timeout(text)
 
     def _begin(self, scope: Scope, headers: Headers) -> dict[str, Any]:
-        """The state of a request, with its ids."""
+        """Initialise the state of a request."""
         asked = headers.get("x-request-id", "")
         request_id = unique_id = uuid.uuid4().hex
         if re.fullmatch(REQUEST_ID, asked):
@@ -153,7 +151,7 @@ class RequestContext:
         return state
 
     def _headers(self, state: dict[str, Any], start: Message) -> Iterator[tuple[bytes, bytes]]:
-        """What every answer says, and where the time went if all of it is there."""
+        """Headers of every response; Server-Timing if the response is not streamed."""
         yield b"x-request-id", state["request_id"].encode()
         for name, value in state["headers"].items():
             yield name.encode(), value.encode()
@@ -163,12 +161,12 @@ class RequestContext:
             yield b"server-timing", server_timing(self._running(state)).encode()
 
     def _running(self, state: dict[str, Any]) -> list[Timeline]:
-        """Timelines of the prompts that have not ended."""
+        """Timelines of the request that have not ended."""
         running = self.tracer.running
         return [running[name] for name in state["traced"] if name in running]
 
     def _observe(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count and log the answer."""
+        """Count and log the response."""
         path = scope["path"]
         is_wanted = self.access_log == "all" or (
             self.access_log == "requests" and path not in MONITORING
@@ -181,7 +179,7 @@ class RequestContext:
             self.metrics.observe_answer(handler, scope["method"], status, seconds)
 
     def _end(self, state: dict[str, Any], status: int, written: bool) -> None:
-        """End the timelines, and the span that is made of them."""
+        """End the timelines and the span."""
         now, timelines = now_ns(), list[Timeline]()
         blocked = state.get("blocked", deque[Mark]())  # the connection's
         marks = [*blocked, *([Mark("written", now)] if written else ()), Mark("done", now)]
@@ -205,7 +203,7 @@ def _timeout(text: str) -> float:
 
 
 def _log_answer(scope: Scope, status: int, seconds: float, timelines: list[Timeline]) -> None:
-    """A line without the query, which may hold a secret."""
+    """Log a line, without the query, which may contain a secret."""
     fields = {
         "method": scope["method"],
         "path": quote(scope["path"]),
@@ -223,12 +221,12 @@ def _log_answer(scope: Scope, status: int, seconds: float, timelines: list[Timel
 
 
 def handler_of(path: str, app: FastAPI) -> str:
-    """The template of the route for a path, so that the metrics have no label per id."""
+    """The route template of a path, so that metrics have no label per id."""
     routes: list[Route] = app.state.routes
     return next((route.path for route in routes if route.path_regex.match(path)), "none")
 
 
 def count_refusal(app: FastAPI, status: int, path: str, method: str) -> None:
-    """Count an answer that `Connections` gives in place of the application."""
+    """Count a response that `Connections` gives in place of the application."""
     metrics = app.state.context.async_llm.metrics
     metrics.observe_refusal(handler_of(path, app), method or "none", status)

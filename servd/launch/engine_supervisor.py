@@ -60,7 +60,7 @@ class EngineProcess(Child):
         incarnation: int = 0,
         was_asleep: bool = False,
     ) -> None:
-        """Let it load the model and serve; `was_asleep`: sleep when idle, as the last engine did."""
+        """Let it load the model and serve; `was_asleep`: sleep when idle, as the last one did."""
         start = StartEngine(
             config, spec, self.ipc_dir, started_at, incarnation, self.descriptor, self.name,
             was_asleep,
