@@ -152,9 +152,12 @@ class Front:
         return answer
 
     async def _pass_on(
-        self, request: Request, body: bytes, visiting: AbstractAsyncContextManager[Visit],
+        self,
+        request: Request,
+        body: bytes,
+        visiting: AbstractAsyncContextManager[Visit],
         send: Send,
-    ) -> None:  # fmt: skip
+    ) -> None:
         scope, state = request.scope, request.scope["state"]
         # As it came: httpx would resolve `..`, and a decoded path may have any character.
         target = scope["raw_path"] + (b"?" + query if (query := scope["query_string"]) else b"")

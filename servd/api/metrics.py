@@ -170,9 +170,12 @@ class Metrics:
     """
 
     def __init__(
-        self, model_name: str, max_model_len: int = 131072, beside: Metrics | None = None,
+        self,
+        model_name: str,
+        max_model_len: int = 131072,
+        beside: Metrics | None = None,
         first_rank: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.engines: list[Metrics] = beside.engines if beside else []
         self.rank = beside.engines[-1].rank + 1 if beside else first_rank
         self.engines.append(self)

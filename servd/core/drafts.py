@@ -7,10 +7,8 @@ from collections.abc import Iterable
 from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.lookahead import Lookahead
 from servd.core.request import Request
-from servd.core.step import Step
+from servd.core.step import NO_DRAFTS, Step
 from servd.messages import EngineCoreOutput, ModelRunnerOutput, ScheduledRequest
-
-NO_DRAFTS: list[int] = []
 
 
 def choose_drafts(

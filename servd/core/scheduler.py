@@ -13,14 +13,14 @@ from itertools import islice
 
 from servd import plugins
 from servd.config import SchedulerConfig
-from servd.core.drafts import NO_DRAFTS, Drafts, choose_drafts
+from servd.core.drafts import Drafts, choose_drafts
 from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.lookahead import Lookahead
 from servd.core.outputs import Outputs
 from servd.core.queues import QUEUES
 from servd.core.queues.fair import WaitingQueue, by_order
 from servd.core.request import GrammarEnd, Request, RequestStatus, failure, prompt_too_long
-from servd.core.step import Step, StepLog
+from servd.core.step import NO_DRAFTS, Step, StepLog
 from servd.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -52,9 +52,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, max_model_len: int, kv_cache: KVCacheManager,
-        max_drafts: int = 0, max_adapters: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        config: SchedulerConfig,
+        max_model_len: int,
+        kv_cache: KVCacheManager,
+        max_drafts: int = 0,
+        max_adapters: int = 1,
+    ) -> None:
         assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
         assert config.max_num_batched_tokens >= config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
@@ -222,8 +226,8 @@ class Scheduler:
             if decodes and len(new_block_ids) < 2:  # Decodes has room for one per row
                 self._schedule_decode(step, request, new_block_ids)
             else:
-                drafts = drafts[:num_drafts]
-                self._schedule_tokens(step, request, 1, new_block_ids, num_drafts, drafts, wanted)
+                scheduled = step.add(request, 1, new_block_ids, num_drafts, drafts[:num_drafts])
+                self._plan_next(request, scheduled, wanted)
             budget -= 1 + num_drafts
             drafts_left -= num_drafts
         return budget, partial
@@ -272,7 +276,7 @@ class Scheduler:
             if new_block_ids is None:
                 continue
             queue.charge(request, num_tokens)
-            self._schedule_tokens(step, request, num_tokens, new_block_ids)
+            self._plan_next(request, step.add(request, num_tokens, new_block_ids))
             budget -= num_tokens
         for request in passed:
             queue.add(request)
@@ -313,29 +317,16 @@ class Scheduler:
         self.kv_cache.commit(request)
         step.decode(request)
 
-    def _schedule_tokens(
-        self, step: Step, request: Request, num_tokens: int, new_block_ids: list[int],
-        num_drafts: int = 0, draft_token_ids: list[int] = NO_DRAFTS, wanted: int = 0,
-    ) -> None:  # fmt: skip
-        """Schedule tokens of a request, and drafts after them. Both count as computed from now on;
-        if the step samples, all drafts count as accepted, and one sampled token as a placeholder.
+    def _plan_next(self, request: Request, scheduled: ScheduledRequest, wanted: int = 0) -> None:
+        """Ask for drafts for the step after a row that was just scheduled, see `Drafts.ask`, and
+        enter its full blocks in the prefix cache.
         """
-        samples = request.num_computed_tokens + num_tokens == request.num_tokens
-        scheduled = ScheduledRequest(
-            request.slot, num_tokens + num_drafts, new_block_ids, samples,
-            request.num_computed_tokens, num_drafts, 0, draft_token_ids,
-        )  # fmt: skip
-        request.num_computed_tokens += scheduled.num_tokens
-        if samples:
-            request.num_tokens += num_drafts + 1
+        if scheduled.samples:
             request.num_drafts = 0
             if self.lookahead.is_open:
                 self.drafts.ask(request, scheduled, wanted)
             request.decodes_until = 0 if request.num_drafts else self.kv_cache.room_of(request)
-        if num_tokens > 1 or not samples:
-            step.record.prefills[request.request_id] = num_tokens
         self.kv_cache.commit(request)
-        step.add(request, scheduled)
 
     def _preempt(self, request: Request, record: StepRecord) -> None:
         """Return a request, removed from `running`, to the queue: its blocks and slot are freed."""

@@ -19,6 +19,7 @@ from servd.messages import (
 )
 from servd.tracing import Pace, StepRecord
 
+NO_DRAFTS: list[int] = []
 MAX_RECORDS = 1024  # kept for clients that have not been given them, about half a kilobyte each
 NEWS_INTERVAL = 256  # steps
 MAX_SILENCE = 1_000_000_000  # nanoseconds
@@ -49,10 +50,30 @@ class Step(msgspec.Struct):
         request.num_tokens += 1
         self.decoding.append(request)
 
-    def add(self, request: Request, scheduled: ScheduledRequest) -> None:
-        """Add any other row."""
+    def add(
+        self,
+        request: Request,
+        num_tokens: int,
+        new_block_ids: list[int],
+        num_drafts: int = 0,
+        draft_token_ids: list[int] = NO_DRAFTS,
+    ) -> ScheduledRequest:
+        """Add any other row: `num_tokens` known tokens, and drafts after them. Both count as
+        computed from now on; if it samples, all drafts count as accepted, and one token as sampled.
+        """
+        samples = request.num_computed_tokens + num_tokens == request.num_tokens
+        scheduled = ScheduledRequest(
+            request.slot, num_tokens + num_drafts, new_block_ids, samples,
+            request.num_computed_tokens, num_drafts, 0, draft_token_ids,
+        )  # fmt: skip
+        request.num_computed_tokens += scheduled.num_tokens
+        if samples:
+            request.num_tokens += num_drafts + 1
+        if num_tokens > 1 or not samples:
+            self.record.prefills[request.request_id] = num_tokens
         self.requests.append(request)
         self.scheduled.append(scheduled)
+        return scheduled
 
     def launch(self, freed_slots: list[int]) -> SchedulerOutput:
         """The message for the workers, when all rows are added."""
