@@ -11,9 +11,10 @@ from servd.api import (
     http_protocol,
     middleware,
     response_store,
+    running,
 )
 from servd.api.protocol import completions, decisions, validation
-from servd.api.response_builders import chunks
+from servd.api.response_builders import events
 from servd.api.routes import pooling
 from servd.config import SchedulerConfig, ServerConfig
 from servd.core.structured_output import grammar
@@ -142,8 +143,8 @@ def tables() -> dict[str, list[Row]]:
         ],
         "Answers": [
             (
-                "log-probabilities of prompts in one body",
-                f"{chunks.MAX_LOGPROBS_SHOWN:,}",
+                "log-probabilities in one body, or of a stream that its client has not read",
+                f"{running.MAX_LOGPROBS_HELD:,}; in responses {events.EventBuilder.max_logprobs:,}",
                 "400",
             ),
             ("numbers of vectors in one body", f"{pooling.MAX_NUMBERS:,}", "400"),

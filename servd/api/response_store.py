@@ -35,7 +35,8 @@ class Stored(msgspec.Struct):
     @property
     def conversation(self) -> list[dict[str, Any]]:
         """Input and output items of all turns."""
-        return [*self.items, *msgspec.to_builtins(self.response.output)]
+        output = msgspec.to_builtins(self.response.output, enc_hook=msgspec.json.decode)  # of Raw
+        return [*self.items, *output]
 
 
 @dataclass(eq=False)

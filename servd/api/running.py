@@ -16,9 +16,10 @@ from servd.api.processor import Prepared
 from servd.api.progress import Unfinished
 from servd.api.routing import Routed
 from servd.api.timeline import Timeline
-from servd.errors import ServdError
+from servd.errors import InvalidRequest, ServdError
 from servd.outputs import CompletionOutput
 
+MAX_LOGPROBS_HELD = 1_000_000  # log-probabilities of one request; 70 bytes each, as JSON too
 MAX_TAKEN = 8  # deltas that a consumer gets in one turn; writing one takes some 50 us
 
 
@@ -42,11 +43,20 @@ class DeltaStream:
     _failure: ServdError | None = None
     _woken: asyncio.Future[None] | None = None  # while the consumer waits
     _is_rest: bool = False  # the consumer has left some
+    _num_logprobs: int = 0  # in `_waiting`, of output tokens
 
     def put(self, delta: CompletionOutput) -> None:
-        """Add a delta; after a failure it is dropped."""
+        """Add a delta; after a failure it is dropped. The stream fails if the consumer leaves too
+        many log-probabilities waiting.
+        """
         if self._failure is not None:  # the failure is raised once no deltas wait
             return
+        if delta.logprobs:
+            self._num_logprobs += _num_logprobs(delta)
+            if self._num_logprobs > MAX_LOGPROBS_HELD:
+                error = f"{MAX_LOGPROBS_HELD:,} log-probabilities wait for the client, more do not"
+                advice = "read the stream faster, or ask for fewer choices or log-probabilities"
+                return self.fail(InvalidRequest(f"{error}: {advice}", param="logprobs"))
         earlier = self._waiting.get(delta.index)
         if earlier is None:
             self._waiting[delta.index] = delta
@@ -71,14 +81,20 @@ class DeltaStream:
             raise self._failure
         self._is_rest = len(self._waiting) > MAX_TAKEN
         if self._is_rest:
-            return [self._waiting.pop(index) for index in [*islice(self._waiting, MAX_TAKEN)]]
-        deltas, self._waiting = self._waiting, {}
+            taken = [self._waiting.pop(index) for index in [*islice(self._waiting, MAX_TAKEN)]]
+            self._num_logprobs -= sum(map(_num_logprobs, taken))
+            return taken
+        deltas, self._waiting, self._num_logprobs = self._waiting, {}, 0
         return deltas.values()
 
     def _wake(self) -> None:
         woken, self._woken = self._woken, None
         if woken is not None and not woken.done():  # else the consumer is busy, or cancelled
             self.loop.turn(self.owner, woken)
+
+
+def _num_logprobs(delta: CompletionOutput) -> int:
+    return sum(len(position.token_ids) for position in delta.logprobs or ())
 
 
 class Running(msgspec.Struct):

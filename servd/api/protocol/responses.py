@@ -26,6 +26,7 @@ from servd.params import MAX_CANDIDATES
 
 # Chat field -> the field of this API that it was made of, for errors.
 CHAT_NAMES = {
+    "logprobs": "top_logprobs",
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",

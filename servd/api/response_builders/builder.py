@@ -6,6 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import ClassVar
 
 import msgspec
@@ -13,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api import beam_search
+from servd.api.async_llm import MAX_INLINE
 from servd.api.context import admit, context_of, trace
 from servd.api.incremental import Delta
 from servd.api.output_parser import OutputParser
@@ -20,6 +22,7 @@ from servd.api.processor import Prepared
 from servd.api.prompt import Prompt
 from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.generation import GenerationRequest
+from servd.api.running import MAX_LOGPROBS_HELD
 from servd.api.streaming import DONE, KEEP_ALIVE, EventStream, event, while_connected
 from servd.api.timeline import Timeline
 from servd.errors import EngineDead, InvalidRequest
@@ -40,6 +43,8 @@ class ResponseBuilder(ABC):
         keep_alive_frame: what a stream sends while there is no frame.
         end: what a stream sends after the last frame.
         request_type: what the metrics call it.
+        max_logprobs: how many log-probabilities an answer may have.
+        streams_logprobs: a stream shows those of each output token once, and keeps none.
 
     Args:
         request: whose body has been read.
@@ -51,6 +56,8 @@ class ResponseBuilder(ABC):
     keep_alive_frame: ClassVar[bytes] = KEEP_ALIVE
     end: ClassVar[bytes] = DONE
     request_type: ClassVar[str] = "other"
+    max_logprobs: ClassVar[int] = MAX_LOGPROBS_HELD
+    streams_logprobs: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -64,7 +71,7 @@ class ResponseBuilder(ABC):
         self.async_llm = self.context.async_llm
         self.tokenizer = self.async_llm.processor.tokenizer
         self.asked = asked
-        self.stream = self.in_pieces = bool(asked.stream)
+        self.stream = bool(asked.stream)
         self.id = response_id
         self.model = request.state.model
         self.prompts = prompts
@@ -74,6 +81,10 @@ class ResponseBuilder(ABC):
         self.params = asked.sampling_params(self.async_llm.processor.default_params)
         self.options = asked.request_options  # once admitted, with what the API key decides
         self.n = self.params.n
+        k, named = self.params.logprobs, self.params.logprob_token_ids
+        self.num_logprobs_each = 0 if k is None else 1 + k + len(named)  # of an output token
+        # Where nobody said how many there may be, they are counted as they come.
+        self.in_pieces = self.stream or (k is not None and self.params.max_tokens is None)
         self.prepared: list[Prepared] = []
         self.parsers: dict[int, OutputParser] = {}  # by choice, once it has one
         self.num_output_tokens = 0
@@ -102,6 +113,33 @@ class ResponseBuilder(ABC):
     def size(self) -> int:
         """Approximate number of tokens in the body."""
         return self.num_output_tokens
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Log-probabilities of the prompts in the body."""
+        return 0
+
+    def check_logprobs(self, num_tokens: int) -> None:
+        """Check the number of log-probabilities that the answer has with so many output tokens.
+
+        Raises:
+            InvalidRequest: there are too many.
+        """
+        of_prompts = self.num_prompt_logprobs
+        is_whole = not (self.stream and self.streams_logprobs)
+        of_output = num_tokens * self.num_logprobs_each if is_whole else 0
+        if of_prompts + of_output <= self.max_logprobs:
+            return
+        parts = [f"{of_prompts:,} of prompts"] if of_prompts else []
+        if of_output:
+            parts.append(f"{self.num_logprobs_each} for each of {num_tokens:,} output tokens")
+        way_out = ", or set `stream`: true" if of_output and self.streams_logprobs else ""
+        raise InvalidRequest(
+            f"the answer would have {of_prompts + of_output:,} log-probabilities "
+            f"({' and '.join(parts)}), at most {self.max_logprobs:,} are possible: ask for fewer "
+            f"prompts, choices, tokens or log-probabilities at once{way_out}",
+            param="n" if self.n > 1 else "logprobs" if of_output else "prompt_logprobs",
+        )
 
     def last_frame(self) -> bytes:
         """The stream's frame after the last output; may be empty."""
@@ -135,14 +173,14 @@ class ResponseBuilder(ABC):
                     self.add(output)
             receipt = {"receipt": await self.receipt()} if self.wants_receipt else None
 
-            def encode() -> bytes:
-                whole = self.whole()
+            def body() -> bytes:
+                whole, encode = self.whole(), msgspec.json.encode
                 if receipt is not None:
-                    whole = {**msgspec.to_builtins(whole), **receipt}
-                return msgspec.json.encode(whole)
+                    return encode(whole)[:-1] + b"," + encode(receipt)[1:]
+                return encode(whole)
 
             size = self.size + CHOICE_SIZE * self.n * len(self.prompts)
-            content = await self.async_llm.offload(self.options.owner, size, encode)
+            content = await self.async_llm.offload(self.options.owner, size, body)
         return Response(content, headers=headers, media_type="application/json")
 
     @asynccontextmanager
@@ -163,6 +201,7 @@ class ResponseBuilder(ABC):
                 self.prompts, self.params, self.options, deadline, admitted
             )
             self.token_ids = [[] for _ in range(self.n * len(prepared))]
+            self.check_logprobs(self.n * len(prepared) * (self.params.max_tokens or 0))
             self.start()
             if asked.use_beam_search:
                 async_llm.processor.check_sums()
@@ -177,8 +216,14 @@ class ResponseBuilder(ABC):
                 yield outputs
 
     def count(self, output: CompletionOutput) -> None:
-        """Count the tokens of an output."""
+        """Count the tokens of an output.
+
+        Raises:
+            InvalidRequest: see `check_logprobs`.
+        """
         self.num_output_tokens += len(output.token_ids)
+        if self.num_logprobs_each and self.params.max_tokens is None:
+            self.check_logprobs(self.num_output_tokens)
         if self.wants_receipt:
             self.token_ids[output.index] += output.token_ids
         if num_cached := output.num_cached_tokens:
@@ -191,7 +236,13 @@ class ResponseBuilder(ABC):
         async with self.outputs() as outputs:
             async for output in outputs:
                 self.count(output)
-                if frames := self.frames_of(output):
+                size = self.num_logprobs_each * len(output.token_ids)
+                if size > MAX_INLINE:  # what has gathered while the client did not read
+                    work = partial(self.frames_of, output)
+                    frames = await self.async_llm.offload(self.options.owner, size, work)
+                else:
+                    frames = self.frames_of(output)
+                if frames:
                     yield frames
             if last := self.last_frame():
                 yield last

@@ -25,30 +25,16 @@ from servd.api.protocol.generation import (
     Usage,
 )
 from servd.api.response_builders.builder import ResponseBuilder
-from servd.api.response_builders.logprobs import MIN_LOGPROB
+from servd.api.response_builders.logprobs import MIN_LOGPROB, encoded
 from servd.api.streaming import event
-from servd.errors import InvalidRequest
 from servd.outputs import CompletionOutput
-
-MAX_LOGPROBS_SHOWN = 1_000_000  # log-probabilities of prompts in one body: about 60 MB of JSON
 
 
 class ChunkBuilder(ResponseBuilder):
     """Several choices of one or more prompts, each in pieces or whole."""
 
     def start(self) -> None:
-        """Set up the choices.
-
-        Raises:
-            InvalidRequest: the body would have too many log-probabilities.
-        """
-        if self.size > MAX_LOGPROBS_SHOWN:
-            raise InvalidRequest(
-                f"the answer would show {self.size} log-probabilities, at most "
-                f"{MAX_LOGPROBS_SHOWN} are possible: ask for fewer prompts, choices or "
-                "log-probabilities at once",
-                param="n" if self.n > 1 else "prompt_logprobs",
-            )
+        """Set up the choices."""
         self.created = int(time.time())
         self.encode = msgspec.json.Encoder().encode
         server = self.async_llm.processor.config.server
@@ -61,9 +47,13 @@ class ChunkBuilder(ResponseBuilder):
     @property
     def size(self) -> int:
         """Approximate number of tokens and log-probabilities in the body."""
+        return self.num_prompt_logprobs + self.num_output_tokens * max(self.num_logprobs_each, 1)
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Log-probabilities of the prompts in the body."""
         k = self.params.prompt_logprobs
-        num_shown = 0 if k is None else self.n * self.num_prompt_tokens * (k + 1)
-        return num_shown + self.num_output_tokens * (1 + (self.params.logprobs or 0))
+        return 0 if k is None else self.n * self.num_prompt_tokens * (k + 1)
 
     @abstractmethod
     def chunks(self, output: CompletionOutput) -> Sequence[msgspec.Struct]:
@@ -184,7 +174,7 @@ class ChunkBuilder(ResponseBuilder):
             for rank, i in enumerate(position.token_ids[1 : 1 + k], 1):
                 ranked[i].rank = rank
             ranked[position.token_ids[0]].rank = position.rank
-            entries.append(ranked)
+            entries.append(encoded(ranked))
         return entries
 
 

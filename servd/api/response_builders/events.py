@@ -16,6 +16,7 @@ from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.translation import TranslatedRequest, renamed
 from servd.api.response_builders.builder import ResponseBuilder
+from servd.api.running import MAX_LOGPROBS_HELD
 from servd.messages import FinishReason
 from servd.outputs import CompletionOutput
 
@@ -34,6 +35,8 @@ class EventBuilder(ResponseBuilder):
     names: ClassVar[Mapping[str, str]]
     """Chat field -> the field of this API that it was made of, for errors."""
     end = b""  # the last event says that it is the last
+    max_logprobs = MAX_LOGPROBS_HELD // 4  # so many of the last events show all
+    streams_logprobs = False
     response: Any
     """The body so far."""
     has_begun = False

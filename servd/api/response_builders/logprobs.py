@@ -1,10 +1,16 @@
-"""Log-probabilities in OpenAI's two shapes: that of chats, and that of completions."""
+"""Log-probabilities in OpenAI's two shapes: that of chats, and that of completions.
+
+Those of each token are JSON at once, which is 70 bytes for a candidate; as objects they take 400.
+"""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import msgspec
 
 from servd.api.protocol.chat import ChoiceLogprobs, TokenLogprob, TopLogprob
 from servd.api.protocol.completions import CompletionLogprobs
@@ -12,6 +18,13 @@ from servd.api.tokenizer import Tokenizer
 from servd.messages import TokenLogprobs
 
 MIN_LOGPROB = -9999.0  # JSON has no minus infinity
+
+T = TypeVar("T")
+
+
+def encoded(value: T) -> T:
+    """A part of an answer as JSON, for a place where only its encoder looks."""
+    return cast(T, msgspec.Raw(msgspec.json.encode(value)))
 
 
 def choice_logprobs(
@@ -32,9 +45,8 @@ def choice_logprobs(
         sampled = tokens[0]
         # A token that was asked for by its id may be among the most likely, too.
         top = dict(zip(position.token_ids[1:], tokens[1:], strict=True))
-        content.append(
-            TokenLogprob(sampled.token, sampled.logprob, sampled.bytes, list(top.values()))
-        )
+        entry = TokenLogprob(sampled.token, sampled.logprob, sampled.bytes, list(top.values()))
+        content.append(encoded(entry))
     return ChoiceLogprobs(content)
 
 
@@ -105,4 +117,4 @@ class TextOffsets:
             position.token_ids[: 1 + num_logprobs], position.logprobs, strict=False
         ):
             top.setdefault(self.name(other_id), max(logprob, MIN_LOGPROB))
-        result.top_logprobs.append(top)
+        result.top_logprobs.append(encoded(top))
