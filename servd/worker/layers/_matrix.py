@@ -1,4 +1,4 @@
-"""A weight that activations are multiplied with, and the forms that it can take once loaded."""
+"""Matrix: a weight for matrix products; Form: how it is stored and multiplied once loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Form(Protocol):
-    """How a matrix [out, in] is kept and multiplied."""
+    """How a matrix [out, in] is stored and multiplied."""
 
     nbytes: int
 
@@ -30,19 +30,18 @@ class Form(Protocol):
         ...
 
     def rows(self, index: Tensor) -> Tensor:
-        """int64 [n] -> the matrix's rows, [n, in], in the type that the model computes in."""
+        """Look up rows, int64 [n] -> [n, in], in the type that the model computes in."""
         ...
 
 
 class MakeForm(NamedTuple):
-    """What brings a matrix into the form in which the device multiplies fastest.
+    """Converts a loaded matrix to its form: the fastest on the device, or a quantized one.
 
     Args:
-        dense: for what is not quantized; None leaves it.
-        x_dtype: what x may be rounded to, see `packed.GroupedMatrix`.
-        table: as dense, for a row for each token of the vocabulary; None: they are as others.
-        importance: what `dense` is given as `importance` beside tensors of these names in the
-            checkpoint, float32 [in].
+        dense: makes the form of a matrix that is not quantized; may return None, to leave it.
+        x_dtype: type that x may be rounded to, see `packed.GroupedMatrix`.
+        table: like dense, for embeddings and heads; None: dense.
+        importance: importance matrix: checkpoint name -> float32 [in], passed to `dense`.
     """
 
     dense: Callable[..., Form | None]
@@ -51,10 +50,10 @@ class MakeForm(NamedTuple):
     importance: Mapping[str, Tensor] = MappingProxyType({})
 
     def of(self, name: str, weight: Weight) -> MakeForm:
-        """For the weight that a tensor of this name completes.
+        """The same with the importance of the tensor of this name.
 
         Raises:
-            ValueError: what is important is of another shape.
+            ValueError: the importance has another shape.
         """
         if (importance := self.importance.get(name)) is None:
             return self
@@ -70,7 +69,7 @@ class MakeForm(NamedTuple):
 
 
 class Dense:
-    """A tensor as it is."""
+    """A plain tensor."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight, self.nbytes = weight, weight.nbytes
@@ -85,9 +84,7 @@ class Dense:
 
 
 class Stacked:
-    """Matrices of several forms, one below the other: q, k and v of a checkpoint that gives them
-    different types.
-    """
+    """Matrices of several forms, stacked by rows: q, k and v of different types."""
 
     def __init__(self, forms: Sequence[Form], num_rows: Sequence[int]) -> None:
         self.forms, self.num_rows = forms, num_rows
@@ -100,14 +97,14 @@ class Stacked:
         return torch.cat([form.multiply(x, b) for form, b in parts], dim=1)
 
     def rows(self, index: Tensor) -> Tensor:
-        """Tables are one tensor."""
+        """Not needed: tables are one tensor."""
         raise NotImplementedError
 
 
 class Matrix(Weight):
-    """As loaded, an ordinary tensor; `reform` exchanges it for a form that is faster or smaller.
+    """Loaded as an ordinary tensor; `reform` converts it to a faster or smaller form.
 
-    Parts that are quantized in the checkpoint stay so.
+    Parts that are quantized in the checkpoint stay quantized.
     """
 
     form: Form | None = None
@@ -120,14 +117,14 @@ class Matrix(Weight):
 
     @property
     def num_bytes(self) -> int:
-        """In memory, on this rank."""
+        """Bytes in memory, on this rank."""
         return self.nbytes if self.form is None else self.form.nbytes
 
     def load(
         self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
     ) -> None:
-        """See `Weight.load`. 16 bits of the checkpoint stay if products can be made of them, and a
-        whole matrix is only looked at where it lies, mapped, until `reform` packs it.
+        """See `Weight.load`. 16-bit weights stay so if the device can multiply them; a whole matrix
+        is not copied from the mapped file, as `reform` packs it.
         """
         if self.form is not None:
             raise ValueError("come twice")
@@ -152,7 +149,7 @@ class Matrix(Weight):
         self.missing.discard(part)
 
     def reform(self, make: MakeForm) -> None:
-        """Keep the matrix in the form that `make` gives to it."""
+        """Convert the matrix to the form that `make` gives it."""
         form = self._stack(make) if self.quantized else make.dense(self.data)
         if form is not None:
             self.form, self.data = form, torch.empty(0)
@@ -192,8 +189,8 @@ class Matrix(Weight):
 
 
 def form_of(quantized: Quantized, dtype: torch.dtype, x_dtype: torch.dtype = torch.float32) -> Form:
-    """The fastest form on the device where the weights are; `dtype` is what the model computes
-    in, `x_dtype` what `MakeForm` has.
+    """The fastest form for quantized weights on their device; `dtype` is the model's type, for
+    `x_dtype` see `MakeForm`.
     """
     if quantized.codes.device.type == "cpu" and native.library() is not None:
         return packed.GroupedMatrix(quantized, x_dtype)

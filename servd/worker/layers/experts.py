@@ -1,4 +1,4 @@
-"""Mixture of experts: feed-forwards of which each token goes through a few, chosen by a router."""
+"""SparseMoE: mixture of experts: a router chooses a few feed-forwards for each token."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class GroupedForm(Protocol):
     """How the matrices of several experts are multiplied."""
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
-        """Row `index[r]` of x [n, in], or row r if `index` is None, times the matrix of the expert
-        that row r is of: from starts[expert] to starts[expert + 1]. int32 [num_rows] and
-        [num_experts + 1] -> [num_rows, out]. Rows of no expert, before all or after all, are any.
+        """Multiply row `index[r]` (or r, if None) of x [n, in] by the matrix of the expert of row
+        r, which has the rows starts[expert] to starts[expert + 1]. int32 [num_rows] and
+        [num_experts + 1] -> [num_rows, out]. Rows before or after all experts are undefined.
         """
         ...
 
 
 class OneByOne:
-    """Expert after expert: for forms of matrices that no kernel multiplies at once, and slow."""
+    """Expert by expert: slow, for forms without a grouped kernel."""
 
     def __init__(self, matrices: Sequence[Matrix]) -> None:
         self.matrices = matrices
@@ -51,7 +51,7 @@ class OneByOne:
 
 
 def grouped_form(matrices: Sequence[Matrix]) -> GroupedForm:
-    """The fastest for these, which have been loaded."""
+    """The fastest grouped form for loaded matrices."""
     forms = [matrix.form for matrix in matrices]
     kinds = {packed.ExpertMatrices.kind(form) for form in forms}
     if len(kinds) == 1 and None not in kinds:
@@ -64,7 +64,7 @@ def grouped_form(matrices: Sequence[Matrix]) -> GroupedForm:
 
 
 class WithBiases:
-    """With a vector for each expert, added to what its matrix yields."""
+    """Adds a bias for each expert."""
 
     def __init__(self, form: GroupedForm, biases: Sequence[Tensor]) -> None:
         self.form = form
@@ -78,7 +78,7 @@ class WithBiases:
 
 
 class RouterMatrix(Matrix):
-    """Is never quantized: a little less exact, it chooses other experts."""
+    """Is never quantized: small errors would choose other experts."""
 
     def reform(self, make: MakeForm) -> None:
         """See `Matrix`."""
@@ -109,7 +109,7 @@ class Expert(nn.Module):
 
 
 class Elsewhere(Weight):
-    """In place of a weight that another rank has."""
+    """In place of a weight on another rank."""
 
     def __init__(self, shape: Sequence[int], parallel: Parallel) -> None:
         super().__init__(shape, parallel)
@@ -122,7 +122,7 @@ class Elsewhere(Weight):
 
 
 class ExpertElsewhere(nn.Module):
-    """In place of an expert that another rank has."""
+    """In place of an expert on another rank."""
 
     def __init__(self, parallel: Parallel, bias: bool) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class SparseMoE(nn.Module):
         if self.gate.bias is None:
             return first, second
         biases = [[each.bias for each in layers if each.bias is not None] for layers in self.layers]
-        # What the ranks yield of an expert is added up: one of them has the bias.
+        # The ranks' results for an expert are summed, so only one of them adds the bias.
         if self.parallel.rank == 0 or self.parallel.has_whole_experts:
             second = WithBiases(second, biases[1])
         return WithBiases(first, biases[0]), second
@@ -203,7 +203,7 @@ class SparseMoE(nn.Module):
         starts = routing.starts if self.has_all else routing.starts[self.own]
         y = self.activation(gate_up.multiply(x, routing.tokens, starts))
         y = down.multiply(y, None, starts)
-        if not self.has_all:  # the other ranks' are added
+        if not self.has_all:  # add the other ranks' experts
             rows = torch.arange(len(y), device=y.device)
             y.masked_fill_(((rows < starts[0]) | (rows >= starts[-1])).unsqueeze(1), 0)
         return self.parallel.all_reduce(self.activation.ops.combine(y, routing))

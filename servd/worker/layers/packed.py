@@ -1,4 +1,4 @@
-"""Weight matrices in the order in which the kernels of cpu/ read them."""
+"""Weight matrices packed for the CPU kernels (ops/cpu)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from servd.worker.huge_pages import HugePages
 from servd.worker.layers.quantized import Quantized
 from servd.worker.ops.native import TYPES, call, loaded_library
 
-EXACT_TERMS = 3  # so many of bfloat16 or int8 are as exact as float32: see ops/cpu/terms.h
+EXACT_TERMS = 3  # terms of bfloat16 or int8 that are as exact as float32: see ops/cpu/terms.h
 pages = HugePages()
-RUN = 32  # numbers that are added up before a group's scale: see ops/cpu/dots.h
+RUN = 32  # products that are summed before a group's scale is applied: see ops/cpu/dots.h
 
 
 class Packed:
-    """A weight matrix [out, in] in the order in which products read it. Rows are padded to whole
-    panels.
-    """
+    """A weight matrix [out, in] in the kernels' order, its rows padded to whole panels."""
 
     nbytes: int
 
@@ -48,8 +46,8 @@ class Packed:
 
 
 def spread(x: Tensor, is_inverse: bool = False) -> Tensor:
-    """Rows of float32 [n, size] turned, so that what is large in one place is spread over all of
-    them, and a scale for each row is fine enough. Products of two turned rows are what they were.
+    """Rows of float32 [n, size] rotated, so that outliers are spread over all elements, and one
+    scale per row is fine enough. Dot products of two rotated rows are unchanged.
     """
     out = torch.empty(x.shape)
     call("spread", x.contiguous(), *x.shape, is_inverse, out)
@@ -61,9 +59,9 @@ class PackedMatrix(Packed):
     Args:
         weight: [out, in] of any strides, float32, bfloat16, float16 or int8.
         scale: float32 [out]: factor on each row, for int8.
-        x_dtype: what the rows of x may be rounded to where that is faster: by AMX or VNNI, if the
-            weight is of this type. int8 has a scale for each row, or 1024 numbers of it.
-        is_spread: the weight's rows are of `spread`.
+        x_dtype: type that x may be rounded to where that is faster (AMX or VNNI), if the weight has
+            this type. int8 has a scale for each row, or for 1024 elements of it.
+        is_spread: the weight's rows are rotated by `spread`.
     """
 
     def __init__(
@@ -96,11 +94,11 @@ class PackedMatrix(Packed):
 
 
 class GroupedMatrix(Packed):
-    """With a scale, and perhaps an offset, for each group of a row's numbers.
+    """A matrix with a scale, and optionally an offset, for each group of elements of a row.
 
     Args:
         quantized: the weights.
-        x_dtype: see `PackedMatrix`; int8 is for all that is of whole numbers.
+        x_dtype: see `PackedMatrix`; int8 for weights whose codes are integers.
     """
 
     def __init__(self, quantized: Quantized, x_dtype: torch.dtype = torch.float32) -> None:
@@ -137,7 +135,7 @@ class GroupedMatrix(Packed):
 
 
 def _take_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """x[:, columns] in calls of the library, so that a program can have them."""
+    """x[:, columns] by the native library, so that it can be recorded in a program."""
     out, size = torch.empty(x.shape), len(columns)
     for row, to in zip(x, out, strict=True):
         call("embed", row, size, 1, columns, size, to)
@@ -145,7 +143,7 @@ def _take_columns(x: Tensor, columns: Tensor) -> Tensor:
 
 
 class Stacked(Packed):
-    """Matrices of several types, one below the other. It has no `rows`: tables are of one type."""
+    """Matrices of several types, stacked by rows. It has no `rows`: tables have one type."""
 
     def __init__(self, matrices: Sequence[Packed]) -> None:
         super().__init__(torch.Size((sum(m.shape[0] for m in matrices), matrices[0].shape[1])))
@@ -160,10 +158,10 @@ class Stacked(Packed):
 
 
 class ExpertMatrices:
-    """Matrices of one shape and type, of which each multiplies rows of its own, in one call."""
+    """Experts' matrices of one shape and type; each multiplies its own rows, all in one call."""
 
     def __init__(self, matrices: Sequence[PackedMatrix] | Sequence[GroupedMatrix]) -> None:
-        self.matrices = matrices  # which the tables point to
+        self.matrices = matrices  # keeps the memory that the tables point to
         first = matrices[0]
         self.out_features, self.type = first.shape[0], first.type
         self.packed = _addresses([matrix.packed for matrix in matrices])
@@ -174,7 +172,7 @@ class ExpertMatrices:
 
     @staticmethod
     def kind(matrix: object) -> tuple[object, ...] | None:
-        """What all of the matrices have in common; None: they cannot be these."""
+        """The kind that all matrices have in common; None: they differ."""
         if isinstance(matrix, PackedMatrix):
             return matrix.type, matrix.num_terms, matrix.scale is None, matrix.is_spread
         if isinstance(matrix, GroupedMatrix) and matrix.columns is None:
@@ -203,9 +201,9 @@ class ExpertMatrices:
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """int64 [n]; None of tensors that are None."""
+    """Addresses of tensors, int64 [n]; None if these are None."""
     addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
-    # Not by torch: the first step that needs them may be one that is recorded.
+    # By NumPy, as this may run while a program is recorded.
     return torch.from_numpy(np.array(addresses, dtype=np.int64)) if addresses else None
 
 
@@ -219,7 +217,7 @@ def _num_terms(quantized: Quantized, x_dtype: torch.dtype) -> int:
 
 
 def _pack(weight: Tensor, num_terms: int = 0) -> Tensor:
-    """[out, in] in panels of rows; two codes of 4 bits in a byte.
+    """Pack [out, in] in panels of rows; two 4-bit codes in a byte.
 
     Args:
         weight: [out, in].

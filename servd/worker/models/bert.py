@@ -1,4 +1,4 @@
-"""BERT (https://arxiv.org/abs/1810.04805): an encoder, whose tokens see all of their prompt."""
+"""BERT (https://arxiv.org/abs/1810.04805): an encoder with bidirectional attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from servd.worker.layers.linear import ColumnParallelLinear, ReplicatedLinear, R
 from servd.worker.layers.norm import LayerNorm
 from servd.worker.parallel import Parallel
 
-# Parts of the checkpoint's names, and what they are here.
+# Parts of the checkpoint's names -> names here.
 NAMES = {
     "bert.": "",
     "roberta.": "",
@@ -57,7 +57,7 @@ class BertEmbeddings(nn.Module):
 
 
 class BertAttention(nn.Module):
-    """Multi-head self-attention to both sides."""
+    """Bidirectional multi-head self-attention."""
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class BertLayer(nn.Module):
 
 
 class BertModel(nn.Module):
-    """The encoder, whose last hidden states embeddings are made of."""
+    """The encoder; embeddings are pooled from its last hidden states."""
 
     packed: ClassVar[dict[str, tuple[str, int]]] = {
         "query": ("qkv", 0), "key": ("qkv", 1), "value": ("qkv", 2),
@@ -119,7 +119,7 @@ class BertModel(nn.Module):
         return 0
 
     def convert(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint's tensors under the names that they have here."""
+        """Rename the checkpoint's tensors."""
         for name, tensor in tensors:
             if not name.startswith(UNUSED):
                 for old, new in NAMES.items():

@@ -1,5 +1,5 @@
-"""DeepSeek V2 (https://arxiv.org/abs/2405.04434): one short key for all heads, of which the values
-are a part; experts beside a feed-forward that all tokens go through.
+"""DeepSeek V2 (https://arxiv.org/abs/2405.04434): multi-head latent attention (MLA), experts with a
+shared feed-forward.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from servd.worker.models.llama import LlamaForCausalLM, LlamaLayer, LlamaMLP
 from servd.worker.ops.reference import Routing, placed
 from servd.worker.parallel import Parallel
 
-NORM_EPS = 1e-6  # between the two halves of a projection, whatever config.json says
+NORM_EPS = 1e-6  # of the norms of latents, whatever config.json says
 
 
 class OfHeads(nn.Module):
-    """A matrix [out, in] for each of this rank's heads, in their order."""
+    """A matrix [out, in] for each of this rank's heads."""
 
     def __init__(self, num_heads: int, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class OfHeads(nn.Module):
 
     @cached_property
     def grouped(self) -> GroupedForm:
-        """To multiply with all at once, as experts do."""
+        """The matrices as one grouped product, as of experts."""
         return grouped_form([*self.weights])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,9 +52,9 @@ class OfHeads(nn.Module):
 
 
 class DeepseekV2Attention(nn.Module):
-    """A token has one key [rotated | latent], of which all heads make their keys and values: each
-    by a matrix on the latent. Here the matrix of keys is applied to the queries instead, and that
-    of values to what attention yields, so that nothing of a head's is computed or kept for a token.
+    """Multi-head latent attention with absorbed matrices: the cache has one key [rotated | latent]
+    per token. Each head's keys and values are linear in the latent: the matrix of keys is applied
+    to the queries instead, and that of values to the output of attention.
     """
 
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
@@ -101,8 +101,8 @@ class DeepseekV2Attention(nn.Module):
         return self.o_proj(out.flatten(1))
 
     def row_orders(self, num_heads: int) -> dict[str, Tensor]:
-        """The checkpoint's rows as they follow each other here, by layer: what is turned comes
-        first, and of its pairs, if they are neighbours, all first numbers before all second ones.
+        """Order of the checkpoint's rows here, by layer: rotated elements come first, and their
+        pairs, if interleaved in the checkpoint, are split into first and second halves.
         """
         (rope, own), (_, latent) = self.sizes, self.latent_sizes
         with torch.device("cpu"):
@@ -118,7 +118,7 @@ class DeepseekV2Attention(nn.Module):
     def convert(
         self, name: str, tensor: Tensor | Quantized
     ) -> Iterator[tuple[str, Tensor | Quantized]]:
-        """A tensor of the checkpoint, by its name in the layer, as the parameters here."""
+        """Convert a tensor of the checkpoint, by its name in the layer, to parameters here."""
         layer, own = name.partition(".")[0], self.sizes[1]
         if layer == "kv_b_proj":
             whole = tensor.dequantize() if isinstance(tensor, Quantized) else tensor
@@ -138,7 +138,7 @@ def take(rows: Tensor | Quantized, order: Tensor) -> Tensor | Quantized:
 
 
 def scale_of(spec: ModelSpec, size: int) -> float:
-    """The factor on scores of queries of this size: larger with YaRN."""
+    """The scale of scores for queries of this size: larger with YaRN."""
     rope, scale = rope_parameters(spec), size**-0.5
     if rope.get("mscale_all_dim") and (factor := rope.get("factor", 1.0)) > 1:
         scale *= (0.1 * rope["mscale_all_dim"] * math.log(factor) + 1.0) ** 2
@@ -146,9 +146,7 @@ def scale_of(spec: ModelSpec, size: int) -> float:
 
 
 class DeepseekV2MoE(SparseMoE):
-    """Experts of a few groups of them, by the best of each; beside those, a feed-forward of all
-    tokens.
-    """
+    """Experts chosen within the best groups of experts, and shared experts for all tokens."""
 
     is_biased: ClassVar[bool] = False  # see DeepSeek V3
 
@@ -172,8 +170,8 @@ class DeepseekV2MoE(SparseMoE):
         self.shared_experts = LlamaMLP(replace(spec, config=shared), parallel)
 
     def score(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of logits [num_tokens, num_experts]: the experts' weights, by what they are chosen, and
-        by what groups are, [num_tokens, groups].
+        """From logits [num_tokens, num_experts]: the experts' weights, the scores by which they are
+        chosen, and the scores of groups, [num_tokens, groups].
         """
         weights = logits.softmax(dim=-1)
         return weights, weights, weights.unflatten(1, (self.num_groups, -1)).amax(dim=2)
@@ -223,7 +221,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
     def convert(
         self, tensors: Iterator[tuple[str, Tensor | Quantized]]
     ) -> Iterator[tuple[str, Tensor | Quantized]]:
-        """Of the layers that are here, without those that guess further tokens."""
+        """Drop the tensors of multi-token-prediction layers, and of layers on other stages."""
         layers: dict[str, Any] = dict(self.model.layers.named_children())
         for name, tensor in tensors:
             number = LAYER.search(name)

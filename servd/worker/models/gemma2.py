@@ -1,5 +1,5 @@
-"""Gemma 2 (https://arxiv.org/abs/2408.00118): norms before and after, soft caps, a window in every
-other layer.
+"""Gemma 2 (https://arxiv.org/abs/2408.00118): norms before and after attention and feed-forward,
+soft caps, a sliding window in every other layer.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from servd.worker.parallel import Parallel
 
 
 def is_sliding(config: dict[str, Any], layer: int, pattern: int) -> bool:
-    """Whether a layer has a window: without a word of config.json, all but each `pattern`-th."""
+    """Whether a layer has a sliding window; by default all but every `pattern`-th."""
     types = config.get("layer_types")
     return types[layer] == "sliding_attention" if types else (layer + 1) % pattern > 0
 
 
 class Gemma2Attention(LlamaAttention):
-    """Has a scale of its own, and scores that are capped."""
+    """Has its own scale, and soft-capped scores."""
 
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class Gemma2Attention(LlamaAttention):
 
 
 class Gemma2Layer(LlamaLayer):
-    """Norms what attention and feed-forward yield, too."""
+    """Also normalises the outputs of attention and feed-forward."""
 
     attention = Gemma2Attention
 
@@ -66,7 +66,7 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
 
     layer: ClassVar[type[LlamaLayer]] = Gemma2Layer
     is_tied = True
-    logit_cap: ClassVar[float | None] = 30.0  # if config.json does not say
+    logit_cap: ClassVar[float | None] = 30.0  # default of final_logit_softcapping
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         if spec.config.get("use_bidirectional_attention"):
@@ -74,7 +74,7 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
         super().__init__(spec, parallel)
         model, eps = self.model, spec.config.get("rms_norm_eps", 1e-6)
         model.norm = OffsetRMSNorm(spec.hidden_size, eps, parallel)
-        # Rounded as the weights are: the models were trained so.
+        # Rounded to the weights' type, as in training.
         factor = torch.tensor(spec.hidden_size**0.5, dtype=getattr(torch, spec.dtype), device="cpu")
         model.embed_tokens.factor = factor.item()
         self.cap = spec.config.get("final_logit_softcapping", self.logit_cap)

@@ -1,5 +1,5 @@
-"""Gemma 3, its text models (https://arxiv.org/abs/2503.19786): Gemma 2 with norms of queries and
-keys in place of soft caps, and rotary positions of their own in layers with a window.
+"""Gemma 3's text models (https://arxiv.org/abs/2503.19786): Gemma 2 with norms of queries and keys
+in place of soft caps, and another rotary base in sliding-window layers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Gemma3Rotary(nn.Module):
         self.local = Rotary(replace(spec, config=local))
 
     def forward(self, positions: Tensor) -> tuple[Rotation, Rotation]:
-        """For layers without and with a window."""
+        """Rotations for full-attention layers, and for sliding-window layers."""
         return self.full(positions), self.local(positions)
 
 

@@ -56,7 +56,7 @@ class GPT2MLP(nn.Module):
 
 
 class GPT2Layer(nn.Module):
-    """Attention and feed-forward; what they yield is added to the residual by the next norm."""
+    """Attention and feed-forward; their outputs are added to the residual by the next norm."""
 
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class GPT2Layer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """What is to be added to the stream, and the stream; [num_tokens, hidden] each."""
+        """What the next norm adds to the residual, and the residual; [num_tokens, hidden] each."""
         x, residual = self.ln_1.add(x, residual)
         x, residual = self.ln_2.add(self.attn(x, ctx), residual)
         return self.mlp(x), residual
@@ -96,7 +96,7 @@ class GPT2Model(nn.Module):
 
 
 class GPT2LMHeadModel(nn.Module):
-    """The whole model, under the names of the checkpoint."""
+    """The whole model, with the names of the checkpoint."""
 
     packed: ClassVar[dict[str, tuple[str, int]]] = {}
     # Causal masks of old checkpoints.

@@ -1,5 +1,5 @@
 """GPT-OSS (https://arxiv.org/abs/2508.10925): experts with biases and a clamped gate, attention
-with sinks, a window in every other layer.
+sinks, a sliding window in every other layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from servd.worker.parallel import Parallel
 
 
 class GptOssAttention(LlamaAttention):
-    """Each head has a score that only takes weight from the others."""
+    """Has attention sinks: a learned score per head, whose key has no value."""
 
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__(spec, layer, parallel)
@@ -42,7 +42,7 @@ class GptOssAttention(LlamaAttention):
 
 
 class ClampedGate(Gate):
-    """SwiGLU between bounds, and one more than the other half."""
+    """SwiGLU with clamped inputs, times the other half plus one."""
 
     def __init__(self, alpha: float, limit: float) -> None:
         super().__init__("silu")
@@ -75,8 +75,8 @@ class GptOssForCausalLM(LlamaForCausalLM):
     def convert(
         self, tensors: Iterator[tuple[str, Tensor | Quantized]]
     ) -> Iterator[tuple[str, Tensor | Quantized]]:
-        """Experts one by one; theirs are the rows of gate and up in turn, and [in, out] where they
-        are not quantized.
+        """Split the experts, whose rows of gate and up are interleaved, and which are [in, out]
+        unless they are quantized.
         """
         for name, tensor in tensors:
             prefix, is_of_experts, rest = name.partition(".mlp.experts.")

@@ -20,7 +20,7 @@ from servd.worker.parallel import Parallel
 class LlamaAttention(nn.Module):
     """Grouped-query self-attention with rotary positions."""
 
-    query_parts: ClassVar[int] = 1  # numbers that q_proj yields for each of a query's
+    query_parts: ClassVar[int] = 1  # outputs of q_proj per element of a query; 2: with a gate
 
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class LlamaAttention(nn.Module):
             spec.hidden_size, [self.query_parts * q_size, *2 * [kv_size]], parallel, bias=qkv_bias
         )
         self.o_proj = RowParallelLinear(q_size, spec.hidden_size, parallel, bias=o_bias)
-        self.register_parameter("sinks", None)  # [heads], where a model has them
+        self.register_parameter("sinks", None)  # [heads], in models with attention sinks
         self.attention = Attention(
             layer,
             parallel.share(spec.num_heads),
@@ -53,11 +53,11 @@ class LlamaAttention(nn.Module):
 
     @property
     def norms(self) -> Norms | None:
-        """Of the heads, before the rotation: nothing in Llama."""
+        """Norms of query and key heads before the rotation; None in Llama."""
         return None
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Between projection and those: nothing in Llama. [num_tokens, heads, head_dim] each."""
+        """Applied to q and k before `norms`; nothing here. [num_tokens, heads, head_dim] each."""
         return q, k
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
@@ -89,7 +89,7 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """Attention and feed-forward; what they yield is added to the residual by the next norm."""
+    """Attention and feed-forward; their outputs are added to the residual by the next norm."""
 
     attention: ClassVar[type[Any]] = LlamaAttention
 
@@ -102,13 +102,13 @@ class LlamaLayer(nn.Module):
         self.mlp = self.feed_forward(spec, layer, parallel)
 
     def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        """What follows attention in layer number `layer`."""
+        """The feed-forward of layer number `layer`."""
         return LlamaMLP(spec, parallel)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """What is to be added to the stream, and the stream; [num_tokens, hidden] each."""
+        """What the next norm adds to the residual, and the residual; [num_tokens, hidden] each."""
         x, residual = self.input_layernorm.add(x, residual)
         x, residual = self.post_attention_layernorm.add(self.self_attn(x, rotation, ctx), residual)
         return self.mlp(x), residual
@@ -136,7 +136,7 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """The whole model, under the names of the checkpoint."""
+    """The whole model, with the names of the checkpoint."""
 
     layer: ClassVar[type[LlamaLayer]] = LlamaLayer
     rotary: ClassVar[type[Any]] = Rotary
@@ -149,7 +149,7 @@ class LlamaForCausalLM(nn.Module):
     }
     ignored: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
     base_prefix: ClassVar[str] = "model."
-    is_tied: ClassVar[bool] = False  # whether the head is the embedding if config.json does not say
+    is_tied: ClassVar[bool] = False  # default of tie_word_embeddings
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from servd.worker.parallel import Parallel
 
 
 class MixtralAttention(MistralAttention):
-    """Without a word of config.json, it has no window."""
+    """Has no sliding window by default."""
 
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
@@ -28,7 +28,7 @@ class MixtralAttention(MistralAttention):
 def experts_of(
     spec: ModelSpec, parallel: Parallel, activation: str | Gate, bias: bool = False
 ) -> SparseMoE:
-    """A layer's, as config.json names them."""
+    """The experts of a layer, by Mixtral's keys of config.json."""
     config = spec.config
     return SparseMoE(
         spec.hidden_size,
@@ -65,6 +65,6 @@ class MixtralForCausalLM(LlamaForCausalLM):
     def convert(
         self, tensors: Iterator[tuple[str, Tensor | Quantized]]
     ) -> Iterator[tuple[str, Tensor | Quantized]]:
-        """Under the names that other models have."""
+        """Rename the checkpoint's tensors as in other models with experts."""
         for name, tensor in tensors:
             yield name.replace(".block_sparse_moe.", ".mlp."), tensor

@@ -1,5 +1,5 @@
 """ModernBERT (https://arxiv.org/abs/2412.13663): an encoder with rotary positions, gated
-feed-forward, and layers of which most see a window to both sides.
+feed-forward, and local attention in most layers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ModernBertEmbeddings(nn.Module):
 
 
 class ModernBertAttention(nn.Module):
-    """Multi-head self-attention to both sides, everywhere or within a window."""
+    """Bidirectional multi-head self-attention, global or within a window."""
 
     def __init__(self, spec: ModelSpec, layer_type: str, parallel: Parallel) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class ModernBertMLP(nn.Module):
 
 
 class ModernBertLayer(nn.Module):
-    """Attention and feed-forward; what they yield is added to the residual by the next norm."""
+    """Attention and feed-forward; their outputs are added to the residual by the next norm."""
 
     def __init__(self, spec: ModelSpec, layer: int, layer_type: str, parallel: Parallel) -> None:
         super().__init__()
@@ -114,14 +114,14 @@ class ModernBertLayer(nn.Module):
         rotations: dict[str, Rotation],
         ctx: ForwardContext,
     ) -> tuple[Tensor, Tensor]:
-        """What is to be added to the stream, and the stream; [num_tokens, hidden] each."""
+        """What the next norm adds to the residual, and the residual; [num_tokens, hidden] each."""
         x, residual = (x, x) if self.attn_norm is None else self.attn_norm.add(x, residual)
         x, residual = self.mlp_norm.add(self.attn(x, rotations[self.layer_type], ctx), residual)
         return self.mlp(x), residual
 
 
 class ModernBertModel(nn.Module):
-    """The encoder, whose last hidden states embeddings are made of."""
+    """The encoder; embeddings are pooled from its last hidden states."""
 
     packed: ClassVar[dict[str, tuple[str, int]]] = {}
     ignored: ClassVar[tuple[str, ...]] = (
@@ -141,7 +141,7 @@ class ModernBertModel(nn.Module):
         self.final_norm = norm(spec, parallel)
 
     def convert(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Heads stand beside what they are on."""
+        """Rename the checkpoint's tensors: heads are beside the base model."""
         for name, tensor in tensors:
             yield name.removeprefix("model."), tensor
 

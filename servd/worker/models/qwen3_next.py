@@ -1,5 +1,5 @@
-"""Qwen 3-Next: most layers are gated delta nets (https://arxiv.org/abs/2412.06464), which keep a
-state in place of keys and values; the others attend, with a gate on what they yield.
+"""Qwen 3-Next: most layers are gated delta nets (https://arxiv.org/abs/2412.06464), which have a
+recurrent state in place of a KV cache; the others have attention with an output gate.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from servd.worker.models.qwen3 import Qwen3Attention
 from servd.worker.models.qwen3_moe import Qwen3MoeLayer
 from servd.worker.parallel import Parallel
 
-CHUNK = 64  # tokens of a prompt that are computed at once
+CHUNK = 64  # tokens per chunk of the parallel scan of prompts
 
 
 class Qwen3NextRotary(Rotary):
-    """Turns a quarter of each head, if config.json does not say how much."""
+    """Rotates a quarter of each head by default."""
 
     is_partial = True
 
@@ -46,7 +46,7 @@ class Qwen3NextRotary(Rotary):
 
 
 class Qwen3NextAttention(Qwen3Attention):
-    """Each head of q brings a gate along; q and k are normed."""
+    """q_proj has an output gate for each head; q and k are normalised."""
 
     query_parts, norm = 2, OffsetRMSNorm
 
@@ -59,7 +59,7 @@ class Qwen3NextAttention(Qwen3Attention):
 
 
 class Convolution(nn.Module):
-    """Each channel's weighted sum of its last numbers, by token."""
+    """Causal depthwise convolution over tokens."""
 
     def __init__(self, parts: list[int], size: int, activation: str, parallel: Parallel) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Convolution(nn.Module):
 
     def forward(self, x: Tensor, before: Tensor) -> Tensor:
         """x [..., num_tokens, channels], float32 -> the same shape; `before` are the size - 1
-        tokens before it, and afterwards the last ones.
+        inputs before it, and are replaced by the last ones.
         """
         num_tokens = x.shape[-2]
         whole = torch.cat((before, x), dim=-2)
@@ -81,8 +81,8 @@ class Convolution(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """Linear attention: a matrix for each head, from keys to values, in which each token corrects
-    what its key finds after the matrix has faded.
+    """Linear attention by the gated delta rule: each head's state is a matrix from keys to values;
+    each token decays it, then corrects the value that it has for the token's key.
     """
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
@@ -112,7 +112,7 @@ class GatedDeltaNet(nn.Module):
         self.norm = RMSNorm(self.value_dim, config.get("rms_norm_eps", 1e-6), parallel)
         self.activation = Activation(activation)
         self.out_proj = RowParallelLinear(values, hidden, parallel, bias=False)
-        # The last inputs of the convolution, and the matrices.
+        # The last inputs of the convolution, and the state matrices.
         matrices = self.num_values, self.key_dim, self.value_dim
         self.state = State((conv_size - 1, sum(self.sizes)), matrices)
 
@@ -126,9 +126,9 @@ class GatedDeltaNet(nn.Module):
         )
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """[num_tokens, hidden] -> q, k and v side by side, and of heads of values a gate
-        [num_tokens, num_values, value_dim], and how much is corrected, and fades, [num_tokens,
-        num_values] each. The checkpoint has them by head of keys.
+        """[num_tokens, hidden] -> q, k and v concatenated; the output gate [num_tokens, num_values,
+        value_dim]; beta and decay inputs [num_tokens, num_values] each. The checkpoint has them
+        grouped by key head.
         """
         per_key = self.num_values // self.num_keys
         size = per_key * self.value_dim
@@ -145,7 +145,7 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
         qkv, gate, b, a = self.project(x)
-        # What is left of the matrices, as a logarithm.
+        # Logarithm of the decay.
         left = -self.A_log.exp() * F.softplus(a.float() + self.dt_bias)
         inputs = qkv.float(), left, b.float().sigmoid()
         out = self.norm(self._of_rows(ctx, *inputs).to(x.dtype))
@@ -153,8 +153,8 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(out.flatten(1).to(x.dtype))
 
     def _of_rows(self, ctx: ForwardContext, *inputs: Tensor) -> Tensor:
-        """Of a step's tokens, [num_tokens, num_values, value_dim], float32: rows of one token all
-        together, others one after another.
+        """The outputs of a step's tokens, [num_tokens, num_values, value_dim], float32: rows of one
+        token together, longer ones one by one.
         """
         lens, device = ctx.batch.query_lens, inputs[0].device
         before, matrices = self.state.read(ctx)
@@ -182,7 +182,7 @@ class GatedDeltaNet(nn.Module):
         return q * self.key_dim**-0.5, k, v.unflatten(-1, (self.num_values, self.value_dim))
 
     def _step(self, inputs: Sequence[Tensor], before: Tensor, matrices: Tensor) -> Tensor:
-        """One token of each row: all have rows first. What it keeps is changed in place."""
+        """One token of each row; tensors have rows first. Updates the state in place."""
         qkv, left, rate = inputs
         q, k, v = (each.squeeze(1) for each in self._heads(qkv.unsqueeze(1), before))
         matrices.mul_(left.exp()[..., None, None])
@@ -193,9 +193,8 @@ class GatedDeltaNet(nn.Module):
         return (q.unsqueeze(-2) @ matrices).squeeze(-2)
 
     def _scan(self, inputs: Sequence[Tensor], before: Tensor, matrix: Tensor) -> Tensor:
-        """The tokens of one row, chunk by chunk (https://arxiv.org/abs/2406.06484): what each
-        corrects, among those of its chunk, is the solution of a triangular system. What the row
-        keeps is changed in place.
+        """The tokens of one row, chunk by chunk (https://arxiv.org/abs/2406.06484): the corrections
+        within a chunk are the solution of a triangular system. Updates the state in place.
         """
         qkv, left, rate = inputs
         num_tokens = len(qkv)
@@ -207,7 +206,7 @@ class GatedDeltaNet(nn.Module):
 
         q, k, v = (chunks(each) for each in self._heads(qkv, before))
         left, rate = chunks(left.unsqueeze(-1)).cumsum(2), chunks(rate.unsqueeze(-1))
-        between = (left - left.mT).exp().tril()  # is left of a token's change at later ones
+        between = (left - left.mT).exp().tril()  # decay from a token to later ones
         system = (k * rate) @ k.mT * between
         sides = torch.cat((v * rate, k * rate * left.exp()), dim=-1)
         solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
@@ -224,10 +223,10 @@ class GatedDeltaNet(nn.Module):
 
 
 class SharedMoE(SparseMoE):
-    """With an expert of all tokens, which has a gate."""
+    """Experts and a gated shared expert for all tokens."""
 
     def share(self, spec: ModelSpec, parallel: Parallel) -> SharedMoE:
-        """Add it."""
+        """Add the shared expert's output."""
         size = spec.config["shared_expert_intermediate_size"]
         spec = replace(spec, config=spec.config | {"intermediate_size": size})
         self.shared_expert = LlamaMLP(spec, parallel)
@@ -240,7 +239,7 @@ class SharedMoE(SparseMoE):
 
 
 class Qwen3NextLayer(Qwen3MoeLayer):
-    """Linear or full attention, then experts or a feed-forward."""
+    """Linear or full attention, and experts or a feed-forward."""
 
     experts = SharedMoE
     linear: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
@@ -251,7 +250,7 @@ class Qwen3NextLayer(Qwen3MoeLayer):
         self.input_layernorm = OffsetRMSNorm(spec.hidden_size, eps, parallel)
         if is_linear[layer]:
             self.linear_attn = self.linear(spec, parallel)
-        else:  # with the number of its KV cache
+        else:  # numbered by KV cache
             self.self_attn = Qwen3NextAttention(spec, is_linear[:layer].count(False), parallel)
         self.post_attention_layernorm = OffsetRMSNorm(spec.hidden_size, eps, parallel)
         self.mlp = self.feed_forward(spec, layer, parallel)
@@ -289,7 +288,7 @@ def linear_layers(spec: ModelSpec) -> list[bool]:
 
 
 class Qwen3NextForCausalLM(LlamaForCausalLM):
-    """Norms have weights around 0."""
+    """Its norms have weights around 0."""
 
     layer = Qwen3NextLayer
     rotary = Qwen3NextRotary
@@ -302,7 +301,7 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
     def convert(
         self, tensors: Iterator[tuple[str, Tensor | Quantized]]
     ) -> Iterator[tuple[str, Tensor | Quantized]]:
-        """Without the layer that drafts, and what sees images."""
+        """Drop the tensors of the multi-token-prediction layer, and of the vision encoder."""
         for name, tensor in tensors:
             if not name.startswith(("mtp.", "model.visual.")):
                 yield name.replace("model.language_model.", "model."), tensor
