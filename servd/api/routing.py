@@ -208,10 +208,11 @@ class Router:
         for end, checksum in reversed(sums.items()):
             entry = table[checksum % NUM_ENTRIES]
             if entry >> 32 == checksum and end < num_tokens and (new := entry & missing):
-                for rank in self.ranks:
-                    if new >> rank & 1:
-                        found[rank] = end
-                if not (missing := missing & ~new):
+                missing &= ~new
+                while new:
+                    found[new.bit_length() - 1] = end
+                    new ^= 1 << new.bit_length() - 1
+                if not missing:
                     break
         return found
 

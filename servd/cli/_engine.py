@@ -19,6 +19,7 @@ from servd.config import Config
 from servd.core.executor import Executor, Progress
 from servd.core.kv_cache import groups, tiers
 from servd.core.scheduler import Scheduler
+from servd.core.step import StepLog
 from servd.hf import FAKE_SPEC
 from servd.messages import (
     EngineCoreOutput,
@@ -111,6 +112,7 @@ class Engine:
     ) -> None:
         kv_cache = groups.make_manager(config, worker)
         self.scheduler = Scheduler(config.scheduler, max_model_len, kv_cache)
+        self.scheduler.step_log = StepLog(max_records=1)  # nobody reads a fleet's gigabyte of them
         self.costs, self.clock = costs, clock
         self.copy_ns = costs.copied_byte * worker.kv_bytes_per_block
         copier = Copier(clock, self.copy_ns, config, lambda phase, fraction: None)
@@ -249,7 +251,7 @@ class Engine:
         sampled = [zeros(1) if each.samples else [] for each in step.scheduled]
         decoded = zeros(len(step.decodes.slots))
         self.scheduler.update_from_output(ModelRunnerOutput(sampled, decoded=decoded), {})
-        for message in self.scheduler.take_outputs().values():  # of one client at most
+        for message in self.scheduler.outputs.take().values():  # of one client at most
             return message.outputs, len(message.decoded)
         return [], 0
 
@@ -261,11 +263,11 @@ class Engine:
         for request in scheduler.running if steps else ():
             request.token_ids += tokens
             request.num_tokens += steps
-            end = request.num_computed_tokens + steps
+            request.num_computed_tokens = end = request.num_computed_tokens + steps
             while end > request.decodes_until:
                 request.num_computed_tokens = request.decodes_until
                 new_block_ids = cache.allocate(request, 1)
                 assert new_block_ids, "max_steps has looked at what is free"
                 request.decodes_until = cache.room_of(request)
                 cache.commit(request)
-            request.num_computed_tokens = end
+                request.num_computed_tokens = end

@@ -349,6 +349,8 @@ class Fleet:
 
         def most_cached(ranks: Iterable[int], most: int) -> int:
             for rank in ranks:
+                if most == num_blocks:
+                    break
                 find = self.find[rank]
                 while most < num_blocks and find(hashes[most]) is not None:
                     most += 1

@@ -130,9 +130,9 @@ class Step(msgspec.Struct):
 class StepLog:
     """The records of harvested steps. Each client gets each of them once, with its outputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_records: int = MAX_RECORDS) -> None:
         self._harvested_ns = 0
-        self._records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
+        self._records: deque[StepRecord] = deque(maxlen=max_records)
         self._num_added = 0
         self._num_given: dict[int, int] = {}  # by client, of all that were added
         self._announced_ns = 0
