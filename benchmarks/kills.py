@@ -76,6 +76,7 @@ class Stream:
         self.http = http
         self.name = name
         self.got_at = time.monotonic()  # its last piece
+        self.gap = 0.0  # seconds, the longest between two of its pieces since this was set
 
     async def run(self) -> Answer:
         """The whole of it."""
@@ -90,6 +91,7 @@ class Stream:
             async for line in answer.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
+                self.gap = max(self.gap, time.monotonic() - self.got_at)
                 self.got_at = time.monotonic()
                 chunk = json.loads(line.removeprefix("data: "))
                 if "error" in chunk:
@@ -122,7 +124,8 @@ class Rounds:
         self.random = random.Random(arguments.seed)
         self.problems: Counter[str] = Counter()
         self.done: Counter[str] = Counter()
-        self.gaps: list[float] = []  # seconds from a fault to the next piece of each stream
+        self.gaps: list[float] = []  # seconds without a piece, of each stream after each fault
+        self.longest: list[float] = []  # of those of each fault
         self.lines: list[str] = []  # of the log
         self.open: set[Stream] = set()
         self.is_over = False
@@ -192,7 +195,7 @@ class Rounds:
 
     async def do_rounds(self) -> None:
         """Undisturbed answers first, then faults, then nothing may be left."""
-        kinds = [*KINDS, *MORE]
+        kinds = self.arguments.kinds or [*KINDS, *MORE]
         self.expected = {each: await Stream(self.http, each).run() for each in kinds}
         for each in kinds:
             if await Stream(self.http, each).run() != self.expected[each]:
@@ -231,9 +234,11 @@ class Rounds:
 
     async def do_round(self, fault: str) -> bool:
         """One fault, at a random moment, and the way back; returns whether it was found."""
-        await asyncio.sleep(self.random.uniform(0.1, 1.5))
+        await asyncio.sleep(self.arguments.pause + self.random.uniform(0.1, 1.5))
         engines, streams = self.engines(), {*self.open}
         victim, began = self.random.choice(engines), time.monotonic()
+        for each in streams:
+            each.gap = 0.0
         with contextlib.suppress(psutil.Error):
             if fault in SIGNALS:
                 victim.send_signal(SIGNALS[fault])
@@ -255,7 +260,8 @@ class Rounds:
             f"all streams get on after {fault}",
         )
         if fault not in HARMLESS:
-            self.gaps += [each.got_at - began for each in streams if each.got_at > began]
+            self.gaps += [each.gap for each in streams]
+            self.longest.append(max((each.gap for each in streams), default=0.0))
         return going
 
     async def fail_one(self, fault: str) -> bool:
@@ -273,11 +279,10 @@ class Rounds:
     def report(self) -> str:
         """A row for each thing that was done, and for each problem."""
         rows = [(name, f"{num:,}") for name, num in self.done.items()]
-        if self.gaps:
-            most, middle = max(self.gaps), statistics.median(self.gaps)
-            rows.append(
-                ("to each stream's next piece, median and most", f"{middle:.2f}, {most:.1f} s")
-            )
+        for name, gaps in (("each stream", self.gaps), ("the last stream", self.longest)):
+            if gaps:
+                figures = f"{statistics.median(gaps):.2f}, {max(gaps):.2f} s"
+                rows.append((f"until {name} gets on, median and most", figures))
         rows.append(("load of the machine", " ".join(f"{each:.1f}" for each in os.getloadavg())))
         rows += [(f"**problem**: {problem}", f"{num}") for problem, num in self.problems.items()]
         lines = "".join(f"| {name} | {number} |\n" for name, number in rows)
@@ -307,6 +312,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=50, metavar="N", help="of each setup")
     parser.add_argument("--seconds", type=float, default=900.0, metavar="S", help="for each setup")
     parser.add_argument("--faults", nargs="+", choices=[*SIGNALS, "worker killed", *ERRORS])
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS, *MORE], help="of streams [all]")
+    parser.add_argument(
+        "--pause", type=float, default=0.0, metavar="S",
+        help="before each fault, e.g. until the next process waits, which is 10 s after a start",
+    )  # fmt: skip
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="of servd serve")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--log", default="/dev/null", metavar="FILE", help="the servers'")

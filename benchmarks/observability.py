@@ -4,6 +4,7 @@
 | part | |
 |---|---|
 | cost | CPU time and throughput with all records and without them, in pairs of servers |
+| guards | the same for what keeps servd alive and clients apart: benchmarks/unguarded.py |
 | noise | the same of two equal servers: what `cost` can tell apart |
 | unaccounted | the share of the time of 200 mixed concurrent requests that has no cause |
 | memory | what the API server has grown by after 10,000 requests |
@@ -136,6 +137,11 @@ def cost(*options: str, other: str = "benchmarks.unrecorded") -> None:
         )
 
 
+def guards(*options: str) -> None:
+    """With and without what guards clients from each other, and all of them from deaths."""
+    cost(*options, other="benchmarks.unguarded")
+
+
 def noise(*options: str) -> None:
     """Of two servers with all records."""
     cost(*options, other="servd")
@@ -216,7 +222,8 @@ def memory(*options: str) -> None:
 
 
 if __name__ == "__main__":
-    parts = {"cost": cost, "noise": noise, "unaccounted": unaccounted, "memory": memory}
+    functions = (cost, guards, noise, unaccounted, memory)
+    parts = {each.__name__: each for each in functions}
     if sys.argv[1:2] == [] or sys.argv[1] not in parts:
         sys.exit(__doc__)
     parts[sys.argv[1]](*sys.argv[2:])

@@ -1,8 +1,9 @@
 """Storms of bad clients, again and again: `python -m benchmarks.storms [SERVER OPTION ...]`.
 
-In each round come 2,000 streams that are cut, 500 slow readers, 1,000 connections whose headers
-never end and 50 explosive schemas, beside a client of another key. It prints how that client's
-latency changes, and what is left after each round: requests, memory, descriptors, threads.
+In each round come 2,000 streams that are cut, as many that get as much and are read to their end,
+500 slow readers, 1,000 connections whose headers never end and 50 explosive schemas, beside a
+client of another key. It prints how that client's latency changes, and what is left after each
+round: requests, memory, descriptors, threads.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ import psutil
 from servd.cli import _client
 
 MINE, THEIRS = "key-of-the-one-beside", "key-of-the-storm"
+STREAM = {"prompt": "stream", "stream": True, "ignore_eos": True}
 SCHEMA = {"allOf": [{"anyOf": [{"pattern": f"(a{{1,{i}}}){{1,900}}"}] * 50} for i in range(9)]}
 LIMITS = ["--write-timeout", "5", "--header-timeout", "10", "--max-connections", "4096"]
 OPTIONS = ["--api-key", MINE, "--api-key", THEIRS, "--max-waiting-requests", "4000", *LIMITS]
 SETTLE_TIMEOUT = 120.0  # seconds
+NUM_STREAMS, TOKENS_BESIDE = 2000, 20
+STORMS = ["cut", "keep", "read_slowly", "send_half", "send_schemas"]
 
 
 class Storms:
@@ -44,6 +48,7 @@ class Storms:
         self.arguments = arguments
         self.random = random.Random(0)
         self.problems: list[str] = []
+        self.num_tokens = 1  # that a stream got before it was cut, on average
 
     async def run(self) -> None:
         """Start the server, and do everything to it."""
@@ -57,10 +62,9 @@ class Storms:
             async with httpx.AsyncClient(base_url=url, timeout=120, headers=headers) as self.http:
                 await self.settle()
                 await self.measure("alone", lambda: asyncio.sleep(self.arguments.alone))
-                storms = [self.cut, self.read_slowly, self.send_half, self.send_schemas]
                 for number in range(self.arguments.rounds):
-                    for storm in storms:
-                        await self.measure(f"{number + 1}: {storm.__name__}", storm)
+                    for name in self.arguments.storms or STORMS:
+                        await self.measure(f"{number + 1}: {name}", getattr(self, name))
                     await self.settle()
         finally:
             self.server.send_signal(signal.SIGTERM)
@@ -75,7 +79,7 @@ class Storms:
 
     async def measure(self, name: str, storm: Callable[[], Awaitable[Any]]) -> None:
         """The latencies of one request after the other beside a storm."""
-        begin = time.monotonic()
+        begin, before = time.monotonic(), await self.generated()
         # A process of its own: in this one it would wait for the storm's sockets.
         beside = await asyncio.create_subprocess_exec(
             *[sys.executable, "-m", "benchmarks.storms", "--beside", self.address.geturl()],
@@ -89,6 +93,15 @@ class Storms:
         middle, took = statistics.median(seconds), time.monotonic() - begin
         figures = f"{1000 * middle:.0f} | {1000 * p99:.0f} | {len(seconds)} in {took:.0f} s"
         print(f"| {name} | {figures} |", flush=True)
+        if storm == self.cut:
+            theirs = await self.generated() - before - TOKENS_BESIDE * len(seconds)
+            self.num_tokens = max(round(theirs / NUM_STREAMS), 1)
+
+    async def generated(self) -> float:
+        """Tokens that the server has made."""
+        lines = (await self.http.get("/metrics")).text.splitlines()
+        name = "vllm:generation_tokens_total"
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
     async def settle(self) -> None:
         """Wait until nothing is open, and say what there is."""
@@ -114,7 +127,7 @@ class Storms:
     # ---- storms ----
 
     async def send(self, data: bytes, hold: float, buffer: int | None = None) -> None:
-        """A connection that sends this, reads nothing and is cut after a time."""
+        """A connection that sends this, reads nothing and is cut after a time, or reads all."""
         with socket.socket() as one:
             one.setblocking(False)
             if buffer:
@@ -124,6 +137,8 @@ class Storms:
                 await loop.sock_connect(one, (self.address.hostname, self.address.port))
                 await loop.sock_sendall(one, data)
                 await asyncio.sleep(hold)
+                while not hold and await loop.sock_recv(one, 65536):
+                    pass
 
     async def many(self, count: int, at_once: int, one: Callable[[], Awaitable[None]]) -> None:
         """So many of one kind."""
@@ -132,8 +147,17 @@ class Storms:
 
     async def cut(self) -> None:
         """Streams that are left at random moments."""
-        data = post({"prompt": "cut", "max_tokens": 500, "stream": True, "ignore_eos": True})
-        await self.many(2000, 50, lambda: self.send(data, self.random.uniform(0, 1)))
+        data = post(STREAM | {"max_tokens": 500})
+        await self.many(NUM_STREAMS, 50, lambda: self.send(data, self.random.uniform(0.001, 1)))
+
+    async def keep(self) -> None:
+        """Streams that get as many tokens as those that were cut, on average, and end."""
+        most = 2 * self.num_tokens - 1
+
+        async def one() -> None:
+            await self.send(post(STREAM | {"max_tokens": self.random.randint(1, most)}), 0)
+
+        await self.many(NUM_STREAMS, 50, one)
 
     async def read_slowly(self) -> None:
         """Clients that do not read what they ask for."""
@@ -160,7 +184,7 @@ def beside(url: str) -> None:
     """A client that behaves, until stdin ends; prints its seconds, and what was refused."""
     with contextlib.suppress(PermissionError):
         os.nice(-5)  # one that waits for a CPU would measure itself
-    body = {"prompt": "a normal request", "max_tokens": 20, "ignore_eos": True}
+    body = {"prompt": "a normal request", "max_tokens": TOKENS_BESIDE, "ignore_eos": True}
     seconds, refused, over = list[float](), list[str](), threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
     client = _client.Client(url, MINE)
@@ -177,6 +201,7 @@ def post(body: dict[str, Any]) -> bytes:
     """A request of the storm's key."""
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {THEIRS}\r\n"
+    head += "connection: close\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
     return head.encode() + content
 
@@ -186,6 +211,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="[%(default)s]")
     parser.add_argument("--alone", type=float, default=20, metavar="S", help="[%(default)s]")
+    parser.add_argument("--storms", nargs="+", choices=STORMS, help="in this order [all]")
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="of servd serve")
     parser.add_argument("--beside", metavar="URL", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -67,15 +67,24 @@ def main(replaced: Replaced, entry: Callable[[], None]) -> None:
     entry()
 
 
-if __name__ == "__main__":
+def serve(
+    module: str, of_engine: Callable[[], Replaced], of_api_server: Callable[[], Replaced]
+) -> None:
+    """Be whichever process of `servd serve` this one was started as, and start others of `module`.
+    A function each says what is replaced in it, so that no process imports another's room.
+    """
     if PARENT_DIR in os.environ:  # which only engines get
         from servd.core import engine_core_proc
 
         main(of_engine(), engine_core_proc.main)
     elif len(sys.argv) > 1:
-        engine_supervisor.ENGINE_MODULE = process_tree.API_MODULE = "benchmarks.unrecorded"
+        engine_supervisor.ENGINE_MODULE = process_tree.API_MODULE = module
         sys.exit(cli.main())
     else:
         from servd.api import server
 
         main(of_api_server(), server.main)
+
+
+if __name__ == "__main__":
+    serve("benchmarks.unrecorded", of_engine, of_api_server)
