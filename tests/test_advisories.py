@@ -6,20 +6,25 @@ import json
 import re
 import shutil
 import stat
+import time
 from pathlib import Path
 
+import httpx
 import jinja2.sandbox
 import pytest
 
 from servd import ipc
+from servd.api import auth
 from servd.api.chat_template import ChatTemplate
+from servd.api.http_protocol import MAX_HEAD
 from servd.api.prompt import Chat
+from servd.api.tool_parsers import pythonic
 from servd.core.kv_cache import block_hash
 from servd.errors import InvalidRequest
 from servd.hf import find_tokenizer
 from servd.params import MAX_N
 from servd.private_dir import private_dir
-from tests.api.harness import serve, user
+from tests.api.harness import listening, serve, user
 from tests.test_architecture import SOURCES, pickling
 
 CHAT = "/v1/chat/completions"
@@ -39,6 +44,20 @@ def test_cve_2025_32444_sockets_are_in_a_folder_of_the_user():
         shutil.rmtree(folder)
 
 
+async def test_cve_2025_59425_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch):
+    compared: list[int] = []
+
+    def compare(offered: str, known: str) -> bool:
+        compared.append(len(offered))
+        return offered == known
+
+    monkeypatch.setattr(auth.hmac, "compare_digest", compare)
+    async with serve(api_key=["first", "second"]) as served:
+        for key in ("first", "f", "x" * 999):
+            await served.http.get("/version", headers={"x-api-key": key})
+    assert compared == [64] * 6  # hashes, and all of them each time
+
+
 async def test_cve_2026_48746_no_header_renames_the_path():
     headers = {"host": "x/health?", "x-forwarded-path": "/health", "x-forwarded-prefix": "/health"}
     async with serve(api_key=["key"]) as served:
@@ -51,12 +70,42 @@ async def test_pr_42064_42594_10531_routes_outside_v1_are_guarded():
             assert (await served.http.post(path, json={})).status_code == 401
 
 
-async def test_cve_2025_6242_no_url_of_a_client_is_opened():
-    part = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}
+@pytest.mark.parametrize("kind", ["image_url", "video_url", "audio_url"])
+async def test_cve_2025_6242_2026_5497_2026_22773_ghsa_c65p_no_media_is_opened(kind: str):
+    part = {"type": kind, kind: {"url": "http://169.254.169.254/latest"}}
     body = {"messages": [{"role": "user", "content": [part]}]}
     async with serve() as served:
         answer = await served.http.post(CHAT, json=body)
-    assert answer.status_code == 400 and "image_url are not supported" in answer.text
+    assert answer.status_code == 400 and f"{kind} are not supported" in answer.text
+
+
+async def test_cve_2025_62164_no_tensor_of_a_client_is_loaded():
+    async with serve() as served:
+        body = {"prompt": "x", "prompt_embeds": "gASVAAA="}
+        answer = await served.http.post("/v1/completions", json=body)
+    assert answer.status_code == 400 and "prompt_embeds" in answer.text
+
+
+async def test_sglang_cve_2025_10164_sglang_24618_no_route_takes_weights():
+    async with serve() as served:
+        for name in ("update_weights_from_tensor", "update_weights_from_disk", "load_model"):
+            answer = await served.http.post(f"/{name}", json={"serialized_named_tensors": ["gA=="]})
+            assert answer.status_code == 404
+
+
+async def test_cve_2025_48956_headers_are_bounded():
+    async with serve() as served, listening(served.app) as url, httpx.AsyncClient() as http:
+        answer = await http.get(f"{url}/health", headers={"x": "x" * 2 * MAX_HEAD})
+    assert answer.status_code == 431
+
+
+def test_cve_2025_48887_no_call_takes_the_parser_long():
+    for text in ("[get_weather(a=" + "[" * 100_000, "[f(a=1), " * 20_000 + "f(", "[" * 100_000):
+        begin = time.process_time()
+        parser = pythonic.Parser([])
+        parser.feed(text)
+        parser.finish()
+        assert time.process_time() - begin < 3
 
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])
@@ -125,6 +174,14 @@ def test_cve_2026_22807_no_code_of_a_checkpoint_runs_unasked(tmp_path: Path):
     with pytest.raises(Exception, match="tokenizer"):
         find_tokenizer(str(tmp_path))
     assert not (tmp_path / "ran").exists()
+
+
+def test_cve_2025_66448_a_configuration_brings_no_code():
+    """Models have no code but servd's; only tokenizers may, where the operator says so."""
+    models = [source for source in SOURCES if source.path.startswith("servd/worker/models/")]
+    trusts = [re.findall(r"trust_remote_code=(\w+)", each.text) for each in models]
+    assert {each for found in trusts for each in found} == {"False"}
+    assert not any("get_class_from_dynamic_module" in source.text for source in SOURCES)
 
 
 async def test_49239_an_error_is_no_larger_than_the_request_deserves():
