@@ -12,9 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +24,7 @@ from servd.core.kv_cache.tiers.cost import Cost, time_copies
 from servd.core.kv_cache.tiers.disk import Disk
 from servd.core.kv_cache.tiers.host import Host
 from servd.core.kv_cache.tiers.identity import identity
+from servd.core.kv_cache.tiers.mover import Mover
 from servd.core.kv_cache.tiers.remote import Exchange, Reader
 from servd.errors import ConfigError
 from servd.hf import ModelSpec
@@ -34,20 +33,18 @@ from servd.join import read_token
 from servd.messages import BlockCopies, BlockCopy, WorkerReady
 from servd.sizes import format_bytes
 from servd.stats import SchedulerStats, TierStats
-from servd.tracing import StepRecord, now_ns
+from servd.tracing import StepRecord
 
 logger = logging.getLogger("servd.engine")
 
 GIB = 1 << 30
 MAX_STAGING = GIB  # bytes of host memory for blocks on their way to and from files
 MAX_SAVES = 16  # blocks copied to the host in a step because a request ended
-NUM_THREADS = 2  # that read and write files
 UNKNOWN_COST = 1_000_000  # nanoseconds to compute a token, before any was computed
 LEAST_PATIENCE = 50_000_000  # nanoseconds that a request waits for files at least
 MOST_PATIENCE = 600 * 10**9  # the same for blocks that it must not compute: their peers are timed
 GIVE_UP = 5.0  # seconds without any of the blocks that are read and written: the disk hangs
 MAX_REFUSED = 1 << 16  # hashes that are remembered
-PAUSE = 0.005  # seconds between looks at files that are read while there is nothing else to do
 
 
 @dataclass(eq=False)
@@ -76,16 +73,8 @@ class Tiers:
         self._num_skipped = 0  # blocks that had no room, since the last report
         self._num_copied = [0, 0]  # the same of blocks to the host, and to the device
         self._num_copying = 0  # slots in copies of the next step and of those in flight
-        self._num_moving = 0  # slots that are read or written
-        self._max_moving = max(host.num_blocks // 2, 1)  # with which writing begins
-        self._reading: set[bytes] = set()
+        self._mover = Mover(host)
         self._refused: set[bytes] = set()  # were read in vain; forgotten now and then
-        # From the threads: slot, its block, the tier that this was read from, if it was.
-        self._moved: deque[tuple[int, bytes, str]] = deque()
-        self._news = threading.Event()
-        self._moved_at = 0.0  # seconds, when the last was there, or the first was begun
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "kv-tiers")
-        self._peer_threads = ThreadPoolExecutor(NUM_THREADS, "kv-peers")  # as one may not answer
         if disk is not None:  # which may take long, and nobody waits for it at exit
             threading.Thread(target=disk.open, name="kv-open", daemon=True).start()
 
@@ -125,8 +114,8 @@ class Tiers:
     def take_copies(self) -> BlockCopies | None:
         """Those of the step that has just been put together."""
         self._collect()
-        busy = self._num_copying + self._num_moving
-        for _ in range(min(MAX_SAVES, len(self._offers), self._max_moving - busy)):
+        busy = self._num_copying + self._mover.num_slots
+        for _ in range(min(MAX_SAVES, len(self._offers), self._mover.max_slots - busy)):
             block_hash, block = next(iter(self._offers.items()))
             self.save(block, block_hash)
         copies, self._copies = self._copies, []
@@ -146,12 +135,11 @@ class Tiers:
     def _pass_on(self, slot: int, block_hash: bytes) -> None:
         """Have an owned slot written where it is wanted, and released."""
         wanting = self._who_wants(block_hash)
-        if not wanting or self._num_moving >= self._max_moving:
+        if wanting and self._mover.has_room:
+            self._mover.write(wanting, slot, block_hash)
+        else:
             self.host.release([slot])
             self._give_up(block_hash)
-        else:
-            self._begin_moving(1)
-            self._threads.submit(self._write, wanting, slot, block_hash)
 
     def _give_up(self, block_hash: bytes) -> None:
         """Nobody is to wait for this block, which found no room on its way."""
@@ -168,7 +156,7 @@ class Tiers:
             if (slot := self.host.find(block_hash)) is not None:
                 self.host.forget([slot])
         for store in self._stores:
-            self._threads.submit(store.delete, hashes)
+            self._mover.delete(store, hashes)
 
     def reset(self) -> None:
         """Forget all that is in host memory. Files stay: they are not of this engine alone."""
@@ -201,7 +189,7 @@ class Tiers:
         if not tier or not missing or self._hangs:
             return 0
         must_have = self.must_have(peer)
-        if missing[0] not in self._reading:
+        if missing[0] not in self._mover.reading:
             slots: dict[bytes, int] = {}
             self.host.share(found)  # they are not to make room
             if has(missing[0]) and (must_have or self._is_worth(tier)):
@@ -212,13 +200,8 @@ class Tiers:
             self.host.release(found)
             if not slots:
                 return 0
-            self._reading |= slots.keys()
             self._refused -= slots.keys()
-            self._begin_moving(len(slots))
-            for first in range(NUM_THREADS):
-                part = list(slots.items())[first::NUM_THREADS]
-                threads = self._peer_threads if peer else self._threads
-                threads.submit(self._read, tier, reading(), part)
+            self._mover.read(tier, reading, slots, self._returns[tier])
         return (
             MOST_PATIENCE if must_have else LEAST_PATIENCE + round(len(missing) * self._compute_ns)
         )
@@ -245,7 +228,7 @@ class Tiers:
             return False
         idle = sum(self.host.ref_counts[slot] == 0 for slot in self.host.find_prefix(hashes))
         is_full = self.host.num_free - idle < len(missing) and self._fits(hashes)
-        return bool(self._reading) or is_full
+        return bool(self._mover.reading) or is_full
 
     def can_read_again(self, hashes: Sequence[bytes], peer: str) -> bool:
         """Whether blocks that a request must have are not here although no peer has refused them:
@@ -274,7 +257,8 @@ class Tiers:
     def is_reading(self, hashes: Sequence[bytes]) -> bool:
         """Whether the first of these blocks that the host lacks is being read."""
         self._collect()
-        return next((h in self._reading for h in hashes if self.host.find(h) is None), False)
+        reading = self._mover.reading
+        return next((h in reading for h in hashes if self.host.find(h) is None), False)
 
     def wait(self) -> bool:
         """There is nothing else to do than to read and write: wait a little for that, if there is.
@@ -283,8 +267,8 @@ class Tiers:
         if self._offers and self._hangs:
             logger.warning("--kv-cache-dir hangs: %d blocks are not kept", len(self._offers))
             self._offers.clear()
-        if (is_due := bool(self._num_moving or self._offers)) and self._news.wait(PAUSE):
-            self._news.clear()
+        if is_due := bool(self._mover.num_slots or self._offers):
+            self._mover.wait()
         return is_due
 
     @property
@@ -314,60 +298,20 @@ class Tiers:
         self._num_copied[to_device] += 1
         self._num_copying += 1
 
-    # ---- files ----
-
-    def _begin_moving(self, num_slots: int) -> None:
-        if not self._num_moving:
-            self._moved_at = time.monotonic()
-        self._num_moving += num_slots
-
     @property
     def _hangs(self) -> bool:
         """Whether nobody should wait for the disk; peers say themselves when they give up."""
         patience = GIVE_UP + (self.exchange.extra.timeout if self.exchange else 0)
-        return bool(self._num_moving) and time.monotonic() > self._moved_at + patience
-
-    def _write(self, stores: Sequence[Disk | Exchange], slot: int, block_hash: bytes) -> None:
-        """In a thread."""
-        try:
-            for store in stores:
-                store.write(block_hash, self.host.buffer(slot))
-        finally:
-            self._moved.append((slot, block_hash, ""))
-            self._news.set()
-
-    def _read(
-        self,
-        tier: str,
-        reading: AbstractContextManager[Reader],
-        slots: Sequence[tuple[bytes, int]],
-    ) -> None:
-        """In a thread."""
-        began, left, num_read = now_ns(), deque(slots), 0
-        try:
-            with reading as read:
-                while left:
-                    is_there = read(left[0][0], self.host.buffer(left[0][1]))
-                    block_hash, slot = left.popleft()
-                    num_read += is_there
-                    self._moved.append((slot, block_hash, tier if is_there else ""))
-        finally:
-            self._moved += [(slot, block_hash, "") for block_hash, slot in left]
-            if num_read == len(slots):  # else it may have waited for what is not there
-                self._returns[tier].add((now_ns() - began) / NUM_THREADS, num_read)
-            self._news.set()
+        return bool(self._mover.num_slots) and time.monotonic() > self._mover.moved_at + patience
 
     def _collect(self) -> None:
         """Take in what the threads have done."""
         if len(self._refused) > MAX_REFUSED:
             self._refused.clear()
-        while self._moved:
-            slot, block_hash, tier = self._moved.popleft()
-            self._num_moving -= 1
-            self._moved_at = time.monotonic()
-            if block_hash in self._reading and not tier:
+        for slot, block_hash, tier in self._mover.take():
+            if block_hash in self._mover.reading and not tier:
                 self._refused.add(block_hash)
-            self._reading.discard(block_hash)
+            self._mover.reading.discard(block_hash)
             if tier:
                 self.stats[tier].num_hits += 1
                 self.host.register(slot, block_hash)
@@ -407,7 +351,7 @@ class Tiers:
     def problems(self) -> list[str]:
         """What is wrong between two steps, in words; see `audit`."""
         self._collect()
-        owned, known = sum(self.host.ref_counts), self._num_copying + self._num_moving
+        owned, known = sum(self.host.ref_counts), self._num_copying + self._mover.num_slots
         told = f"{owned} slots of the host are owned, {known} are copied or moved"
         return [told] * (owned != known)
 
@@ -420,8 +364,7 @@ class Tiers:
         """Wait until files are found, written and read: for tests."""
         for store in self._stores:
             store.is_open.wait()
-        self._threads.shutdown(wait=True)
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "kv-tiers")
+        self._mover.flush()
         self._collect()
 
 
