@@ -28,8 +28,9 @@ class CacheConfig(Section, frozen=True):
     kv_cache_dtype: Annotated[
         Literal["auto", "float16", "bfloat16", "int8", "fp8"],
         about(
-            "Type of keys and values. auto: --dtype. On CPUs: float16, bfloat16; int8, with a "
-            "scale for each token and head. fp8: e4m3, for GPUs, half the bytes of 16 bits."
+            "Type of keys and values. auto: --dtype; bfloat16 where a CPU may round activations to "
+            "8 bits. On CPUs: float16, bfloat16; int8, with a scale for each token and head. fp8: "
+            "e4m3, for GPUs, half the bytes of 16 bits."
         ),
     ] = "auto"
     enable_prefix_caching: Annotated[

@@ -27,11 +27,15 @@ def bytes_per_block(backend: Backend[Any], model: Loadable) -> int:
     return num_caches(model) * num_elements * backend.spec.kv_dtype.itemsize
 
 
-def dtype_of(config: Config, dtype: torch.dtype) -> torch.dtype:
+def dtype_of(config: Config, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Type of the cache of a model of type `dtype`."""
-    name = config.cache.kv_cache_dtype
+    name, model = config.cache.kv_cache_dtype, config.model
     if name == "auto":
-        return dtype
+        rounds = {"auto": model.quantization in ("int8", "int4"), "int8": True}
+        is_rounded = device.type == "cpu" and rounds.get(model.cpu_activation_dtype, False)
+        # Beside activations of 8 bits it costs nothing, and a batch that reads keys and values of
+        # 32 bits does so for as long as it multiplies.
+        return torch.bfloat16 if is_rounded and dtype == torch.float32 else dtype
     return torch.float8_e4m3fn if name == "fp8" else getattr(torch, name)
 
 

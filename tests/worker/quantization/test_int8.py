@@ -110,6 +110,26 @@ def test_activations_are_rounded_where_it_was_asked_for_rounded_weights(
     assert num_terms(cpu_activation_dtype="float32") == {packed.EXACT_TERMS}
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, torch.float32),
+        ({"quantization": "int8"}, torch.bfloat16),
+        ({"quantization": "int4"}, torch.bfloat16),
+        ({"quantization": "int8", "cpu_activation_dtype": "float32"}, torch.float32),
+        ({"quantization": "int8", "dtype": "float16"}, torch.float16),
+        ({"quantization": "int8", "kv_cache_dtype": "float16"}, torch.float16),
+    ],
+    ids=str,
+)
+def test_keys_and_values_have_16_bits_where_activations_are_rounded(
+    tiny_llama: Path, options: dict[str, str], expected: torch.dtype
+):
+    config = config_for(tiny_llama, block_size=16, **{"dtype": "float32", **options})
+    runner = Driver(config).worker.runner
+    assert {cache.dtype for cache in runner.kv_caches} == {expected}
+
+
 def test_activations_stay_exact_with_a_checkpoint_that_is_quantized(tiny_llama: Path):
     got = {
         name: model_loader.form_maker(torch.float32, None, str(tiny_llama), name).x_dtype
