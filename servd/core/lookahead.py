@@ -27,9 +27,11 @@ MARGIN = 1.15  # estimates are noisy, and too many drafts are worse than too few
 # before, and the first of its size may record a program.
 PAUSE_INTERVAL, PAUSE_STEPS, HALF_STEPS = 96, 4, 4
 # And in a few steps a few requests try what seems not to pay, and forget what they knew; the more
-# seldom the longer nothing has paid. The first of these steps is not counted where a draft has to
-# catch up with what was computed without it.
+# seldom the longer nothing has paid, and so seldom that it takes a small share of the time. The
+# first of these steps is not counted where a draft has to catch up with what was computed without
+# it.
 TRY_INTERVAL, MAX_TRY_INTERVAL, TRY_STEPS, TRY_MEMORY, TRY_DRAFTS = 32, 256, 2, 0.5, 4
+TRY_SHARE, MAX_WAIT = 0.015, 1024
 MOST_BEHIND = 4  # steps without drafts after which a request's next ones are a beginning
 # While nothing is drafted, requests are asked in one step of so many, and its time counts: all this
 # takes 5 us for each of them, and a step of a small model a millisecond.
@@ -141,6 +143,7 @@ class Lookahead:
         if not self.max_drafts:
             return
         self.step, num_requests = step, max(num_requests, 1)
+        self.beginnings.discard(step)
         if num_requests != self.num_requests or self._counts:
             self.num_requests = num_requests
             self._weigh()
@@ -150,10 +153,15 @@ class Lookahead:
             return
         if self.num_steps >= self.next_try:
             self.try_interval = min(2 * self.try_interval, MAX_TRY_INTERVAL)
-            self.next_try = self.num_steps + self.try_interval
             self.tries_until = self.num_steps + TRY_STEPS
             # In turns, to tell what drafting costs from what a draft does.
             self.try_drafts = 1 if self.try_drafts > 1 else min(TRY_DRAFTS, self.max_drafts)
+            token, draft, drafting = self.cost.shares(num_requests)
+            num_drafts = (1 + num_requests // 16) * self.try_drafts
+            takes = TRY_STEPS * (drafting + num_drafts * (token + draft))  # over plain steps
+            self.next_try = self.num_steps + max(
+                self.try_interval, min(int(takes / TRY_SHARE), MAX_WAIT)
+            )
         if self.num_steps < self.tries_until:
             self.num_tries = 1 + num_requests // 16
         self.is_open = self._counts or self.num_tries > 0

@@ -88,8 +88,8 @@ class BlockTables:
         blocks = self.tables[slots, positions // self.block_size].long()
         return blocks * self.block_size + positions % self.block_size
 
-    def host_slot_mapping(self, slots: torch.Tensor, positions: torch.Tensor) -> np.ndarray:
+    def host_slot_mapping(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """The same on a CPU, by NumPy, which takes a third of torch's time for a few."""
-        at, offsets = np.divmod(positions.numpy(), self.block_size)
-        blocks = self.tables.numpy()[slots.numpy(), at].astype(np.int64)
+        at, offsets = np.divmod(positions, self.block_size)
+        blocks = self.tables.numpy()[slots, at].astype(np.int64)
         return blocks * self.block_size + offsets

@@ -79,17 +79,15 @@ class CPUModelRunner(ModelRunner):
         tables = self.states.block_tables
         return ProgramRunner(forward, max_num_rows, tables.tables.shape[1], tables.num_groups)
 
-    def make_passes(self, forward: Forward, max_num_rows: int) -> Forward:
+    def make_chain(self, drafter: Drafter, max_num_rows: int, max_num_tokens: int) -> Chain:
         """See ModelRunner."""
-        return self.make_programs(forward, max_num_rows) or forward
-
-    def make_chain(self, drafter: Drafter, max_num_rows: int) -> Chain:
-        """See ModelRunner."""
-        if not self.makes_programs:
-            return super().make_chain(drafter, max_num_rows)
+        chain = super().make_chain(drafter, max_num_rows, max_num_tokens)
+        if (passes := self.make_programs(drafter.begin, max_num_tokens)) is None:
+            return chain
         return ChainRunner(
-            drafter, self.states, max_num_rows=max_num_rows, max_drafts=self.max_drafts
-        )
+            drafter, self.states, passes=passes, max_num_rows=max_num_rows,
+            max_drafts=self.max_drafts,
+        )  # fmt: skip
 
     def forward(self, batch: InputBatch) -> Tensor:
         """Decode steps run as programs, others operation by operation."""

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -125,6 +126,18 @@ def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy an array to the device without waiting. On a CPU the tensor shares its memory."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def at_hand(tensor: torch.Tensor) -> Any:
+    """On a CPU numpy's array of the same memory, which takes a third of torch's time for a few
+    numbers; else the tensor.
+    """
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+
+
+def sent(array: np.ndarray, device: torch.device) -> Any:
+    """An array as what `at_hand` yields on this device, with which it may be computed."""
+    return array if device.type == "cpu" else upload(array, device)
 
 
 def name_of(device: torch.device) -> str:

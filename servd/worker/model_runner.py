@@ -36,7 +36,7 @@ from servd.worker.block_store import BlockStore
 from servd.worker.decode_inputs import Columns
 from servd.worker.device import upload
 from servd.worker.draft_chain import Chain, Drafter
-from servd.worker.input_batch import Forward, InputBatch
+from servd.worker.input_batch import InputBatch
 from servd.worker.isolation import Failures, forward_apart
 from servd.worker.layers import state
 from servd.worker.layers.attention import ForwardContext, spec_of
@@ -168,7 +168,7 @@ class ModelRunner(ABC):
         self.proposer = spec_decode.load(
             Target(
                 self.config, self.spec, self.model, self.states, self.parallel, self.backend,
-                self.make_passes, self.make_chain,
+                self.make_chain,
             )
         )  # fmt: skip
         has_draft = self.proposer is not None and self.proposer.bytes_per_block > 0
@@ -291,12 +291,8 @@ class ModelRunner(ABC):
         """Hidden states [num_tokens, hidden] of a step."""
         return self.run(batch.input_ids, batch.positions, batch.attention)
 
-    def make_passes(self, forward: Forward, max_num_rows: int) -> Forward:
-        """Optimise the decode passes of a draft model, with `max_num_rows` rows at most."""
-        return forward
-
-    def make_chain(self, drafter: Drafter, max_num_rows: int) -> Chain:
-        """Drafts by another model, for the requests of this one."""
+    def make_chain(self, drafter: Drafter, max_num_rows: int, max_num_tokens: int) -> Chain:
+        """Drafts by another model, for the requests of this one; see `Target`."""
         return Chain(drafter, self.states)
 
     def run(

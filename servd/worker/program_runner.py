@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +22,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from servd.worker.attention import AttentionBatch
-from servd.worker.draft_chain import Chain
+from servd.worker.draft_chain import Chain, Pass
 from servd.worker.input_batch import Forward
 from servd.worker.ops import native
 
 log = logging.getLogger("servd.worker")
+
+# Tokens of a pass that is recorded with the chain after it: there is a program for each number of
+# them beside each number of rows.
+MOST_TOGETHER = 8
 
 
 class Places:
@@ -92,17 +96,8 @@ class ProgramRunner:
     def _run(
         self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *others: Tensor
     ) -> Tensor:
+        self.fill(input_ids, positions, attention, *others)
         num_rows = len(input_ids)
-        self.tokens[0, :num_rows] = input_ids.numpy()
-        self.tokens[1, :num_rows] = positions.numpy()
-        self.seq_lens[:num_rows] = attention.seq_lens
-        for places, group in zip(self.places, (attention, *attention.others), strict=True):
-            places.fill(group, num_rows)
-        for number, other in enumerate(others):
-            if number == len(self.others):
-                shape = len(self.seq_lens), other.shape[1]
-                self.others.append(np.zeros(shape, dtype=np.float32))
-            self.others[number][:num_rows] = other.numpy()
         key = num_rows, self.variant()
         if (program := self.programs.get(key)) is None:
             program = self.programs[key] = self._record(num_rows)
@@ -110,7 +105,28 @@ class ProgramRunner:
             program.run()
         return program.results[0]
 
-    def _record(self, num_rows: int) -> Program:
+    def fill(
+        self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *others: Tensor
+    ) -> None:
+        """Write the inputs of a step to where programs read them."""
+        num_rows = len(input_ids)
+        self.tokens[0, :num_rows] = input_ids.numpy()
+        self.tokens[1, :num_rows] = positions.numpy()
+        self.seq_lens[:num_rows] = attention.seq_lens
+        for places, group in zip(self.places, (attention, *attention.others), strict=True):
+            places.fill(group, num_rows)
+        self.fill_others(others)
+
+    def fill_others(self, others: Sequence[Tensor]) -> None:
+        """The same of further inputs, [num_rows, n] each."""
+        for number, other in enumerate(others):
+            if number == len(self.others):
+                shape = len(self.seq_lens), other.shape[1]
+                self.others.append(np.zeros(shape, dtype=np.float32))
+            self.others[number][: len(other)] = other.numpy()
+
+    def inputs(self, num_rows: int) -> tuple[Any, ...]:
+        """What `fill` has written, in the same memory every time."""
         input_ids, positions = torch.from_numpy(self.tokens)[:, :num_rows]
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
         seq_lens = self.seq_lens[:num_rows]
@@ -127,49 +143,76 @@ class ProgramRunner:
             for places in self.places
         ]
         attention = replace(attention, others=others)
-        inputs = [torch.from_numpy(other[:num_rows]) for other in self.others]
+        return (
+            input_ids,
+            positions,
+            attention,
+            *(torch.from_numpy(other[:num_rows]) for other in self.others),
+        )
+
+    def _record(self, num_rows: int) -> Program:
+        inputs = self.inputs(num_rows)
         with Recorder(self.memory, num_rows) as recorder, OnlyViews():
-            hidden = self.forward(input_ids, positions, attention, *inputs)
+            hidden = self.forward(*inputs)
         return Program(b"".join(recorder.calls), [self.memory.lend(hidden)])
 
 
 class ChainRunner(Chain):
-    """Drafts by one program for each number of rows and passes; or pass by pass, see `Chain`."""
+    """The longest chain of drafts as one program, for each number of rows, of which shorter chains
+    are the beginning, and with the pass before it where that has few tokens; or pass by pass.
 
-    def __init__(self, *arguments: Any, max_num_rows: int, max_drafts: int) -> None:
+    Args:
+        arguments: those of `Chain`.
+        passes: runs the passes before chains.
+        max_num_rows: the most rows of a chain.
+        max_drafts: the most of a row.
+    """
+
+    def __init__(
+        self, *arguments: Any, passes: ProgramRunner, max_num_rows: int, max_drafts: int
+    ) -> None:
         super().__init__(*arguments)
-        self.max_passes = max_drafts - 1
+        self.passes, self.max_passes = passes, max_drafts - 1
         self.memory = Memory(max_num_rows)
         max_num_blocks = self.states.block_tables.tables.shape[1]
         self.block_tables = np.zeros((max_num_rows, max_num_blocks), dtype=np.int32)
         self.query_lens = np.ones(max_num_rows, dtype=np.int64)
-        self.is_recordable = True
+        self.last = np.zeros(max_num_rows, dtype=np.int64)
         self.features: np.ndarray | None = None  # [max_num_rows, hidden]
-        # By rows: positions, cache slots and lengths of all passes, [max_passes, 3, num_rows], and
-        # programs, by passes.
-        self.programs: dict[int, tuple[np.ndarray, list[Program]]] = {}
+        # By tokens of the pass before, 0 without it, and rows: positions, cache slots and lengths
+        # of all passes, [max_passes, 3, num_rows], and programs, by passes.
+        self.programs: dict[tuple[int, int], tuple[np.ndarray, list[Program]]] = {}
 
-    def __call__(
-        self, features: Tensor, slots: Tensor, positions: Tensor, columns: Tensor
-    ) -> Tensor:
+    def run(self, first: Pass) -> Tensor:
         """See `Chain`."""
-        if self.is_recordable and len(positions):
+        if first.rows is not None:
+            return super().run(first)
+        return self.passes(*first.inputs(self.states))[torch.as_tensor(first.last)]
+
+    def __call__(self, first: Pass, slots: Any, positions: Any, columns: Any) -> Tensor:
+        """See `Chain`."""
+        if self.passes.is_recordable and len(positions):
             try:
-                return self._run(features, slots, positions, columns)
+                return self._run(first, slots, positions, columns)
             except NotRecordable as error:
                 log.info("drafts are made call by call: %s", error)
-                self.is_recordable = False
-        return super().__call__(features, slots, positions, columns)
+                self.passes.is_recordable = False
+        return super().__call__(first, slots, positions, columns)
 
-    def _run(self, features: Tensor, slots: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
+    def _run(self, first: Pass, slots: Any, positions: Any, columns: Any) -> Tensor:
+        slots, positions, columns = map(np.asarray, (slots, positions, columns))
         tables, num_rows, num_passes = self.states.block_tables, len(slots), len(positions)
-        mapping = tables.host_slot_mapping(slots, columns)
-        self.block_tables[:num_rows] = tables.tables.numpy()[slots.numpy()]
-        if self.features is None:
-            self.features = np.zeros((len(self.block_tables), features.shape[1]), np.float32)
-        self.features[:num_rows] = features.numpy()
-        given = positions.numpy(), mapping, columns.numpy() + 1
-        if found := self.programs.get(num_rows):
+        num_tokens = len(first.token_ids)
+        if first.rows is None and num_tokens <= MOST_TOGETHER and tables.num_groups == 1:
+            self._fill(first)
+        else:
+            num_tokens, features = 0, self.run(first)
+            if self.features is None:
+                self.features = np.zeros((len(self.last), features.shape[1]), np.float32)
+            self.features[:num_rows] = features.numpy()
+        self.block_tables[:num_rows] = tables.tables.numpy()[slots]
+        given = positions, tables.host_slot_mapping(slots, columns), columns + 1
+        if found := self.programs.get((num_tokens, num_rows)):
             numbers, programs = found
             for kind, each in enumerate(given):
                 numbers[:num_passes, kind] = each
@@ -177,12 +220,22 @@ class ChainRunner(Chain):
         else:  # what is made beyond stays in the last place that there is
             places = np.arange(self.max_passes).clip(max=num_passes - 1)
             numbers = np.stack(given, axis=1)[places]
-            programs = self._record(self.features[:num_rows], numbers)
-            self.programs[num_rows] = numbers, programs
+            programs = self._record(num_tokens, num_rows, numbers)
+            self.programs[num_tokens, num_rows] = numbers, programs
         return torch.stack(programs[num_passes].results, dim=1)
 
-    def _record(self, features: np.ndarray, numbers: np.ndarray) -> list[Program]:
-        num_rows = len(features)
+    def _fill(self, first: Pass) -> None:
+        slots, columns = np.asarray(first.slots), np.asarray(first.columns)
+        passes, tables, end = self.passes, self.states.block_tables, len(slots)
+        passes.tokens[0, :end], passes.tokens[1, :end] = first.token_ids, first.positions
+        passes.seq_lens[:end] = columns + 1
+        (places,) = passes.places
+        places.slot_mapping[:end] = tables.host_slot_mapping(slots, columns)
+        places.block_tables[:end] = tables.tables.numpy()[slots]
+        passes.fill_others(first.read)
+        self.last[: len(first.last)] = first.last
+
+    def _record(self, num_tokens: int, num_rows: int, numbers: np.ndarray) -> list[Program]:
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
         tables = torch.from_numpy(self.block_tables[:num_rows])
         passes = [
@@ -196,13 +249,20 @@ class ChainRunner(Chain):
         ]
         made: list[Tensor] = []
         programs: list[Program] = []
-        first = torch.from_numpy(features)
+        inputs, features = self.passes.inputs(num_tokens), None
+        with Recorder(self.passes.memory, num_tokens) as before, OnlyViews():
+            if num_tokens:
+                features = self.drafter.begin(*inputs)
         with Recorder(self.memory, num_rows) as recorder, OnlyViews():
-            for draft in self.draft(first, passes):
+            if features is not None:
+                features = native.embed(torch.from_numpy(self.last[:num_rows]), features)
+            else:
+                assert self.features is not None
+                features = torch.from_numpy(self.features[:num_rows])
+            for draft in self.draft(features, passes):
                 made.append(draft)
-                programs.append(
-                    Program(b"".join(recorder.calls), [self.memory.lend(each) for each in made])
-                )
+                calls = b"".join(before.calls + recorder.calls)
+                programs.append(Program(calls, [self.memory.lend(each) for each in made]))
         return programs
 
 

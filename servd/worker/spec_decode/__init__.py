@@ -29,7 +29,7 @@ from servd.worker.attention import Backend, make_backend
 from servd.worker.device import upload
 from servd.worker.draft_chain import Chain, Drafter
 from servd.worker.draft_tree import DraftTree, Path
-from servd.worker.input_batch import Forward, InputBatch
+from servd.worker.input_batch import InputBatch
 from servd.worker.layers.attention import spec_of
 from servd.worker.model_loader import Loadable, Model
 from servd.worker.parallel import Parallel
@@ -50,10 +50,9 @@ class Target:
     states: RequestStates
     parallel: Parallel
     backend: Backend[Any]
-    # Passes of a draft over one token of each of its rows, and chains of them, of so many rows at
-    # most, as fast as this device can.
-    make_passes: Callable[[Forward, int], Forward]
-    make_chain: Callable[[Drafter, int], Chain]
+    # Chains of passes of a draft, of so many rows at most, and tokens in the first one, as fast as
+    # this device can.
+    make_chain: Callable[[Drafter, int, int], Chain]
 
     def find_draft(self) -> str:
         """The folder of the draft's checkpoint, which is downloaded if it has to be."""

@@ -19,7 +19,8 @@ from servd.speculative import SpeculativeConfig
 from servd.worker import kv_cache, model_loader
 from servd.worker.attention import AttentionBatch
 from servd.worker.device import upload
-from servd.worker.input_batch import AttentionRows, InputBatch, decode_attention
+from servd.worker.draft_chain import Pass
+from servd.worker.input_batch import AttentionRows, InputBatch
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.sample import ops
 from servd.worker.sample.shift import Shift
@@ -83,8 +84,7 @@ class DraftModelProposer(Proposer):
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Programs know its addresses."""
         self.kv_caches = kv_cache.allocate(self.backend, self.model, num_blocks)
-        self.passes = self.target.make_passes(self._run, self.max_num_rows)
-        self.chain = self.target.make_chain(self, self.states.max_num_seqs)
+        self.chain = self.target.make_chain(self, self.states.max_num_seqs, self.max_num_rows)
 
     def add(self, request: NewRequest) -> None:
         """What the prefix cache has of the target, it has of the draft."""
@@ -94,6 +94,9 @@ class DraftModelProposer(Proposer):
         """Compute the tokens of the step, those before that were left, and the newest one of rows
         that want drafts: these draft when nothing of them is left.
         """
+        if batch.is_plain:
+            self.behind[batch.host_slots] += 1
+            return
         slots, room = batch.host_slots, self.max_model_len - batch.seq_lens
         limits = np.minimum(batch.max_new_drafts, room).clip(0)  # [num_rows]
         wants = limits > 0
@@ -109,14 +112,15 @@ class DraftModelProposer(Proposer):
             self.behind[slots[limits == 1]] += 1
         self.limits = limits[batch.max_new_drafts > 0]
         if lens.any():
-            hidden = self._catch_up(batch, lens, missing - wants, np.flatnonzero(limits))
-            self.hidden = hidden
+            self.first = self._catch_up(batch, lens, missing - wants, np.flatnonzero(limits))
+            if not limits.any():
+                self.chain.run(self.first)
 
     def _catch_up(
         self, batch: InputBatch, lens: np.ndarray, behind: np.ndarray, drafting: np.ndarray
-    ) -> Tensor:
-        """Compute tokens of rows of a step, none past the `seq_lens` and newest token that a row
-        has blocks for.
+    ) -> Pass:
+        """The pass over tokens of rows of a step, none past the `seq_lens` and newest token that a
+        row has blocks for.
 
         Args:
             batch: the step.
@@ -125,8 +129,6 @@ class DraftModelProposer(Proposer):
                 turns out to be shorter, at its first token.
             drafting: [n] int64: rows whose newest token is among them.
 
-        Returns:
-            hidden states of the newest tokens, [n, hidden].
         """
         rows, ends = np.flatnonzero(lens), np.cumsum(lens)
         firsts = ends - lens
@@ -139,18 +141,14 @@ class DraftModelProposer(Proposer):
         newest = self.states.num_computed[slots]
         positions = (newest - back).clamp_(min=0) + offsets
         input_ids = self.states.token_ids[slots, positions].long()
-        if len(slots) <= self.max_num_rows and lens.max() <= MAX_DECODE_TOKENS:
-            attention = decode_attention(self.states, slots, positions)
-            hidden = self.passes(input_ids, positions, attention)
-        else:
+        attention_rows = None
+        if len(slots) > self.max_num_rows or lens.max() > MAX_DECODE_TOKENS:
             bounds = batch.seq_lens[rows] + 1
             if positions.device.type == "cpu":
                 bounds = positions.numpy()[ends[rows] - 1] + 1
-            attention = AttentionRows(lens[rows], bounds, ends_d).gather(
-                self.states, slots, positions
-            )
-            hidden = self._run(input_ids, positions, attention)
-        return hidden[firsts_d + newest[firsts_d] - positions[firsts_d]]
+            attention_rows = AttentionRows(lens[rows], bounds, ends_d)
+        last = firsts_d + newest[firsts_d] - positions[firsts_d]
+        return Pass(input_ids, positions, slots, positions, (), last, attention_rows)
 
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:
         """The likeliest tokens, one after the other."""
@@ -164,7 +162,7 @@ class DraftModelProposer(Proposer):
         # the chain makes beyond stays in the last place that it has.
         depths = torch.minimum(self.after[: most - 1].unsqueeze(1), limits - 1)
         positions = self.states.num_computed[slots] + depths  # [most - 1, n]
-        made = self.chain(self.hidden, slots, positions, positions)
+        made = self.chain(self.first, slots, positions, positions)
         drafts[index, :most] = made.masked_fill_(self.after[:most] > limits.unsqueeze(1), -1)
         return drafts
 
@@ -176,11 +174,14 @@ class DraftModelProposer(Proposer):
         self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch, features: Tensor
     ) -> Tensor:
         """See `Drafter`; the model knows what came before."""
-        return self._run(token_ids, positions, attention)
+        return self.begin(token_ids, positions, attention)
 
-    def _run(self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch) -> Tensor:
+    def begin(
+        self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch, *read: Tensor
+    ) -> Tensor:
+        """See `Drafter`; it reads nothing more."""
         ctx = ForwardContext(self.backend, attention, self.kv_caches)
-        return self.model(input_ids, positions, ctx)
+        return self.model(token_ids, positions, ctx)
 
 
 Proposer = DraftModelProposer  # the name that every file of this package has

@@ -19,8 +19,9 @@ from servd.messages import NewRequest
 from servd.speculative import SpeculativeConfig
 from servd.worker import kv_cache
 from servd.worker.attention import AttentionBatch
-from servd.worker.device import upload
-from servd.worker.input_batch import AttentionRows, InputBatch, decode_attention
+from servd.worker.device import at_hand, sent, upload
+from servd.worker.draft_chain import Pass
+from servd.worker.input_batch import AttentionRows, InputBatch
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.embedding import VocabEmbedding
 from servd.worker.layers.linear import ReplicatedLinear
@@ -30,9 +31,6 @@ from servd.worker.models.llama import LlamaForCausalLM, LlamaLayer
 from servd.worker.sample import ops
 from servd.worker.sample.shift import Shift
 from servd.worker.spec_decode import Proposer, Target
-
-MOST_BEHIND = 32  # tokens of a row that it can catch up with
-MOST_IN_ROWS = 8  # of a row, where each token is a row of the attention
 
 
 def rename(name: str) -> str:
@@ -142,15 +140,14 @@ def embedding_of(target: Target) -> Callable[[Tensor], Tensor]:
 
 class EagleProposer(Proposer):
     """Runs the head over tokens with the target's features, then on by itself, token by token. It
-    writes keys and values of positions whose tokens may turn out to be others; but these are
-    computed again before any later token reads them.
+    writes keys and values of tokens that may turn out to be others; but these are computed again
+    before any later token reads them.
 
-    A row that wants no drafts only keeps the features of its tokens, to catch up when it wants
-    some. After more than a few it does not, as drafts do not pay, and the tokens are skipped: the
-    head's cache goes on without them, so that the places of a row in its blocks are its positions
-    less `skipped`. Long prompts are followed at once. Blocks that the prefix cache lends may have
-    keys and values of skipped tokens, or made with the next token of another request: drafts after
-    them may be worse.
+    It follows prompts, and rows that verify drafts or want some. Other tokens are skipped: the
+    head's cache goes on without them, so that a row has as many places in its blocks as tokens were
+    followed, and a step that has nothing to do with drafts costs nothing. Blocks that the prefix
+    cache lends may lack such tokens, or were made with the next token of another request: drafts
+    after them may be worse.
     """
 
     head_class: ClassVar[type[EagleHead]] = EagleHead
@@ -166,20 +163,9 @@ class EagleProposer(Proposer):
             lambda: self.head_class(self.spec, names, target), folder, self.rename
         )
         self.backend = target.make_backend(self.head)
-        num_slots = self.states.max_num_seqs + 1
-        # Tokens that the target has computed and the head has not: [slot, position % kept].
-        self.kept = torch.zeros(
-            (num_slots, MOST_BEHIND, self.head.num_read),
-            dtype=self.backend.spec.dtype,
-            device=self.backend.spec.device,
-        )
-        # Those of the last steps, not yet there: slots, positions and what was read; and the most
-        # tokens of a row among them.
-        self.recent: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.num_recent = 0
-        self.num_skipped: Tensor | None = None  # of the rows that draft; None: nothing
-        # How many of each slot, and how many it never will.
-        self.behind, self.skipped = np.zeros((2, num_slots), dtype=np.int64)
+        # Tokens of each slot that the head has: int64 [slots], on the device, as only that knows
+        # how many drafts were kept.
+        self.num_followed = torch.zeros_like(self.states.num_computed)
 
     def find_folder(self, target: Target) -> str:
         """Where the head's checkpoint is."""
@@ -221,147 +207,62 @@ class EagleProposer(Proposer):
         self.kv_caches = kv_cache.allocate(self.backend, self.head, num_blocks)
         max_num_seqs = self.states.max_num_seqs
         self.max_num_rows = (self.config.num_speculative_tokens + 1) * max_num_seqs
-        self.passes = self.target.make_passes(self._follow, self.max_num_rows)
-        self.chain = self.target.make_chain(self, max_num_seqs)
+        self.chain = self.target.make_chain(self, max_num_seqs, self.max_num_rows)
 
     def add(self, request: NewRequest) -> None:
         """What the prefix cache has of the target, it has of the head."""
-        self._keep_recent()  # tokens of the slot's last request
-        self.behind[request.slot] = self.skipped[request.slot] = 0
+        self.num_followed[request.slot] = request.num_computed_tokens
 
     def follow(self, batch: InputBatch, hidden: Tensor, num_kept: Tensor | None) -> None:
-        """Catch up with rows that want drafts, or whose tokens are drafts or too many to be kept;
-        keep what the others will need for it.
-        """
-        behind = self.behind[batch.host_slots] + batch.query_lens
-        slots, positions = batch.tokens[:2]
+        """Run the head over prompts, and rows that verify drafts or want some."""
         if batch.is_plain:
-            self.behind[batch.host_slots] = behind
-            if behind.min() <= MOST_BEHIND:  # else nobody has drafted for long
-                self._keep(slots, positions, hidden, self.head.read(hidden), 1)
             return
-        wants = batch.max_new_drafts > 0
-        runs = wants | (batch.num_drafts > 0) | (batch.query_lens > MOST_BEHIND)  # [num_rows]
-        read = self.head.read(hidden)
-        if runs.any():
-            self._keep_recent()
-            is_along = runs.all() and not self.behind[batch.host_slots].any()
-            if is_along and (self._is_decode(batch) or not self.skipped[batch.host_slots].any()):
-                return self._go_along(batch, read, num_kept)
-            self._catch_up(batch, read, np.flatnonzero(runs), wants[runs])
-            behind[runs] = 0
-            tokens = upload(np.flatnonzero(np.repeat(~runs, batch.query_lens)), read.device)
-            slots, positions, read = slots[tokens], positions[tokens], read[tokens]
-        self.behind[batch.host_slots] = behind
-        if len(slots):
-            longest = int(batch.query_lens.max(where=~runs, initial=0))
-            self._keep(slots, positions, hidden, read, longest)
-
-    def _keep(
-        self, slots: Tensor, positions: Tensor, hidden: Tensor, read: Tensor, longest: int
-    ) -> None:
-        """Keep what was read of tokens, of which no row has more than `longest`."""
-        if self.num_recent + longest > MOST_BEHIND:
-            self._keep_recent()
-        # Hidden states, and tokens that decode, are where the next step's will be.
-        slots, positions = torch.stack((slots, positions))
-        self.recent.append((slots, positions, read.clone() if read is hidden else read))
-        self.num_recent += longest
-
-    def _keep_recent(self) -> None:
-        """Write what was read of the last steps where `kept` has it; no two have the same place."""
-        if self.recent:
-            slots, positions, read = map(torch.cat, zip(*self.recent, strict=True))
-            self.kept[slots, positions % MOST_BEHIND] = read
-            self.recent.clear()
-            self.num_recent = 0
-
-    def _go_along(self, batch: InputBatch, read: Tensor, num_kept: Tensor | None) -> None:
-        """Run the head over a step of which it follows every row, and was behind in none."""
-        (slots, positions), attention = batch.tokens[:2], batch.attention
-        wanted, last = batch.drafting_rows, batch.ends(num_kept)
-        skipped, self.num_skipped = self.skipped[batch.host_slots], None
-        if skipped.any():
-            of_tokens = upload(skipped.repeat(batch.query_lens), read.device)
-            attention = decode_attention(self.states, slots, positions - of_tokens)
-            self.num_skipped = upload(skipped[wanted], read.device)
-        run = self.passes if self._is_decode(batch) else self._follow
-        made = run(self.states.read(slots, positions + 1), positions, attention, read)
-        if len(wanted) < len(last):
-            last = last[upload(wanted, read.device)]
-        self.features = made.index_select(0, last)
-        self.limits = batch.max_new_drafts[wanted]
-
-    def _is_decode(self, batch: InputBatch) -> bool:
-        """Whether `passes` can run the head over its tokens."""
-        return batch.is_decode and batch.tokens.shape[1] <= self.max_num_rows
-
-    def _catch_up(
-        self, batch: InputBatch, read: Tensor, rows: np.ndarray, wants: np.ndarray
-    ) -> None:
-        """Run the head over what rows of a step have not followed yet, with drafts of the step that
-        were not kept.
-
-        Args:
-            batch: the step.
-            read: of its tokens, [num_tokens, num_read].
-            rows: [n] int64.
-            wants: [n] bool: which of them draft; their features are kept for `propose`.
-        """
-        host_slots = batch.host_slots[rows]
-        behind = self.behind[host_slots]
-        behind[behind > MOST_BEHIND] = 0  # what is kept are the first ones, and others are missing
-        self.skipped[host_slots] += self.behind[host_slots] - behind
-        lens = behind + batch.query_lens[rows]
-        ends = np.cumsum(lens)
-        parts = (
-            np.repeat(np.arange(len(rows)), lens),
-            np.arange(ends[-1]) - np.repeat(ends - lens, lens),
-            (np.cumsum(batch.query_lens) - batch.query_lens)[rows], ends - lens, ends - 1,
-            np.flatnonzero(wants), behind, self.skipped[host_slots],
-        )  # fmt: skip
-        packed = upload(np.concatenate(parts), read.device)
-        row, offsets, step_firsts, firsts, lasts, drafting, behind_d, skipped = packed.split(
-            [len(part) for part in parts]
-        )
-        row_slots, computed = batch.tokens[:, step_firsts]  # [n] each
-        start = computed - behind_d
-        slots, positions = row_slots[row], start[row] + offsets
-        in_step = offsets - behind_d[row]
-        features = read[step_firsts[row] + in_step.clamp(min=0)]
-        if behind.any():
-            kept = self.kept[slots, positions % MOST_BEHIND]
-            features = torch.where(in_step.unsqueeze(1) < 0, kept, features)
-        places, bounds = positions - skipped[row], batch.seq_lens[rows]
-        if places.device.type == "cpu":
-            bounds = places.numpy()[ends - 1] + 1
-        next_ids = self.states.read(slots, positions + 1)
-        is_program = self.passes != self._follow
-        if is_program and len(places) <= self.max_num_rows and lens.max() <= MOST_IN_ROWS:
-            attention, run = decode_attention(self.states, slots, places), self.passes
-        else:
-            attention = AttentionRows(lens, bounds, lasts).gather(self.states, slots, places)
-            run = self._follow
-        made = run(next_ids, positions, attention, features)
-        num_right = self.states.num_computed[row_slots] - start
-        self.features = made[(firsts + num_right - 1)[drafting]]
-        self.num_skipped = skipped[drafting]
+        lens, wants = batch.query_lens, batch.max_new_drafts > 0
+        runs = wants | (lens > 1)
+        rows = np.flatnonzero(runs)
+        if not len(rows):
+            return
+        device, read = hidden.device, self.head.read(hidden)
+        slots, positions = map(at_hand, batch.tokens[:2])
+        # Of each row the place in it of the last token that is known or kept.
+        newest = at_hand(batch.ends(num_kept)) - sent(lens.cumsum() - lens, device)
+        if len(rows) < len(runs):
+            chosen = np.flatnonzero(np.repeat(runs, lens))
+            read, tokens = read[upload(chosen, device)], sent(chosen, device)
+            slots, positions, newest = slots[tokens], positions[tokens], newest[sent(rows, device)]
+            lens, wants = lens[rows], wants[rows]
+        ends = lens.cumsum()
+        firsts, followed = ends - lens, at_hand(self.num_followed)
+        columns = followed[slots] + sent(np.arange(ends[-1]) - firsts.repeat(lens), device)
+        followed[sent(batch.host_slots[rows], device)] += newest + 1
+        attention_rows = None
+        if ends[-1] > self.max_num_rows or (lens > batch.num_drafts[rows] + 1).any():
+            bounds = columns[ends - 1] + 1 if device.type == "cpu" else batch.seq_lens[rows]
+            attention_rows = AttentionRows(lens, bounds, upload(ends - 1, device))
+        last = sent(firsts, device) + newest
+        if not wants.all():
+            last = last[sent(np.flatnonzero(wants), device)]
+        next_ids = at_hand(self.states.read(*map(torch.as_tensor, (slots, positions + 1))))
+        self.first = Pass(next_ids, positions, slots, columns, (read,), last, attention_rows)
+        if not len(last):
+            self.chain.run(self.first)
         self.limits = batch.max_new_drafts[rows][wants]
 
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:
         """A chain of likeliest tokens, up to `max_model_len`."""
-        newest = self.states.num_computed.index_select(0, slots)
-        depths = self.after[: num_drafts - 1].unsqueeze(1)
+        rows, newest = at_hand(slots), at_hand(self.states.num_computed)[at_hand(slots)]
+        depths = at_hand(self.after)[: num_drafts - 1, None] - 1
         # A row has blocks for no more; positions from the newest token's on are computed again.
         if self.limits.min() < num_drafts - 1:
-            depths = torch.minimum(depths, upload(self.limits, slots.device))
-        positions = newest - 1 + depths  # [num_drafts - 1, n]
-        columns = positions if self.num_skipped is None else positions - self.num_skipped
-        drafts = self.chain(self.features, slots, positions, columns)
+            depths = depths.clip(max=sent(self.limits - 1, slots.device))
+        columns = at_hand(self.num_followed)[rows] + depths  # [num_drafts - 1, n]
+        drafts = self.chain(self.first, rows, newest + depths, columns)
         most = self.config.max_model_len or self.states.max_model_len
         if max_len + num_drafts <= most:
             return drafts
-        return drafts.masked_fill_(self.after[:num_drafts] >= most - newest.unsqueeze(1), -1)
+        return drafts.masked_fill_(
+            self.after[:num_drafts] >= most - torch.as_tensor(newest).unsqueeze(1), -1
+        )
 
     def top(self, features: Tensor) -> Tensor:
         """See `Drafter`."""
@@ -374,10 +275,11 @@ class EagleProposer(Proposer):
         ctx = ForwardContext(self.backend, attention, self.kv_caches)
         return self.head(token_ids, features, positions, ctx)
 
-    def _follow(
-        self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch, read: Tensor
+    def begin(
+        self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch, *read: Tensor
     ) -> Tensor:
-        return self.advance(token_ids, positions, attention, self.head.features(read))
+        """See `Drafter`; the positions are those of what was read."""
+        return self.advance(token_ids, positions, attention, self.head.features(*read))
 
 
 Proposer = EagleProposer  # the name that every file of this package has

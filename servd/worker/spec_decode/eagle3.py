@@ -8,6 +8,7 @@ from collections.abc import Set
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -60,6 +61,8 @@ class AuxHiddenStates:
 
     def of_step(self, num_tokens: int) -> Tensor:
         """[num_tokens, layers * hidden], until the next step."""
+        if self.is_native:
+            return torch.from_numpy(np.concatenate(self.streams.numpy()[:, :num_tokens], axis=-1))
         return torch.cat(self.streams[:, :num_tokens].unbind(), dim=-1)
 
 

@@ -31,9 +31,10 @@ def make_echo(folder: Path) -> Path:
 
 def drafts_of(
     folder: Path, speculative: dict[str, Any], num_drafts: int, seed: int = 0, **options: Any
-) -> list[tuple[list[int], list[int]]]:
+) -> list[tuple[list[int], list[int], set[int]]]:
     """What is drafted in a run of random steps: prompts in chunks, rows that verify drafts or just
-    go on, rows that sit out. Each time all tokens that are known, and the drafts after them.
+    go on, rows that sit out. Each time all tokens that are known, the drafts after them, and the
+    positions that were computed alone, for a row that verified no drafts and wanted none.
     """
     driver = Driver(config_for(folder, speculative_config=speculative, **options), seed)
     draw = random.Random(seed)
@@ -41,15 +42,22 @@ def drafts_of(
         driver.add([draw.randrange(driver.spec.vocab_size) for _ in range(draw.randint(2, 30))])
         for _ in range(5)
     ]
-    found: list[tuple[list[int], list[int]]] = []
+    found: list[tuple[list[int], list[int], set[int]]] = []
+    alone: dict[int, set[int]] = {slot: set() for slot in slots}
     for _ in range(30):
         chosen = draw.sample(slots, draw.randint(1, len(slots)))
         chunks = {slot: draw.randint(1, driver.left(slot)) for slot in chosen}
         most = {slot: draw.randint(0, num_drafts) for slot in chosen}
+        for slot, chunk in chunks.items():
+            samples = chunk == driver.left(slot)
+            if chunk == 1 and not (samples and (driver.drafts[slot] or most[slot])):
+                alone[slot].add(driver.computed[slot])
         driver.step(chunks, max_new_drafts=most)
         for slot in chosen:
             if driver.drafts[slot]:
                 assert len(driver.drafts[slot]) == most[slot]
-                found.append((list(driver.tokens[slot]), list(driver.drafts[slot])))
+                found.append(
+                    (list(driver.tokens[slot]), list(driver.drafts[slot]), set(alone[slot]))
+                )
     assert len(found) > 30
     return found

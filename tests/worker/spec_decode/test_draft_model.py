@@ -216,10 +216,10 @@ def test_programs_run_the_draft_on_a_cpu(tiny_llama: Path, draft, counts, monkey
         pytest.skip("servd was installed without a compiler")
     folder, block_size = draft
     forwards: list[int] = []
-    run = DraftModelProposer._run
+    run = DraftModelProposer.begin
     monkeypatch.setattr(
         DraftModelProposer,
-        "_run",
+        "begin",
         lambda self, *args: (forwards.append(len(args[0])), run(self, *args))[1],
     )
     log = serve_all(tiny_llama, folder, 8000, 1, block_size=block_size)

@@ -80,7 +80,7 @@ def of_fasterdecoding(target: Path, folder: Path) -> tuple[dict[str, Any], Any]:
 def test_drafts_are_those_of_a_plain_implementation(target: Path, tmp_path: Path, layout):
     config, head = layout(target, tmp_path)
     config |= {"method": "medusa", "num_speculative_tokens": NUM_HEADS}
-    for tokens, drafts in drafts_of(target, config, NUM_HEADS):
+    for tokens, drafts, _ in drafts_of(target, config, NUM_HEADS):
         # The newest token is not computed yet.
         hidden = reference(target).base_model(torch.tensor([tokens[:-1]])).last_hidden_state[0, -1]
         assert drafts == [int(head(hidden, number)) for number in range(len(drafts))]
@@ -91,7 +91,7 @@ def test_heads_of_zeros_say_the_last_token_again(target: Path, tmp_path: Path):
     size = read_spec(target).hidden_size
     tensors = {f"blocks.{i}.layers.0.weight": torch.zeros(size, size) for i in range(NUM_HEADS)}
     config = write(tmp_path, {}, tensors) | {"method": "medusa", "num_speculative_tokens": 3}
-    for tokens, drafts in drafts_of(target, config, NUM_HEADS):
+    for tokens, drafts, _ in drafts_of(target, config, NUM_HEADS):
         assert drafts == [tokens[-1]] * len(drafts)
 
 

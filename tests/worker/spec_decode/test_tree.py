@@ -71,7 +71,7 @@ def test_drafts_are_candidates_of_a_plain_implementation(target: Path, tmp_path:
     """Also after drafts that were kept: their keys, values and hidden states went with them."""
     config = tree_for(target, tmp_path)
     weights, paths = load_file(tmp_path / "model.safetensors"), best_paths(NUM_DRAFTS, 3)
-    for tokens, drafts in drafts_of(target, config, NUM_DRAFTS, block_size=block_size):
+    for tokens, drafts, _ in drafts_of(target, config, NUM_DRAFTS, block_size=block_size):
         x = reference(target).base_model(torch.tensor([tokens[:-1]])).last_hidden_state[0, -1]
         candidates = []
         for head in range(3):
