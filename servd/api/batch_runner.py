@@ -1,7 +1,7 @@
-"""BatchRunner: answers the lines of batches in the background, as the routes would.
+"""BatchRunner: runs the lines of batches in the background, through the ordinary routes.
 
-A batch is run by one API server, which has its lock. If that ends, in whatever way, another one or
-the next one takes over: lines that were answered stay so.
+A batch is run by the one API server that holds its lock. If that server ends, however it does,
+another one takes over; lines that were answered are not run again.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ log = logging.getLogger("servd.batches")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-POLL = 1.0  # seconds between two looks for batches, and at their state
-MAX_BATCHES_PER_KEY = 4  # that one process runs at a time; the others wait
+POLL = 1.0  # seconds between polls for new batches and for cancellations
+MAX_BATCHES_PER_KEY = 4  # run at a time by one process; others wait
 MAX_PROBLEMS = 100  # reported per batch file
 CLEAN_UP_INTERVAL = 3600.0  # seconds
-PAUSE = 60.0  # seconds after a failure of the server's own
+PAUSE = 60.0  # seconds to wait after an error of the server itself
 
 
 @dataclass(eq=False)
@@ -58,18 +58,18 @@ class BatchRunner:
     """Runs the batches of a folder in one API server."""
 
     store: BatchStore  # shared with other servers
-    app: ASGIApp  # answers the lines
+    app: ASGIApp  # handles the lines' requests
     keys: Keys  # whose owners' batches are run
-    admission: Admission  # of this server, which tells when it ends
-    concurrency: int  # lines that are answered at the same time
+    admission: Admission  # of this server; tells when it drains
+    concurrency: int  # lines processed at the same time
 
     def __post_init__(self) -> None:
-        self.num_open = 0  # lines that are being answered
-        self._batches: dict[asyncio.Task[None], str] = {}  # and their owners
+        self.num_open = 0  # lines being processed
+        self._batches: dict[asyncio.Task[None], str] = {}  # tasks and their owners
         self._room = asyncio.Semaphore(self.concurrency)
 
     async def run(self) -> None:
-        """Take over what nobody runs, until the server drains. Cancelled, it leaves everything to
+        """Run batches that no process runs, until the server drains. If cancelled, all are left to
         the next server.
         """
         next_clean_up = 0.0
@@ -95,7 +95,7 @@ class BatchRunner:
 
     @property
     def is_draining(self) -> bool:
-        """Whether no more lines are begun here."""
+        """Whether this server starts no more lines."""
         return self.admission.drained_at is not None
 
     async def _keep_running(self, one: OpenBatch) -> None:
@@ -111,12 +111,12 @@ class BatchRunner:
         if batch is not None:
             await _in_thread(shelf.save, batch)
             if not batch.is_over and not await self._answer_all(one, shelf, batch):
-                return  # the next server goes on
+                return  # the next server continues
             log.info("%s: %s, %s", batch.id, batch.status, batch.request_counts)
         await _in_thread(one.end)
 
     async def _answer_all(self, one: OpenBatch, shelf: Shelf, batch: Batch) -> bool:
-        """Answer the lines that are left; False if the server ends before they are."""
+        """Run the remaining lines; False if the server drains first."""
         source = shelf.folder / batch.input_file_id
         results = await _in_thread(Results, shelf.results(batch))
         counts = batch.request_counts
@@ -157,7 +157,7 @@ class BatchRunner:
     async def _outcome(
         self, one: OpenBatch, shelf: Shelf, batch: Batch, workers: Sequence[asyncio.Task[None]]
     ) -> str | None:
-        """Wait for the workers, or until the batch is to end; None: the server ends first."""
+        """Wait for the workers, a cancellation or the expiry; None if the server drains."""
         pending, saved = set(workers), RequestCounts()
         while pending:
             done, pending = await asyncio.wait(pending, timeout=POLL)
@@ -181,11 +181,11 @@ class BatchRunner:
         return None if self.is_draining else "completed"
 
     async def _answer(self, owner: str, line: Line) -> Result | None:
-        """The answer of the line's route; None if the server ends before."""
+        """The response of the line's route; None if the server drains first."""
         while (key := self.keys.named(owner)) and not self.is_draining:
             self.num_open += 1
             try:
-                # Its limits are for those who wait.
+                # The queue's time limits are for clients that wait.
                 free = msgspec.structs.replace(key, max_concurrency=None, requests_per_minute=None)
                 response, seconds = await _call(self.app, free, line)
             finally:
@@ -197,8 +197,8 @@ class BatchRunner:
 
 
 async def _in_thread(work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Run `work` in a thread. A cancellation waits for its end: the next process that has the batch
-    must find its files at rest.
+    """Run `work` in a thread. Cancellation waits until it has ended: the next process to lock the
+    batch must not find its files being written.
     """
     task = asyncio.create_task(asyncio.to_thread(work, *args, **options))
     try:
@@ -208,7 +208,7 @@ async def _in_thread(work: Callable[P, T], *args: P.args, **options: P.kwargs) -
 
 
 def _begin(shelf: Shelf, name: str) -> Batch | None:
-    """The batch, which may have failed already; None if it is too old to be there."""
+    """Start the batch, which may fail validation; None if its files have been removed."""
     try:
         batch = shelf.load(name, Batch)
     except NotFound:
@@ -232,7 +232,7 @@ def _begin(shelf: Shelf, name: str) -> Batch | None:
 
 
 def _validate(source: Path, endpoint: str) -> tuple[int, list[Problem]]:
-    """Number of lines of a batch file, and what is wrong with it."""
+    """The number of lines of a batch file, and its errors."""
     num_lines, problems = 0, []
     for num_lines, problem in enumerate(inspect(source, endpoint), 1):
         if problem is not None:
@@ -248,7 +248,7 @@ def _validate(source: Path, endpoint: str) -> tuple[int, list[Problem]]:
 
 
 def _pending(source: Path, done: dict[CustomId, int]) -> Iterator[Line]:
-    """Lines of a valid file that have no answer yet."""
+    """Lines of a valid file that have no result yet."""
     for _, text in lines_of(source):
         if (line := read_line(text)).custom_id not in done:
             check(line)
@@ -256,11 +256,11 @@ def _pending(source: Path, done: dict[CustomId, int]) -> Iterator[Line]:
 
 
 def _finish(shelf: Shelf, batch: Batch, source: Path, outcome: Any) -> None:
-    """Make the files of answers and of failures."""
+    """Write the output file and the error file."""
     shelf.save(batch)
     results = shelf.results(batch)
     suffix = batch.id.removeprefix("batch_")
-    # If this process ends meanwhile, the next one writes them again.
+    # If this process ends meanwhile, the next one writes both again.
     paths = {name: shelf.folder / f"file-{suffix}{name[0]}" for name in ("output", "error")}
     with paths["output"].open("wb") as output, paths["error"].open("wb") as errors:
         statuses: dict[CustomId, int] = {}
@@ -268,7 +268,7 @@ def _finish(shelf: Shelf, batch: Batch, source: Path, outcome: Any) -> None:
             statuses[result.custom_id] = result.status
             (output if result.status == 200 else errors).write(text)
         problem = Problem(f"batch_{outcome}", f"the batch was {outcome} before this request")
-        with suppress(FileNotFoundError):  # deleted meanwhile: the answers are worth no less
+        with suppress(FileNotFoundError):  # deleted meanwhile; the results are still valid
             for line in _pending(source, statuses):
                 errors.write(msgspec.json.encode(Result(line.custom_id, error=problem)) + b"\n")
                 statuses[line.custom_id] = 0
@@ -290,7 +290,7 @@ def _finish(shelf: Shelf, batch: Batch, source: Path, outcome: Any) -> None:
 
 
 async def _call(app: ASGIApp, key: Key, line: Line) -> tuple[Response, float]:
-    """What the application answers, and the seconds after which to try again."""
+    """The application's response, and the seconds after which to retry."""
     messages: list[Message] = [{"type": "http.request", "body": bytes(line.body)}]
     answer = Response(500)
     body = bytearray()
@@ -299,7 +299,7 @@ async def _call(app: ASGIApp, key: Key, line: Line) -> tuple[Response, float]:
     async def receive() -> Message:
         if messages:
             return messages.pop()
-        return await asyncio.get_running_loop().create_future()  # this client never leaves
+        return await asyncio.get_running_loop().create_future()  # this client never disconnects
 
     async def send(message: Message) -> None:
         nonlocal seconds

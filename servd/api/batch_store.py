@@ -1,10 +1,10 @@
 """BatchStore: the files and batches of each API key, in a folder that API servers share.
 
-KEY/ID.json     the FileObject or Batch, replaced as a whole
+KEY/ID.json     the FileObject or Batch, replaced atomically
 KEY/ID          the content of a file
-KEY/ID.results  the answers so far of a batch
-open/ID         the owner of a batch that is not over; locked by the process that runs it
-open/ID.cancel  it shall be cancelled
+KEY/ID.results  the results of a batch so far
+open/ID         the owner of an unfinished batch; locked by the process that runs it
+open/ID.cancel  exists once cancellation was requested
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from servd.errors import InvalidRequest, NotFound, Overloaded
 
 T = TypeVar("T", FileObject, Batch)
 
-MAX_UPLOAD = 200 * 2**20  # bytes, with what surrounds the file
-MAX_UPLOADS = 4  # per key at the same time, in one process
+MAX_UPLOAD = 200 * 2**20  # bytes, including the multipart headers
+MAX_UPLOADS = 4  # per key and process at the same time
 MAX_BYTES = 2 * 2**30  # per key; an upload that would exceed it is refused
-MAX_OBJECTS = 1000  # files and batches of a key, of which a new one is refused
-RETENTION = 30 * 24 * 3600  # seconds after which what nobody has changed is removed
+MAX_OBJECTS = 1000  # files and batches per key; more are refused
+RETENTION = 30 * 24 * 3600  # seconds after its last change until an object is removed
 ID = re.compile(r"(file-|batch_)[0-9a-f]{32}[oe]?")
 
 
 class Shelf:
-    """What belongs to one API key: to others it is as if it did not exist."""
+    """The objects of one API key; other keys cannot see them."""
 
     def __init__(self, store: BatchStore, owner: str) -> None:
         self.store = store
@@ -46,18 +46,18 @@ class Shelf:
         self.folder = store.folder / hashlib.sha256(owner.encode()).hexdigest()[:32]
 
     def all(self, prefix: str, kind: type[T]) -> list[T]:
-        """What there is of a kind, the oldest first."""
+        """All objects of a kind, oldest first."""
         found: list[T] = []
         for name in sorted(path.stem for path in self.folder.glob(f"{prefix}*.json")):
-            with suppress(NotFound):  # gone meanwhile
+            with suppress(NotFound):  # removed meanwhile
                 found.append(self.load(name, kind))
         return found
 
     def load(self, name: str, kind: type[T]) -> T:
-        """A file's description, or a batch.
+        """A FileObject or Batch by its id.
 
         Raises:
-            NotFound: there is none.
+            NotFound: there is no such object.
         """
         try:
             if not ID.fullmatch(name):
@@ -74,25 +74,25 @@ class Shelf:
         return found
 
     def save(self, record: FileObject | Batch) -> None:
-        """Keep it, or its new state."""
+        """Write a new or changed object."""
         path = self.folder / f"{record.id}.json"
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(msgspec.json.encode(record))
         os.replace(temporary, path)
 
     def content(self, file: FileObject) -> Path:
-        """Where the content of a file is."""
+        """The path of a file's content."""
         return self.folder / file.id
 
     def results(self, batch: Batch) -> Path:
-        """Where the answers so far of a batch are."""
+        """The path of a batch's results so far."""
         return self.folder / f"{batch.id}.results"
 
     def check_room(self, num_bytes: int = 0) -> None:
-        """Whether one more file, of so many bytes, or batch has room.
+        """Check that the key may have one more batch, or file of so many bytes.
 
         Raises:
-            InvalidRequest: there are too many, or they are too large.
+            InvalidRequest: it has too many objects or too many bytes.
         """
         sizes = self._sizes()
         if (num := sum(name.endswith(".json") for name in sizes)) >= MAX_OBJECTS:
@@ -103,7 +103,7 @@ class Shelf:
         self.check_bytes(sum(sizes.values()) + num_bytes)
 
     def save_within_bounds(self, batch: Batch) -> None:
-        """Keep how far a batch is, if its answers do not exceed what may be kept.
+        """Write a batch's progress, unless its results exceed the key's bound.
 
         Raises:
             InvalidRequest: see `check_bytes`.
@@ -112,19 +112,19 @@ class Shelf:
         self.check_bytes(sum(self._sizes().values()))
 
     def _sizes(self) -> dict[str, int]:
-        """What is in the folder, in bytes."""
+        """The sizes in bytes of the files in the folder."""
         sizes: dict[str, int] = {}
         with os.scandir(self.folder) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):  # replaced meanwhile
+                with suppress(FileNotFoundError):  # replaced in the meantime
                     sizes[entry.name] = entry.stat().st_size
         return sizes
 
     def check_bytes(self, total: int) -> None:
-        """Whether so many bytes may be kept.
+        """Check that so many bytes are within the key's bound.
 
         Raises:
-            InvalidRequest: they are too many.
+            InvalidRequest: they are not.
         """
         if total > MAX_BYTES:
             raise InvalidRequest(
@@ -134,10 +134,10 @@ class Shelf:
 
     @contextmanager
     def uploading(self) -> Iterator[None]:
-        """While an upload is received.
+        """Count an upload while it is received.
 
         Raises:
-            Overloaded: others are.
+            Overloaded: the key has MAX_UPLOADS others.
         """
         uploads = self.store.uploads
         if uploads[self.owner] >= MAX_UPLOADS:
@@ -149,7 +149,7 @@ class Shelf:
             uploads[self.owner] -= 1
 
     def add_file(self, content: IO[bytes], filename: str, seconds: int = RETENTION) -> FileObject:
-        """Keep an upload for so long.
+        """Store an upload for a number of seconds.
 
         Raises:
             InvalidRequest: see `check_room`.
@@ -166,12 +166,12 @@ class Shelf:
         return file
 
     def delete_file(self, file: FileObject) -> None:
-        """Forget a file."""
+        """Delete a file."""
         for path in (self.folder / f"{file.id}.json", self.content(file)):
             path.unlink(missing_ok=True)
 
     def add_batch(self, body: BatchRequest) -> Batch:
-        """Keep a new batch, for some process to run it.
+        """Store a new batch for some process to run.
 
         Raises:
             NotFound: there is no such file.
@@ -199,10 +199,10 @@ class Shelf:
         return batch
 
     def cancel(self, batch: Batch) -> Batch:
-        """Have a batch end.
+        """Request the cancellation of a batch.
 
         Raises:
-            InvalidRequest: it has ended.
+            InvalidRequest: it has already ended.
         """
         if batch.is_over:
             raise InvalidRequest(f"the batch is {batch.status}: nothing is left to cancel")
@@ -211,7 +211,7 @@ class Shelf:
 
 
 class OpenBatch:
-    """A batch that is not over, and that no other process runs while this one has it."""
+    """An unfinished batch, locked by this process."""
 
     def __init__(self, marker: Path, lock: IO[str]) -> None:
         self.marker = marker
@@ -220,20 +220,20 @@ class OpenBatch:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether its client wants no more of it."""
+        """Whether its client has cancelled it."""
         return self.marker.with_suffix(".cancel").exists()
 
     def end(self) -> None:
-        """It is over."""
+        """Mark it as finished."""
         for path in (self.marker, self.marker.with_suffix(".cancel")):
             path.unlink(missing_ok=True)
 
 
 class BatchStore:
-    """The folder of all keys.
+    """The objects of all keys.
 
     Args:
-        folder: exists, and nobody else may enter it.
+        folder: exists, and is accessible to this user only.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -243,16 +243,15 @@ class BatchStore:
         self.uploads: Counter[str] = Counter()  # by owner
 
     def of(self, owner: str) -> Shelf:
-        """The files and batches of an API key, by its name."""
+        """The files and batches of the API key of this name."""
         return Shelf(self, owner)
 
     def take(self, running: Mapping[str, int], most: int) -> list[OpenBatch]:
-        """Batches that nobody runs, the oldest first: each is this process's until its lock is
-        closed.
+        """Lock and return batches that no process runs, oldest first; closing the lock frees one.
 
         Args:
             running: number of batches of each owner that this process runs.
-            most: of an owner, at the same time.
+            most: limit of that number.
         """
         taken: list[OpenBatch] = []
         num_of = Counter(running)
@@ -268,27 +267,27 @@ class BatchStore:
         return taken
 
     def remove_old(self) -> None:
-        """Remove what is older than RETENTION."""
+        """Remove objects older than RETENTION."""
         oldest = time.time() - RETENTION
         for path in self.folder.glob("*/*"):
-            with suppress(FileNotFoundError):  # other servers work here, too
+            with suppress(FileNotFoundError):  # other servers remove them, too
                 if path.stat().st_mtime < oldest:
                     path.unlink()
 
 
 def describe_file(name: str, filename: str, size: int, seconds: int = RETENTION) -> FileObject:
-    """A file of now, to be kept for so long."""
+    """A FileObject created now, with its expiry."""
     now = int(time.time())
     return FileObject(name, size, now, now + seconds, filename)
 
 
 def _unique() -> str:
-    """What sorts by time and cannot be guessed."""
+    """An id that sorts by time and cannot be guessed."""
     return f"{time.time_ns():016x}{uuid4().hex[:16]}"
 
 
 def _lock(marker: Path) -> IO[str] | None:
-    """The file, locked; None if another process has it, or had it to the end."""
+    """The locked file; None if another process has locked or finished it."""
     try:
         file = marker.open()
     except FileNotFoundError:

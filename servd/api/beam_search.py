@@ -1,8 +1,8 @@
-"""Beam search: the most probable continuations of a prompt, by steps of one token over the ordinary
+"""Beam search: finds the most probable continuations of a prompt with one-token requests to the
 engine.
 
-Every step sends each beam as a request for one token and its most likely alternatives; the prefix
-cache keeps what the beams have in common. Scores and ends are those of `transformers`' beam search.
+Each step sends every beam as a request for one token and its top log-probabilities; the prefix
+cache holds what beams share. Scores and stopping criteria are those of `transformers`' beam search.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ EarlyStopping = bool | Literal["never"]
 
 
 class Beam(msgspec.Struct, frozen=True):
-    """A continuation."""
+    """A candidate continuation."""
 
     token_ids: list[int]
     logprob: float  # sum over its tokens
-    # Once finished: by which continuations of different lengths are compared.
+    # Set once finished: the length-normalized score that beams are ranked by.
     score: float = -math.inf
 
 
 @dataclass(eq=False)
 class BeamSearch:
-    """A search; `n` of the prepared request is the number of beams and of answers."""
+    """One search; `n` of the prepared request is the number of beams and of choices."""
 
-    # Of its parameters n, max_tokens, ignore_eos, stop_token_ids and those of text count.
+    # Only n, max_tokens, ignore_eos, stop_token_ids and the parameters of text apply.
     prepared: Prepared
-    # A score is the log-probability divided by the length to this power: above 0 favours long ones.
+    # A score is the log-probability divided by length ** this: above 0 favours long beams.
     length_penalty: float
     # True ends when n continuations have ended; False when no running beam could do better if it
     # ended now; "never" when none could at any length.
@@ -58,7 +58,7 @@ class BeamSearch:
         self.num_beams = params.n
         self.max_tokens = params.max_tokens
         self.ends = frozenset(prepared.request.eos_token_ids).union(params.stop_token_ids)
-        # So many cannot all end.
+        # Of so many candidates, not all can be finished beams.
         self.num_candidates = min(max(2, 1 + len(self.ends)) * self.num_beams, MAX_CANDIDATES)
         self.running = [Beam([], 0.0)]
         self.finished: list[Beam] = []  # best first
@@ -66,7 +66,7 @@ class BeamSearch:
         self.num_cached_tokens = 0
 
     async def run(self, async_llm: AsyncLLM, deadline: float | None) -> list[CompletionOutput]:
-        """The answers, best first, each whole. Raises what `AsyncLLM.generate` raises."""
+        """The complete choices, best first. Raises what `AsyncLLM.generate` raises."""
         answers: list[CompletionOutput] = []
         reason = FinishReason.ABORT
         request_id = self.prepared.request_id
@@ -85,7 +85,7 @@ class BeamSearch:
         return answers
 
     async def _step(self, async_llm: AsyncLLM, deadline: float | None) -> list[TokenLogprobs]:
-        """The most likely next tokens of all running beams."""
+        """The top log-probabilities of the next token of each running beam."""
         requests = self.requests()
         likely: dict[int, TokenLogprobs] = {}
         async with aclosing(async_llm.generate(requests, deadline)) as outputs:
@@ -103,7 +103,7 @@ class BeamSearch:
         answers: list[CompletionOutput],
         reason: FinishReason,
     ) -> list[ChoiceTimes]:
-        """The client sent one request, however many steps and beams; its tokens come at once."""
+        """Count this as one request in the metrics; all its tokens arrive at once."""
         num_prompt_tokens, now = len(self.prepared.prompt_token_ids), now_ns()
         choices = [ChoiceTimes(arrival_ns, num_prompt_tokens, len(a.token_ids)) for a in answers]
         whole = ChoiceTimes(arrival_ns, num_prompt_tokens)
@@ -113,15 +113,15 @@ class BeamSearch:
         return choices or [whole]
 
     def requests(self) -> list[Prepared]:
-        """What asks for the next tokens of all running beams."""
+        """One-token requests for all running beams."""
         return [self._request(index) for index in range(len(self.running))]
 
     def answers(self, tokenizer: Tokenizer) -> list[CompletionOutput]:
-        """What was found, best first."""
+        """The best finished beams, best first."""
         return [self._answer(tokenizer, i, beam) for i, beam in enumerate(self.finished)]
 
     def advance(self, logprobs: list[TokenLogprobs]) -> None:
-        """Continue the running beams by one token; `logprobs` has the most likely ones of each."""
+        """Extend the running beams by one token, given each one's top log-probabilities."""
         candidates = [
             Beam([*beam.token_ids, token_id], beam.logprob + logprob)
             for beam, likely in zip(self.running, logprobs, strict=True)
@@ -131,7 +131,7 @@ class BeamSearch:
         del candidates[self.num_candidates :]
         self.length += 1
         is_last = self.length >= self.max_tokens
-        # The others are there to go on from, not to be answers.
+        # Lower-ranked candidates only refill the running beams; they may not finish.
         for beam in candidates[: self.num_beams]:
             if is_last or beam.token_ids[-1] in self.ends:
                 score = beam.logprob / self.length**self.length_penalty
@@ -152,7 +152,7 @@ class BeamSearch:
         return running[0].logprob / length**self.length_penalty > self.finished[-1].score
 
     def _request(self, index: int) -> Prepared:
-        """One token after a running beam."""
+        """A request for the token after a running beam."""
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=self.num_candidates)
         request = msgspec.structs.replace(
             self.prepared.request,
@@ -190,7 +190,7 @@ async def search(
     early_stopping: EarlyStopping,
     deadline: float | None,
 ) -> AsyncGenerator[CompletionOutput, None]:
-    """Beam search in place of `AsyncLLM.generate`: all searches run at once."""
+    """Beam search in place of `AsyncLLM.generate`; the prompts' searches run concurrently."""
     searches = [BeamSearch(one, length_penalty, early_stopping) for one in prepared]
     tasks = [asyncio.ensure_future(one.run(async_llm, deadline)) for one in searches]
     try:

@@ -1,4 +1,4 @@
-"""GrammarChecker: refuses structured outputs that cannot be generated, before the engine."""
+"""GrammarChecker: rejects invalid structured outputs before they reach the engine."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ from servd.params import StructuredOutput
 log = logging.getLogger("servd.grammar")
 
 MODULE = "servd.core.structured_output.checker"
-MAX_BYTES = 65536  # per value
+MAX_BYTES = 65536  # per grammar
 TIME_LIMIT = 2.0  # seconds for one grammar
 BUSY_FACTOR = 4  # times as long on a machine that gives it less than half of a CPU
 MEMORY_LIMIT = 256 << 20  # bytes for one grammar; large schemas take 20 MB
-# Bytes; the engine has four times as much. The library follows rules within rules by recursion,
-# about 2 kB each.
+# Bytes, a quarter of the engine's. The library recurses into nested rules, about 2 kB each.
 STACK_SIZE = 2 << 20
 START_LIMIT = 60.0  # seconds for the process to be ready
 QUEUE_LIMIT = 10.0  # seconds that a grammar waits for others to be checked
-SHARE = 4.0  # seconds of checks after which a client, while others wait, may wait with one grammar
+SHARE = 4.0  # seconds of checks after which, while others wait, a client may queue only one grammar
 STOP_TIMEOUT = 0.5
-MAX_VERDICTS = 1024  # remembered
+MAX_VERDICTS = 1024  # cached
 ATTEMPTS = 2
 UNKNOWN = "unknown"
 
@@ -43,16 +42,15 @@ UNKNOWN = "unknown"
 class GrammarChecker:
     """Compiles each grammar once in a separate process, with limits of size and time. Thread-safe.
 
-    The library bounds much of its work but not all of it, and some of what it does not bound ends
-    the process. The engine compiles with the same limits, so it meets only grammars that have
-    passed here.
+    The grammar library does not bound all of its work, and some inputs crash the process. The
+    engine compiles with the same limits, so it only sees grammars that compiled here.
     """
 
     config: Config  # resolved; its limits are those of the engine
     spec: ModelSpec
 
     def __post_init__(self) -> None:
-        self._turns = Turns()  # one grammar at a time
+        self._lock = FairLock()  # one grammar at a time
         self._process: tuple[Child, socket.socket] | None = None
         self._is_ready = False
         self._is_closed = False
@@ -60,16 +58,16 @@ class GrammarChecker:
 
     def start(self) -> None:
         """Start the process ahead of the first request, without waiting for it."""
-        with self._turns.take(), contextlib.suppress(OSError):  # then the first request starts it
+        with self._lock.take(), contextlib.suppress(OSError):  # then the first request starts it
             self._connect()
 
     def knows(self, output: StructuredOutput) -> bool:
-        """Whether an output of this form is known to be possible; never blocks.
+        """Whether the grammar is known to compile; never blocks.
 
         Raises:
-            InvalidRequest: it is known to be impossible.
+            InvalidRequest: it is known not to compile.
         """
-        # One look: another thread may drop the verdict after any.
+        # A single lookup: another thread may evict the verdict between two.
         error = self._verdicts.get(_key(output), UNKNOWN)
         if error is UNKNOWN:
             return False
@@ -78,18 +76,18 @@ class GrammarChecker:
         return True
 
     def check(self, output: StructuredOutput, client: str = "") -> None:
-        """Block until an output of this form is known to be possible.
+        """Block until the grammar is known to compile.
 
         Args:
-            output: what a request asks for.
-            client: any name for whoever sent the request; clients take turns.
+            output: the structured output of a request.
+            client: any name for the sender of the request; clients take turns.
 
         Raises:
-            InvalidRequest: it cannot: malformed, not supported, too large or too complex.
+            InvalidRequest: the grammar is malformed, not supported, too large or too complex.
             Overloaded: too many others are being checked, this client's take too long, or the
-                process has died and is started by the next call.
+                process has died and will be restarted by the next call.
         """
-        if not self.knows(output) and (error := self._try(output, client)) is not None:
+        if not self.knows(output) and (error := self._verdict(output, client)) is not None:
             raise InvalidRequest(f"{output.param}: {error}", param=output.param)
 
     def close(self) -> None:
@@ -97,29 +95,29 @@ class GrammarChecker:
         self._is_closed = True
         if (process := self._process) is not None:
             child, _ = process
-            child.terminate()  # whoever waits for it learns so at once, and ends its turn
-        with self._turns.take():
+            child.terminate()  # a thread that waits for its answer fails at once and frees the lock
+        with self._lock.take():
             self._disconnect()
 
-    def _try(self, output: StructuredOutput, client: str) -> str | None:
-        """The problem with a grammar; None if there is none."""
+    def _verdict(self, output: StructuredOutput, client: str) -> str | None:
+        """The problem with a grammar; None if it compiles."""
         size = len(output.value.encode())
         if size > MAX_BYTES:
             return f"the {output.kind} has {size} bytes, at most {MAX_BYTES} are accepted"
-        with self._turns.take(client, QUEUE_LIMIT):
-            if self.knows(output):  # others have asked the same
+        with self._lock.take(client, QUEUE_LIMIT):
+            if self.knows(output):  # another request had the same grammar
                 return None
-            error = self._verdicts[_key(output)] = self._ask(output)
+            error = self._verdicts[_key(output)] = self._compile(output)
             if len(self._verdicts) > MAX_VERDICTS:
                 self._verdicts.popitem(last=False)
             return error
 
-    def _ask(self, output: StructuredOutput) -> str | None:
-        """As `_try`, of the process. One that dies gets a second chance: it may have died before,
-        or of something else.
+    def _compile(self, output: StructuredOutput) -> str | None:
+        """Have the process compile a grammar; returns the problem. A second attempt is made if the
+        process dies: it may have died earlier, or for another reason.
 
         Raises:
-            Overloaded: there is no process at the moment, or it gets no CPU time.
+            Overloaded: the process does not start, or it gets no CPU time.
         """
         for _ in range(ATTEMPTS):
             try:
@@ -150,14 +148,14 @@ class GrammarChecker:
                 )
                 self._disconnect()
                 if isinstance(error, TimeoutError) and used < TIME_LIMIT / 2:
-                    # That says nothing of the grammar, so it may not become a verdict.
+                    # This says nothing about the grammar, so it must not be cached as a verdict.
                     raise Overloaded(
                         f"the check of the {output.kind} got {used:.1f} s of CPU time in "
                         f"{num_waits * TIME_LIMIT:g} s: the machine is busy, retry later"
                     ) from None
                 if isinstance(error, TimeoutError):
                     break
-        if self._is_closed:  # that is what ended it
+        if self._is_closed:  # `close` ended the process
             raise Unavailable("the server is stopping")
         with contextlib.suppress(OSError):  # then the next call starts it
             self._connect()
@@ -168,7 +166,7 @@ class GrammarChecker:
         )
 
     def _start_up(self) -> str | None:
-        """Wait until the process is ready; returns why it can never be.
+        """Wait until the process is ready; returns the reason if it never can be.
 
         Raises:
             OSError: it did not start.
@@ -182,10 +180,10 @@ class GrammarChecker:
         return error
 
     def _receive(self, channel: socket.socket) -> GrammarVerdict:
-        """One line.
+        """Receive one line.
 
         Raises:
-            OSError: none came within the channel's time limit, or the process is gone.
+            OSError: it did not come within the channel's timeout, or the process has ended.
         """
         line = b""
         while not line.endswith(b"\n"):
@@ -196,10 +194,10 @@ class GrammarChecker:
         return msgspec.json.decode(line, type=GrammarVerdict)
 
     def _connect(self) -> socket.socket:
-        """The channel to the process; starts one if there is none.
+        """The channel to the process, which is started if there is none.
 
         Raises:
-            OSError: it cannot be.
+            OSError: it cannot be started.
         """
         if self._is_closed:
             raise ConnectionAbortedError("the server is stopping")
@@ -228,26 +226,26 @@ class GrammarChecker:
             child.stop(STOP_TIMEOUT)
 
 
-class Turns:
-    """A fair lock: the client that has held it for the shortest time comes first.
+class FairLock:
+    """A lock that goes to the waiting client that has held it for the shortest time.
 
-    So somebody who keeps it busy delays others by one turn, not by all that are queued.
+    So a client that keeps it busy delays others by one turn, not by all that it has queued.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._is_taken = False
-        self._waiting: dict[int, str] = {}  # client by number of arrival
+        self._waiting: dict[int, str] = {}  # client by order of arrival
         self._num_arrived = 0
-        self._seconds: dict[str, float] = {}  # that clients have held it, since it was last idle
+        self._seconds: dict[str, float] = {}  # held by each client since it was last idle
 
     @contextlib.contextmanager
     def take(self, client: str = "", timeout: float | None = None) -> Iterator[None]:
-        """Hold it.
+        """Hold the lock.
 
         Raises:
             Overloaded: it was not this client's turn within `timeout` seconds, or the client has
-                used its SHARE and waits already.
+                used its SHARE and is waiting already.
         """
         with self._changed:
             if self._seconds.get(client, 0.0) > SHARE and client in self._waiting.values():

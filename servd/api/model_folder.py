@@ -1,4 +1,4 @@
-"""What a folder of models has: which models, under which names, and whose adapters are whose."""
+"""ModelFolder: finds the models of a folder, their names, and the LoRA adapters of each."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from servd.lora import CONFIG, parse_module
 
 logger = logging.getLogger("servd.api")
 
-HUB = "models--"  # begins the name of a model's folder in the Hugging Face cache
+HUB = "models--"  # prefix of a model's folder in the Hugging Face cache
 WEIGHT_SUFFIXES = (".safetensors", ".gguf")
 
 
 class Model(msgspec.Struct, frozen=True):
-    """A model as it lies there."""
+    """A model in the folder."""
 
     name: str
-    path: Path  # as `servd serve` takes it: a folder, or a GGUF file
+    path: Path  # the argument of `servd serve`: a folder or a GGUF file
     max_model_len: int
     num_bytes: int  # of its weights
-    created: int  # when what names it was written
+    created: int  # when its config or GGUF file was written
 
     @property
     def is_there(self) -> bool:
-        """Whether nobody has deleted it."""
+        """Whether it has not been deleted."""
         return _is_model(self.path)
 
 
-class Adapter(msgspec.Struct, frozen=True):
-    """A LoRA adapter as it lies there."""
+class AdapterFolder(msgspec.Struct, frozen=True):
+    """A LoRA adapter on disk."""
 
     name: str
     folder: Path
-    base: str  # the model that it was trained for, as its files say; "" if they do not
+    base: str  # the base model that its config names; "" if none
     created: int
 
     def owner(self, models: Sequence[str]) -> str | None:
-        """The model that is its own: of the same name, but for the folders before it. If there is
-        but one model, that.
+        """The model it belongs to: the one whose last path component is the same as the base
+        model's; or the only model, if there is one.
         """
         last = self.base.rstrip("/").rpartition("/")[2]
         same = [name for name in models if name.rpartition("/")[2] == last]
@@ -55,14 +55,14 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 class ModelFolder:
-    """The models of a folder, read again whenever somebody asks for one that is new."""
+    """The models of a folder, read again when a request names an unknown one."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path.absolute()  # `demo` alone is not the folder of that name
-        self._refused: dict[Path, tuple[float, str]] = {}  # when it was written, and why
+        self.path = path.absolute()  # a bare `demo` would be taken for a model's name
+        self._refused: dict[Path, tuple[float, str]] = {}  # modification time and reason
 
     def read(self) -> dict[str, Model]:
-        """Those that can be served, by name. Others are named in the log, once.
+        """The models that can be served, by name. Others are logged once.
 
         Raises:
             OSError: the folder cannot be read.
@@ -72,7 +72,7 @@ class ModelFolder:
             written, why = self._refused.get(path, (0.0, ""))
             try:
                 if path.suffix == ".gguf" and _mtime(path) == written:
-                    continue  # to read its header again may take a second
+                    continue  # unchanged; reading its header again may take a second
                 name.encode()
                 found[name] = _read(name, path)
                 self._refused.pop(path, None)
@@ -98,8 +98,8 @@ def _mtime(path: Path) -> float:
 
 
 def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Names and paths: NAME/config.json, NAME.gguf, both also in a folder ORG, and what the
-    Hugging Face cache has.
+    """Names and paths: NAME/config.json and NAME.gguf, both also in a subfolder ORG, and the models
+    of a Hugging Face cache.
     """
     for path in folder.iterdir():
         if path.name.startswith(HUB):
@@ -108,7 +108,7 @@ def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
         elif _is_model(path):
             yield path.name.removesuffix(".gguf"), path
         elif not path.name.startswith("."):
-            with suppress(OSError):  # it is no folder, or nobody may look into it
+            with suppress(OSError):  # not a folder, or not readable
                 for inner in filter(_is_model, path.iterdir()):
                     yield f"{path.name}/{inner.name.removesuffix('.gguf')}", inner
 
@@ -120,19 +120,19 @@ def _is_model(path: Path) -> bool:
 
 
 def _snapshot(repository: Path) -> Path | None:
-    """What a branch of a model in the Hugging Face cache points to, if it is there: main, where
-    there are several.
+    """The snapshot of a model in the Hugging Face cache that its branch points to, if present;
+    that of main if there are several branches.
     """
     refs = sorted(repository.glob("refs/*"), key=lambda ref: ref.name != "main")
     found = [repository / "snapshots" / ref.read_text().strip() for ref in refs]
     return next(filter(_is_model, found), None)
 
 
-def adapters_in(lora: LoRAConfig) -> dict[str, Adapter]:
-    """Those that a server has without being told at run time, by name.
+def adapters_in(lora: LoRAConfig) -> dict[str, AdapterFolder]:
+    """The adapters of --lora-modules and --lora-dir, by name.
 
     Raises:
-        ConfigError: an entry of --lora-modules is none.
+        ConfigError: an entry of --lora-modules is not an adapter.
     """
     folders = {}
     if lora.lora_dir is not None:
@@ -145,11 +145,11 @@ def adapters_in(lora: LoRAConfig) -> dict[str, Adapter]:
     return {name: _adapter(name, *each) for name, each in folders.items()}
 
 
-def _adapter(name: str, folder: Path, base: str) -> Adapter:
+def _adapter(name: str, folder: Path, base: str) -> AdapterFolder:
     file, created = folder / CONFIG, 0
     try:
         created = int(file.stat().st_mtime)
         base = base or hf.read_json(file).get("base_model_name_or_path") or ""
-    except (ConfigError, OSError):  # whoever is to load it says why
+    except (ConfigError, OSError):  # loading it reports the error
         pass
-    return Adapter(name, folder, str(base), created)
+    return AdapterFolder(name, folder, str(base), created)

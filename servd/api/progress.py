@@ -1,4 +1,4 @@
-"""Progress: whether the engine is idle, decodes, computes long prompts, or stands still."""
+"""Progress: whether the engine is idle, decoding, computing long prompts, or stalled."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import msgspec
 from servd.tracing import PATIENCE, Pace, StepRecord
 
 SECOND = 1_000_000_000
-# The first one is what several engines do.
+# In order of precedence when several engines are combined.
 ORDER = ("prefill", "decoding", "idle", "asleep", "stalled")
-GRACE = 10.0  # seconds that a busy machine, or the first step of a size, may take beyond PATIENCE
+GRACE = 10.0  # seconds beyond PATIENCE for a busy machine, or the first step of a size
 
 
 class Unfinished(msgspec.Struct):
-    """A request that the engine has."""
+    """An unfinished request of the engine."""
 
     sent_ns: int
     num_prompt_tokens: int
-    has_begun: bool  # its first token is there
-    is_due: bool = True  # it waits for nothing but steps
+    has_begun: bool  # its first token has arrived
+    is_due: bool = True  # it waits for engine steps only, not for a grammar or another resource
 
 
 class Progress(msgspec.Struct):
@@ -30,16 +30,16 @@ class Progress(msgspec.Struct):
     activity: str  # "idle", "asleep", "decoding", "prefill" or "stalled"
     num_unfinished: int
     seconds_since_step: float | msgspec.UnsetType = msgspec.UNSET
-    expected_seconds: float | msgspec.UnsetType = msgspec.UNSET  # the most that a step should take
+    expected_seconds: float | msgspec.UnsetType = msgspec.UNSET  # of the running step, at most
     reason: str | msgspec.UnsetType = msgspec.UNSET
-    # With several engines, what each does, by rank; the fields above are of all that serve.
+    # With several engines: the progress of each, by rank; the fields above combine all that are up.
     engines: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 def combine(each: Sequence[Progress | None]) -> Progress:
-    """That of several engines; None for one that does not serve at the moment, which others do."""
+    """Combine the progress of several engines; None stands for one that is down."""
     serving = [found for found in each if found is not None]
-    # As long as one gets on, so do requests: those who watch the others start them again.
+    # One advancing engine keeps the server ready; stalled ones are restarted by their supervisors.
     best = min(serving, key=lambda found: ORDER.index(found.activity))
     if len(each) == 1:
         return best
@@ -59,14 +59,14 @@ def progress(
     now_ns: int,
     num_others: int = 0,
 ) -> Progress:
-    """How it goes.
+    """The progress of one engine.
 
     Args:
-        unfinished: of this API process, the oldest ones.
-        steps: the latest ones, in order.
-        budget: most tokens of a step.
-        now_ns: on the clock of the steps.
-        num_others: unfinished requests beside those, of which nothing is known.
+        unfinished: the oldest unfinished requests of this API process.
+        steps: the latest steps, in order.
+        budget: largest number of tokens in a step.
+        now_ns: current time on the steps' clock.
+        num_others: unfinished requests of other API processes, whose state is unknown.
     """
     requests = list(unfinished)
     found = Progress("ready", "idle", len(requests) + num_others)

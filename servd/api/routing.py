@@ -1,8 +1,8 @@
-"""Routing: which engine of --data-parallel-size gets a prompt, by what it would cost there.
+"""Routing: chooses the engine of --data-parallel-size that serves a prompt at the lowest cost.
 
-The cost is in tokens to compute: those of the prompt that the engine has not in its prefix cache,
-a part of those of requests before it, and what the engine got beyond its share of late, which
-bounds the imbalance where there is no queue.
+The cost is counted in tokens to compute: those of the prompt that are not in the engine's prefix
+cache, part of those of the requests queued before it, and what the engine has recently received
+beyond its fair share, which bounds the imbalance where there is no queue.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from servd.config import Config
 from servd.messages import EngineCoreRequest
 from servd.params import SamplingParams
 
-MAX_ENGINES, MAX_SERVERS = 32, 64  # bounds of their options
-NUM_ENTRIES = 1 << 20  # blocks known, of 8 bytes each; older ones are overwritten
-ROW = 2 * MAX_ENGINES  # numbers of an API server: work of each engine, and its recent tokens
-TABLE = 8 * ROW * MAX_SERVERS  # where the table begins, in bytes
+MAX_ENGINES, MAX_SERVERS = 32, 64  # the largest values of their options
+NUM_ENTRIES = 1 << 20  # cached blocks in the table, 8 bytes each; older ones are overwritten
+ROW = 2 * MAX_ENGINES  # numbers per API server: each engine's pending work and its recent tokens
+TABLE = 8 * ROW * MAX_SERVERS  # byte offset of the table of blocks
 SIZE = TABLE + 8 * NUM_ENTRIES
-PART = 1 << 17  # bytes of the table that are looked at together
-FINE_BLOCKS, COARSE = 256, 16  # so many blocks are told apart, then so many at once
-WINDOW = 1 << 20  # recent tokens after which all count half
-SLACK = 1.05  # times its share that an engine may get for nothing
-# What is computed twice takes time from others, too, and a place in a cache; a wait passes.
+PART = 1 << 17  # bytes of the table that `forget` processes at once
+FINE_BLOCKS, COARSE = 256, 16  # the first blocks are entries of their own, then every 16th
+WINDOW = 1 << 20  # recent tokens after which all counts are halved
+SLACK = 1.05  # multiple of its fair share that an engine may receive at no cost
+# Below 1: computing a prefix twice costs others time and cache space, too; waiting does not.
 WAIT_WEIGHT = 1 / 3
-OUTPUT_WEIGHT = 0.25  # answers are no queue, but slow down the steps of prompts
-FIRST_GUESS = 128.0  # output tokens of a request, before any has ended
+OUTPUT_WEIGHT = 0.25  # decoding is no queue, but slows down the steps of prompts
+FIRST_GUESS = 128.0  # output tokens of a request, before any has finished
 LEARNING_RATE = 1 / 64
 
 
 @dataclass(slots=True)
 class Routed:
-    """A prompt on an engine, as far as it counts as work there."""
+    """A routed prompt, as it counts toward its engine's pending work."""
 
     router: Router
     rank: int
-    prompt: int  # tokens to compute until it is answered; 0 from then on
-    cached: int  # tokens that were expected in the prefix cache
-    output: float  # tokens expected of all its choices
+    prompt: int  # tokens to compute until its first token; 0 from then on
+    cached: int  # tokens expected in the engine's prefix cache
+    output: float  # output tokens expected of all its choices
 
     def answer(self, num_cached: int) -> None:
-        """The first token is there, and so many of the prompt's were cached."""
+        """Its first token has arrived; so many of the prompt's tokens were cached."""
         if self.prompt:
             self.router.add_work(self.rank, -self.prompt, self.cached - num_cached)
             self.prompt = 0
 
     def leave(self, num_tokens: int) -> None:
-        """The engine has it no longer, after so many tokens of all its choices."""
+        """It has left the engine, with so many output tokens in all its choices."""
         work = self.prompt + OUTPUT_WEIGHT * self.output
         self.router.add_work(self.rank, -work, num_tokens - self.output - self.prompt)
 
     def end(self, num_tokens: Sequence[int]) -> None:
-        """It has ended, each of its choices with so many tokens."""
+        """It has finished, with so many output tokens in each of its choices."""
         total = sum(num_tokens)
         self.leave(total)
         if self.output:
@@ -66,26 +66,26 @@ class Routed:
 
 
 def make_file() -> int:
-    """The descriptor of a new file that the API servers of a tree share; it has no name."""
+    """The descriptor of a new anonymous file that the API servers share."""
     descriptor = os.memfd_create("routing")
-    os.ftruncate(descriptor, SIZE)  # pages are taken as they are written
+    os.ftruncate(descriptor, SIZE)  # memory is allocated as pages are written
     return descriptor
 
 
 class Router:
-    """Knows what was sent to which engine, by all API servers of the tree.
+    """Tracks what all API servers have sent to each engine, in shared memory.
 
-    Each of them writes the numbers of its own row. The table of blocks is everybody's: an entry has
-    the checksum of a prompt up to the end of the block, and a bit for each engine that computed it.
-    What an engine has evicted since is found out when the prompt is computed there, which makes the
-    entry true again.
+    Each API server writes its own row of numbers. The table of blocks is written by all: an entry
+    has the checksum of a prompt up to the end of a block, and a bit for each engine that computed
+    it. An eviction is not recorded: it is noticed when the prompt is routed there and computed
+    again, which makes the entry true again.
 
     Args:
-        num_engines: how many there are.
-        block_size: tokens of a block; 0 if the engines keep no prefixes.
-        place: of this API server among its siblings.
-        descriptor: by `make_file`; -1 if there are no siblings.
-        num_servers: how many there are, with this one.
+        num_engines: number of engines.
+        block_size: tokens per block; 0 if the engines have no prefix cache.
+        place: index of this API server.
+        descriptor: from `make_file`; -1 if there is only one API server.
+        num_servers: number of API servers.
     """
 
     def __init__(
@@ -105,24 +105,24 @@ class Router:
         begin = place * ROW
         self._work = self._numbers[begin : begin + MAX_ENGINES]
         self._recent = self._numbers[begin + MAX_ENGINES : begin + ROW]
-        for i in range(MAX_ENGINES):  # a server that had the place before may have died
+        for i in range(MAX_ENGINES):  # an earlier server at this index may have died
             self._work[i] = self._recent[i] = 0.0
         self.expected_output = FIRST_GUESS
 
     @classmethod
     def of(cls, config: Config, place: int = 0, descriptor: int = -1) -> Router | None:
-        """Where there is something to choose."""
+        """A router, if there is more than one engine."""
         size, cache = config.parallel.data_parallel_size, config.cache
         block_size = cache.block_size if cache.enable_prefix_caching else 0
         num_servers = config.server.api_server_count
         return cls(size, block_size, place, descriptor, num_servers) if size > 1 else None
 
     def route(self, request: EngineCoreRequest, serving: Sequence[int]) -> Routed:
-        """Choose an engine, and count the request as work there.
+        """Choose an engine and add the request to its pending work.
 
         Args:
-            request: may name its engine.
-            serving: ranks to choose from.
+            request: may require an engine.
+            serving: ranks of the engines that are up.
         """
         sums, num_tokens = self._checksums(request), len(request.prompt_token_ids)
         cached = self._cached(sums, num_tokens)
@@ -151,38 +151,38 @@ class Router:
         return routed
 
     def add_work(self, rank: int, tokens: float, recent: float) -> None:
-        """An engine has so much more to do, and has got so much more of late."""
+        """Add to an engine's pending work and to its recent tokens."""
         self._work[rank] += tokens
         self._recent[rank] += recent
 
     def learn(self, num_tokens: float) -> None:
-        """A request has ended after so many tokens."""
+        """Update the expected output length with that of a finished request."""
         self.expected_output += LEARNING_RATE * (num_tokens - self.expected_output)
 
     def forget(self, rank: int) -> None:
-        """The prefix cache of an engine is empty: it has ended, or sleeps."""
+        """Clear an engine's bits: its prefix cache is empty, as it has ended or sleeps."""
         order, others = sys.byteorder, (1 << 64) - 1 - (1 << rank)
         mask = int.from_bytes(others.to_bytes(8, order) * (PART // 8), order)
         nothing = bytes(PART)
         for begin in range(0, len(self._bytes), PART):
             part = self._bytes[begin : begin + PART]
-            if (known := part.tobytes()) != nothing:  # views are compared byte by byte
+            if (known := part.tobytes()) != nothing:  # a memoryview compares byte by byte
                 part[:] = (int.from_bytes(known, order) & mask).to_bytes(PART, order)
 
     def start_anew(self) -> None:
-        """Nobody has a debt: an engine that was away need not catch up."""
+        """Reset the recent tokens: an engine that was down need not catch up."""
         mean = sum(self._recent) / len(self.ranks)
         for rank in self.ranks:
             self._recent[rank] = mean
 
     def _sum(self, first: int) -> list[float]:
-        """Numbers of each engine, over all API servers."""
+        """Sum over all API servers, for each engine."""
         numbers, count = self._numbers, len(self.ranks)
         rows = [numbers[at : at + count] for at in range(first, self._used, ROW)]
         return [*map(sum, zip(*rows, strict=True))]
 
     def _checksums(self, request: EngineCoreRequest) -> dict[int, int]:
-        """Checksums of the prompt up to the ends of its blocks, by their place."""
+        """Checksums of the prompt up to each end in `_ends`, by position."""
         params = request.params
         is_read = isinstance(params, SamplingParams) and params.prompt_logprobs is not None
         if is_read or not self.block_size:
@@ -194,13 +194,13 @@ class Router:
         return sums
 
     def _ends(self, num_tokens: int) -> Iterable[int]:
-        """Where blocks end that are told apart; in long prompts, each of several."""
+        """Block ends that have entries: all at first, then every COARSE-th."""
         size = self.block_size
         fine = range(0, min(num_tokens, FINE_BLOCKS * size) + 1, size)
         return [*fine, *range((FINE_BLOCKS + COARSE) * size, num_tokens + 1, COARSE * size)]
 
     def _cached(self, sums: dict[int, int], num_tokens: int) -> list[int]:
-        """Tokens that each engine should have in its cache: an engine that computed a block has
+        """Tokens expected in each engine's prefix cache: an engine that computed a block has
         computed all before it. The last token of a prompt is always computed.
         """
         table, found = self._table, [0] * len(self.ranks)

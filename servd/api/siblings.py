@@ -1,8 +1,8 @@
-"""Siblings: the API servers of one engine tell each other of their requests, so that each of them
-answers for all.
+"""Siblings: the API servers of one engine exchange what they know of their requests, so that each
+answers introspection requests for all.
 
-Each listens on a Unix socket beside the engine's. A question is one message on a connection of its
-own, and so is its answer. Who does not answer in time is left out.
+Each listens on a Unix socket beside the engine's. A query is one message on its own connection, and
+so is its reply. A sibling that does not reply in time is left out.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from servd.tracing import StepRecord, first
 
 log = logging.getLogger("servd.api")
 
-PATIENCE = 5.0  # seconds for a sibling's answer; half of them where somebody waits for more
-CHARS_PER_STEP = 16  # a step takes about as long as so many characters, see `AsyncLLM.offload`
+PATIENCE = 5.0  # seconds for a sibling's reply; half of it for queries within queries
+CHARS_PER_STEP = 16  # a step costs as much as so many characters, see `AsyncLLM.offload`
 
 
 class ListRequests(msgspec.Struct, tag=True):
-    """The newest requests of an owner, running ones first, or the slowest finished ones."""
+    """The newest requests of an owner, running ones first; or the slowest finished ones."""
 
     answer: ClassVar[Any] = list[RequestSummary]
     owner: str
@@ -53,14 +53,14 @@ class ListRequests(msgspec.Struct, tag=True):
 
 
 class FindTimeline(msgspec.Struct, tag=True):
-    """Where the time of a request went; None if there is no such request of this owner."""
+    """Where a request's time went; None if the owner has no such request."""
 
     answer: ClassVar[Any] = RequestTimeline | None
     owner: str
     request_id: str
 
     async def answered_by(self, server: Siblings) -> RequestTimeline | None:
-        """What this server knows, with what others know of the owner's other requests."""
+        """What this server knows, and what its siblings know of the owner's other requests."""
         async_llm = server.async_llm
         timeline = async_llm.tracer.get(self.request_id, self.owner)
         if timeline is None:
@@ -88,14 +88,14 @@ class FindTimeline(msgspec.Struct, tag=True):
 
 
 class Others(msgspec.Struct):
-    """What the requests of an owner beside one tell about it."""
+    """What an owner's other requests explain about one."""
 
-    ran: dict[str, Ran | None]  # when those of its engine ran, by id
-    nearest: Likeness | None  # the earlier prompt that begins most like its own
+    ran: dict[str, Ran | None]  # when those on the same engine ran, by id
+    nearest: Likeness | None  # the earlier prompt with the longest common prefix
 
 
 class FindOthers(Sought, tag=True):
-    """The requests of an owner beside the one that is sought."""
+    """The other requests of the owner of the request that is explained."""
 
     answer: ClassVar[Any] = Others
 
@@ -124,8 +124,8 @@ class ListSteps(msgspec.Struct, tag=True):
 
 
 class WriteMetrics(msgspec.Struct, tag=True):
-    """Publish what is counted, for who reads all API servers' counts; and tell the state of the
-    engines.
+    """Publish the counters for the server that aggregates all API servers' metrics, and reply with
+    the state of the engines.
     """
 
     answer: ClassVar[Any] = Report
@@ -141,14 +141,14 @@ Question = ListRequests | FindTimeline | FindOthers | ListSteps | WriteMetrics
 
 @dataclass(eq=False)
 class Siblings:
-    """What this API server and its siblings know."""
+    """Queries that this API server and its siblings answer together."""
 
     async_llm: AsyncLLM  # of this one
-    path: Path | None = None  # of its socket, while it listens
+    path: Path | None = None  # of this server's socket, while it listens
     _server: asyncio.Server | None = None
 
     async def listen(self, path: Path) -> None:
-        """Answer siblings, whose sockets are in the same folder and have names that begin alike."""
+        """Answer siblings, whose sockets are in the same folder with the same name prefix."""
         self.path = path
         self._server = await asyncio.start_unix_server(self._serve, path)
 
@@ -160,26 +160,26 @@ class Siblings:
             self.path = None
 
     async def list_requests(self, question: ListRequests) -> list[RequestSummary]:
-        """Those of all siblings."""
+        """The requests of all siblings."""
         own = await question.answered_by(self)
         found = chain(own, *await self.ask_others(question))
         key = attrgetter("wall_ms") if question.order == "slowest" else _recency
         return sorted(found, key=key, reverse=True)[: question.count]
 
     async def find_timeline(self, question: FindTimeline) -> RequestTimeline | None:
-        """That of the sibling that has it."""
+        """The explanation from the sibling that has the request."""
         if (own := await question.answered_by(self)) is not None:
             return own
         return next(filter(None, await self.ask_others(question)), None)
 
     async def list_steps(self, question: ListSteps) -> list[StepRecord]:
-        """Those of which any has heard."""
+        """The steps that any sibling knows."""
         steps = chain(await question.answered_by(self), *await self.ask_others(question))
         by_start = {(step.started_ns, step.engine): step for step in steps}
         return [by_start[start] for start in sorted(by_start)][-question.count :]
 
     async def ask_others(self, question: Question) -> list[Any]:
-        """The answers of all who give one."""
+        """The replies of all siblings that give one."""
         if self.path is None:
             return []
         others = [path for path in self.path.parent.glob("api-*") if path != self.path]
@@ -187,7 +187,7 @@ class Siblings:
         return [answer for [answer] in filter(None, await asyncio.gather(*asked))]
 
     async def _ask(self, path: Path, question: Question) -> list[Any]:
-        """The answer of one, if it gives any."""
+        """The reply of one sibling, if it gives one."""
         try:
             is_second = isinstance(question, FindOthers | WriteMetrics)
             async with asyncio.timeout(PATIENCE / (1 + is_second)):
@@ -211,7 +211,7 @@ class Siblings:
 
 
 def _recency(request: RequestSummary) -> tuple[bool, float]:
-    """Running ones by their begin, others by their end."""
+    """Sort key: running requests by their start, others by their end."""
     is_running = request.status == "running"
     return is_running, request.created + (not is_running) * request.wall_ms / 1000
 

@@ -1,4 +1,4 @@
-"""Timelines: what an API process knows about its running, its recent and its slowest requests."""
+"""Timelines: what an API process knows about its running, most recent and slowest requests."""
 
 from __future__ import annotations
 
@@ -27,50 +27,50 @@ if TYPE_CHECKING:
     from servd.api.recorder import Recorder
 
 MAX_RECENT = 1024  # about 3 KB each
-MAX_SLOWEST = 32  # each with its account, up to 300 KB
-MAX_MARKS = 200_000  # recent requests' and those of the slowest ones; 100 bytes each
-MAX_PROMPT_TOKENS = 2_000_000  # finished requests', 4 bytes each
+MAX_SLOWEST = 32  # each with its account of up to 300 KB
+MAX_MARKS = 200_000  # of recent and of the slowest requests; 100 bytes each
+MAX_PROMPT_TOKENS = 2_000_000  # of finished requests; 4 bytes each
 MAX_STEPS = 8192  # about 700 bytes each
-STEPS_PER_LOOK = 1024  # steps between two looks for requests whose steps will soon be forgotten
-STEPS_BEFORE = 256  # which tell what is normal
+STEPS_PER_LOOK = 1024  # steps between two searches for slow requests with aging steps
+STEPS_BEFORE = 256  # steps before a request, from which its usual step times are computed
 BY_TIME = attrgetter("at_ns")
 
 
 class Timeline(msgspec.Struct, gc=False):
-    """One request, or one prompt of a request with several. Thousands are kept, so that each should
-    be few objects to the garbage collector, which looks at all of them now and then.
+    """One request, or one prompt of a request with several. Thousands are kept, so each should
+    consist of few objects: a full garbage collection visits them all.
     """
 
     id: str
     owner: str = ""
     route: str = ""
-    model: str = ""  # as the answer names it
+    model: str = ""  # as the response names it
     marks: list[Mark] = []
     choices: Sequence[ChoiceTimes] = ()
-    params: SamplingParams | None = None  # while it runs, and where spans tell of them
-    reads_prompt: bool = False  # something of every prompt token was asked for
-    prompt: array[int] = array("I")  # token ids; empty when it is no longer kept
+    params: SamplingParams | None = None  # while it runs; kept longer if spans export them
+    reads_prompt: bool = False  # it asked for results of every prompt token
+    prompt: array[int] = array("I")  # token ids; empty once dropped
     salt: tuple[str | None, ...] = ()  # see `RequestOptions.cache_keys`
     # From its first tool call to its end, and how long the parser worked in it.
     parsed_from_ns: int = 0
     parsed_to_ns: int = 0
     parsing_ns: int = 0
-    num_bytes: int = 0  # of its message to the engine, if it is watched
-    engine: int = 0  # the rank of the one that has it, or had it
-    earlier: tuple[tuple[int, int], ...] = ()  # those that had it before, and until when
-    cache_number: int = 0  # how often the engine's cache had been emptied before
+    num_bytes: int = 0  # size of its message to the engine, if measured
+    engine: int = 0  # rank of the engine that runs or ran it
+    earlier: tuple[tuple[int, int], ...] = ()  # engines that ran it before, and until when
+    cache_number: int = 0  # how often the engine's prefix cache had been reset before
     is_finished: bool = False
-    account: Account | None = None  # of one of the slowest, whose steps were about to be forgotten
-    summary: RequestSummary | None = None  # once it is finished and was asked for
+    account: Account | None = None  # computed early for a slow request with aging steps
+    summary: RequestSummary | None = None  # cached once it has finished and was listed
 
     def move(self, engine: int, cache_number: int) -> None:
-        """Another engine goes on with it."""
+        """Another engine continues it."""
         self.earlier = (*self.earlier, (self.engine, now_ns()))
         self.engine, self.cache_number = engine, cache_number
 
     @property
     def begin_ns(self) -> int:
-        """When it arrived; now, if that is not known."""
+        """When it arrived, or now if that is unknown."""
         return self.marks[0].at_ns if self.marks else now_ns()
 
     @property
@@ -86,7 +86,7 @@ class Timeline(msgspec.Struct, gc=False):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """0 before it is handed to the engine."""
+        """0 until it is sent to the engine."""
         return self.choices[0].num_prompt_tokens if self.choices else 0
 
     @property
@@ -101,15 +101,15 @@ class Timeline(msgspec.Struct, gc=False):
 
 
 class Inquiry(msgspec.Struct):
-    """Everything that an account is computed from, safe to hand to another thread."""
+    """The input of `account`, safe to pass to another thread."""
 
     timeline: Timeline
     marks: list[Mark]
-    steps: Mapping[int, Sequence[StepRecord]]  # all that are known, by engine, in order
+    steps: Mapping[int, Sequence[StepRecord]]  # all known steps by engine, in order
 
     @property
     def known(self) -> list[StepRecord]:
-        """The steps that ran in the meantime on the engine that had it, and some before them."""
+        """The steps that its engines ran during the request, and some before them."""
         begin, before, found = self.marks[0].at_ns, STEPS_BEFORE, list[StepRecord]()
         for engine, end in (*self.timeline.earlier, (self.timeline.engine, self.marks[-1].at_ns)):
             steps = self.steps.get(engine, ())
@@ -120,7 +120,7 @@ class Inquiry(msgspec.Struct):
         return found
 
     def account(self) -> Account:
-        """Where the time went; takes 20 ms for a thousand steps."""
+        """Where the request's time went. Takes 20 ms for a thousand steps."""
         if self.timeline.account is not None:
             return self.timeline.account
         return account(self.marks, self.known, self.timeline.id)
@@ -128,19 +128,19 @@ class Inquiry(msgspec.Struct):
 
 @dataclass(eq=False)
 class Tracer:
-    """The timelines of running requests, of the most recent and of the slowest finished ones, and
-    the latest steps of the engine.
+    """The timelines of running requests and of the most recent and slowest finished ones, and the
+    latest steps of each engine.
     """
 
     keep: int = MAX_RECENT  # recent requests
-    spans: Spans | None = None  # exports spans of requests
-    recorder: Recorder | None = None  # writes down requests and steps
+    spans: Spans | None = None  # exports OpenTelemetry spans of requests
+    recorder: Recorder | None = None  # writes requests and steps to a file
 
     def __post_init__(self) -> None:
         self.running: dict[str, Timeline] = {}
         self.recent: OrderedDict[str, Timeline] = OrderedDict()
         self.slowest: dict[str, Timeline] = {}
-        self._fastest_ns = -1  # of those, once there are MAX_SLOWEST
+        self._fastest_ns = -1  # the fastest of `slowest`, once it is full
         # By engine, in order.
         self.steps = defaultdict[int, deque[StepRecord]](partial(deque, maxlen=MAX_STEPS))
         self._num_marks = 0  # in `recent`
@@ -149,7 +149,7 @@ class Tracer:
         self._accountant = ThreadPoolExecutor(1, "account")
 
     def add_steps(self, steps: Sequence[StepRecord], engine: int) -> None:
-        """Keep steps of an engine."""
+        """Add the latest steps of an engine."""
         for step in steps if engine else ():
             step.engine = engine
         if self.recorder is not None:
@@ -160,7 +160,7 @@ class Tracer:
             self._keep_accounts([t for t in self.slowest.values() if t.engine == engine])
 
     def lose_engine(self, timelines: Iterable[Timeline], engine: int) -> None:
-        """Note when the engine that had these requests was last known to live."""
+        """Record when the engine of these requests was last known to be alive."""
         steps = self.steps[engine]
         last_step = steps[-1].harvested_ns if steps else 0
         for timeline in timelines:
@@ -168,7 +168,7 @@ class Tracer:
             timeline.marks.append(Mark("engine_lost", lost))
 
     def finish(self, request_id: str, marks: Iterable[Mark] = ()) -> Timeline:
-        """Close a request's timeline, with these marks and its own in order of time."""
+        """Close a request's timeline, merging these marks with its own in order of time."""
         timeline = self.running.pop(request_id, None) or Timeline(request_id)
         # Other threads may read the list.
         timeline.marks = sorted([*timeline.marks, *marks], key=BY_TIME)
@@ -187,7 +187,7 @@ class Tracer:
         return timeline
 
     def _keep_prompt(self, timeline: Timeline) -> None:
-        """Keep a prompt for comparison with later ones; the oldest are dropped."""
+        """Keep a prompt to compare later ones with; drop the oldest beyond the bound."""
         self._prompts.append(timeline)
         self._num_prompt_tokens += len(timeline.prompt)
         while self._num_prompt_tokens > MAX_PROMPT_TOKENS or len(self._prompts) > self.keep:
@@ -196,7 +196,7 @@ class Tracer:
             oldest.prompt = array("I")
 
     def _rank(self, timeline: Timeline) -> None:
-        """Keep a finished request if it is among the slowest."""
+        """Add a finished request to `slowest` if it is slow enough."""
         if timeline.wall_ns <= self._fastest_ns:
             return
         all_slow = {**self.slowest, timeline.id: timeline}.values()
@@ -208,8 +208,8 @@ class Tracer:
             self._keep_accounts([timeline])
 
     def _keep_accounts(self, timelines: Sequence[Timeline]) -> None:
-        """Account for those slow requests whose steps will soon be forgotten. For the others that
-        is done when somebody asks: most are replaced by slower ones before.
+        """Compute the accounts of slow requests whose steps will soon be dropped. Others are
+        computed on demand: most are displaced by slower requests first.
         """
         due = [
             each
@@ -221,13 +221,13 @@ class Tracer:
             self._accountant.submit(self._account, inquiry)
 
     def _account(self, inquiry: Inquiry) -> None:
-        """Off the event loop, unless slower ones have replaced the request."""
+        """Compute an account off the event loop, unless slower requests have displaced this one."""
         timeline = inquiry.timeline
         if self.slowest.get(timeline.id) is timeline:
             timeline.account = inquiry.account()
 
     def get(self, request_id: str, owner: str = "") -> Timeline | None:
-        """A running, recent or slow request of `owner`."""
+        """A running, recent or slow request of `owner`, if known."""
         for kept in (self.running, self.recent, self.slowest):
             timeline = kept.get(request_id)
             if timeline is not None and timeline.owner == owner and timeline.marks:
@@ -250,11 +250,11 @@ class Tracer:
         return sorted(own, key=lambda timeline: -timeline.wall_ns)[:count]
 
     def latest_steps(self, count: int, engine: int) -> list[StepRecord]:
-        """In order."""
+        """The latest steps of each engine, in order."""
         return list(islice(reversed(self.steps[engine]), count))[::-1]
 
     def inquiries(self, timelines: Sequence[Timeline]) -> list[Inquiry]:
-        """Collect what it takes to account for these requests up to now."""
+        """Collect the input of the accounts of these requests up to now."""
         now = Mark("now", now_ns())
         steps = {engine: [*kept] for engine, kept in self.steps.items() if timelines}
         return [

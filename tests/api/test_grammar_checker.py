@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from servd.api import grammar_checker
-from servd.api.grammar_checker import GrammarChecker, Turns
+from servd.api.grammar_checker import FairLock, GrammarChecker
 from servd.child_messages import GrammarVerdict, StartGrammarChecker
 from servd.config import Config
 from servd.core.structured_output.manager import Compiled
@@ -163,7 +163,7 @@ def test_a_verdict_that_another_thread_drops_is_asked_for_again(make):
 async def test_a_verdict_that_another_thread_drops_does_not_hold_up_the_loop(served, monkeypatch):
     grammars = served.async_llm.processor.grammars
     grammars._verdicts = Vanishing({("regex", "[a-z]"): None, ("regex", "("): "no"})
-    monkeypatch.setattr(grammars, "_try", Mock(side_effect=AssertionError("it blocks")))
+    monkeypatch.setattr(grammars, "_verdict", Mock(side_effect=AssertionError("it blocks")))
     body = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": "[a-z]"}}
     answer = await served.http.post("/v1/completions", json=body)
     assert answer.status_code == 200
@@ -203,7 +203,7 @@ def test_closing_does_not_wait_for_a_check_and_nothing_starts_afterwards(make, m
 
 def test_clients_take_turns_whoever_came_first():
     """Ten grammars of one client do not delay another one's by more than one of them."""
-    turns, order = Turns(), []
+    turns, order = FairLock(), []
 
     def wait(client: str) -> None:
         with turns.take(client):
@@ -222,7 +222,7 @@ def test_clients_take_turns_whoever_came_first():
 
 def test_a_client_that_has_used_its_share_waits_with_one_grammar(monkeypatch):
     monkeypatch.setattr(grammar_checker, "SHARE", 0.0)
-    turns, done = Turns(), threading.Event()
+    turns, done = FairLock(), threading.Event()
 
     def hold(client: str) -> None:
         with turns.take(client):
@@ -243,7 +243,7 @@ def test_a_client_that_has_used_its_share_waits_with_one_grammar(monkeypatch):
 
 
 def test_a_client_that_waits_too_long_is_refused_and_forgotten():
-    turns = Turns()
+    turns = FairLock()
     with turns.take("a"):
         with pytest.raises(Overloaded, match="retry"), turns.take("b", timeout=0.01):
             pass
