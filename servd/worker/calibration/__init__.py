@@ -73,8 +73,7 @@ def quantize(
     if (stated := quantization_of(folder)) is not None:
         raise ConfigError(f"{folder} is quantized already, by {stated.get('quant_method')}")
     model = Model(folder)
-    num_inputs = sum(map(len, rows))
-    rounding = _Rounding(model, folder, bits, group_size, is_symmetric, num_inputs)
+    rounding = _Rounding(model, folder, bits, group_size, is_symmetric)
     batches = torch.tensor(rows).split(BATCH)
     before, begin = model.perplexity(torch.tensor(held_out)), 0.0
     if mean_bits is not None:
@@ -101,19 +100,11 @@ class _Rounding:
     Args:
         model: that they are of.
         folder: see `quantize`, as the others.
-        num_inputs: see `gptq.quantize`.
     """
 
     def __init__(
-        self,
-        model: Model,
-        folder: Path,
-        bits: int,
-        group_size: int,
-        is_symmetric: bool,
-        num_inputs: int,
+        self, model: Model, folder: Path, bits: int, group_size: int, is_symmetric: bool
     ) -> None:
-        self.num_inputs = num_inputs
         self.bits, self.group_size, self.is_symmetric = bits, group_size, is_symmetric
         self.prefix = f"{model.base_prefix}."
         self.stored = {name.removeprefix(self.prefix): name for name in _names(folder)}
@@ -132,9 +123,7 @@ class _Rounding:
             return weight
         bits = mixed.WIDE if name in self.wide else self.bits
         is_symmetric = self.is_symmetric or bits == mixed.WIDE
-        codes = gptq.quantize(
-            weight, moments, bits, self.group_size, drift, is_symmetric, self.num_inputs
-        )
+        codes = gptq.quantize(weight, moments, bits, self.group_size, drift, is_symmetric)
         self.layers[tensor], self.matrices[tensor] = name, codes
         return codes.dequantize()
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 DAMPING = 0.01  # of the diagonal's mean, added to it: inputs will not be quite as those seen
-ENOUGH = 2  # inputs for each column
+RIDGES = (1, 10, 100)  # of what is made up for: that many times the damping
+CHANCE = 0.1  # of what halves say, as much is the same without a rule
 BLOCK = 128  # columns whose errors are passed on to the others at once
 ROWS = 1024  # of a matrix at once
 WIDTHS = [0.84, 0.88, 0.92, 0.96, 1.0]  # of a grid, over the width of a group's numbers
@@ -26,25 +27,21 @@ def quantize(
     group_size: int,
     drift: Tensor | None = None,
     is_symmetric: bool = True,
-    num_inputs: int | None = None,
 ) -> Codes:
     """The codes for which the sum of (weight - codes)^T moments (weight - codes) is least, nearly.
 
     Args:
         weight: float32 [out, in]; the columns are whole groups.
-        moments: float32 [in, in], the sum of x^T x over inputs x.
+        moments: float32 [2, in, in], the sums of x^T x over the halves of inputs x.
         bits: of a code.
         group_size: columns that share a scale.
-        drift: float32 [in, in], the sum of (y - x)^T x, where y are the inputs that the weight was
-            made for: products with x are to be those that it has with y. None: they are x.
+        drift: float32 [2, in, in], the sums of (y - x)^T x, where y are the inputs that the weight
+            was made for: products with x are to be those that it has with y. None: they are x.
         is_symmetric: see `Codes`.
-        num_inputs: of x, if it is known. With few, the drift is left out: what least squares would
-            make of it is right for these alone.
     """
-    moments = _damped(moments)
-    is_known = num_inputs is None or num_inputs >= ENOUGH * len(moments)
-    if drift is not None and is_known:  # the matrix of least squares, which is rounded instead
-        weight = weight + torch.linalg.solve(moments, (weight @ drift).t()).t()
+    if drift is not None:
+        weight = weight + made_up(weight, moments, drift)
+    moments = _damped(moments.sum(0))
     order, upper = _in_order(moments)
     parts = []
     for rows in weight.split(ROWS):
@@ -55,6 +52,39 @@ def quantize(
             codes.descend(rows, moments)
         parts.append(codes)
     return Codes.of(parts)
+
+
+def made_up(weight: Tensor, moments: Tensor, drift: Tensor) -> Tensor:
+    """What to add to the weight [out, in], so that its products are those with inputs as they were.
+
+    Least squares would take what is so for these inputs alone for a rule, and be worse for others
+    than nothing. So it is damped, and taken in part, as what either half says is of use for the
+    other; not at all where it is of none.
+
+    Args:
+        weight: see `quantize`.
+        moments: see there, too.
+        drift: as these.
+    """
+    best, ridge, part = 0.0, 0.0, 0.0
+    wanted = weight @ drift  # [2, out, in]
+    for times in RIDGES:
+        gain = cost = 0.0  # of all that one half says, for the other
+        for one, other in ((0, 1), (1, 0)):
+            change = _least_squares(moments[one], wanted[one], times)
+            gain += float((wanted[other] * change).sum())
+            cost += float((change @ moments[other] * change).sum())
+        share = min(gain / max(cost, SMALLEST), 1.0)
+        # Squares of errors become less by that much.
+        if share > CHANCE and (less := 2 * share * gain - share**2 * cost) > best:
+            best, ridge, part = less, times, share
+    if not best:
+        return torch.zeros_like(weight)
+    return part * _least_squares(moments.sum(0), wanted.sum(0), ridge)
+
+
+def _least_squares(moments: Tensor, wanted: Tensor, times: float) -> Tensor:
+    return torch.linalg.solve(_damped(moments, times), wanted.t()).t()
 
 
 def expected_errors(weight: Tensor, moments: Tensor, bits: int, group_size: int) -> Tensor:
@@ -70,9 +100,9 @@ def expected_errors(weight: Tensor, moments: Tensor, bits: int, group_size: int)
     return steps.square() @ left.unflatten(0, (-1, group_size)).sum(1) / 12
 
 
-def _damped(moments: Tensor) -> Tensor:
+def _damped(moments: Tensor, times: float = 1) -> Tensor:
     diagonal = moments.diagonal()
-    return moments + torch.diag(DAMPING * diagonal.mean() + (diagonal == 0).float())
+    return moments + torch.diag(times * DAMPING * diagonal.mean() + (diagonal == 0).float())
 
 
 def _in_order(moments: Tensor) -> tuple[Tensor, Tensor]:

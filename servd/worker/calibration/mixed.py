@@ -76,7 +76,7 @@ class Chooser:
                 if last is not moments:
                     last = moments
                     found.append(Together())
-                errors = gptq.expected_errors(weight, moments, self.bits, self.group_size)
+                errors = gptq.expected_errors(weight, moments.sum(0), self.bits, self.group_size)
                 found[-1].names.append(name)
                 found[-1].cost += float(gradients[name] @ errors) / num_tokens / 2
                 found[-1].size += weight.numel()

@@ -18,9 +18,9 @@ from transformers.pytorch_utils import Conv1D
 from servd.errors import UnsupportedModel
 
 Round = Callable[[str, Tensor, Tensor, Tensor], Tensor]
-"""Name of a matrix in the model, the matrix [out, in], and sums of x^T x and (y - x)^T x over its
-inputs x and those of the original, y, [in, in] each -> what it is from now on. Matrices that
-multiply the same come one after another, with the same tensors.
+"""Name of a matrix in the model, the matrix [out, in], and sums of x^T x and (y - x)^T x over the
+halves of its inputs x and those of the original, y, [2, in, in] each -> what it is from now on.
+Matrices that multiply the same come one after another, with the same tensors.
 """
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """What a layer is given beside hidden states: positions, masks."""
@@ -115,7 +115,8 @@ class Model:
                 for hidden, of_original, of_layers in zip(inputs, exact, calls, strict=True):
                     x = _input_of(modules[0], layer, hidden, of_layers[index])
                     y = _input_of(twins[modules[0]], original, of_original, of_layers[index])
-                    moments, drift = moments + x.t() @ x, drift + (y - x).t() @ x
+                    moments = moments + _products(x, x)
+                    drift = drift + _products(y - x, x)
                 for module in modules:
                     assert isinstance(module.weight, Tensor)
                     weight, is_transposed = module.weight, isinstance(module, Conv1D)
@@ -187,6 +188,12 @@ def _input_of(module: nn.Module, layer: nn.Module, hidden: Tensor, call: Call) -
     finally:
         hook.remove()
     return seen[0]
+
+
+def _products(y: Tensor, x: Tensor) -> Tensor:
+    """[tokens, in] each -> [2, in, in], of half of the tokens each."""
+    halves = zip(y.tensor_split(2), x.tensor_split(2), strict=True)
+    return torch.stack([of_y.t() @ of_x for of_y, of_x in halves])
 
 
 def _run(layer: nn.Module, hidden: Tensor, call: Call) -> Tensor:
