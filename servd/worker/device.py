@@ -105,14 +105,24 @@ def available_memory(cgroup: Path = CGROUP, meminfo: Path = Path("/proc/meminfo"
     """Bytes of main memory that can be used, by the kernel's and the control group's limits."""
     lines = dict(line.split(":", 1) for line in _read(meminfo).splitlines())
     available = int(lines["MemAvailable"].split()[0]) * 1024
-    for limit_file, usage_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for folder, limit_file, usage_file in (
+        (cgroup, "memory.max", "memory.current"),
+        (cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
-        limit, usage = _read(cgroup / limit_file), _read(cgroup / usage_file)
+        limit, usage = _read(folder / limit_file), _read(folder / usage_file)
         if limit.isdigit() and usage.isdigit():
-            available = min(available, int(limit) - int(usage))
+            used = int(usage) - _cached_files(folder / "memory.stat")
+            available = min(available, int(limit) - max(used, 0))
     return max(available, 0)
+
+
+def _cached_files(stat: Path) -> int:
+    """Bytes of files that a control group was charged for, such as a checkpoint that was read: the
+    kernel gives them up when memory is wanted.
+    """
+    found = dict(line.split(" ", 1) for line in _read(stat).splitlines() if " " in line)
+    prefix = "total_" if "total_active_file" in found else ""  # v1: with groups below
+    return sum(int(found.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
 
 
 def _read(path: Path) -> str:

@@ -49,6 +49,24 @@ def test_cpu_quota(tmp_path: Path, files: dict[str, str], quota: float | None):
         ({"memory.max": "5000", "memory.current": "2000"}, 3000),
         ({"memory.max": "5000", "memory.current": "6000"}, 0),
         ({"memory/memory.limit_in_bytes": "9000", "memory/memory.usage_in_bytes": "1000"}, 8000),
+        (  # files that were read, such as a checkpoint, make room
+            {
+                "memory.max": "5000",
+                "memory.current": "4000",
+                "memory.stat": "anon 900\nfile 3000\nshmem 100\nactive_file 700\n"
+                "inactive_file 2200",
+            },
+            5000 - (4000 - 2900),
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "9000",
+                "memory/memory.usage_in_bytes": "6000",
+                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 2000\n"
+                "total_active_file 1000",
+            },
+            9000 - 3000,
+        ),
     ],
 )
 def test_available_memory(tmp_path: Path, files: dict[str, str], expected: int):
