@@ -1,4 +1,4 @@
-"""What /metrics says beside what is counted: the engines' state, the processes', and exemplars."""
+"""Collectors for /metrics of what is not counted: engine state, process state, exemplars."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from servd.tracing import unix_time
 
 
 class EngineState(msgspec.Struct):
-    """What an API server knows of an engine."""
+    """What an API server knows about an engine."""
 
-    stats: SchedulerStats = msgspec.field(default_factory=SchedulerStats)  # its newest report
+    stats: SchedulerStats = msgspec.field(default_factory=SchedulerStats)  # its latest report
     num_restarts: int = 0
     is_asleep: bool | None = None  # None while it loads
     cache: dict[str, str] = {}  # labels of vllm:cache_config_info
     max_loras: int = 0  # 0: there are no adapters
 
     def samples(self) -> Iterator[tuple[str, float, dict[str, str]]]:
-        """Names, values, and labels beside those that all have."""
+        """Names, values, and additional labels."""
         stats = self.stats
         yield "vllm:num_requests_running", stats.num_running, {}
         yield "vllm:num_requests_waiting", stats.num_waiting + stats.num_deferred, {}
@@ -37,7 +37,7 @@ class EngineState(msgspec.Struct):
             yield "vllm:num_requests_waiting_by_reason", count, {"reason": reason}
         yield "vllm:num_requests_swapped", stats.num_swapped, {}
         for stage, count in (
-            ("waiting_to_start", 0),  # they begin at once
+            ("waiting_to_start", 0),  # always 0: they start at once
             ("in_progress", stats.num_reading),
             ("completed_waiting", stats.num_read),
         ):
@@ -59,8 +59,8 @@ class EngineState(msgspec.Struct):
 
 
 class EngineCollector(Collector):
-    """The state of all engines, which each API server knows: of these values a sum over API servers
-    would be wrong.
+    """The state of all engines. Every API server knows it, so these values must not be summed over
+    API servers.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -83,8 +83,8 @@ class EngineCollector(Collector):
 
 
 class ProcessesCollector(Collector):
-    """`process_*` of this API server, as every client library of Prometheus has them; of several
-    that share a port by `pid`, since each scrape may reach another one.
+    """The standard `process_*` metrics of this API server; labelled by `pid` if several servers
+    share a port, since each scrape may reach another one.
     """
 
     def __init__(self, is_shared: bool) -> None:
@@ -104,8 +104,8 @@ class ProcessesCollector(Collector):
 
 
 class WithExemplars(Collector):
-    """What others collect, with exemplars in the histograms: the library keeps none where several
-    API servers count together.
+    """Adds exemplars to the histograms of other collectors: in multiprocess mode prometheus-client
+    keeps none.
     """
 
     def __init__(self, sources: Sequence[Collector]) -> None:
@@ -115,7 +115,7 @@ class WithExemplars(Collector):
     def note(
         self, name: str, engine: str, bucket: str, value: float, leads_to: dict[str, str]
     ) -> None:
-        """A histogram has got a value; `leads_to` labels its trace."""
+        """Keep the exemplar of a histogram's new value; `leads_to` has the label of its trace."""
         exemplar = Exemplar(leads_to, value, time.time())
         self._exemplars[f"{name}_bucket", engine, bucket] = exemplar
 

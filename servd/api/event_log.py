@@ -1,4 +1,4 @@
-"""EventLog: the events of one stream, kept so that many can follow them, from any event on."""
+"""EventLog: the events of one stream, stored so that several readers can follow from any event."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import AsyncGenerator
 
 
 class EventLog:
-    """Grows until it is closed.
+    """An append-only log of events.
 
     Attributes:
-        num_bytes: the size of all events.
+        num_bytes: total size of the events.
     """
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._events: list[bytes] = []
         self._is_closed = False
-        self._news = asyncio.Event()  # each serves for one piece of news
+        self._news = asyncio.Event()  # replaced after each append
 
     def append(self, event: bytes) -> None:
-        """Add a framed event; its number is how many there were."""
+        """Add a framed event; its number is the count of those before it."""
         self._events.append(event)
         self.num_bytes += len(event)
         self._tell()
 
     def close(self) -> None:
-        """There will be no more."""
+        """Mark the log as complete."""
         self._is_closed = True
         self._tell()
 
     async def follow(self, start: int = 0) -> AsyncGenerator[bytes, None]:
-        """The events from number `start` on, as they come; several at once where they are there."""
+        """Yield the events from number `start` on as they arrive, several at once if available."""
         while True:
             news = self._news
             if events := self._events[start:]:

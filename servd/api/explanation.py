@@ -1,4 +1,4 @@
-"""A request's account as text, as JSON and as a trace."""
+"""Renders a request's account of time as text, as JSON and as a trace."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from servd.api.timeline import Inquiry, Timeline
 from servd.tracing import Mark, StepRecord, first, now_ns, unix_time
 
 MAX_NEIGHBOURS = 16
-MAX_PROMPTS = 64  # whose stages are looked at
+MAX_PROMPTS = 64  # of a request whose stages are combined
 SECOND = 1_000_000_000  # nanoseconds
-Ran = tuple[int, int]  # from when to when a request ran, 0 for still
+Ran = tuple[int, int]  # when a request started and stopped running; 0: it still runs
 QUEUES = ("queue_slots", "queue_blocks", "queue_budget", "queue_adapters")  # causes
-BLOCKING = {"blocked": -1, "resumed": 1}  # stages, as they count in the time that it lasted
+BLOCKING = {"blocked": -1, "resumed": 1}  # stages that begin and end the blocked time
 AS_RECORDED = {*TimelineStep.__struct_fields__} & {*StepRecord.__struct_fields__}
 
 
@@ -42,11 +42,11 @@ def summarize(inquiry: Inquiry) -> RequestSummary:
 
 
 def explain(inquiry: Inquiry, others: Mapping[str, Ran | None]) -> RequestTimeline:
-    """Everything about a request.
+    """Everything known about a request.
 
     Args:
-        inquiry: into the request.
-        others: when requests of the same owner ran, by id; no other ids may be shown.
+        inquiry: of the request.
+        others: when requests of the same owner ran, by id; other owners' ids must not be shown.
     """
     timeline, account = inquiry.timeline, inquiry.account()
     origin = account.begin_ns
@@ -115,7 +115,7 @@ def _summary(timeline: Timeline, account: Account) -> dict[str, Any]:
 
 
 def _behind(inquiry: Inquiry, account: Account, others: Mapping[str, Ran | None]) -> list[str]:
-    """Ids of the requests that held what this one waited for, longest overlap first."""
+    """Ids of the requests that this one waited for, longest overlap first."""
     if not any(account.causes.get(cause) for cause in QUEUES):
         return []
     own, marks = ran(inquiry.marks), inquiry.marks
@@ -138,7 +138,7 @@ def ran(marks: list[Mark]) -> Ran | None:
 
 
 def _explanation(timeline: Timeline, account: Account) -> str:
-    """The whole in a sentence or two."""
+    """A summary in one or two sentences."""
     wall, cause = account.end_ns - account.begin_ns, account.largest_wait
     own = sum(ns for name, ns in account.causes.items() if name in OWN_WORK)
     text = f"It took {_duration(wall)}, of which {_duration(own)} were its own work"
@@ -149,7 +149,7 @@ def _explanation(timeline: Timeline, account: Account) -> str:
 
 
 def _duration(ns: int) -> str:
-    """For people: two or three significant digits."""
+    """A readable duration with two or three significant digits."""
     if ns >= SECOND:
         return f"{ns / SECOND:.3g} s" if ns < 1000 * SECOND else f"{ns / SECOND:.0f} s"
     return f"{ns / 1e6:.3g} ms" if ns >= 1e6 else f"{ns / 1e6:.2f} ms"
@@ -174,8 +174,8 @@ def steps_of(records: list[StepRecord], origin: int) -> list[TimelineStep]:
 
 
 def _phases(record: StepRecord) -> dict[str, Any]:
-    """The worker's phases or, if it reports none, the engine's view of them; of several workers
-    also how long the forward pass took on each.
+    """The worker's phases, or the engine's view of them if it reports none; with several workers
+    also each one's time of the forward pass.
     """
     times = record.worker_ns
     if len(times) < 4:
@@ -191,8 +191,8 @@ def _phases(record: StepRecord) -> dict[str, Any]:
 
 
 def stage_ns(timelines: Iterable[Timeline]) -> dict[str, int]:
-    """Nanoseconds of the stages of a request with these prompts, or the first of them, as far as
-    their marks tell.
+    """Nanoseconds of each stage of a request with these prompts (of the first MAX_PROMPTS), as far
+    as their marks are known.
     """
     begun: dict[str, int] = {}
     last: dict[str, int] = {}

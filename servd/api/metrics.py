@@ -1,7 +1,7 @@
-"""Prometheus metrics of one API server, under the names that vLLM's dashboards know.
+"""Prometheus metrics of one API server, under vLLM's names, so that its dashboards work.
 
 With several API servers the parent sets PROMETHEUS_MULTIPROC_DIR before it starts them;
-prometheus-client then keeps all values in files there, and each server's /metrics answers for all.
+prometheus-client then keeps all values in files there, and /metrics of each server covers all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from servd.stats import SchedulerStats
 
 SECOND = 1e9  # nanoseconds
 OPEN_METRICS = "application/openmetrics-text"
-LAGS_PER_WRITE = 10  # as many are a second
+LAGS_PER_WRITE = 10  # one second's worth
 
 
 class Report(msgspec.Struct):
@@ -46,36 +46,36 @@ class ChoiceTimes(msgspec.Struct, gc=False):
     num_prompt_tokens: int
     num_tokens: int = 0  # generated
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    num_external_tokens: int = 0  # those among them that came from host memory and files
+    num_external_tokens: int = 0  # those of them loaded from host memory or files
     num_preemptions: int = 0
     evicted_at_ns: int = 0  # see EngineCoreOutput
     last_ns: int = 0  # when the latest tokens came
-    finish_reason: FinishReason | None = None  # None also if its client left
-    block_ids: Sequence[int] = ()  # if it is watched
+    finish_reason: FinishReason | None = None  # None also if its client disconnected
+    block_ids: Sequence[int] = ()  # recorded only on request
     marks: dict[str, int] = {}  # the engine's stages of this choice
-    exemplar: dict[str, str] | None = None  # for OpenMetrics: what leads to its trace
+    exemplar: dict[str, str] | None = None  # for OpenMetrics: the label of its trace
 
     def add(self, output: EngineCoreOutput) -> None:
-        """Take what an output says about this choice besides its tokens."""
+        """Add what an output reports about this choice besides its tokens."""
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         self.num_external_tokens = max(self.num_external_tokens, output.num_external_tokens)
         self.block_ids = output.block_ids or self.block_ids
         self.evicted_at_ns = max(self.evicted_at_ns, output.evicted_at_ns)
         for mark in output.marks:
-            # The first time counts: after a preemption a request is scheduled again.
+            # Keep the first: after a preemption a request is scheduled again.
             self.marks.setdefault(mark.stage, mark.at_ns)
             self.num_preemptions += mark.stage == "preempted"
 
 
 class TalliedHistogram(Histogram):
-    """Keeps values until `flush`: the library takes microseconds for each, and for all of them."""
+    """Buffers values until `flush`: a call of the library takes microseconds, however many."""
 
     def _metric_init(self) -> None:
         super()._metric_init()
         self.values: list[float] = []  # observed since the last `flush`
 
     def flush(self) -> None:
-        """Hand on what was observed."""
+        """Pass the buffered values to the library."""
         if not (values := self.values):
             return
         values.sort()
@@ -89,14 +89,12 @@ class TalliedHistogram(Histogram):
         values.clear()
 
     def bucket_of(self, value: float) -> str:
-        """As its label says."""
+        """The label of a value's bucket."""
         return floatToGoString(self._upper_bounds[bisect_left(self._upper_bounds, value)])
 
 
 class Families:
-    """Every metric, once for all engines, without values for the labels `model_name` and `engine`
-    that most of them have.
-    """
+    """All metric families of all engines; most have the labels `model_name` and `engine`."""
 
     def __init__(self, model_name: str, max_model_len: int) -> None:
         self.registry = registry = CollectorRegistry()
@@ -119,7 +117,7 @@ class Families:
             name: TalliedHistogram(name, text, labels, buckets=own or lengths, registry=registry)
             for name, (text, own) in names.HISTOGRAMS.items()
         }
-        # Under the names of prometheus-fastapi-instrumentator, without the labels of a model.
+        # Named as by prometheus-fastapi-instrumentator, without the labels of a model.
         self.http_requests = Counter(
             "http_requests", "Answers.", ["handler", "method", "status"], registry=registry
         )
@@ -128,9 +126,9 @@ class Families:
             "From the head of a request to the last byte of its answer.", ["handler", "method"],
             buckets=names.HTTP_BUCKETS, registry=registry,
         )  # fmt: skip
-        # Seconds of answers that the two do not show yet, by the labels of the first.
+        # Seconds of responses not yet in these two, by the labels of the first.
         self.answers = defaultdict[tuple[str, str, int], list[float]](list)
-        # Without any labels but their own, as vLLM has them.
+        # Without the common labels, as in vLLM.
         self.sleep_seconds = Histogram(
             "vllm:sleep_mode_operation_duration_seconds",
             "From a request to sleep or wake up to its answer.", ["operation"],
@@ -146,7 +144,7 @@ class Families:
             self.sleeping.labels(operation)
 
     def write(self) -> None:
-        """Publish the answers."""
+        """Publish the responses' times."""
         answers, self.answers = self.answers, defaultdict(list)
         for (handler, method, status), seconds in answers.items():
             self.http_requests.labels(handler, method, str(status)).inc(len(seconds))
@@ -161,12 +159,12 @@ class Metrics:
     Args:
         model_name: the first served model name.
         max_model_len: largest bucket of the token-count histograms.
-        beside: those of the engine before this one; /metrics shows them together.
-        first_rank: number of the first engine, unless there is one before this.
+        beside: metrics of the previous engine; /metrics renders all together.
+        first_rank: rank of this engine if there is no previous one.
 
     Attributes:
-        engines: those of all engines, by rank; these are among them.
-        labelled: counters of LABELLED, by name and the values of its labels.
+        engines: metrics of all engines by rank, including these.
+        labelled: counters of LABELLED, by name and label values.
     """
 
     def __init__(
@@ -197,12 +195,12 @@ class Metrics:
         self._gaps = self.histograms["vllm:inter_token_latency_seconds"]
         self._note_gap = self._gaps.values.append
         self._note_steps = self.histograms["vllm:iteration_tokens_total"].values.extend
-        # Tokens that no counter shows yet; those of prompts: all, cached ones, from lower tiers.
+        # Tokens not yet in a counter; prompt tokens as (all, cached, loaded from lower tiers).
         self._num_generated = self._num_prompt = self._num_cached = self._num_external = 0
 
     def observe_ready(self, ready: EngineReady, config: Config) -> None:
-        """Record the configuration of the KV cache, how many adapters run at once, and whether the
-        model is loaded.
+        """Record the KV cache's configuration, the limit of adapters, and whether the model is
+        loaded.
         """
         cache, most = config.cache, config.scheduler.max_num_batched_tokens or 1
         layout = KVLayout(ready.block_size, most, ready.worker.kv_windows)
@@ -221,7 +219,7 @@ class Metrics:
         self.state.max_loras = config.lora.num_places
 
     def observe_restarts(self, count: int) -> None:
-        """So often the engine was started again."""
+        """Record how often the engine was restarted."""
         self.state.num_restarts = count
 
     def observe_answer(self, handler: str, method: str, status: int, seconds: float) -> None:
@@ -229,7 +227,7 @@ class Metrics:
         self.families.answers[handler, method, status].append(seconds)
 
     def observe_refusal(self, handler: str, method: str, status: int) -> None:
-        """A client was refused before there was a whole request."""
+        """A client was rejected before its request was complete."""
         self.families.http_requests.labels(handler, method, str(status)).inc()
 
     def observe_lag(self, seconds: float) -> None:
@@ -237,15 +235,15 @@ class Metrics:
         lags = self.histograms["servd:event_loop_lag_seconds"].values
         lags.append(seconds)
         for each in self.engines:
-            each._gaps.flush()  # a whole second's might hold up the loop
+            each._gaps.flush()  # a whole second's values would block the loop
         if len(lags) >= LAGS_PER_WRITE:
             self.write()
 
     def observe_step(self, stats: SchedulerStats) -> None:
-        """Record the engine's state after a step; its counters are since the last report."""
+        """Record the engine's state after a step; its counters are increments."""
         self.state.stats = stats
         self._note_steps(filter(None, stats.step_tokens))
-        # In most steps there is nothing else to count, and the library takes its time.
+        # Most steps have nothing else to count, and calls of the library are slow.
         looked_up, failed = stats.prefix_cache_queries, stats.num_failed
         if looked_up or failed or stats.num_preemptions or stats.drafts.num_drafts or stats.tiers:
             self._count(stats)
@@ -267,8 +265,8 @@ class Metrics:
             accepted.labels(**self.labels, position=position).inc(count)
 
     def write(self) -> None:
-        """Publish what changes with tokens and requests: before a scrape, and once a second so that
-        it does not grow. At once, it would be a third of what an API server does for a request.
+        """Publish the buffered values of tokens and requests, before a scrape and once a second.
+        Published one by one, they would take a third of an API server's time per request.
         """
         self.families.write()
         for each in self.engines:
@@ -289,7 +287,7 @@ class Metrics:
         self._num_generated = self._num_prompt = self._num_cached = self._num_external = 0
 
     def observe_tokens(self, choice: ChoiceTimes, num_tokens: int, now_ns: int) -> None:
-        """`num_tokens` new tokens of a choice came together at `now_ns`."""
+        """`num_tokens` tokens of a choice arrived together at `now_ns`."""
         if choice.num_tokens and num_tokens:
             self._note_gap((now_ns - choice.last_ns) / SECOND / num_tokens)
         elif num_tokens:
@@ -301,7 +299,7 @@ class Metrics:
         choice.last_ns = now_ns
 
     def _observe_first(self, choice: ChoiceTimes, now_ns: int) -> None:
-        """Its first tokens came."""
+        """Its first tokens arrived."""
         seconds = (now_ns - choice.arrival_ns) / SECOND
         self._observe({"vllm:time_to_first_token_seconds": seconds}, choice.exemplar)
         self._num_prompt += choice.num_prompt_tokens
@@ -309,10 +307,10 @@ class Metrics:
         self._num_external += choice.num_external_tokens
 
     def observe_finished(self, choice: ChoiceTimes, reason: FinishReason, now_ns: int) -> None:
-        """A choice ended."""
+        """A choice has finished."""
         self.labelled["vllm:request_success", reason].inc()
         if reason in (FinishReason.ABORT, FinishReason.ERROR):
-            return  # their times would say nothing of the engine
+            return  # their times say nothing about the engine
         marks = {"finished": now_ns, **choice.marks}  # a stop string ends it here
         values = {
             "vllm:e2e_request_latency_seconds": (now_ns - choice.arrival_ns) / SECOND,
@@ -332,7 +330,7 @@ class Metrics:
         self._observe(values, choice.exemplar)
 
     def _observe(self, values: dict[str, float], leads_to: dict[str, str] | None) -> None:
-        """Values by histogram, all of one request."""
+        """Observe one request's values, by histogram."""
         for name, value in values.items():
             histogram = self.histograms[name]
             histogram.values.append(value)
@@ -341,7 +339,7 @@ class Metrics:
                 self.families.all.note(name, str(self.rank), bucket, value, leads_to)
 
     def observe_request(self, params: SamplingParams, choices: Sequence[ChoiceTimes]) -> None:
-        """A request ended with all its choices."""
+        """All choices of a request have finished."""
         longest = max(choice.num_tokens for choice in choices)
         values: dict[str, float] = {
             "vllm:request_params_n": params.n,
@@ -352,15 +350,16 @@ class Metrics:
         self._observe(values, None)
 
     def report(self) -> Report:
-        """What it has heard of the engines last."""
+        """The latest known state of the engines."""
         return Report(os.getpid(), [each.state.stats for each in self.engines])
 
     def render(self, accept: str = "", reports: Sequence[Report] = ()) -> tuple[bytes, str]:
         """Body and content type of GET /metrics.
 
         Args:
-            accept: the header of that name, which asks for a format.
-            reports: of other API servers. An engine tells one at a time: the newest is right.
+            accept: the Accept header, which selects the format.
+            reports: of the other API servers. An engine reports to one at a time, so the newest
+                report is current.
         """
         self.write()
         self.families.processes.others = [report.pid for report in reports]
@@ -368,7 +367,7 @@ class Metrics:
             for each, stats in zip(self.engines, report.states, strict=True):
                 each.state.stats = max(each.state.stats, stats, key=attrgetter("at_ns"))
         encode, content_type = choose_encoder(accept)
-        if content_type.startswith(OPEN_METRICS):  # what others escape, colons, is in our names
+        if content_type.startswith(OPEN_METRICS):  # allow colons in names
             encode, _ = choose_encoder(f"{OPEN_METRICS};version=1.0.0;escaping=allow-utf-8")
         return encode(self.families.all), content_type
 

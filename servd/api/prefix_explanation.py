@@ -1,4 +1,4 @@
-"""Why so much of a prompt, and no more, was found in the prefix cache."""
+"""Explains how much of a prompt was found in the prefix cache, and why not more."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ WHY_NOT = {  # found, though an earlier prompt has it
 
 
 class Likeness(msgspec.Struct):
-    """How an earlier prompt is like another one."""
+    """What an earlier prompt has in common with a later one."""
 
-    length: int  # tokens with which both begin
+    length: int  # tokens of the common prefix
     obstacles: list[str]  # keys of WHY_NOT
     id: str
-    next_token: int | None  # the first that differs, if it goes on
+    next_token: int | None  # the first different token, if the prompt is longer
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Of prompts that share as much, the one that could have been found says more."""
+        """Sort key: longest common prefix first, then fewest obstacles to a cache hit."""
         return self.length, -len(self.obstacles)
 
 
@@ -44,16 +44,16 @@ def explain_prefix(
     config: CacheConfig,
     token_text: Callable[[int], str],
 ) -> PrefixCache:
-    """Compare a prompt with one that came before it.
+    """Compare a prompt with an earlier one.
 
     Args:
         timeline: a request whose prompt is kept and scheduled.
         nearest: see `Sought`.
-        config: of the cache.
-        token_text: shows a token.
+        config: of the prefix cache.
+        token_text: renders a token.
     """
     size, prompt = config.block_size, timeline.prompt  # which may be dropped meanwhile
-    # The last token is computed in any case: only that gives it a successor.
+    # The last token is always computed: its logits give the first output token.
     num_blocks = max(len(prompt) - 1, 0) // size
     num_matched = timeline.num_cached_tokens // size
     num_external = timeline.choices[0].num_external_tokens // size
@@ -89,7 +89,7 @@ def explain_prefix(
 
 
 class Sought(msgspec.Struct):
-    """A prompt for which the earlier one of its owner is sought that begins most like it."""
+    """A search for the owner's earlier prompt with the longest common prefix with this one."""
 
     owner: str
     request_id: str
@@ -97,18 +97,18 @@ class Sought(msgspec.Struct):
     salt: tuple[str | None, ...]
     engine: int
     before_ns: int  # when the prompt was scheduled
-    cache_number: int | None = None  # None: of another API process, which counts by itself
+    cache_number: int | None = None  # None: in another API process, whose count differs
 
     @classmethod
     def of(cls, timeline: Timeline) -> Self:
-        """That of a request."""
+        """The search for a request."""
         return cls(
             timeline.owner, timeline.id, timeline.prompt.tobytes(), timeline.salt, timeline.engine,
             first(timeline.marks, "scheduled") or 0, timeline.cache_number,
         )  # fmt: skip
 
     def search(self, others: Iterable[Timeline]) -> Likeness | None:
-        """Among these; None if none of them came before."""
+        """The result among these requests; None if none of them is earlier."""
         prompt, found = array("I", self.prompt), list[Likeness]()
         for other in others:
             tokens = other.prompt  # which may be dropped meanwhile
@@ -119,7 +119,7 @@ class Sought(msgspec.Struct):
         return max(found, key=attrgetter("rank"), default=None)
 
     def _obstacles(self, earlier: Timeline) -> list[str]:
-        """What keeps the blocks of an earlier prompt from this one."""
+        """Why the cached blocks of an earlier prompt could not be used for this one."""
         (salt, adapter), (own_salt, own_adapter) = earlier.salt, self.salt
         is_elsewhere = earlier.engine != self.engine
         was_emptied = self.cache_number not in (None, earlier.cache_number)
@@ -133,7 +133,7 @@ class Sought(msgspec.Struct):
 
 
 def common_length(a: array[int], b: array[int]) -> int:
-    """How many tokens two prompts begin with alike."""
+    """The length of the common prefix of two prompts."""
     low, high = 0, min(len(a), len(b))
     while low < high:  # the first `low` are alike, more than `high` are not
         middle = (low + high + 1) // 2

@@ -14,7 +14,7 @@ from servd.api.event_log import EventLog
 from servd.api.protocol.responses import Response
 from servd.errors import Overloaded, RequestError
 
-MAX_BYTES = 256 * 2**20  # all keys together, if they are few
+MAX_BYTES = 256 * 2**20  # for all keys together, unless MIN_BYTES per key is more
 MIN_BYTES = 32 * 2**20  # per key
 
 
@@ -23,9 +23,9 @@ class Stored(msgspec.Struct):
 
     response: Response
     items: list[dict[str, Any]]  # input and output of earlier turns, and this one's input
-    num_bytes: int  # about what it holds; items that turns share count for each
-    log: EventLog | None = None  # a background response's
-    task: asyncio.Task[None] | None = None  # the same
+    num_bytes: int  # approximate; items shared by turns count for each
+    log: EventLog | None = None  # of a background response
+    task: asyncio.Task[None] | None = None  # of a background response
 
     @property
     def is_running(self) -> bool:
@@ -41,13 +41,13 @@ class Stored(msgspec.Struct):
 
 @dataclass(eq=False)
 class ResponseStore:
-    """Keeps the most recently used responses, limited in number and size, and all running ones.
+    """Keeps all running responses and the most recently used others, limited in number and size.
 
-    Every API key has a store of its own: what is in another is as if it did not exist.
+    Every API key has its own store and cannot see the others.
     """
 
     max_responses: int  # 0 stores nothing
-    max_bytes: int = MAX_BYTES  # over all responses, as JSON
+    max_bytes: int = MAX_BYTES  # of all responses, as JSON
 
     def __post_init__(self) -> None:
         self.num_bytes = 0
@@ -62,10 +62,10 @@ class ResponseStore:
         return [stored for stored in self._stored.values() if stored.is_running]
 
     def check_room(self) -> None:
-        """Whether one more may run.
+        """Check that one more response may run.
 
         Raises:
-            Overloaded: as many run as may be stored.
+            Overloaded: `max_responses` are running already.
         """
         num_running = len(self.running)
         if num_running >= self.max_responses:
@@ -75,7 +75,7 @@ class ResponseStore:
             )
 
     def put(self, stored: Stored) -> None:
-        """Keep a response, or its new state; if there are too many, forget finished ones."""
+        """Store a response or its new state; evict finished ones beyond the limits."""
         self.pop(stored.response.id)
         if stored.num_bytes > self.max_bytes and not stored.is_running:
             return
@@ -90,10 +90,10 @@ class ResponseStore:
     def get(
         self, response_id: str, missing: type[RequestError], param: str, code: str | None = None
     ) -> Stored:
-        """The response, which counts as used.
+        """The response, which becomes the most recently used.
 
         Raises:
-            RequestError: it was never stored, or is forgotten; made of the other arguments.
+            RequestError: it was never stored or was evicted; built from the other arguments.
         """
         if response_id not in self._stored:
             raise missing(
@@ -107,7 +107,7 @@ class ResponseStore:
         return self._stored[response_id]
 
     def pop(self, response_id: str) -> Stored | None:
-        """Forget a response; returns it."""
+        """Remove and return a response."""
         stored = self._stored.pop(response_id, None)
         if stored is not None:
             self.num_bytes -= stored.num_bytes
@@ -128,7 +128,7 @@ class ResponseStores(dict[str, ResponseStore]):
         return self[owner]
 
     def drop_revoked(self) -> None:
-        """Drop the responses of keys that were removed, unless one still runs."""
+        """Drop the stores of revoked keys in which no response is running."""
         known = {key.name for key in self.api_keys.current}
         for owner in [owner for owner, store in self.items() if not store.running]:
             if owner not in known and self.api_keys.are_needed:
