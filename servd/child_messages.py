@@ -1,4 +1,4 @@
-"""Messages between a process and its child, through pipes: to begin with, what each must know.
+"""Messages between a process and its child, through pipes; the first has the child's parameters.
 
 | pipe | messages |
 |---|---|
@@ -20,66 +20,66 @@ ENGINE_IS_DEAD = 3  # exit code of an API server whose engine reported its end
 
 
 class StartEngine(msgspec.Struct):
-    """What an engine process must know to begin."""
+    """Parameters of an engine process."""
 
     config: Config  # resolved
     spec: ModelSpec
     ipc_dir: str
     started_at: float  # time.monotonic() when the user's command, or the restart, began
-    incarnation: int = 0  # how many engines this tree had before
+    incarnation: int = 0  # number of earlier engines of this process tree
     heartbeat: int = -1  # inherited descriptor, see Heartbeat
     name: str = "engine"  # for the log
-    was_asleep: bool = False  # the engine before it
+    was_asleep: bool = False  # whether the previous engine was asleep
 
 
 class StartAPIServer(msgspec.Struct):
-    """What an API server must know to begin."""
+    """Parameters of an API server."""
 
     config: Config  # resolved
     spec: ModelSpec
-    reasons: dict[str, str]  # why options that were left to servd have their value
+    reasons: dict[str, str]  # why options that servd chose have their values
     ipc_dir: str
-    client: int  # its number among the engine's clients
+    client: int  # its number as a client of the engine
     name: str  # for the log, e.g. "api-0"
     listener: int  # descriptor of the listening socket, inherited
     url: str | None  # announced by this process once the model is ready
-    incarnations: list[int]  # by the engine's rank
-    hands_over: bool = False  # another server may accept from the same socket, before and after
-    waits: bool = False  # for the engine, before it takes connections from there
+    incarnations: list[int]  # of each engine, by rank
+    hands_over: bool = False  # other servers may accept from the same socket, before or after
+    waits: bool = False  # until the engine is ready, before it accepts connections
     heartbeat: int = -1  # inherited descriptor, see Heartbeat
-    place: int = 0  # among the API servers of its tree
+    place: int = 0  # its index among the API servers of the tree
     routing: int = -1  # inherited descriptor, see Router; -1 with one engine
 
 
 class StartModel(msgspec.Struct):
-    """What the server of one model among several must know to begin."""
+    """Parameters of the server of one of several models."""
 
     config: Config  # with --uds, not resolved
 
 
 class StartGrammarChecker(msgspec.Struct):
-    """What the process that tries grammars must know to begin."""
+    """Parameters of the grammar checker's process."""
 
     config: Config  # resolved
     spec: ModelSpec
     channel: int  # descriptor of a stream socket, inherited
-    memory_limit: int  # bytes, beside the vocabulary
+    memory_limit: int  # bytes, in addition to the vocabulary
     stack_size: int  # bytes
 
 
 class GrammarVerdict(Message):
-    """The answer to one grammar; the first one tells that the process is ready."""
+    """The result for one grammar; the first one reports that the process is ready."""
 
-    error: str | None = None  # None: it can be used
+    error: str | None = None  # None: it compiles
 
 
 class StartWorker(msgspec.Struct):
-    """What a worker process must know to begin."""
+    """Parameters of a worker process."""
 
     config: Config  # resolved
     spec: ModelSpec
     rank: int  # of all workers
     inbox: str  # address where it receives ToWorker
     outbox: str  # address that it sends FromWorker to
-    # Where several workers meet: an init_method of torch.distributed.
+    # With several workers: the init_method of torch.distributed.
     distributed_init: str | None = None

@@ -1,8 +1,9 @@
-"""Typed channels between processes: ZMQ sockets that carry msgspec messages. The only file that
+"""Typed channels between processes: ZMQ sockets that carry msgspec messages. The only module that
 imports zmq.
 
 Every process binds one Inbox; senders connect an Outbox to it. Addresses are `ipc://` files in a
-private folder (0700). Between hosts there are only Links, over TCP, which need a token.
+private folder (0700). Hosts are connected by Links over TCP only, which are encrypted and
+authenticated by a token.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from servd.errors import ConfigError
 T = TypeVar("T")
 
 MAX_SOCKET_PATH = 107  # bytes: the kernel's limit for Unix sockets
-CONNECT_TIMEOUT = 1000  # milliseconds, to an inbox that is there
+CONNECT_TIMEOUT = 1000  # milliseconds, to an existing inbox
 # A message between hosts is sent in frames of so many bytes: who has not shown yet that it has the
 # token can have a listener take memory for one, for so many milliseconds.
 MAX_FRAME = 1 << 18
 CURVE_OVERHEAD = 256  # bytes of a frame, at most
 HANDSHAKE_TIMEOUT = 5000
-MAX_CONNECTIONS = 256  # of a Listener, also of those who have shown no token; more are cut
+MAX_CONNECTIONS = 256  # of a Listener, including unauthenticated ones; more are closed
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -45,7 +46,7 @@ def address(folder: Path | str, name: str) -> str:
 
 
 class UnreadableMessage(Exception):
-    """The data received is not a message of the kind that the inbox expects.
+    """The received data is not a message of the type that the inbox expects.
 
     Attributes:
         data: as received.
@@ -65,12 +66,12 @@ class Inbox(Generic[T]):
         self.unreadable: UnreadableMessage | None = None  # the next one to be drained
         self.socket = zmq.Context.instance().socket(zmq.PULL)
         self.socket.setsockopt(zmq.LINGER, 0)
-        # Flow control is the scheduler's queue, not a full pipe.
+        # No high-water mark: the scheduler's queue is what limits requests.
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.bind(at)
 
     def recv(self, timeout: float | None = None) -> T | None:
-        """Wait for the next message, at most `timeout` seconds (None: for ever). None on time-out.
+        """The next message; None if none arrives within `timeout` seconds (None: wait for ever).
 
         Raises:
             UnreadableMessage: the next message is dropped; those after it can be received.
@@ -103,7 +104,7 @@ class Inbox(Generic[T]):
         return messages
 
     def fileno(self) -> int:
-        """For an event loop's add_reader. Edge-triggered: `drain` at every event and at first."""
+        """For an event loop's add_reader. Edge-triggered: `drain` once first and at every event."""
         return self.socket.getsockopt(zmq.FD)
 
     def _decode(self, data: bytes) -> T:
@@ -125,16 +126,16 @@ class Outbox:
 
     Args:
         to: address of the inbox.
-        must_exist: the inbox is there, and `send` tells when it no longer is.
+        must_exist: require that the inbox exists, now and at each `send`.
 
     Raises:
-        ConnectionError: it is no address, or no process listens there (after CONNECT_TIMEOUT).
+        ConnectionError: the address is invalid, or nothing listens there after CONNECT_TIMEOUT.
     """
 
     def __init__(self, to: str, must_exist: bool = False) -> None:
         self.socket = zmq.Context.instance().socket(zmq.PUSH)
         self.socket.setsockopt(zmq.IMMEDIATE, must_exist)  # nothing is queued for a dead process
-        self.socket.setsockopt(zmq.LINGER, 500)  # milliseconds to deliver the last words
+        self.socket.setsockopt(zmq.LINGER, 500)  # milliseconds to deliver the last messages
         self.socket.setsockopt(zmq.SNDHWM, 0)
         try:
             self.socket.connect(to)
@@ -162,18 +163,18 @@ class Outbox:
 
 
 class KeyPair(NamedTuple):
-    """Of CURVE, as ZMQ takes them."""
+    """Keys of CURVE, in ZMQ's encoding."""
 
     public: bytes
     secret: bytes
 
 
 class Keys:
-    """What the ends of a Link make of the token that they share.
+    """CURVE keys that both ends of a Link derive from their shared token.
 
-    Nobody can join, listen in or pretend to be the other end without it: CURVE encrypts with keys
-    of each connection, and either end must have the pair that only the token gives. Making them
-    takes some 50 ms, so that a weak token cannot be found by trying.
+    Without the token nobody can connect, eavesdrop or impersonate an end: each connection is
+    encrypted with keys of its own, and each end must hold the key pair derived from the token.
+    Derivation takes about 50 ms, which slows down guessing a weak token.
 
     Raises:
         ConfigError: this ZeroMQ cannot encrypt.
@@ -197,18 +198,18 @@ def _pair(seed: bytes) -> KeyPair:
 
 
 def tcp_address(host: str, port: int) -> str:
-    """Of a host's name, IPv4 or IPv6 address."""
+    """The ZMQ address of a port of a host name, IPv4 or IPv6 address."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 class Link(Generic[T]):
-    """Joins whoever listens at a TCP address, now or later. Sending never blocks. Belongs to one
-    thread.
+    """A connection to the Listener at a TCP address, which may start later. Sending never blocks.
+    Belongs to one thread.
 
     Args:
         to: address of the Listener.
-        kind: union of the messages that come from there.
-        keys: of the token of both.
+        kind: union of the messages that it sends.
+        keys: of the shared token.
     """
 
     kind_of_socket: int = zmq.DEALER
@@ -240,7 +241,7 @@ class Link(Generic[T]):
         self.socket.send_multipart(_frames_of(message), zmq.NOBLOCK)
 
     def drain(self) -> list[tuple[bytes, T | None]]:
-        """The messages that have arrived, with who sent each; None for one that cannot be read."""
+        """The arrived messages, each with its sender; None for one that cannot be decoded."""
         found: list[tuple[bytes, T | None]] = []
         with suppress(zmq.Again):
             while True:
@@ -252,23 +253,23 @@ class Link(Generic[T]):
         return found
 
     def close(self, linger: float = 0.0) -> None:
-        """Close; queued messages get so many seconds."""
+        """Close; queued messages get so many seconds to be sent."""
         self.socket.close(int(linger * 1000))
         self._context.term()
 
 
 class Listener(Link[T]):
-    """The end of Links that listens. Only those with the token's keys get in.
+    """The listening end of Links. Only connections with the token's keys are accepted.
 
     Raises:
-        ConfigError: it cannot listen there.
+        ConfigError: it cannot listen at the address.
     """
 
     kind_of_socket: int = zmq.ROUTER
 
     def _open(self, to: str, keys: Keys) -> None:
         guard = self._context.socket(zmq.REP)
-        guard.bind("inproc://zeromq.zap.01")  # asked for every connection: RFC 27
+        guard.bind("inproc://zeromq.zap.01")  # authenticates every connection: ZMQ RFC 27 (ZAP)
         self.socket.monitor("inproc://events", zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         events = self._context.socket(zmq.PAIR)
         events.connect("inproc://events")
@@ -286,7 +287,7 @@ class Listener(Link[T]):
             raise ConfigError(f"cannot listen on {to}: {error.strerror}") from None
 
     def _let_in(self, guard: zmq.Socket[bytes], key: bytes, events: zmq.Socket[bytes]) -> None:
-        """In a thread, until `close`."""
+        """Authenticate connections, in a thread, until `close`."""
         poller, connections = zmq.Poller(), set[int]()
         poller.register(guard, zmq.POLLIN)
         poller.register(events, zmq.POLLIN)
@@ -307,7 +308,7 @@ class Listener(Link[T]):
                     guard.send_multipart([version, number, status, b"", b"", b""])
 
     def _hang_up(self, descriptor: int) -> None:
-        """The newest connection, unless it has ended meanwhile and its number is another's."""
+        """Close the newest connection, unless its descriptor has been reused meanwhile."""
         with suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 return
@@ -317,7 +318,7 @@ class Listener(Link[T]):
                     connection.shutdown(socket.SHUT_RDWR)
 
     def send_to(self, peer: bytes, message: msgspec.Struct) -> bool:
-        """Queue a message for one of those who joined; False if its connection is gone."""
+        """Queue a message for a connected Link; False if its connection is gone."""
         try:
             self.socket.send_multipart([peer, *_frames_of(message)], zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -334,7 +335,7 @@ Source = TypeVar("Source", bound="Inbox[Any] | Link[Any]")
 
 
 def wait(sources: Iterable[Source], timeout: float) -> list[Source]:
-    """Those that something has arrived at, after at most `timeout` seconds."""
+    """The channels that have messages, waiting for at most `timeout` seconds."""
     poller, by_socket = zmq.Poller(), {source.socket: source for source in sources}
     for each in by_socket:
         poller.register(each, zmq.POLLIN)
@@ -342,28 +343,28 @@ def wait(sources: Iterable[Source], timeout: float) -> list[Source]:
 
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-REPLAY_PATIENCE = 5000  # milliseconds with a reader that has no room for more
+REPLAY_PATIENCE = 5000  # milliseconds that a replay waits for a slow reader
 
 
 def is_bound(endpoint: str) -> bool:
-    """Whether a Publisher listens there, rather than connect to who listens: as in vLLM."""
+    """Whether a Publisher binds the endpoint rather than connect to it, as in vLLM."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
 
 
 class Publisher:
-    """Numbered batches for any number of subscribers, and again for those who ask for what they
-    have missed. Batches are frames: topic, number (8 bytes, big-endian), data.
+    """Publishes numbered batches to any number of subscribers, and replays missed ones on request.
+    Batches are frames: topic, number (8 bytes, big-endian), data.
 
     Args:
-        endpoint: of the batches, bound or connected to.
+        endpoint: of the batches, to bind or to connect to.
         topic: of all batches.
         limit: batches queued for each subscriber; a slower one loses some. A replay waits.
-        replay: where to ask, with the number of the first one wanted: they come as (number, data),
-            and END_OF_REPLAY at last. None: nowhere.
-        kept: the newest batches, which can be asked for.
+        replay: endpoint of replay requests, which have the first number wanted; the replies are
+            (number, data), the last one END_OF_REPLAY. None: no replay.
+        kept: number of latest batches kept for replays.
 
     Raises:
-        ConfigError: an endpoint cannot be had.
+        ConfigError: an endpoint cannot be bound or connected to.
     """
 
     def __init__(
@@ -371,7 +372,7 @@ class Publisher:
     ) -> None:
         self._topic, self._count = topic.encode(), 0
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=kept)
-        self._lock = threading.Lock()  # of what is kept
+        self._lock = threading.Lock()  # of the kept batches
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # its end is the replay's
         self.manner = "listening on" if is_bound(endpoint) else "connecting to"
         self._socket = self._open(zmq.PUB, endpoint, limit)
@@ -388,7 +389,7 @@ class Publisher:
         self._socket.send_multipart([self._topic, number, data], zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Leave the endpoints."""
+        """Close the endpoints."""
         self._socket.close()
         self._context.term()
 
@@ -397,7 +398,7 @@ class Publisher:
         socket.setsockopt(zmq.LINGER, 0)
         socket.set_hwm(limit)
         if kind == zmq.ROUTER:
-            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else it drops what a reader is slow for
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else it drops messages to a slow reader
             socket.setsockopt(zmq.SNDTIMEO, REPLAY_PATIENCE)
         try:
             if is_bound(endpoint) or kind == zmq.ROUTER:
@@ -410,11 +411,11 @@ class Publisher:
         return socket
 
     def _replay(self, socket: zmq.Socket[bytes]) -> None:
-        """In a thread, until `close`."""
+        """Answer replay requests, in a thread, until `close`."""
         with socket, suppress(zmq.ContextTerminated):
             while True:
                 frames = socket.recv_multipart()
-                if len(frames) != 3:  # as of a REQ socket: who asks, nothing, the number
+                if len(frames) != 3:  # as from a REQ socket: identity, empty, number
                     continue
                 who, _, first = frames
                 with self._lock:
@@ -424,5 +425,5 @@ class Publisher:
                         socket.send_multipart([who, b"", number, data])
                 except zmq.ContextTerminated:
                     raise
-                except zmq.ZMQError:  # whoever asked has left, or does not read
+                except zmq.ZMQError:  # the reader has disconnected, or does not read
                     continue

@@ -30,14 +30,14 @@ class LLM:
 
     Args:
         model: Hugging Face id or local folder.
-        separate_process: run the engine in a process of its own, as the server does. In yours, on a
-            CPU, torch has one thread between steps, until `close`: its threads and those of the
-            kernels would hold each other up.
+        separate_process: run the engine in its own process, as the server does. Otherwise, on a
+            CPU, torch has one thread between steps until `close`: its threads would compete with
+            those of the kernels.
         use_tqdm: show progress bars, on a terminal.
         options: any option of `servd serve`, e.g. `max_num_seqs=8, dtype="bfloat16"`.
 
     Raises:
-        ConfigError: the model or an option does not work here.
+        ConfigError: the model or an option cannot be used on this machine.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class LLM:
         use_tqdm: bool | None = None,
         lora_request: LoRARequests = None,
     ) -> list[list[float]]:
-        """For each prompt the probabilities of the labels, which
-        `llm.engine.processor.pooling.labels` names, by the model's head.
+        """For each prompt the probabilities of the labels of the model's classification head;
+        `llm.engine.processor.pooling.labels` has their names.
 
         Raises:
             InvalidRequest: a prompt is not acceptable, or the model has no such head; nothing has
@@ -149,8 +149,8 @@ class LLM:
         use_tqdm: bool | None = None,
         lora_request: LoRARequests = None,
     ) -> list[float]:
-        """How well texts fit together, one with all others or pair by pair: the scores of the
-        model's head, or without one cosines of embeddings.
+        """The similarity of texts, one with all others or pair by pair: scores of the model's
+        head, or cosine similarities of embeddings if it has none.
 
         Raises:
             InvalidRequest: a text is not acceptable, or the model scores no pairs.
@@ -220,7 +220,7 @@ class LLM:
         ]
 
     def _advance(self, searches: Sequence[BeamSearch]) -> None:
-        """One token for all beams of all searches."""
+        """Advance all beams of all searches by one token."""
         steps = [search.requests() for search in searches]
         for prepared in itertools.chain(*steps):
             self.engine.send(prepared)
@@ -230,7 +230,7 @@ class LLM:
             search.advance([likely for (likely,) in found])
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes, on the device and in host memory."""
+        """Empty the prefix cache on the device and in host memory."""
         self.engine.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
@@ -238,7 +238,7 @@ class LLM:
         self.engine.sleep()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Load the model again before a call needs it, all of it, whatever the tags."""
+        """Load the whole model again before a call needs it; `tags` are ignored."""
         self.engine.sleep(False)
 
     def close(self) -> None:
@@ -290,7 +290,7 @@ class LLM:
         return [finished[request_id] for request_id in ids]
 
     def _finished(self) -> Iterator[RequestOutput]:
-        """Step until no request is unfinished."""
+        """Step until all requests have finished."""
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 for choice in output.outputs:

@@ -1,4 +1,4 @@
-"""LLMEngine: one engine in this process or in its own, for those who drive the steps themselves."""
+"""LLMEngine: one engine, in this process or its own, whose steps the caller drives."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ Params = SamplingParams | PoolingParams
 
 
 class LLMEngine:
-    """One engine driven by hand: add requests, then step until none is unfinished.
+    """One engine: add requests, then call `step` until all have finished.
 
     Args:
         config: as from `Config.load({"model": ...})`.
-        separate_process: run the engine in a process of its own.
+        separate_process: run the engine in its own process.
         use_tqdm: show a progress bar while the model loads.
     """
 
@@ -84,7 +84,7 @@ class LLMEngine:
         self.processor.max_model_len = self.port.max_model_len
         self.lora = config.lora
         self.adapters = AdapterStore(private_dir()) if config.lora.enable_lora else None
-        # Scripts rarely call `close`; then it runs at exit.
+        # Scripts rarely call `close`, so it also runs at exit.
         self._close = weakref.finalize(
             self, _close, self.processor.grammars, self.port, self.adapters
         )
@@ -107,7 +107,7 @@ class LLMEngine:
             request_id, prompt, params, add_special_tokens=add_special_tokens,
             lora_request=lora_request,
         )  # fmt: skip
-        # Choices have ids of their own, which may be taken by another request.
+        # Choices have their own ids, which another request may have.
         taken = map(self.output_processor.owner, prepared.request.choice_ids)
         if request_id in self.requests or any(taken):
             raise InvalidRequest(
@@ -125,13 +125,13 @@ class LLMEngine:
         add_special_tokens: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> Prepared:
-        """A checked request, which nobody computes yet; with the arguments of `add_request`."""
+        """Validate a request without queueing it; takes the arguments of `add_request`."""
         whole = Prompt(content=prompt, request_id=request_id, add_special_tokens=add_special_tokens)
         options = RequestOptions(adapter=lora_request and self._load(lora_request))
         return self.processor.process(whole, params, options)
 
     def send(self, prepared: Prepared) -> None:
-        """Queue a checked request."""
+        """Queue a prepared request."""
         request_id = prepared.request.request_id
         self.output_processor.add(prepared)
         self.requests[request_id] = RequestOutput(
@@ -143,7 +143,7 @@ class LLMEngine:
         self.port.send(prepared.request)
 
     def _load(self, asked: LoRARequest) -> Adapter:
-        """The adapter, as it was when its path was first named."""
+        """Load an adapter, once for each path."""
         if self.adapters is None:
             raise InvalidRequest("adapters need enable_lora=True", param="lora_request")
         loaded = self.adapters.named().get(asked.lora_name)
@@ -158,8 +158,8 @@ class LLMEngine:
             raise InvalidRequest(str(error), param="lora_request") from None
 
     def step(self) -> list[RequestOutput]:
-        """Wait for the next outputs of the engine; return the requests that got some, each whole up
-        to now.
+        """Wait for the next outputs of the engine; return the requests that got some, each complete
+        so far.
 
         A choice that failed in the engine has finish_reason "error", and `error` says why.
 
@@ -185,11 +185,11 @@ class LLMEngine:
                 self.port.send(AbortRequests(self.output_processor.abort(request_id)))
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes, on the device and in host memory."""
+        """Empty the prefix cache on the device and in host memory."""
         self.port.send(ResetPrefixCache())
 
     def sleep(self, is_asleep: bool = True) -> None:
-        """Free weights and KV cache, or load the model again, as the next request does, too.
+        """Free weights and KV cache, or load the model again; the next request loads it, too.
 
         Raises:
             InvalidRequest: a request is unfinished.
@@ -217,10 +217,10 @@ def _close(grammars: GrammarChecker, port: Port, adapters: AdapterStore | None) 
 
 
 class Port(Protocol):
-    """Where LLMEngine's messages go, and where outputs come from."""
+    """The connection of LLMEngine to its engine."""
 
     client: int
-    max_model_len: int  # what the KV cache allows, too
+    max_model_len: int  # limited by the size of the KV cache, too
     worker: WorkerReady
 
     def __init__(self, config: Config, spec: ModelSpec, progress: LoadingBar) -> None: ...
@@ -237,7 +237,7 @@ class InProcess:
 
     def __init__(self, config: Config, spec: ModelSpec, progress: LoadingBar) -> None:
         self.config, self.spec = config, spec
-        self.executor: Executor | None  # None: it sleeps
+        self.executor: Executor | None  # None while asleep
         self.executor, self.worker = start_executor(config, spec, progress)
         self.engine = EngineCore(config, spec, self.executor, self.worker)
         self.compiled: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
@@ -251,7 +251,7 @@ class InProcess:
         self.engine.handle(message)
 
     def sleep(self, is_asleep: bool) -> None:
-        """Free what the model takes, or load it again."""
+        """Free the model's memory, or load it again."""
         if is_asleep and self.executor is not None:
             self._end_steps()
             self.executor.shutdown()
@@ -266,7 +266,7 @@ class InProcess:
             self.engine.connect(self.executor, worker)
 
     def receive(self) -> list[EngineCoreOutput]:
-        """Run one step, first waiting for a grammar to compile if that is all there is to do."""
+        """Run one step; if all requests wait for a grammar to compile, wait for that first."""
         while not self.compiled.empty() or (
             not self.engine.has_work and self.engine.grammars.is_compiling
         ):
@@ -275,7 +275,7 @@ class InProcess:
         return outputs.all_outputs if outputs else []
 
     def close(self) -> None:
-        """Stop the workers, once what has ended is kept. At exit it is too late for that."""
+        """Stop the workers after saving the blocks of finished requests: at exit it is too late."""
         if self.executor is not None:
             with contextlib.suppress(RuntimeError):
                 self._end_steps()
@@ -288,7 +288,7 @@ class InProcess:
 
 
 class SeparateProcess:
-    """The engine in a process of its own, as under `servd serve`."""
+    """The engine in its own process, as under `servd serve`."""
 
     client = 0
     is_asleep = False
@@ -320,20 +320,20 @@ class SeparateProcess:
                 return message
             case EngineStatus() | EngineCoreOutputs():
                 return message
-        raise AssertionError(message)  # the others are for API servers
+        raise AssertionError(message)  # other messages are for API servers
 
     def send(self, message: ToEngine) -> None:
-        """Queued to the process."""
+        """Queue the message to the process."""
         self.engine_client.send(message)
 
     def sleep(self, is_asleep: bool) -> None:
-        """Tell it, and wait until it is so."""
+        """Send the request and wait for its completion."""
         self.send(Sleep() if is_asleep else WakeUp())
         while self.is_asleep != is_asleep:
             self.wait_for_message()
 
     def receive(self) -> list[EngineCoreOutput]:
-        """Wait for the outputs of a step."""
+        """Wait for a step's outputs."""
         message = self.wait_for_message()
         return message.all_outputs if isinstance(message, EngineCoreOutputs) else []
 

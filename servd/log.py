@@ -1,4 +1,4 @@
-"""Logs: one format, with the process name, for every process of the tree."""
+"""Logging: one format, with the process name, for every process of the tree."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import msgspec
 
 from servd.config import ObservabilityConfig
 
-# Ids of the request that is being served: `request_id`, and `trace_id` where the client gave one.
+# Ids of the current request: `request_id`, and `trace_id` if the client sent one.
 current_request: ContextVar[Mapping[str, str]] = ContextVar(
     "current_request", default=MappingProxyType({})
 )
 
-# Environment variable: the model, where each of several has processes of its own.
+# Environment variable: the model's name, if each of several has its own processes.
 MODEL = "SERVD_LOG_MODEL"
 
 
 class JsonFormatter(logging.Formatter):
-    """A JSON object each line; what a record has as `fields` stands beside its message."""
+    """One JSON object per line; a record's `fields` become fields beside `message`."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -64,5 +64,5 @@ def setup(process: str, options: ObservabilityConfig) -> None:
 
 
 def set_level(options: ObservabilityConfig) -> None:
-    """Show what `options` says, from now on."""
+    """Set the level from `options`."""
     logging.getLogger("servd").setLevel(options.log_level.upper())

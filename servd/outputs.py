@@ -1,4 +1,4 @@
-"""What a request produces: CompletionOutput (one choice, or a delta of it) and RequestOutput."""
+"""Outputs of a request: CompletionOutput (one choice, or a delta of it) and RequestOutput."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from servd.messages import FinishReason, TokenLogprobs
 
 
 def unpack_vector(data: bytes) -> list[float]:
-    """Numbers of a `pooled` vector."""
+    """The numbers of a `pooled` vector."""
     return list(struct.unpack(f"<{len(data) // 4}f", data))
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One choice: what was added since the last output while streaming, or all of it."""
+    """One choice: a delta since the last output while streaming, otherwise all of it."""
 
-    index: int = 0  # the choice's, 0 to n - 1
+    index: int = 0  # of the choice, 0 to n - 1
     text: str = ""
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None  # one per token
@@ -26,8 +26,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     error: str | None = None  # with finish_reason error
     prompt_logprobs: list[TokenLogprobs] | None = None  # all prompt tokens but the first
-    pooled: bytes | None = None  # float32, little-endian: what was asked for instead of text
-    drafts: list[tuple[int, int]] = []  # each step with drafts: how many, how many were kept
+    pooled: bytes | None = None  # float32, little-endian: the result of a pooling request
+    drafts: list[tuple[int, int]] = []  # for each step with draft tokens: (proposed, accepted)
 
     def add(self, later: CompletionOutput) -> None:
         """Append a later delta of the same choice."""
@@ -46,7 +46,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """A request, finished or not: its prompt and its `n` choices in order, whole up to now."""
+    """A request, finished or not: its prompt and its `n` choices in order, complete so far."""
 
     request_id: str
     prompt: str | None  # None if the prompt was given as token ids
@@ -55,5 +55,5 @@ class RequestOutput(msgspec.Struct, kw_only=True):
 
     @property
     def finished(self) -> bool:
-        """Every choice has ended."""
+        """Whether every choice has finished."""
         return all(output.finish_reason is not None for output in self.outputs)

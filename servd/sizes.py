@@ -1,4 +1,4 @@
-"""Sizes of memory: as options and messages write them, "512M" or "2GiB", and a model's."""
+"""Sizes of memory: parsing and formatting ("512M", "2GiB"), and the memory plan of a model."""
 
 from __future__ import annotations
 
@@ -37,34 +37,34 @@ def format_bytes(number: int) -> str:
 
 
 class MemorySizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What each rank needs of its device, in bytes."""
+    """Device memory that each rank needs, in bytes."""
 
     weights: int
     draft_weights: int
-    adapters: int  # room for --max-loras of them
-    requests: int  # rows for max_num_seqs of them
-    forward: int  # estimate: the most that a forward pass takes in addition
-    sampling: int  # the same of sampling
+    adapters: int  # of --max-loras adapters
+    requests: int  # state of max_num_seqs requests
+    forward: int  # estimated peak of a forward pass
+    sampling: int  # estimated peak of sampling
     kv_per_block: int
 
     @property
     def persistent(self) -> int:
-        """All but the KV cache that stays."""
+        """Everything that is allocated permanently, except the KV cache."""
         return self.weights + self.draft_weights + self.adapters + self.requests
 
     @property
     def step(self) -> int:
-        """The most that a step takes in addition."""
+        """The peak of a step's temporary memory."""
         return max(self.forward, self.sampling)
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What fits a device."""
+    """How a device's memory is divided."""
 
     device: str
     dtype: str
     sizes: MemorySizes
-    free: int  # bytes for all of it
+    free: int  # bytes available
     num_blocks: int  # in the KV cache
     kv_windows: tuple[int | None, ...]  # see WorkerReady
-    shortage: str  # why not one request fits, and what to change; "" if it does
+    shortage: str  # why not even one request fits, and what to change; "" if one does

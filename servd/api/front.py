@@ -1,4 +1,4 @@
-"""Front: the port of several models. Each request goes on to the server of the model it names."""
+"""Front: a reverse proxy for several models. Passes each request to the server of its model."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ from servd.tracing import now_ns
 
 logger = logging.getLogger("servd.api")
 
-# Headers of one connection, and those that the front writes itself, or has checked.
+# Hop-by-hop headers, and those that the front sets itself or has checked.
 OWN = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"x-request-id", b"date"}
 OF_REQUESTS = OWN | {
     b"host", b"content-length", b"expect", b"sec-fetch-site", b"x-forwarded-for", SINCE.encode(),
 }  # fmt: skip
-# Each would say the same.
+# Routes that do not depend on the model: the front answers them itself.
 OF_ALL_MODELS = {"/openapi.json", "/docs", "/redoc", "/version", "/", "/console/{file:path}"}
-# Beside GET and DELETE, what needs no weights.
-LOOKS = {
+# POST routes that wake no model up.
+NEED_NO_WEIGHTS = {
     "/detokenize", "/tokenize", "/v1/detokenize", "/v1/tokenize",
     "/v1/chat/completions/render", "/v1/messages/count_tokens",
     "/v1/responses/input_tokens", "/v1/responses/{response_id}/cancel",
@@ -64,21 +64,21 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Card(ModelCard, tag_field="object", tag="model", kw_only=True):
-    """A model in the list. `created` is when what names it was written."""
+    """A model in the list. `created` is the modification time of its config or GGUF file."""
 
     state: str
 
 
 class Front:
-    """The list of models, health, metrics and sleep are its own. For what else a model's server
-    has it waits until that can take the request, and passes everything on as it comes.
+    """Answers the list of models, health, metrics and sleep itself. Other requests wait until the
+    model's server can take them; request and response are then streamed through.
     """
 
     def __init__(self, servers: ModelServers) -> None:
         self.servers = servers
 
     def routes(self) -> list[Route]:
-        """Those of the server of one model."""
+        """The routes of a model's server, passed on by `pass_on`."""
         own = {
             "/health": self.health, "/ping": self.health,
             "/metrics": self.metrics, "/sleep": self.sleep, "/is_sleeping": self.is_sleeping,
@@ -86,7 +86,7 @@ class Front:
         }  # fmt: skip
         found = []
         for route in (cast(Route, each) for router in load_routers() for each in router.routes):
-            needs_weights = "POST" in (route.methods or ()) and route.path not in LOOKS
+            needs_weights = "POST" in (route.methods or ()) and route.path not in NEED_NO_WEIGHTS
             endpoint = own.get(route.path) or partial(self.pass_on, needs_weights=needs_weights)
             if route.path in OF_ALL_MODELS:
                 endpoint = route.endpoint
@@ -96,24 +96,24 @@ class Front:
         return found
 
     async def health(self, request: Request) -> Response:
-        """That of the front, which is ready without any model."""
+        """GET /health of the front, which is ready without any model."""
         return json_response({"status": "ready"})
 
     async def list_models(self, request: Request) -> Response:
-        """All models, as the folder has them now, and their adapters."""
+        """All models that the folder has now, and their adapters."""
         await self.servers.scan()
         cards = [*map(_card, self.servers.there), *await self.servers.adapters()]
         return json_response({"object": "list", "data": cards})
 
     async def retrieve_model(self, request: Request) -> Response:
-        """One of them."""
+        """One model or adapter."""
         name = request.path_params["name"]
         server = await self.servers.find(name)
         adapters = [] if server.name == name else await self.servers.adapters()
         return json_response(next((a for a in adapters if a.id == name), _card(server)))
 
     async def sleep(self, request: Request) -> Response:
-        """Put a model to sleep; by its server it would be loaded first."""
+        """Put a model to sleep. Passed on, the request would load it first."""
         check_level(request)
         server = await self.servers.find(read(request, await request.body()).model)
         await self.servers.sleep(server)
@@ -125,8 +125,8 @@ class Front:
         return json_response(SleepState(not server.has_weights))
 
     async def pass_on(self, request: Request, needs_weights: bool) -> ASGIApp:
-        """What has the model's server answer. Only what is asked for wakes a model up: who looks
-        finds it as it is.
+        """Pass a request to the model's server. Only requests that need weights wake a model up;
+        read-only ones see its current state.
         """
         body = await request.body()
         named = read(request, body)
@@ -143,7 +143,7 @@ class Front:
         else:
             visit = self.servers.serving(server, seconds_of(named.keep_alive))
             fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-            del fields["keep_alive"]  # its server knows no such field
+            del fields["keep_alive"]  # a field that only the front knows
             body = msgspec.json.encode(fields)
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -159,12 +159,12 @@ class Front:
         send: Send,
     ) -> None:
         scope, state = request.scope, request.scope["state"]
-        # As it came: httpx would resolve `..`, and a decoded path may have any character.
+        # The raw path: httpx would resolve `..`, and a decoded path may have any character.
         target = scope["raw_path"] + (b"?" + query if (query := scope["query_string"]) else b"")
         headers = [(k, v) for k, v in scope["headers"] if k not in OF_REQUESTS]
         headers.append((b"x-request-id", state["request_id"].encode()))
         headers.append((SINCE.encode(), str(now_ns()).encode()))
-        if request.client is not None:  # else a Unix socket's, which has no address
+        if request.client is not None:  # None: of a Unix socket
             headers.append((b"x-forwarded-for", request.client.host.encode()))
         async with visiting as visit:
             try:
@@ -190,13 +190,13 @@ class Front:
                 async for chunk in answer.aiter_raw():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
-            except httpx.TransportError as error:  # uvicorn cuts the client's connection, too
+            except httpx.TransportError as error:  # uvicorn closes the client's connection, too
                 logger.error("%s: its server has left an answer: %s", visit.server.name, error)
             finally:
                 await answer.aclose()
 
     async def metrics(self, request: Request) -> Response:
-        """Those of all servers that run, apart by `model_name`, and of its own process."""
+        """Metrics of all running servers, labelled by `model_name`, and of the front's process."""
         started = [each for each in self.servers.servers.values() if each.runs and each.has_started]
         answers = await asyncio.gather(*(each.ask("/metrics") for each in started))
         text = await asyncio.to_thread(_merged, [each.text for each in answers if each])
@@ -204,20 +204,20 @@ class Front:
 
 
 async def no_batches(request: Request) -> Response:
-    """Answers for routes of files and batches: no file is read, which may be large."""
+    """Reject requests for files and batches before their bodies, which may be large, are read."""
     raise NotFound(
         "there are no files and batches beside --models-dir: --batch-dir is for one model"
     )
 
 
 def _merged(texts: Iterable[str]) -> bytes:
-    """Metrics of several servers as those of one: those without the model's name are sums."""
+    """Merge the metrics of several servers; values without a model's name are summed."""
     families: dict[str, Metric] = {}
     series: defaultdict[str, dict[tuple[str, ...], Sample]] = defaultdict(dict)
     for text in texts:
         for family in text_string_to_metric_families(text):
             if family.name.startswith("process_"):
-                continue  # of a process there is no sum: the front tells its own
+                continue  # process metrics are not summed: the front reports its own
             families.setdefault(family.name, family)
             found = series[family.name]
             for sample in family.samples:
@@ -233,13 +233,13 @@ def _merged(texts: Iterable[str]) -> bytes:
 
 
 class _Collected:
-    """Families that were collected elsewhere."""
+    """A collector of families that were collected elsewhere."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self.families = families
 
     def collect(self) -> Iterable[Metric]:
-        """For the registry."""
+        """Called by the registry."""
         return self.families
 
 
@@ -249,7 +249,7 @@ def _card(server: ModelServer) -> Card:
 
 
 async def until_client_leaves(receive: Receive, work: Any) -> None:
-    """Run `work`, unless the client is gone before its end."""
+    """Run `work`; cancel it if the client disconnects first."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -268,7 +268,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def create_front(config: Config, servers: ModelServers, keys: Keys) -> Starlette:
-    """The application, with what every request needs around it: ids, limits, keys, errors."""
+    """Create the application with its middleware for ids, limits, keys and errors."""
     access_log, origins = config.observability.access_log, config.access.allowed_origins
     context = Middleware(RequestContext, Tracer(), FairLoop(), None, access_log, origins)
     middleware = [context]

@@ -1,4 +1,4 @@
-"""The process of the front of several models: its port, its signals, its end."""
+"""The process of the front of several models: port, signals and shutdown."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def serve(read_config: Callable[[], Config], listener: socket.socket) -> int:
     """Serve the models of a folder until a signal.
 
     Raises:
-        ConfigError: a folder that cannot be read.
+        ConfigError: the folder cannot be read.
     """
     config = read_config()
     folder = private_dir()
@@ -48,7 +48,7 @@ def serve(read_config: Callable[[], Config], listener: socket.socket) -> int:
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError for options that are for one model."""
+    """Raise ConfigError for options that apply to one model only."""
     server = config.server
     if config.models.models and config.models.models_dir:
         raise ConfigError("--models and --models-dir: give one of them")
@@ -67,11 +67,11 @@ def check(config: Config) -> None:
 
 
 def link_models(config: Config, folder: Path) -> Config:
-    """The options of a folder that has what --models names, if it names any: a model of the hub
-    under its own name, others under those of their files.
+    """Make a folder of links to the entries of --models, if any, and return options for it. A model
+    of the hub keeps its name; others are named by their files.
 
     Raises:
-        ConfigError: one is not there, or two have the same name.
+        ConfigError: a model does not exist, or two have the same name.
     """
     for model in config.models.models:
         given = Path(model).expanduser()
@@ -88,7 +88,7 @@ def link_models(config: Config, folder: Path) -> Config:
 
 
 class Server(uvicorn.Server):
-    """uvicorn that returns after a signal, so that the servers of the models are stopped, too."""
+    """uvicorn, but it returns after a signal so that the models' servers are stopped, too."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """First signal: finish open requests. Second: exit now."""
@@ -137,7 +137,7 @@ def reload(
     tls: ssl.SSLContext | None,
     servers: ModelServers,
 ) -> None:
-    """Take over the options that may change at run time, unless one of them is wrong."""
+    """Reload the options that may change at run time, unless one is invalid."""
     try:
         config = read_config()
         adapters_in(config.lora)

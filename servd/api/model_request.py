@@ -1,4 +1,4 @@
-"""What the front of several models reads of a request: which model, and how long to keep it."""
+"""The fields of a request that the front of several models reads: `model` and `keep_alive`."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from servd.errors import InvalidRequest
 BEGINS_JSON = (b"{", b" ", b"\n", b"\r", b"\t")
 SECONDS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 PART = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(ms|s|m|h|)")
-# Possessive: that digits end at any of them would be tried in every combination.
+# Possessive quantifiers: backtracking would try every way to split the digits.
 DURATION = re.compile(rf"(?P<sign>-?)(?P<duration>(?:{PART.pattern})++)", re.ASCII)
 MAX_KEEP_ALIVE = 1e8  # seconds, three years
 
 
 class Named(msgspec.Struct):
-    """What the front reads of a body."""
+    """The fields of a body that the front reads."""
 
     model: str | None = None
-    keep_alive: msgspec.Raw = msgspec.Raw()  # JSON, whatever it is: the model is read; else empty
+    keep_alive: msgspec.Raw = msgspec.Raw()  # unparsed, so that a wrong one does not hide `model`
 
 
 def read(request: Request, body: bytes) -> Named:
-    """What a request names: in its JSON, its query, or X-Servd-Model.
+    """The model named by a request's JSON body, its query, or X-Servd-Model.
 
     Raises:
-        InvalidRequest: its JSON cannot be read, by which no model need be loaded.
+        InvalidRequest: its JSON is malformed, so that no model need be loaded for it.
     """
     found = Named()
     if body[:1] in BEGINS_JSON:
         try:
             found = msgspec.json.decode(body, type=Named)
         except msgspec.ValidationError:
-            pass  # the model's server says what is wrong
+            pass  # the model's server reports the error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     asked = request.query_params.get("model") or request.headers.get("x-servd-model")
@@ -44,7 +44,7 @@ def read(request: Request, body: bytes) -> Named:
 
 
 def seconds_of(keep_alive: msgspec.Raw) -> float | None:
-    """Ollama's `keep_alive`: seconds, or text such as "5m"; None, for ever, where it is negative.
+    """Parse Ollama's `keep_alive`: seconds, or text such as "5m"; None (for ever) if negative.
 
     Raises:
         InvalidRequest: it is neither.

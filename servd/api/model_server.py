@@ -1,4 +1,4 @@
-"""ModelServer: the server of one model among several, as its front sees it."""
+"""ModelServer: the front's view of the server of one of several models."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from servd.api.model_folder import Model
 from servd.child import Child
 from servd.errors import Unavailable
 
-PATIENCE = 90.0  # seconds for an answer to /sleep and /wake_up, which wait for the engine for 60
-ASK_TIMEOUT = 2.0  # seconds for an answer about the server itself
-NO_TIMEOUT = httpx.Timeout(None, connect=10)  # the server of the model has its own
+PATIENCE = 90.0  # seconds for /sleep and /wake_up, which wait for the engine for up to 60
+ASK_TIMEOUT = 2.0  # seconds for queries about the server itself
+NO_TIMEOUT = httpx.Timeout(None, connect=10)  # the model's server has its own timeouts
 
 
 class ModelServer:
-    """One model, and its server if that runs.
+    """One model, and its server if it runs.
 
     Attributes:
-        is_awake: whether it is to hold weights; see `has_weights`.
+        is_awake: whether it should hold weights; see `has_weights`.
         loading_since: when it began to start or to wake up; None once it can serve.
         has_started: whether it has been ready since it was started.
-        is_leaving: whether it is to sleep as soon as its requests have ended.
-        num_open: requests that it has.
-        num_unanswered: those of which it has not said anything yet.
+        is_leaving: whether it goes to sleep once its requests have ended.
+        num_open: number of its requests.
+        num_unanswered: those whose response has not begun.
     """
 
     def __init__(self, model: Model, secret: str) -> None:
         self.model, self.name = model, model.name
-        self.headers = {"authorization": f"Bearer {secret}"}  # with which the front asks it
+        self.headers = {"authorization": f"Bearer {secret}"}  # of the front's own requests
         self.child: Child | None = None
         self.http: httpx.AsyncClient | None = None
         self.is_awake = self.has_started = self.is_leaving = False
@@ -40,26 +40,26 @@ class ModelServer:
         self.has_answered = asyncio.Event()  # a request
         self.used_at = self.retry_at = float("-inf")
         self.failure = ""  # why it could not be started
-        self.rest: asyncio.TimerHandle | None = None  # until it is put to sleep as nobody uses it
+        self.rest: asyncio.TimerHandle | None = None  # puts it to sleep when it has been idle
 
     @property
     def runs(self) -> bool:
-        """Whether its processes are there."""
+        """Whether its processes run."""
         return self.child is not None and self.child.exit_code is None
 
     @property
     def has_weights(self) -> bool:
-        """Whether it may have memory."""
+        """Whether it may hold weights in memory."""
         return self.runs and self.is_awake
 
     @property
     def may_serve(self) -> bool:
-        """Whether a request may go to it as it is."""
+        """Whether it can take a request now."""
         return self.state == "awake" and not self.is_leaving
 
     @property
     def state(self) -> str:
-        """For people: what the next request finds."""
+        """Its state, as shown to users."""
         if not self.runs:
             return "stopped"
         if not self.is_awake:
@@ -76,7 +76,7 @@ class ModelServer:
         )
 
     async def ask(self, path: str) -> httpx.Response | None:
-        """What its server says of itself; None while it cannot, as it starts or ends."""
+        """The response to a GET of its server; None while it starts or ends."""
         assert self.http is not None
         try:
             answer = await self.http.get(path, headers=self.headers, timeout=ASK_TIMEOUT)
@@ -85,7 +85,7 @@ class ModelServer:
         return answer if answer.status_code == 200 else None
 
     async def is_asleep(self, path: str) -> bool | None:
-        """What it answers to /sleep or /wake_up, in a minute as a rule; None while it cannot."""
+        """The response to /sleep or /wake_up, usually within a minute; None on failure."""
         assert self.http is not None
         try:
             answer = await self.http.post(path, headers=self.headers, timeout=PATIENCE)
@@ -94,18 +94,18 @@ class ModelServer:
         return answer.json()["is_sleeping"] if answer.status_code == 200 else None
 
     def fail(self, why: str, seconds: float) -> None:
-        """It is not tried again for so many seconds."""
+        """Record a failure to start; it is not tried again for so many seconds."""
         self.failure, self.retry_at = why, time.monotonic() + seconds
 
     def check(self) -> None:
-        """Raises Unavailable where it could not be started a short while ago."""
+        """Raise Unavailable if it failed to start recently."""
         if (seconds := self.retry_at - time.monotonic()) > 0:
             message = f"the model {self.name} {self.failure}"
             raise Unavailable(message, retry_after=math.ceil(seconds))
 
 
 class Visit:
-    """A request on its way to a server and back."""
+    """A request that is passed to a server."""
 
     def __init__(self, server: ModelServer) -> None:
         assert server.http is not None
@@ -115,7 +115,7 @@ class Visit:
         server.num_unanswered += 1
 
     def answered(self) -> None:
-        """The answer has begun: all of the request is in the server's hands."""
+        """The response has begun, so the server has received the whole request."""
         if not self.is_answered:
             self.is_answered = True
             self.server.num_unanswered -= 1

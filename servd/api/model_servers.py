@@ -1,5 +1,5 @@
-"""ModelServers: a server for each model of a folder, started when it is asked for, and how many of
-them hold weights.
+"""ModelServers: starts a server for each requested model of a folder, and puts servers to sleep or
+stops them to stay within the limits of loaded models.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ logger = logging.getLogger("servd.api")
 
 GIB = 2**30
 MODULE = "servd.launch.model_server"
-LOOK_INTERVAL = 0.02  # seconds between two looks at a server that starts
+LOOK_INTERVAL = 0.02  # seconds between polls of a server that starts
 STOP_TIMEOUT = 5.0  # seconds from SIGTERM to SIGKILL, beyond --shutdown-timeout
-RETRY_AFTER = 10.0  # seconds in which a model that could not be started is not tried again
-LOAD_INTERVAL = 1.0  # seconds between two looks at what a model still does in the background
-MOST_NAMED = 32  # models in an error
+RETRY_AFTER = 10.0  # seconds before a model that failed to start is tried again
+LOAD_INTERVAL = 1.0  # seconds between polls of a model's background work
+MOST_NAMED = 32  # models listed in an error message
 
 
 class ModelServers:
-    """All models of a folder.
+    """The servers of all models of a folder.
 
     Args:
-        config: the options, which hold for each of them.
-        folder: a private one, for their sockets.
+        config: options of every server.
+        folder: private folder for their sockets.
     """
 
     def __init__(self, config: Config, folder: str) -> None:
@@ -51,12 +51,12 @@ class ModelServers:
         self.most, self.most_asleep = config.models.models_max, config.models.models_asleep
         budget = config.models.models_memory
         self.budget = float("inf") if budget is None else budget * GIB
-        self.secret = secrets.token_urlsafe(32)  # with which the front asks, where keys are needed
+        self.secret = secrets.token_urlsafe(32)  # the front's API key, if keys are required
         self.servers: dict[str, ModelServer] = {}
         self._numbers = 0
         self._is_closed = False
         self._switch = asyncio.Lock()  # first come, first served
-        self._stopping: set[asyncio.Task[None]] = set()  # they still have memory
+        self._stopping: set[asyncio.Task[None]] = set()  # servers that still hold memory
         self._resting: set[asyncio.Task[None]] = set()
         self._scanning = asyncio.Lock()
         self._take_in(self.models.read())
@@ -70,8 +70,8 @@ class ModelServers:
                 )  # fmt: skip
 
     async def scan(self) -> None:
-        """Take in the models that the folder has now. Of one that is gone, the server remains until
-        its turn to stop comes, and gets no requests. Another one under its name needs it to stop.
+        """Update the models from the folder. The server of a removed model receives no requests and
+        remains until it is stopped to make room, or another model takes its name.
         """
         async with self._scanning:
             self._take_in(await asyncio.to_thread(self.models.read))
@@ -88,14 +88,14 @@ class ModelServers:
 
     @property
     def there(self) -> list[ModelServer]:
-        """Those whose models are still in the folder."""
+        """The servers whose models are still in the folder."""
         return [server for server in self.servers.values() if server.model.is_there]
 
     async def find(self, name: str | None) -> ModelServer:
-        """The server of the model or adapter of this name; without one, that which was used last.
+        """The server of the model or adapter of this name; of no name, the last one used.
 
         Raises:
-            UnknownModel: there is none.
+            UnknownModel: there is no such model or adapter.
         """
         if name is None and (known := self.there):
             return max(known, key=lambda server: server.used_at)
@@ -121,7 +121,7 @@ class ModelServers:
         return server if server and server.model.is_there else None
 
     async def adapters(self) -> list[ModelCard]:
-        """Those of all models: what servers that run have, and what others will have."""
+        """The adapters of all models, as running servers report or others will load them."""
         if not self.config.lora.enable_lora:
             return []
         there = self.there
@@ -139,12 +139,12 @@ class ModelServers:
 
     @contextlib.asynccontextmanager
     async def serving(self, server: ModelServer, keep_alive: float | None) -> AsyncIterator[Visit]:
-        """The model's server stays awake until the visit is answered. Others are put to sleep for
-        it once their requests have ended; their later ones wait for their own turn.
+        """Wake up the model's server and keep it awake until the visit is answered. To make room,
+        others are put to sleep once their requests have ended; their later requests wait.
 
         Args:
             server: of the model.
-            keep_alive: seconds after which it may sleep, if nobody else comes; None: for ever.
+            keep_alive: idle seconds after which it is put to sleep; None: never.
 
         Raises:
             Unavailable: it cannot be started.
@@ -164,7 +164,7 @@ class ModelServers:
 
     @contextlib.asynccontextmanager
     async def visiting(self, server: ModelServer) -> AsyncIterator[Visit]:
-        """A request goes to the server as it is."""
+        """Pass a request to the server without waking it up."""
         visit = Visit(server)
         try:
             yield visit
@@ -173,13 +173,13 @@ class ModelServers:
             server.num_open -= 1
 
     async def sleep(self, server: ModelServer) -> None:
-        """Put it to sleep once its requests have ended, if it is awake."""
+        """Put an awake server to sleep once its requests have ended."""
         async with self._switch:
             if server.has_weights:
                 await self._put_to_sleep(server)
 
     def _rest_later(self, server: ModelServer, seconds: float | None) -> None:
-        """Put it to sleep after so many seconds, unless it is used again."""
+        """Put a server to sleep after so many seconds, unless it is used again."""
         if server.rest is not None:
             server.rest.cancel()
             server.rest = None
@@ -193,7 +193,7 @@ class ModelServers:
         resting.add_done_callback(self._resting.discard)
 
     async def _rest(self, server: ModelServer, used_at: float) -> None:
-        """Put it to sleep, unless it has something to do."""
+        """Put a server to sleep, unless it has work to do."""
         load = await server.ask("/load") if server.may_serve else None
         if load is not None and load.json()["server_load"]:  # in the background
             return self._rest_later(server, LOAD_INTERVAL)
@@ -203,7 +203,7 @@ class ModelServers:
                 await self._put_to_sleep(server)
 
     async def _make_room(self, server: ModelServer) -> None:
-        """Have others sleep, and those that have slept for longest stop, up to the limits."""
+        """Put others to sleep and stop those asleep for longest, to stay within the limits."""
         if self._stopping:
             await asyncio.wait(self._stopping)
         while True:
@@ -217,8 +217,8 @@ class ModelServers:
             await self._stop(other)
 
     async def _put_to_sleep(self, server: ModelServer) -> None:
-        """Have it free its weights. It does so when its engine has finished what it has; who reads
-        the answers slowly holds up nobody.
+        """Have a server free its weights. It does so once its engine has finished its requests; a
+        slow reader of responses delays nobody.
         """
         server.is_leaving, failing_since = True, None
         try:
@@ -231,18 +231,18 @@ class ModelServers:
                 since = failing_since or server.loading_since or time.monotonic()
                 failing_since = None if is_asleep is False else since
                 await self._give_up_if_late(server, failing_since, "does not go to sleep")
-                await asyncio.sleep(LOOK_INTERVAL)  # a long answer, or its engine starts again
+                await asyncio.sleep(LOOK_INTERVAL)  # a long response, or its engine is restarting
             server.is_awake, server.loading_since = False, None
             logger.info("%s %s", server.name, "sleeps" if server.runs else "has ended")
         finally:
             server.is_leaving = False
 
     async def _wake_up(self, server: ModelServer) -> None:
-        """Start its server, or have it load its weights again. If nobody waits for that any more,
-        it goes on for the next one.
+        """Start a server, or have it load its weights again. This continues for the next request
+        if nobody waits for it any more.
 
         Raises:
-            Unavailable: it ended before it was ready, or takes too long.
+            Unavailable: it ended before it was ready, or took too long.
         """
         if not server.runs:
             if self._is_closed:
@@ -263,8 +263,8 @@ class ModelServers:
         logger.info("%s is ready after %.2f s", server.name, time.monotonic() - began)
 
     async def _give_up_if_late(self, server: ModelServer, since: float | None, what: str) -> None:
-        """Stop what takes too long. It is not tried again for as long as that took, so that others
-        get as much time.
+        """Stop a server that takes too long to start. It is not tried again for as long as that
+        took, so that other models get as much time.
         """
         most = self.config.models.models_start_timeout
         if since is not None and time.monotonic() - since > most:
@@ -274,18 +274,18 @@ class ModelServers:
             await self._stop(server)
 
     async def _launch(self, server: ModelServer) -> None:
-        """Start its processes, and open a channel to them."""
+        """Start a server's processes and open a channel to them."""
         self._numbers += 1
         path = str(self.folder / f"model-{self._numbers}")
         await server.connect(path)
         start = StartModel(self._config_of(server, path))
-        # Nobody but the front reaches that socket: it says who the client is.
+        # Only the front can reach that socket, so its X-Forwarded-For is trusted.
         env = {log.MODEL: server.name, "FORWARDED_ALLOW_IPS": "*"}
         server.child = Child(server.name, MODULE, start, env=env)
 
     async def _stop(self, server: ModelServer) -> None:
         if (stopping := self._begin_to_stop(server)) is not None:
-            await asyncio.shield(stopping)  # whoever wanted that may leave
+            await asyncio.shield(stopping)  # its caller may be cancelled
 
     def _begin_to_stop(self, server: ModelServer) -> asyncio.Future[None] | None:
         server.is_awake, server.loading_since = False, None
@@ -299,21 +299,19 @@ class ModelServers:
         return stopping
 
     async def close(self) -> None:
-        """Stop all servers; none is started any more."""
+        """Stop all servers and start no more."""
         self._is_closed = True
         await asyncio.gather(*(self._stop(server) for server in self.servers.values()))
 
     def reload(self, config: Config) -> None:
-        """Have all servers take over the options that may change at run time."""
+        """Pass the reloadable options to all servers."""
         self.config = config
         for server in self.servers.values():
             if server.runs and server.child is not None:
                 server.child.post(self._config_of(server, ""))
 
     def _config_of(self, server: ModelServer, path: str) -> Config:
-        """The options of its server: the front has the port, TLS, what browsers may do, and knows
-        when nobody uses it.
-        """
+        """Options of a model's server: the front handles the port, TLS, CORS and idle sleep."""
         config, access, lora = self.config, self.config.access, self.config.lora
         names, known = list(self.servers), adapters_in(lora)
         own = [

@@ -1,9 +1,8 @@
-"""Config: every option, its default, its bounds, its description; a file for each section.
+"""Config: every option with its default, bounds and description; one module per section.
 
-One definition: command-line flags (`--field-name`), `--config` files and docs/config.md all come
-from these annotations. Field names are unique over the sections, so flags stay flat and equal to
-vLLM's where the meaning is equal. A Config is frozen; what is learned at run time travels in
-messages, not here.
+Command-line flags (`--field-name`), `--config` files and docs/config.md are all derived from these
+annotations. Field names are unique across sections, so flags are flat, and have vLLM's names where
+they have the same meaning. A Config is frozen; values determined at run time are sent in messages.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ log = logging.getLogger("servd.config")
 
 
 class Config(Section, frozen=True):
-    """All sections. Build one with `Config.load`, which checks every value."""
+    """All sections. Created by `Config.load`, which validates every value."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
@@ -53,22 +52,22 @@ class Config(Section, frozen=True):
 
     @property
     def num_steps_in_flight(self) -> int:
-        """One for each stage, and one that is scheduled meanwhile. Resolved."""
+        """One for each pipeline stage, and one that is being scheduled. For resolved configs."""
         return self.parallel.pipeline_parallel_size + bool(self.scheduler.async_scheduling)
 
     @property
     def num_turns(self) -> int:
-        """Steps in flight that must not have the same requests: see `Turns`."""
+        """Number of consecutive steps that must not share requests: see `Turns`."""
         return self.num_steps_in_flight if self.parallel.pipeline_parallel_size > 1 else 1
 
     @classmethod
     def load(cls, options: Mapping[str, Any]) -> Config:
-        """Make a Config of flat options, e.g. `{"model": "gpt2", "max_num_seqs": 8}`.
+        """Create a Config from flat options, e.g. `{"model": "gpt2", "max_num_seqs": 8}`.
 
         Strings are converted ("8" to 8, "2GiB" to bytes for kv_cache_memory).
 
         Raises:
-            ConfigError: unknown option or bad value, with the option's name.
+            ConfigError: an option is unknown or its value invalid.
         """
         fields = options_by_name()
         nested: dict[str, dict[str, Any]] = {}
@@ -104,7 +103,7 @@ class Config(Section, frozen=True):
 
 
 def _is_object(option: msgspec.structs.FieldInfo) -> bool:
-    """Whether its value on a command line is a JSON object."""
+    """Whether the option's value on a command line is a JSON object."""
     kind, _ = plain(option.type)
     is_struct = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
     return is_struct or typing.get_origin(kind) is dict
@@ -117,9 +116,9 @@ def _read_object(name: str, text: str) -> dict[str, Any]:
         raise ConfigError(f"{flag_of(name)} {text}: must be a JSON object: {error}") from None
 
 
-@functools.cache  # which takes milliseconds, and every configuration asks
+@functools.cache  # takes milliseconds
 def options_by_name() -> Mapping[str, tuple[str, msgspec.structs.FieldInfo]]:
-    """Option name -> name of its section in Config, and its field there."""
+    """Option name -> (section name in Config, field of the section)."""
     return {
         option.name: (section.name, option)
         for section in msgspec.structs.fields(Config)
@@ -128,7 +127,7 @@ def options_by_name() -> Mapping[str, tuple[str, msgspec.structs.FieldInfo]]:
 
 
 def title_of(section: type) -> str:
-    """What a section of Config is about."""
+    """The title of a section of Config."""
     return (section.__doc__ or "").splitlines()[0].rstrip(".")
 
 
@@ -153,7 +152,7 @@ def _explain(
     for each in key:  # of a JSON object
         kind = typing.get_type_hints(plain(kind)[0], include_extras=True)[each]
         value, label = value[each], f"{label} {each}"
-    # No secret in a log; what is wrong with a whole object names its keys.
+    # Do not log secrets; an error about a whole object names its keys.
     shown = "" if name == "api_key" or isinstance(value, Mapping) else f" {value}"
     match = re.match(r"Expected `(\w+)`(?P<length> of length)?(?P<bound> [<>]=? \S+?)?(,|$)", rule)
     if known := choices(kind):
@@ -166,9 +165,8 @@ def _explain(
 
 
 def choices(hint: Any) -> tuple[str, ...]:
-    """What an option may be: the values of the Literal inside its annotation, or the files of the
-    package of plugins that its Meta names. A plugin may also come from elsewhere, as
-    "module:attribute".
+    """The choices of an option: the values of the Literal in its annotation, or the modules of the
+    plugin package named by its Meta. External plugins are given as "module:attribute".
     """
     if typing.get_origin(hint) is Literal:
         return typing.get_args(hint)

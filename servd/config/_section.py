@@ -1,4 +1,4 @@
-"""What the sections of Config are made of: their base, and what is said of an option."""
+"""The base class of the sections of Config, and the metadata of options."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def about(description: str, **rules: Any) -> Meta:
-    """What an option does, and its bounds."""
+    """The metadata of an option: its description and bounds."""
     return Meta(description=description, **rules)
 
 
 def plain(hint: Any) -> tuple[Any, list[Meta]]:
-    """The type without Annotated and None, and all Meta on the way, outermost first."""
+    """The type without Annotated and None, and all Meta found in it, outermost first."""
     metas: list[Meta] = []
     while True:
         if typing.get_origin(hint) is Annotated:

@@ -1,5 +1,5 @@
-"""The server of one model among several: the tree of `servd serve`, as a child that ends with its
-parent.
+"""The server of one of several models: the process tree of `servd serve` as a child process that
+ends with its parent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Node: a host that has engines for the API servers of another one, or workers for its engine."""
+"""Node: runs engines for the API servers of another host (the head), or workers for its engine."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ logger = logging.getLogger("servd.launch")
 
 
 class GivenUp(Exception):
-    """An engine dies again and again.
+    """An engine keeps dying.
 
     Attributes:
-        code: that this process is to end with.
+        code: exit code for this process.
     """
 
     def __init__(self, why: str, code: int) -> None:
@@ -42,8 +42,8 @@ class GivenUp(Exception):
 
 
 class EngineMember(Member):
-    """An engine of this host. When the head is lost it ends, as nobody knows any more what it does,
-    and starts anew when it has joined again.
+    """An engine of this host. It ends when the connection to the head is lost, as its requests are
+    lost, too, and is restarted after joining again.
     """
 
     def __init__(self, engine: EngineSupervisor, join: Join, *args: Any) -> None:
@@ -52,12 +52,12 @@ class EngineMember(Member):
         super().__init__(head_address(engine.config), join, where, *args, identity=own)
 
     def begin(self, welcome: Welcome) -> None:
-        """Start it, or the next one."""
+        """Start the engine, or restart it."""
         self.engine.set_incarnation(welcome.incarnation)
         self.engine.start(time.monotonic())
 
     def left(self) -> Left | None:
-        """Why it has ended, unless there is to be no other one."""
+        """Why the engine has ended, None while it runs; raises GivenUp if it keeps dying."""
         self.engine.look()
         if (child := self.engine.child) is None or child.exit_code is None:
             return None
@@ -67,7 +67,7 @@ class EngineMember(Member):
         return Left(self.engine.reason, child.heartbeat.computing())
 
     def end(self) -> None:
-        """Whatever it does."""
+        """Stop the engine if it runs, whatever it is doing."""
         if self.engine.child is not None and self.engine.child.exit_code is None:
             self.engine.terminate()
             self.engine.discard(ENGINE_STOP_TIMEOUT)
@@ -76,7 +76,7 @@ class EngineMember(Member):
 def members_of(
     config: Config, spec: hf.ModelSpec, ipc_dir: str, fail: Callable[[Exception], None]
 ) -> Iterator[Member]:
-    """Of each engine or worker that this host is to have.
+    """The members of this host, one for each engine or worker.
 
     Raises:
         ConfigError: there is no token, or no model.
@@ -99,7 +99,7 @@ def serve(config: Config, spec: hf.ModelSpec, ipc_dir: str) -> int:
     """Run this host's engines or workers until a signal; returns the exit code.
 
     Raises:
-        ConfigError: the head does not take this host, or see `members_of`.
+        ConfigError: the head rejects this host, or see `members_of`.
     """
     ends: SimpleQueue[int | Exception] = SimpleQueue()
     members, had_terminal = [*members_of(config, spec, ipc_dir, ends.put)], has_terminal()

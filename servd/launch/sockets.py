@@ -1,4 +1,4 @@
-"""The sockets of a server: the port, and the folder of those between its processes."""
+"""A server's sockets: its port, and the folder of the Unix sockets between its processes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ ATTACH_TIMEOUT = 5.0  # seconds for an engine's first word
 
 
 def inherited_listener() -> socket.socket | None:
-    """The socket that whoever started this process listens on, and may hand to its successor: as
-    systemd gives it, see sd_listen_fds(3). --host, --port and --uds do not count then.
+    """The listening socket passed by systemd or another parent, which may pass it to a successor,
+    too; see sd_listen_fds(3). It overrides --host, --port and --uds.
 
     Raises:
-        ConfigError: there are several, or what is there is none that listens.
+        ConfigError: there are several, or the descriptor is not a listening socket.
     """
     count, pid = (os.environ.pop(name, "") for name in ("LISTEN_FDS", "LISTEN_PID"))
     if pid != str(os.getpid()):
@@ -50,11 +50,10 @@ def inherited_listener() -> socket.socket | None:
 
 
 def listen(config: Config) -> socket.socket:
-    """Open the port (or Unix socket) at once: what comes before the servers are up waits in the
-    backlog.
+    """Open the port (or Unix socket). Connections wait in the backlog until the servers are up.
 
     Raises:
-        ConfigError: the port is taken or not allowed.
+        ConfigError: the port is in use or not permitted.
     """
     server = config.server
     if server.uds:
@@ -70,7 +69,7 @@ def listen(config: Config) -> socket.socket:
 
 
 def listen_uds(path: str) -> socket.socket:
-    """Bind a Unix socket, taking over a file that no process listens on any more."""
+    """Bind a Unix socket, replacing a file on which no process listens any more."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         if os.path.exists(path):
@@ -89,10 +88,10 @@ def listen_uds(path: str) -> socket.socket:
 
 
 def check_private(folder: str, flag: str) -> None:
-    """Check that no other user can reach what is in a folder: sockets there control the engine.
+    """Check that no other user can access a folder: its sockets control the engine.
 
     Raises:
-        ConfigError: it belongs to another user, or others may enter it.
+        ConfigError: it belongs to another user, or other users have permissions.
     """
     status = os.stat(folder)
     if status.st_uid != os.geteuid():
@@ -102,10 +101,10 @@ def check_private(folder: str, flag: str) -> None:
 
 
 def open_batch_dir(folder: str) -> None:
-    """Make the folder of batches, unless it is there.
+    """Create the folder of batches, unless it exists.
 
     Raises:
-        ConfigError: that is not possible, or see `check_private`.
+        ConfigError: it cannot be created, or see `check_private`.
     """
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -115,15 +114,15 @@ def open_batch_dir(folder: str) -> None:
 
 
 def check_engine(ipc_dir: str, identity: str) -> None:
-    """Check that the engine that listens in a folder takes an API server of this identity.
+    """Check that the engine of a folder has the same identity as this API server.
 
     Raises:
-        ConfigError: it is of another version or model.
+        ConfigError: it has another version or model.
     """
     incarnation = newest_engine(ipc_dir)
     client = EngineCoreClient(ipc_dir, secrets.randbits(31), identity, incarnation)
     try:
-        answer = client.recv(ATTACH_TIMEOUT)  # None from one that has just begun: asked again
+        answer = client.recv(ATTACH_TIMEOUT)  # None if it has just started: retried
     finally:
         client.close()
     if isinstance(answer, EngineDead):
@@ -132,10 +131,11 @@ def check_engine(ipc_dir: str, identity: str) -> None:
 
 @contextmanager
 def socket_folder(config: Config) -> Iterator[str]:
-    """The folder of the sockets: --attach's, --ipc-dir, or a private one, removed at the end.
+    """The folder of the sockets: --attach, --ipc-dir, or a temporary one that is removed at exit.
 
     Raises:
-        ConfigError: its path is too long, it has no engine or one too many, or see `check_private`.
+        ConfigError: its path is too long, it has no engine (--attach) or already has one, or see
+            `check_private`.
     """
     server = config.server
     path = server.attach or server.ipc_dir or str(private_dir())
@@ -160,7 +160,7 @@ def socket_folder(config: Config) -> Iterator[str]:
     finally:
         if not (server.attach or server.ipc_dir):
             shutil.rmtree(path, ignore_errors=True)
-        elif not server.attach:  # a socket left there would make --attach believe in its engine
+        elif not server.attach:  # a stale socket would look like an engine to --attach
             for socket_file in Path(path).glob("engine*"):
                 socket_file.unlink()
             for folder in Path(path).glob("rank-*"):

@@ -1,8 +1,7 @@
 """Write tokenizer.json for a model that ships only slow tokenizer files: `python -m
 servd.worker.convert_tokenizer`.
 
-A process of its own, because transformers brings torch with it, and the API room stays free of
-both.
+It runs in its own process because transformers imports torch, and the API process imports neither.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ def convert(source: str, target: str, trust_remote_code: bool = False) -> None:
     """Load the tokenizer in folder `source` and save it with its tokenizer.json in folder `target`.
 
     Raises:
-        ValueError: transformers has no fast form of it.
+        ValueError: transformers cannot convert it to a fast tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -41,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         convert(options.source, options.target, options.trust_remote_code)
-    except Exception as error:  # whatever a model's own code raises is the answer
+    except Exception as error:  # a model's own code may raise anything
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0

@@ -1,8 +1,8 @@
-"""Cuts a model into pipeline stages: layers of other stages are neither built nor loaded.
+"""Cuts a model to one pipeline stage: layers of other stages are neither built nor loaded.
 
 A stage maps a residual stream to a residual stream, [num_tokens, hidden]: the embedding is replaced
-by what the stage before sent, the final norm by the sum that it would normalise. A model file only
-has to build its layers by `Parallel.layers`.
+by the input from the previous stage, the final norm by the sum that it would normalise. A model
+only has to build its layers with `Parallel.layers`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LAYER = re.compile(r"(?:^|\.)(\d+)\.")  # the first number in a tensor's name
 
 
 class Arrived(nn.Module):
-    """In place of the embedding: what the stage before sent, at a fixed address for graphs."""
+    """Replaces the embedding: the previous stage's output, at a fixed address for graphs."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Arrived(nn.Module):
 
 
 class Nothing(nn.Module):
-    """In place of what is added to the embedding, such as positions: the stream has it already."""
+    """Replaces terms added to the embedding, such as positions: the stream has them already."""
 
     def forward(self, _: Tensor) -> None:
         """Adds nothing."""
@@ -48,7 +48,7 @@ class Nothing(nn.Module):
 
 
 class Sum(nn.Module):
-    """In place of the final norm."""
+    """Replaces the final norm."""
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The stream [num_tokens, hidden] for the next stage."""
@@ -57,7 +57,7 @@ class Sum(nn.Module):
 
 
 class NoHead(nn.Module):
-    """In place of the head, for the memory profile."""
+    """Replaces the head, for the memory profile."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -69,10 +69,10 @@ class NoHead(nn.Module):
 
 
 def cut(model: Any, parallel: Parallel, num_layers: int) -> None:
-    """Reduce a model, before its weights are loaded, to this stage.
+    """Reduce a model to this stage, before its weights are loaded.
 
     Raises:
-        UnsupportedModel: its file does not build layers by `Parallel.layers`.
+        UnsupportedModel: it does not build its layers with `Parallel.layers`.
     """
     layers, own = attention_layers(model), parallel.own_layers(num_layers)
     if len(layers) != len(own):
@@ -80,11 +80,11 @@ def cut(model: Any, parallel: Parallel, num_layers: int) -> None:
             f"{type(model).__name__} cannot be cut into stages: leave --pipeline-parallel-size at 1"
         )
     for number, layer in enumerate(layers):
-        layer.layer = number  # of its KV cache
+        layer.layer = number  # index of its KV cache
     whole, embedding = _names(model), _replace_ends(model, parallel)
     here = _names(model)
     elsewhere = whole - here
-    # A head that is tied to the embedding has its own name where the embedding is replaced.
+    # A head tied to a replaced embedding is loaded under its own name.
     head = "lm_head.weight" if "lm_head.weight" in here - whole else ""
     convert = getattr(model, "convert", iter)
 

@@ -1,4 +1,4 @@
-"""What the machine gives a worker: threads and memory of a CPU, memory of a CUDA device."""
+"""A worker's resources: threads and memory of a CPU, memory of a CUDA device."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # see mallopt(3)
 
 
 def set_num_threads(num_workers: int = 1, cgroup: Path = CGROUP) -> int:
-    """Divide the CPUs that this process may use over the workers of this host; returns the number
-    of each.
+    """Divide the CPUs that this process may use among the workers of this host, set the thread
+    counts of torch and the native library, and return the number of threads.
 
-    torch and the native library get as many threads. OMP_NUM_THREADS, where it is set, is the
-    number for each worker.
+    OMP_NUM_THREADS, if set, is the number for each worker.
     """
     allowed, quota, wanted = (
         len(os.sched_getaffinity(0)),
@@ -47,7 +46,7 @@ def set_num_threads(num_workers: int = 1, cgroup: Path = CGROUP) -> int:
 
 
 def require_c_compiler() -> None:
-    """Check for what Triton compiles the launchers of kernels with, when they are first used.
+    """Check for a C compiler, which Triton needs for the launchers of its kernels.
 
     Raises:
         ConfigError: there is none.
@@ -61,28 +60,27 @@ def require_c_compiler() -> None:
 
 
 def cache_folder(name: str) -> Path:
-    """A folder for what could be made again."""
+    """The folder for cached files, which may be deleted at any time."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "servd", name)
 
 
 def keep_compiled_kernels() -> None:
-    """Let Triton keep what it compiles for the next start, where TRITON_CACHE_DIR does not say."""
+    """Have Triton cache compiled kernels for the next start, unless TRITON_CACHE_DIR is set."""
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder("triton")))
 
 
 def keep_freed_memory(largest: int = 32 << 20, most: int = 1 << 30) -> None:
-    """Let the C library keep freed memory for the next step, where it is glibc, instead of
-    returning it to the system.
+    """Have glibc keep freed memory for the next step instead of returning it to the system.
 
-    What is taken anew comes page by page, cleared by the system: that was a quarter of the time of
+    Newly mapped memory is faulted in and cleared page by page, which was a quarter of the time of
     GPT-2's prompts.
 
     Args:
-        largest: bytes of a piece that is kept; no more can be set.
-        most: bytes that are kept in all.
+        largest: bytes of the largest block that is kept (glibc's maximum).
+        most: bytes kept in all.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    # Settings of the user's, which have precedence.
+    # The user's settings have precedence.
     own = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"}
     if mallopt is not None and not own & os.environ.keys():
         mallopt(M_MMAP_THRESHOLD, largest)
@@ -90,7 +88,7 @@ def keep_freed_memory(largest: int = 32 << 20, most: int = 1 << 30) -> None:
 
 
 def cpu_quota(cgroup: Path = CGROUP) -> float | None:
-    """CPUs that the control group allows, of either cgroup version, or None."""
+    """The CPU limit of the control group (cgroup v1 or v2), or None."""
     # Version 2: "200000 100000" or "max 100000".
     quota, period = [*_read(cgroup / "cpu.max").split(), "", ""][:2]
     if not quota:
@@ -102,7 +100,7 @@ def cpu_quota(cgroup: Path = CGROUP) -> float | None:
 
 
 def available_memory(cgroup: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes of main memory that can be used, by the kernel's and the control group's limits."""
+    """Bytes of main memory available within the kernel's and the control group's limits."""
     lines = dict(line.split(":", 1) for line in _read(meminfo).splitlines())
     available = int(lines["MemAvailable"].split()[0]) * 1024
     for folder, limit_file, usage_file in (
@@ -133,20 +131,20 @@ def _read(path: Path) -> str:
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to the device without waiting. On a CPU the tensor shares its memory."""
+    """Copy an array to the device asynchronously. On a CPU the tensor shares its memory."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def at_hand(tensor: torch.Tensor) -> Any:
-    """On a CPU numpy's array of the same memory, which takes a third of torch's time for a few
-    numbers; else the tensor.
+    """On a CPU a numpy view of the tensor, which takes a third of torch's time for a few numbers;
+    otherwise the tensor.
     """
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
 def sent(array: np.ndarray, device: torch.device) -> Any:
-    """An array as what `at_hand` yields on this device, with which it may be computed."""
+    """An array in the form that `at_hand` returns on this device, to compute with its results."""
     return array if device.type == "cpu" else upload(array, device)
 
 

@@ -1,8 +1,8 @@
-"""Load a model without its memory: what the engine will take, from config.json and headers alone.
+"""Dry run: computes the memory that a model will need from config.json and file headers alone.
 
-The runner's own `load_model` runs, on tensors that have a shape and no storage: whatever it
-converts, packs or quantizes, a draft too, is counted as it will be, and a checkpoint that cannot be
-loaded is refused in the same words.
+The runner's own `load_model` runs on meta tensors, which have a shape but no storage: whatever it
+converts, packs or quantizes, including a draft model, is counted exactly, and a checkpoint that
+cannot be loaded fails with the same error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger("servd.worker")
 
 
 class Weightless(TorchFunctionMode):
-    """Within it, new tensors have no storage, and say that they are on `device`."""
+    """A mode in which new tensors have no storage but report `device` as theirs."""
 
     # These import a thousand modules for tensors without storage, elsewhere they are the same.
     same: ClassVar[dict[Any, Callable[[Tensor], Tensor]]] = {
@@ -49,7 +49,7 @@ class Weightless(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Called in place of every function of torch, and of `native.call`."""
+        """Called for every torch function, and for `native.call`."""
         kwargs = kwargs or {}
         if func is native.call:
             return None
@@ -57,16 +57,16 @@ class Weightless(TorchFunctionMode):
             return self.device
         if func in (torch.empty, torch.zeros):
             kwargs = kwargs | {"device": "meta"}
-        elif kwargs.get("device") is not None:  # small, and made of numbers that are needed
+        elif kwargs.get("device") is not None:  # small, and their values are needed
             kwargs = kwargs | {"device": "cpu"}
         elif func in self.same and args[0].is_meta:
-            with self:  # a mode does not see the functions that it calls
+            with self:  # a mode is disabled within its own function
                 return self.same[func](*args)
         return func(*args, **kwargs)
 
 
 def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
-    """What the engine would take, and what fits beside it, with what is free now.
+    """Plan the engine's memory, given what is free now.
 
     Raises:
         ConfigError: the model cannot be loaded here.
@@ -112,11 +112,11 @@ def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
 
 
 def compare(runner: ModelRunner) -> None:
-    """Log what a loaded runner takes beside what was to be expected."""
+    """Log the memory of a loaded runner beside the expected sizes."""
     config = runner.config.replace(attention_backend=runner.backend_name)
     try:
         planned = _sizes(load(type(runner), config, runner.spec, runner.device, runner.parallel))
-    except Exception as error:  # a report must never make a server fail
+    except Exception as error:  # a report must never stop a server
         log.warning("no plan to compare memory with: %r", error)
         return
     pairs = {

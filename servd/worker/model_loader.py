@@ -1,4 +1,4 @@
-"""Weights: find the model's class, build it empty, fill it from safetensors or at random."""
+"""Model loading: finds the model's class, builds it, and loads its weights, or random ones."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ QUANTIZATIONS = "servd.worker.quantization"
 DUMMY_STD = 0.02
 IN_LAYER = re.compile(r"\.(\d+)\.(.+)")
 MAX_NAMED = 8  # parameters
-MAX_PICKLE = 1 << 26  # bytes of what a .bin file says of its tensors
-# Found in a calibrated checkpoint, beside the projections or below one of them.
+MAX_PICKLE = 1 << 26  # bytes of the pickled metadata of a .bin file
+# In a calibrated checkpoint, beside the projections or below one of them.
 KV_SCALE = re.compile(r"(.+?)\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
 
 
 class Loadable(Protocol):
-    """What the loader uses of a model."""
+    """The part of a model's interface that the loader uses."""
 
     packed: ClassVar[dict[str, tuple[str, int]]]
     ignored: ClassVar[tuple[str, ...]]
-    # What all names but the head's begin with; checkpoints of the bare model leave it out.
+    # Prefix of all names but the head's; checkpoints of the bare model lack it.
     base_prefix: ClassVar[str]
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Every weight once; tied ones under their first name."""
+        """Every parameter once; tied ones under their first name."""
         ...
 
     def named_modules(self) -> Iterator[tuple[str, Any]]:
-        """Every layer, by its name."""
+        """Every layer by name."""
         ...
 
 
 class Model(Loadable, Protocol):
-    """What the runner uses of a model; see servd/worker/models."""
+    """The part of a model's interface that the runner uses; see servd/worker/models."""
 
     def __call__(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """[num_tokens] each -> hidden states [num_tokens, hidden]."""
@@ -83,12 +83,12 @@ def build_model(
     implementation: str = "auto",
     max_model_len: int | None = None,
 ) -> Model:
-    """The model with uninitialised weights, of the file with its name or by transformers, for
-    requests of up to `max_model_len` tokens.
+    """Build the model with uninitialised weights, from the module of its model_type or with
+    transformers, for requests of up to `max_model_len` tokens.
 
     Raises:
-        UnsupportedModel: no file for this model_type, or config.json asks for what the file does
-            not do.
+        UnsupportedModel: there is no module for this model_type, or it does not support a feature
+            in config.json.
     """
     spec = replace(spec, max_model_len=max_model_len)
     is_native = spec.model_type.replace("-", "_") in plugins.names(MODELS)
@@ -120,7 +120,7 @@ def build_model(
 
 @contextmanager
 def defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Within it, layers are made of this type and on this device."""
+    """A context in which new tensors have this dtype and device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -131,7 +131,7 @@ def defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
 
 
 def tensor_shapes(folder: str) -> dict[str, torch.Size]:
-    """Every tensor of the checkpoint in `folder`, by its name.
+    """The shape of every tensor of the checkpoint in `folder`, by name.
 
     Raises:
         ModelNotFound: a file is missing or broken.
@@ -147,21 +147,21 @@ def load_weights(
     rename: Callable[[str], str] = str,
     load_format: str = "auto",
 ) -> None:
-    """Fill the model from the checkpoint in `folder`, tensor by tensor from the mapped file. A
-    matrix that is complete takes its form at once, so that only parts of one are there twice.
+    """Load the checkpoint in `folder` tensor by tensor from memory-mapped files. Each matrix is
+    converted to its final form as soon as it is complete, so that at most one is in memory twice.
 
     Args:
         model: to fill.
         folder: with the weight files.
-        progress: called with how far it is, 0 to 1.
+        progress: called with the progress, 0 to 1.
         make: see `form_maker`.
-        rename: from a checkpoint's name for a tensor to one that the model has.
+        rename: maps a tensor's name in the checkpoint to the model's.
         load_format: see `hf.weight_files`.
 
     Raises:
         ModelNotFound: a file or tensor is missing or broken.
-        UnsupportedModel: a tensor that the model does not know, or one of another shape; a
-            quantization that servd does not read.
+        UnsupportedModel: a tensor is unknown to the model or has another shape, or servd does not
+            support the quantization.
         ConfigError: the importance matrix is of a model whose layers have other names.
     """
     weights: dict[str, Weight] = dict(model.named_parameters())
@@ -171,8 +171,8 @@ def load_weights(
     files = weight_files(folder, load_format)
     _check(files)
     done, total, names = 0, sum(file.stat().st_size for file in files), set[str]()
-    plain: list[str] = []  # matrices of layers of which the importance matrix says nothing
-    convert = getattr(model, "convert", iter)  # where the names of checkpoints are not the model's
+    plain: list[str] = []  # matrices of layers that the importance matrix lacks
+    convert = getattr(model, "convert", iter)  # maps tensors to the model's names
     for name, tensor in convert(_checkpoint(files, next(iter(weights.values())))):
         try:
             renamed = rename(name)
@@ -219,10 +219,10 @@ def _check_importance(known: Set[str], names: Set[str], plain: list[str]) -> Non
 
 
 def _check(files: list[Path]) -> None:
-    """All at once, before the time that reading takes.
+    """Check all files before any is loaded, which takes long.
 
     Raises:
-        ModelNotFound: files are cut off or broken.
+        ModelNotFound: files are truncated or broken.
     """
     broken: list[str] = []
     for path in files:
@@ -240,7 +240,7 @@ def _check(files: list[Path]) -> None:
 
 
 def _checkpoint(files: list[Path], weight: Tensor) -> Iterator[tuple[str, Tensor | Quantized]]:
-    """Tensors as the format of the checkpoint gives them; `weight` is on the model's device."""
+    """Tensors of the checkpoint in its own format; `weight` is on the model's device."""
     tensors = _quantized(files, weight)
     folder = files[0].parent
     config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
@@ -250,7 +250,7 @@ def _checkpoint(files: list[Path], weight: Tensor) -> Iterator[tuple[str, Tensor
 def _of_text(
     tensors: Iterator[tuple[str, Tensor | Quantized]], is_told: bool
 ) -> Iterator[tuple[str, Tensor | Quantized]]:
-    """Those of the part that reads text, under the names that they have in a model of text."""
+    """The tensors of a multimodal checkpoint's language model, under their text-only names."""
     num_others, others = 0, set[str]()
     for name, tensor in tensors:
         if (renamed := text_name(name)) is not None:
@@ -271,7 +271,7 @@ def _quantized(files: list[Path], weight: Tensor) -> Iterator[tuple[str, Tensor 
         return read_tensors(files)
     method = str(stated.get("quant_method"))
     try:
-        plugins.check("quant_method", QUANTIZATIONS, method.replace(":", " "))  # no code elsewhere
+        plugins.check("quant_method", QUANTIZATIONS, method.replace(":", " "))  # loads no code
         read = plugins.load(QUANTIZATIONS, method, "read")
     except (AttributeError, ConfigError):
         raise UnsupportedModel(
@@ -287,7 +287,7 @@ def _quantized(files: list[Path], weight: Tensor) -> Iterator[tuple[str, Tensor 
 
 
 def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of files as they are, by name, mapped.
+    """Memory-mapped tensors of the files, unconverted, by name.
 
     Raises:
         ModelNotFound: a file is broken.
@@ -305,13 +305,13 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _unpickle(path: Path) -> dict[str, Tensor]:
-    """Tensors by name; anything else in the file is refused."""
+    """Unpickle tensors by name; anything else in the file is rejected."""
     _check_archive(path)
     # These have storage in a dry run, too.
     with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
         try:
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # whatever is made of broken bytes
+        except Exception as error:  # broken bytes may raise anything
             raise OSError(error) from None
     if not isinstance(found, dict) or not all(map(_is_plain, found.items())):
         raise OSError("it holds other things than plain tensors by name")
@@ -319,7 +319,7 @@ def _unpickle(path: Path) -> dict[str, Tensor]:
 
 
 def _check_archive(path: Path) -> None:
-    """What torch writes is not compressed: nothing of it becomes larger than the file."""
+    """Reject compressed members, which torch never writes: nothing may expand beyond the file."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
@@ -333,7 +333,7 @@ def _check_archive(path: Path) -> None:
 
 
 def _is_plain(named: tuple[Any, Any]) -> bool:
-    """Whether it is a name and a tensor of real numbers, with bytes of its own in the file."""
+    """Whether it is a name and a dense, real tensor whose data is within the file."""
     name, tensor = named
     return (
         isinstance(name, str)
@@ -347,7 +347,7 @@ def _is_plain(named: tuple[Any, Any]) -> bool:
 def _load_kv_scale(
     model: Loadable, attentions: dict[str, Attention], name: str, tensor: Tensor
 ) -> bool:
-    """Whether the tensor is a scale of an attention layer's keys or values, which then has it.
+    """Load the tensor if it is an attention layer's scale of keys or values; returns whether it is.
 
     Raises:
         ValueError: it is not one positive number.
@@ -373,7 +373,7 @@ def _load_kv_scale(
 def _target(
     model: Loadable, weights: dict[str, Weight], name: str
 ) -> tuple[Weight | None, int | None]:
-    """The parameter of a checkpoint tensor, and which part of it; None: not needed."""
+    """The parameter of a checkpoint tensor, and the part of it; None if not needed."""
     if name.endswith(model.ignored):
         return None, None
     for candidate in (name, model.base_prefix + name):
@@ -416,14 +416,14 @@ def form_maker(
     """See `MakeForm`.
 
     Args:
-        dtype: the type of matrices that are not quantized; narrower ones stay as they are.
-        quantization: a file of servd/worker/quantization, or None.
-        folder: with the checkpoint.
+        dtype: of matrices that are not quantized; narrower ones stay as they are.
+        quantization: a module of servd/worker/quantization, or None.
+        folder: of the checkpoint.
         activations: --cpu-activation-dtype.
         imatrix: --quantization-imatrix.
 
     Raises:
-        ConfigError: the checkpoint is quantized already, or was to be.
+        ConfigError: the checkpoint is quantized already, or should be but is not.
     """
     stated = quantization_of(folder) if folder else None
     method = stated and str(stated.get("quant_method")).replace("-", "_")

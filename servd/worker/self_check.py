@@ -1,9 +1,9 @@
-"""Self-check: vectors of an embedding model, or scores of a head, beside those that transformers
-and the model's files define, before it serves: `python -m servd.worker.self_check` computes these.
+"""Self-check: before serving, compares embeddings or scores of a pooling model with a reference by
+transformers, which `python -m servd.worker.self_check` computes.
 
-They come from a process of its own, beside the loading: transformers costs seconds and hundreds of
-megabytes, and weights in 16 bits become float32 one layer at a time. What it found is kept in a
-cache, so that the next start waits for nothing; it is compared at every start.
+The reference runs in its own process while the model loads: importing transformers takes seconds
+and hundreds of megabytes, and 16-bit weights are converted to float32 one layer at a time. The
+reference is cached, so the next start does not wait for it; the comparison runs at every start.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ Own = list[tuple[nn.Parameter, Tensor]]
 
 LENGTHS = (5, 17, 40)  # tokens of the prompts
 TIMEOUT = 600.0  # seconds
-# Distance to the reference over its length: sums in another order, and rounded weights.
+# Distance to the reference relative to its norm: order of summation and rounding of weights.
 MARGINS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 QUANTIZED_MARGIN = 0.3
-LEAST_LOGIT = 5.0  # about what large ones are
+LEAST_LOGIT = 5.0  # a typical large logit
 
 
 def prompts(spec: ModelSpec, limit: int) -> list[list[int]]:
-    """Random tokens, the same every time for a `limit` on all of them."""
+    """Random prompts of at most `limit` tokens in all, the same every time."""
     draw, pad = random.Random(0), spec.config.get("pad_token_id")
     lengths = [min(length, limit // len(LENGTHS)) for length in LENGTHS]
     ids = [
@@ -60,7 +60,7 @@ class SelfCheck:
     """Starts computing the reference; `run` waits for it and compares.
 
     Args:
-        worker: whose model is to be checked; its weights need not be there yet.
+        worker: of the model to check, whose weights need not be loaded yet.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -77,7 +77,7 @@ class SelfCheck:
             and self.files.task != "generate"
             and runner.max_num_seqs >= len(LENGTHS)
             and quantization_of(spec.folder) is None
-            and not config.model.hf_overrides  # the files define other vectors
+            and not config.model.hf_overrides  # the reference would not have the overrides
         )
         self.cached = (
             _cached(spec, config.model.load_format, len(self.prompts[-1])) if self.is_on else Path()
@@ -90,10 +90,10 @@ class SelfCheck:
             )
 
     def run(self) -> None:
-        """Compare, once steps can run.
+        """Compare, once the worker can run steps.
 
         Raises:
-            UnsupportedModel: the model would be served with other vectors than its files define.
+            UnsupportedModel: the model's vectors differ from the reference.
         """
         if not self.is_on:
             return
@@ -115,14 +115,14 @@ class SelfCheck:
     def _compare(self, found: list[np.ndarray], reference: list[list[float]]) -> None:
         runner = self.worker.runner
         margin = QUANTIZED_MARGIN if runner.config.model.quantization else MARGINS[runner.dtype]
-        # A difference of two logits may be near zero, and theirs is what is rounded.
+        # A difference of two logits may be near zero, but its rounding error is that of the logits.
         least = LEAST_LOGIT if self.files.score_tokens else 1e-6
         distances = [
             float(np.linalg.norm(one - np.array(other)) / max(np.linalg.norm(other), least))
             for one, other in zip(found, reference, strict=True)
         ]
         numbers = ", ".join(f"{distance:.2g}" for distance in distances)
-        if not max(distances) <= margin:  # NaN is no agreement
+        if not max(distances) <= margin:  # NaN fails, too
             raise UnsupportedModel(
                 f"{runner.spec.folder}: vectors of {len(found)} prompts differ from those that the "
                 f"model's files define (transformers, float32) by {numbers} of their length, over "
@@ -134,7 +134,7 @@ class SelfCheck:
         )
 
     def _compute(self) -> list[np.ndarray]:
-        """The prompts' vectors by one step of the worker."""
+        """Compute the prompts' vectors in one step of the worker."""
         runner, params = self.worker.runner, _params(self.files)
         new, scheduled, block, size = [], [], 0, runner.config.cache.block_size
         for slot, ids in enumerate(self.prompts):
@@ -165,7 +165,7 @@ def _pair(params: PoolingParams, ids: list[int]) -> PoolingParams:
 
 
 def _cached(spec: ModelSpec, load_format: str, length: int) -> Path:
-    """Where the reference of these files is kept, or is to be."""
+    """The path of the cached reference of these files."""
     folder = Path(spec.folder)
     files = [
         *weight_files(folder, load_format),
@@ -182,7 +182,7 @@ def _cached(spec: ModelSpec, load_format: str, length: int) -> Path:
 
 @torch.inference_mode()
 def reference(folder: str, limit: int) -> list[list[float]]:
-    """The prompts' vectors by transformers and plain torch, in float32."""
+    """Compute the prompts' vectors with transformers and plain torch, in float32."""
     import transformers
 
     from servd.worker.readers.pooler import Dense, score_of
@@ -219,7 +219,7 @@ def reference(folder: str, limit: int) -> list[list[float]]:
 
 
 def _compute_in_float32(model: nn.Module) -> None:
-    """Let each module have its weights in float32 while it computes, and tables give float32."""
+    """Convert each module's weights to float32 while it runs, and the output of embeddings."""
     for module in model.modules():
         own = [(weight, weight.data) for weight in module.parameters(recurse=False)]
         if isinstance(module, nn.Embedding):

@@ -1,7 +1,8 @@
-"""Stage: runs a model runner as one stage of a pipeline.
+"""Stage: runs a model runner as one stage of pipeline parallelism.
 
-Each stage computes another step. Requests take turns (core/turns.py): the tokens of a step are
-known before its requests are scheduled again, and the executor sends them to the earlier stages.
+Each stage computes a different step. Requests take turns (core/turns.py): the sampled tokens of a
+step are known before its requests are scheduled again, and the executor sends them to the earlier
+stages.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from servd.worker.model_runner import AsyncOutput, ModelRunner
 
 
 class Stage:
-    """Receives hidden states from the stage before, computes its layers, and sends the result to
+    """Receives hidden states from the previous stage, computes its layers, and sends the result to
     the next stage; the last one samples.
 
     Args:
-        runner: loaded.
+        runner: with its model loaded.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -36,9 +37,9 @@ class Stage:
         if not self.parallel.is_last_stage:
             runner.readers.clear()  # they need the last layer's output
         self.sent: deque[tuple[Any, torch.Tensor]] = deque()  # sends in progress
-        self.slots: list[int] = []  # of the step launched last, number `step`
+        self.slots: list[int] = []  # of the latest launched step, number `step`
         self.step = 0
-        self.in_flight: deque[tuple[int, list[int]]] = deque()  # steps whose tokens are not known
+        self.in_flight: deque[tuple[int, list[int]]] = deque()  # tokens not known yet
         self.entered: dict[int, int] = {}  # slot -> step in which its request was added
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
@@ -51,14 +52,14 @@ class Stage:
         launched = self.runner.launched
         assert launched is not None
         if launched.computed is not None and not self.parallel.is_last_stage:
-            # A copy: the next step may be computed in the same memory.
+            # A copy: the next step may reuse the memory.
             stream = launched.computed[1].clone()
             self.sent.append((self.parallel.send(stream), stream))
             if len(self.sent) > self.parallel.num_stages:
                 self.sent.popleft()[0].wait()
 
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> AsyncOutput:
-        """Sample in the last stage; the others get the tokens by `take_tokens`."""
+        """Sample in the last stage; the others receive the tokens by `take_tokens`."""
         if self.parallel.is_last_stage:
             return self.runner.sample_tokens(bitmask)
         launched, self.runner.launched = self.runner.launched, None
@@ -69,8 +70,8 @@ class Stage:
 
     @torch.inference_mode()
     def take_tokens(self, sampled: list[list[int]]) -> None:
-        """Store the tokens of the oldest step in flight, except for slots that have got another
-        request since.
+        """Store the tokens of the oldest step in flight, except in slots that were reassigned to
+        another request since.
         """
         step, slots = self.in_flight.popleft()
         tokens = [
@@ -83,4 +84,4 @@ class Stage:
             states, columns = self.runner.states, np.array(tokens, dtype=np.int64).T
             rows, offsets, ids = upload(columns, states.token_ids.device)
             states.write(rows, states.num_computed[rows] + offsets, ids)
-            states.num_computed.index_add_(0, rows, (offsets > 0).long())  # drafts that were kept
+            states.num_computed.index_add_(0, rows, (offsets > 0).long())  # accepted drafts

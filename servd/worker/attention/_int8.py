@@ -1,6 +1,6 @@
-"""Keys and values of 8 bits: whole numbers of at most 127, with a scale for each token and head.
+"""int8 keys and values with a scale per token and head.
 
-Each differs from what it stands for by at most a 254th of the largest of its token and head.
+The rounding error is at most 1/254 of the largest magnitude of the token and head.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SCALE_BYTES = 4  # a float32 behind the numbers of a head
+SCALE_BYTES = 4  # a float32 after the values of a head
 SMALLEST = 1e-12  # scale
 
 
 def row_size(kv_dtype: torch.dtype, head_dim: int) -> int:
-    """Numbers of a cache of this type that a token's keys or values of a head take."""
+    """Elements of a cache of this type that a token's keys or values of one head occupy."""
     return head_dim + SCALE_BYTES if kv_dtype == torch.int8 else head_dim
 
 
 def pack(x: Tensor) -> Tensor:
-    """Floats [..., head_dim] -> int8 [..., head_dim + SCALE_BYTES]. A head with a number that is
-    not finite becomes NaN.
+    """Quantize floats [..., head_dim] -> int8 [..., head_dim + SCALE_BYTES]. A head with a
+    non-finite value becomes NaN.
     """
     wide = x.float()
     scale = (wide.abs().amax(-1, keepdim=True) / 127).clamp_(min=SMALLEST)
@@ -29,6 +29,6 @@ def pack(x: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `pack` made -> [..., head_dim] of this type."""
+    """Dequantize the result of `pack` -> [..., head_dim] of this type."""
     codes, scale = packed.split([packed.shape[-1] - SCALE_BYTES, SCALE_BYTES], dim=-1)
     return (codes.float() * scale.contiguous().view(torch.float32)).to(dtype)

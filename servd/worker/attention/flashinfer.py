@@ -17,13 +17,13 @@ from servd.worker.attention import Backend as AttentionBackend
 from servd.worker.device import upload
 
 HEAD_DIMS = (64, 128, 256)
-# For partial results of split rows; 128 MiB, as recommended, are too few for 64 heads.
+# Workspace for split rows; the recommended 128 MiB are too small for 64 heads.
 WORKSPACE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """The rest of a step is in the wrapper's plan."""
+    """A step's metadata that is not in the wrapper's plan."""
 
     slot_mapping: Tensor
 
@@ -31,8 +31,8 @@ class Metadata:
 class Backend(AttentionBackend[Metadata]):
     """One kernel call per layer for the whole mixed batch: a decode row is a prompt of one token.
 
-    Not for graphs: a plan depends on the lengths of the rows and is made by the host, so a captured
-    one holds for its own step only.
+    Without CUDA graphs: the host makes a plan from the lengths of the rows, so a captured plan is
+    valid for its own step only.
     """
 
     auto_order = {"cuda": 30}  # without graphs
@@ -69,7 +69,7 @@ class Backend(AttentionBackend[Metadata]):
         return None
 
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
-        """Give the step's rows and pages to the planner, which works on the host."""
+        """Run the planner, on the host, for the step's rows and pages."""
         spec = self.spec
         num_pages = -(-batch.seq_lens // spec.block_size)
         page_starts = _starts(num_pages)
@@ -90,7 +90,7 @@ class Backend(AttentionBackend[Metadata]):
             spec.head_dim,
             spec.block_size,
             causal=True,
-            sm_scale=1.0,  # layers may differ in theirs: see `attend`
+            sm_scale=1.0,  # may differ between layers: see `attend`
             window_left=-1 if spec.sliding_window is None else spec.sliding_window - 1,
             q_data_type=spec.dtype,
             kv_data_type=spec.kv_dtype,
@@ -102,10 +102,10 @@ class Backend(AttentionBackend[Metadata]):
     def attend(
         self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        """One kernel over all rows; the factor on the scores goes in as one on the keys."""
+        """One kernel over all rows; the softmax scale is applied through the scale of the keys."""
         return self.wrapper.run(q.contiguous(), (kv_cache[0], kv_cache[1]), k_scale=scale)
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
-    """int32 [n + 1]: where each of n runs begins, and where the last one ends."""
+    """int32 [n + 1]: exclusive prefix sums of n lengths."""
     return np.concatenate(([0], counts.cumsum())).astype(np.int32)

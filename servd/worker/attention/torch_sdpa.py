@@ -19,8 +19,7 @@ from servd.worker.device import upload
 # The longest row of a group may have this many times the blocks of the shortest ...
 MAX_PADDING = 1.25
 FREE_BLOCKS = 4  # ... or so many blocks more
-# Keys (or values) that a group gathers. On a CPU they should still be in its cache when they are
-# read.
+# Keys (or values) that a group gathers. On a CPU they should still be in its caches when read.
 MAX_GATHER_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 
 
@@ -49,7 +48,7 @@ class Metadata:
 
 
 class Backend(AttentionBackend[Metadata]):
-    """Makes no difference between prefill and decode: decode rows are a group of query_len 1."""
+    """Does not distinguish prefill from decode: decode rows are a group of query_len 1."""
 
     auto_order = {"cuda": 90, "cpu": 90}  # copies what it reads
     supports_tails = True
@@ -127,7 +126,7 @@ class Backend(AttentionBackend[Metadata]):
             keys = torch.arange(-batch.tails.shape[1], 0, device=device) + (
                 batch.seq_lens_device[rows_d] - first_d * block_size
             ).unsqueeze(1)
-            # The row's last key stands in for those that are not gathered.
+            # The row's last key is the padding.
             keys, slots = (
                 torch.where(keys < 0, each[:, -1:], each) for each in (keys, batch.tails[rows_d])
             )
@@ -144,7 +143,7 @@ class Backend(AttentionBackend[Metadata]):
     def attend(
         self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        """Group by group."""
+        """Run each group."""
         blocks = kv_cache.flatten(2)  # [1 or 2, num_blocks, block_size * kv_heads * numbers of one]
         size = self.spec.value_dim or self.spec.head_dim
         out = q.new_empty(*q.shape[:2], size)
@@ -176,7 +175,7 @@ class Backend(AttentionBackend[Metadata]):
         """[num_rows, num_heads, query_len, head_dim], from keys and values of num_kv_heads."""
         spec = self.spec
         group = spec.num_heads // spec.num_kv_heads
-        if spec.value_dim is not None:  # heads are further queries: torch would copy the keys
+        if spec.value_dim is not None:  # treat heads as queries: torch would copy the keys for each
             q, mask = q.flatten(1, 2).unsqueeze(1), mask.repeat(1, 1, group, 1)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
             return out.squeeze(1).unflatten(1, (group, -1))
@@ -189,7 +188,7 @@ class Backend(AttentionBackend[Metadata]):
         if spec.soft_cap is not None:
             scores = (scores / spec.soft_cap).tanh() * spec.soft_cap
         scores = scores + mask
-        if sinks is not None:  # a column that only takes weight from the others
+        if sinks is not None:  # a column that only takes part in the softmax
             column = sinks.float().view(-1, 1, 1).expand(*scores.shape[:3], 1)
             scores = torch.cat((scores, column), dim=3)
         return scores.softmax(3)[..., : k.shape[2]].to(v.dtype) @ v
@@ -208,6 +207,6 @@ class Backend(AttentionBackend[Metadata]):
         if group.tails is not None:
             numbers, slots = group.tails
             keys[numbers] = wide(blocks.view(shape)[slots])
-        # What others left there may be NaN, which no weight of zero takes away.
+        # Stale data may be NaN, which a weight of zero would not remove.
         keys = keys.unflatten(0, (group.num_rows, -1)).masked_fill_(group.unseen, 0)
         return keys.transpose(1, 2)

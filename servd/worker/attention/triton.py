@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Metadata:
-    """The step's batch, bounds of its pieces, and how many it has."""
+    """The step's batch, and the number and bounds of its pieces."""
 
     batch: AttentionBatch
     plan: Plan
@@ -32,8 +32,8 @@ class Metadata:
 
 
 class Backend(AttentionBackend[Metadata]):
-    """A kernel per layer that writes and one or two that attend, and a third where rows are long
-    enough to be split; see `ops/triton/paged_attention.py`.
+    """Per layer one kernel writes keys and values and one or two compute attention, plus one if
+    rows are long enough to be split; see `ops/triton/paged_attention.py`.
     """
 
     auto_order = {"cuda": 20}  # reads the cache in place
@@ -45,7 +45,7 @@ class Backend(AttentionBackend[Metadata]):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
-        # Only here: the modules need triton, and `supports` must be able to say that there is none.
+        # Imported here because these need triton, and `supports` must work without it.
         from servd.worker.ops.triton.paged_attention import PagedAttention
         from servd.worker.ops.triton.rotary import rotate_and_store
 

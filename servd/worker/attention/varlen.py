@@ -16,8 +16,8 @@ from torch import Tensor
 from servd.worker.attention import AttentionBatch, AttentionSpec
 from servd.worker.attention import Backend as AttentionBackend
 
-# Only FlashAttention 3 pages the cache under `varlen_attn`; torch finds its kernels in this module
-# of flash-attn-3.
+# `varlen_attn` supports a paged cache only with FlashAttention 3, whose kernels torch finds in this
+# module of flash-attn-3.
 FA3_MODULE = "flash_attn_interface"
 NEEDED_PARAMETERS = {"block_table", "seqused_k", "window_size", "enable_gqa", "num_splits"}
 
@@ -38,7 +38,7 @@ class Metadata:
 class Backend(AttentionBackend[Metadata]):
     """One kernel call per layer for the whole mixed batch."""
 
-    auto_order = {"cuda": 10}  # FlashAttention 3, tuned by hand for the one chip that it runs on
+    auto_order = {"cuda": 10}  # FlashAttention 3, hand-tuned for Hopper
     supports_graphs = True
     supports_batch_invariance = True
 
@@ -47,7 +47,7 @@ class Backend(AttentionBackend[Metadata]):
         attention = importlib.import_module("torch.nn.attention")
         attention.activate_flash_attention_impl("FA3")
         self.kernel = _varlen_attn()
-        # (left, right): keys seen beside the token itself; -1 is no limit.
+        # (left, right): keys attended to on each side of the token; -1 is no limit.
         self.window = (-1 if spec.sliding_window is None else spec.sliding_window - 1, 0)
 
     @classmethod
@@ -87,7 +87,7 @@ class Backend(AttentionBackend[Metadata]):
             kv_cache[0],
             kv_cache[1],
             batch.query_start_loc,
-            None,  # the block table stands for cu_seq_k
+            None,  # the block table replaces cu_seq_k
             metadata.max_query_len,
             metadata.max_seq_len,
             scale=scale,
@@ -95,7 +95,7 @@ class Backend(AttentionBackend[Metadata]):
             enable_gqa=self.spec.num_heads != self.spec.num_kv_heads,
             seqused_k=batch.seq_lens_device,
             block_table=batch.block_tables,
-            # With several a row's result depends on the longest row of the batch.
+            # With several splits a row's result would depend on the longest row of the batch.
             num_splits=1 if self.spec.batch_invariant else None,
         )
         return out.contiguous()

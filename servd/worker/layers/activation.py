@@ -1,4 +1,4 @@
-"""Activation functions by the name that config.json gives them."""
+"""Activation functions by their names in config.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Activation(nn.Module):
     """The function called `name` in config.json.
 
     Raises:
-        UnsupportedModel: not known here.
+        UnsupportedModel: the name is unknown.
     """
 
     def __init__(self, name: str) -> None:
@@ -27,12 +27,12 @@ class Activation(nn.Module):
         self.ops = ops.for_device(torch.get_default_device())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any shape, and the same shape back."""
+        """Elementwise, for any shape."""
         return self.ops.activate(x, self.name)
 
 
 class Gate(Activation):
-    """The function of one half of the inputs, times the other half."""
+    """A gated activation: the function of one half of the inputs, times the other half."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, 2 * size] -> [num_tokens, size]."""
