@@ -1,4 +1,4 @@
-"""Who may do what: the file of API keys, and certificates."""
+"""Access control: the file of API keys, and TLS certificates."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SCOPES: frozenset[Scope] = frozenset(get_args(Scope))
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of the file's `[[keys]]`. Its name is the owner of all that its requests leave behind, so
-    that the key behind a name can be replaced.
+    """One of the file's `[[keys]]`. Objects created by its requests are owned by its name, so the
+    key of a name can be replaced.
     """
 
     name: Annotated[str, Meta(pattern=r"^[\w.@-]{1,64}$")]
-    # The key's hash, hexadecimal. A fast one is enough, since keys are 256 random bits, not words
-    # of people: nobody can try them all, and a slow hash would cost every request its time.
+    # The key's hash, hexadecimal. A fast hash is enough: unlike passwords, keys are 256 random
+    # bits, which cannot be guessed, and a slow hash would delay every request.
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
     scopes: frozenset[Scope] = frozenset({"inference"})
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0  # share of the engine, beside other keys'
@@ -39,7 +39,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def has_expired(self) -> bool:
-        """Whether it opens nothing any more."""
+        """Whether the key is no longer valid."""
         return self.expires is not None and datetime.now(UTC) >= self.expires
 
 
@@ -50,7 +50,7 @@ class KeyFile(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_keys(access: AccessConfig) -> list[Key]:
-    """All keys of the options. Those that are given as text may do everything.
+    """All keys of the options. Those given as text on the command line have full access.
 
     Raises:
         ConfigError: the file cannot be read, has a wrong field, or has a name or hash twice.
@@ -72,7 +72,7 @@ def read_keys(access: AccessConfig) -> list[Key]:
 
 
 def tls_context(access: AccessConfig) -> ssl.SSLContext | None:
-    """What new connections are made with; None without TLS.
+    """The SSL context of new connections; None without TLS.
 
     Raises:
         ConfigError: see `load_certificates`, or OpenSSL knows none of the ciphers.
@@ -96,7 +96,7 @@ def tls_context(access: AccessConfig) -> ssl.SSLContext | None:
 
 
 def load_certificates(context: ssl.SSLContext, access: AccessConfig) -> None:
-    """Read the files, again: what is connected goes on with the old ones. Authorities are only
+    """Load or reload the files; existing connections keep the old ones. Authorities are only
     added.
 
     Raises:
@@ -120,7 +120,7 @@ def load_certificates(context: ssl.SSLContext, access: AccessConfig) -> None:
 
 
 def hash_key(key: bytes) -> str:
-    """As it stands in the file."""
+    """The hash of a key, as in the file."""
     return hashlib.sha256(key).hexdigest()
 
 

@@ -1,7 +1,7 @@
-"""Account: every nanosecond of a request's life has one cause.
+"""Account: attributes every nanosecond of a request's latency to one cause.
 
-A pure function of the request's marks and of the steps that the engine ran in the meantime: the
-marks tell which phase the request was in, the steps what happened during it.
+A pure function of the request's marks and of the engine's steps in that time: marks determine the
+phase of the request, steps what the engine did during it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STALL_FACTOR, LEAST_STALL = 5, 50_000_000  # times what a step should take, and 
 NEVER = 1 << 62  # number of a step
 NUM_FIRST_STEPS = 4  # these fill caches and build programs and graphs
 
-# Cause -> what it means to a person. Those up to `write` are the request's own work.
+# Cause -> description for users. Those up to `write` are the request's own work.
 CAUSES = {
     "parse": "the body was parsed and checked",
     "template": "the chat template was rendered",
@@ -57,7 +57,7 @@ CAUSES = {
     "unaccounted": "nothing was noted that explains it",
 }
 OWN_WORK = frozenset([*CAUSES][:8])
-# Before the engine has a request and after it is done, the next mark tells what is going on.
+# Outside the engine, the next mark determines the cause.
 CAUSE_BEFORE = {
     "passed_on": "model_load",
     "parsed": "parse",
@@ -103,7 +103,7 @@ class Neighbour(msgspec.Struct):
 
 
 class Account(msgspec.Struct):
-    """Where the time of a request went.
+    """Where a request's time went.
 
     Attributes:
         causes: nanoseconds by cause; they add up to the whole.
@@ -122,13 +122,13 @@ class Account(msgspec.Struct):
 
     @property
     def largest_wait(self) -> str:
-        """The cause, beside its own work, that took longest; "" if there is none."""
+        """The largest cause other than its own work; "" if there is none."""
         waits = {cause: ns for cause, ns in self.causes.items() if cause not in OWN_WORK and ns}
         return max(waits, key=waits.__getitem__, default="")
 
 
 class Busy(NamedTuple):
-    """The time in which the engine worked on one step and on no earlier one."""
+    """The time in which the engine worked on a step and on no earlier one."""
 
     begin_ns: int
     end_ns: int
@@ -142,7 +142,7 @@ class Busy(NamedTuple):
 
 
 def request_of(engine_id: str) -> str:
-    """The id of the request of which the engine knows a choice (`id_0`) or a part (`id/0`)."""
+    """The client's request id of an engine request: a choice (`id_0`) or a part (`id/0`)."""
     request_id, _, number = engine_id.partition("/")[0].rpartition("_")
     return request_id if number.isdecimal() and request_id else engine_id.partition("/")[0]
 
@@ -152,15 +152,15 @@ def account(marks: Sequence[Mark], steps: Sequence[StepRecord], request_id: str)
 
     Args:
         marks: of the request, in order of time.
-        steps: of the engine, in order; those before the request show what is normal.
-        request_id: tells its own prompts from others'.
+        steps: of the engine, in order; those before the request determine usual step times.
+        request_id: distinguishes its own prompts from others'.
     """
     return _Explainer(busy_times(steps), request_id).explain(marks)
 
 
 def busy_times(steps: Sequence[StepRecord]) -> list[Busy]:
     """When the engine worked on each step. Steps in flight overlap, so each one counts from the end
-    of the one before it.
+    of the previous one.
     """
     end, found = 0, []
     for record in steps:
@@ -174,7 +174,7 @@ def busy_times(steps: Sequence[StepRecord]) -> list[Busy]:
 
 
 def phases(marks: Sequence[Mark]) -> Iterator[tuple[str, int, int]]:
-    """What a request was doing between its marks: a phase in the engine, or a cause outside it."""
+    """The phases of a request between its marks: a phase in the engine, or a cause outside it."""
     seen: Counter[str] = Counter()
     for mark, following in pairwise(marks):
         if mark.stage == "engine_lost":  # the next one gets what is open as if it were new
@@ -185,13 +185,13 @@ def phases(marks: Sequence[Mark]) -> Iterator[tuple[str, int, int]]:
 
 
 def _num_ended(seen: Counter[str]) -> int:
-    """How many choices are over; the API process may end one, too."""
+    """The number of finished choices; the API process may finish one, too."""
     return max(seen["finished"], seen["returned"])
 
 
 def _phase(seen: Counter[str], following: str) -> str:
-    """The phase after the marks in `seen`. A request with several choices, or parts, is where the
-    foremost of those is that run.
+    """The phase after the marks in `seen`; of a request with several choices or parts, that of the
+    running one that is furthest.
     """
     num_ended = _num_ended(seen)
     num_running = seen["scheduled"] - seen["preempted"] - num_ended
@@ -310,7 +310,7 @@ class _Explainer:
         self._add(own, begin, end, step.record.step)
 
     def _beyond(self, step: Busy, share: float) -> dict[str, float]:
-        """Nanoseconds by cause of a share of a step that the request alone would not take."""
+        """Nanoseconds by cause of a share of a step's time beyond that of a plain decode step."""
         record, duration, num_extra = step.record, step.duration, step.num_extra
         usual = (self.plain_ns or 0) + self.token_ns * num_extra
         stall = duration - usual
@@ -330,7 +330,7 @@ class _Explainer:
         }
 
     def _blame(self, record: StepRecord, token_ns: float) -> int:
-        """Say whose prompts took time; returns the number of its own prompt tokens."""
+        """Record whose prompts took time; returns the number of the request's own prompt tokens."""
         num_own, is_new, self.blamed = 0, record.step != self.blamed, record.step
         for engine_id, num_tokens in record.prefills.items():
             request_id = request_of(engine_id)
@@ -352,7 +352,7 @@ class _Explainer:
             self.spans.append(Span(cause, begin, end, step, step))
 
     def _drawn(self) -> list[Span]:
-        """The spans, without those that are too short to be seen."""
+        """The spans, with those too short to be visible merged."""
         if len(self.spans) <= MAX_SPANS:
             return self.spans
         least = (self.spans[-1].end_ns - self.spans[0].begin_ns) // MAX_SPANS

@@ -1,8 +1,8 @@
-"""AdapterStore: the LoRA adapters that are loaded, for all processes of a server.
+"""AdapterStore: the loaded LoRA adapters, shared by all processes of a server.
 
-It keeps a copy of each adapter under a hash of its bytes, and a table of names. A request carries
-the hash, so that it has the same adapter from its first token to its last, whatever its name means
-meanwhile, in every API server and in every engine that a restart brings.
+It has a copy of each adapter under a hash of its contents, and a table of names. A request carries
+the hash, so it uses the same adapter for all its tokens, even if the name is reassigned meanwhile
+or the engine restarts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PIECE = 1 << 20
 class AdapterStore:
     """The table of adapters and the copies of their files, in a folder that all processes share.
 
-    Changes are made under a lock, and are seen by everybody at once.
+    Changes are made under a lock and are visible to all processes at once.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -41,11 +41,11 @@ class AdapterStore:
 
     @classmethod
     def beside(cls, ipc_dir: str) -> AdapterStore:
-        """The one of the processes that have their sockets in a folder."""
+        """The store of the processes that have their sockets in a folder."""
         return cls(Path(ipc_dir, "adapters"))
 
     def named(self) -> dict[str, Adapter]:
-        """All of them by name; the table is read again only if it has changed."""
+        """All adapters by name; the table is read again only if it has changed."""
         try:
             status = os.stat(self._table)
         except OSError:
@@ -57,7 +57,7 @@ class AdapterStore:
         return last[1]
 
     def clear(self) -> None:
-        """Forget the adapters of a server that has ended."""
+        """Remove the adapters of a server that has ended."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def load(
@@ -68,7 +68,7 @@ class AdapterStore:
         layers: Mapping[str, Shape],
         if_taken: Literal["replace", "keep", "refuse"] = "replace",
     ) -> Adapter:
-        """Copy an adapter and give it a name, which may be another's until then.
+        """Copy an adapter and register its name, which may replace another adapter's.
 
         Raises:
             ConfigError: see `AdapterFiles`; the name is taken; or there is no room for the copy.
@@ -110,7 +110,7 @@ class AdapterStore:
         return adapter
 
     def unload(self, name: str) -> Adapter | None:
-        """Take a name away; None if nothing has it."""
+        """Remove and return the adapter of a name; None if there is none."""
         if name not in self.named():
             return None
         with self._locked():
@@ -120,7 +120,7 @@ class AdapterStore:
         return found
 
     def _copy(self, source: Path, copy: Path) -> str:
-        """The digest of what was copied."""
+        """Copy an adapter; returns its digest."""
         shutil.rmtree(copy, ignore_errors=True)
         copy.mkdir(mode=0o700)
         digest = hashlib.sha256()

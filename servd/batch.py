@@ -1,5 +1,5 @@
-"""Batch files in OpenAI's format: requests and answers, one a line. `servd run-batch` and
-`/v1/batches` read and write them.
+"""Batch files in OpenAI's format, with one request or response per line, for `servd run-batch` and
+`/v1/batches`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CustomId = Annotated[str, Meta(min_length=1, max_length=512)] | int
 
 
 class Line(msgspec.Struct):
-    """A request of a batch; `check` tells what may still be wrong with it."""
+    """A request of a batch, to be validated by `check`."""
 
     custom_id: CustomId
     url: Any = None
@@ -39,7 +39,7 @@ class Line(msgspec.Struct):
 
 
 class Problem(msgspec.Struct):
-    """What is wrong with a line, in the words of OpenAI's batch errors."""
+    """An error of a line, in the form of OpenAI's batch errors."""
 
     code: str
     message: str
@@ -48,7 +48,7 @@ class Problem(msgspec.Struct):
 
 
 class Response(msgspec.Struct):
-    """What the server answered to a line."""
+    """The server's response to a line."""
 
     status_code: int
     request_id: str | None = None
@@ -56,7 +56,7 @@ class Response(msgspec.Struct):
 
 
 class Result(msgspec.Struct):
-    """A line of the output: either an answer, or why there is none."""
+    """A line of the output: a response or an error."""
 
     custom_id: CustomId
     response: Response | None = None
@@ -65,7 +65,7 @@ class Result(msgspec.Struct):
 
     @property
     def status(self) -> int:
-        """HTTP status of the answer; 0 if there is none."""
+        """HTTP status of the response; 0 if there is none."""
         return self.response.status_code if self.response else 0
 
 
@@ -96,7 +96,7 @@ def read_line(text: bytes) -> Line:
 
 
 def check(line: Line) -> None:
-    """Refuse what cannot be part of a batch.
+    """Reject a line that cannot be part of a batch.
 
     Raises:
         ValueError: with the reason.
@@ -113,7 +113,7 @@ def check(line: Line) -> None:
 
 
 def inspect(source: Path, endpoint: str | None = None) -> Iterator[Problem | None]:
-    """What is wrong with each line, by itself or beside the others.
+    """Validate the lines, each one and against each other.
 
     Args:
         source: batch file.

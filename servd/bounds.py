@@ -1,4 +1,4 @@
-"""Check a Struct against the bounds of its annotations (`msgspec.Meta`), and explain to clients."""
+"""Validates a Struct against the bounds of its annotations (`msgspec.Meta`), with clear errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from servd.errors import InvalidRequest
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
-MAX_TIMEOUT = 86400  # seconds that a request may give itself
+MAX_TIMEOUT = 86400  # seconds; the largest timeout of a request
 
 Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX, extra={"is_token_id": True})]
@@ -24,9 +24,9 @@ def verify(params: msgspec.Struct, vocab_size: int, param: str | None = None) ->
     """Check every field of `params`.
 
     Args:
-        params: made in any way; msgspec itself checks only what it decodes.
-        vocab_size: token ids are below it.
-        param: the request's field to blame; by default the field that is wrong.
+        params: created in any way; msgspec itself validates only when decoding.
+        vocab_size: upper bound of token ids.
+        param: the request's field named in errors; by default the invalid field.
 
     Raises:
         InvalidRequest: names the field, its bound and the value.
@@ -45,7 +45,7 @@ def verify(params: msgspec.Struct, vocab_size: int, param: str | None = None) ->
 
 
 def shorten(value: object) -> str:
-    """A value as messages show it: of any kind and size."""
+    """A value of any type and size, shortened for messages."""
     try:
         text = repr(value)
     except ValueError:  # Python does not write integers of more than 4300 digits
@@ -76,7 +76,7 @@ def made_of(kind: type[msgspec.Struct]) -> dict[str, str]:
 
 
 def _problem(kind: inspect.Type, value: Any, vocab_size: int) -> Problem | None:
-    """What is wrong with a value; None if it is within its bounds."""
+    """The problem with a value; None if it is within its bounds."""
     match kind:
         case inspect.Metadata():
             return _problem(_plain(kind, vocab_size), value, vocab_size)

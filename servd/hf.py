@@ -1,4 +1,4 @@
-"""Find or download model files, and read config.json, without importing transformers."""
+"""Hugging Face models: finds or downloads files, and reads config.json without transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from servd.text_part import TEXT, text_of
 
 log = logging.getLogger("servd.hf")
 
-DEMO_MODEL = "demo"  # what is served without MODEL
+DEMO_MODEL = "demo"  # the default MODEL
 DEMO_FOLDER = Path(__file__).with_name("demo_model")
 DEMO_HEAD = DEMO_FOLDER / "eagle3"  # drafts for it, by this method
 METADATA_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
@@ -40,12 +40,12 @@ CONVERTIBLE = (
 
 
 NO_ATTENTION = "models without attention, such as Mamba and RWKV, do not run in servd; "
-MAX_SIZE = 2**31 - 1  # for whatever config.json counts
+MAX_SIZE = 2**31 - 1  # of any size in config.json
 SHARD, MAX_SHARDS = re.compile(r"(.+-)\d+-of-(\d+)(\.\w+)"), 10_000
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What servd must know of a model before its weights: config.json in one set of names."""
+    """What servd needs to know about a model: config.json with uniform names."""
 
     folder: str  # "" for the fake model
     model_type: str
@@ -58,7 +58,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     max_position_embeddings: int
     max_model_len: int | None = None  # of requests, if less
-    dtype: str  # as the checkpoint has it: float32 | bfloat16 | float16
+    dtype: str  # of the checkpoint: float32 | bfloat16 | float16
     eos_token_ids: list[int]
     # config.json, or what of it is of text; model files read their own keys from it.
     config: dict[str, Any]
@@ -66,15 +66,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether layers keep, beside the KV cache, a state that is that of the last token alone:
-        linear attention.
-        """
+        """Whether layers have a recurrent state besides the KV cache (linear attention)."""
         return "linear_num_key_heads" in self.config
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of keys and values that one token takes over all layers."""
+        """Bytes of a token's keys and values in all layers."""
         numbers = 2 * self.num_kv_heads * self.head_dim
-        if (latent := self.config.get("kv_lora_rank")) is not None:  # that is all which is kept
+        if (latent := self.config.get("kv_lora_rank")) is not None:  # MLA caches only this
             numbers = latent + self.config["qk_rope_head_dim"]
         return self.num_layers * numbers * dtype_bytes
 
@@ -128,8 +126,8 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
 
     Raises:
         ModelNotFound: config.json is missing or broken.
-        UnsupportedModel: config.json lacks what every decoder model states.
-        ConfigError: the overrides are not for this model.
+        UnsupportedModel: config.json lacks a required key.
+        ConfigError: the overrides do not apply to this model.
     """
     folder = Path(folder)
     config = override(read_config(folder), overrides or {})
@@ -154,7 +152,7 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
             raise UnsupportedModel(f"{folder}/config.json: {names[0]} is {value!r:.50}, no size")
         return value
 
-    # GPT-2 says n_embd, n_layer, n_head, n_positions where later models say hidden_size and so on.
+    # GPT-2 has n_embd, n_layer, n_head, n_positions instead of hidden_size and so on.
     num_heads = size(
         "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads",
         "decoder_attention_heads",
@@ -185,8 +183,8 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
 
 
 def quantization_of(folder: Path | str) -> dict[str, Any] | None:
-    """How the checkpoint in `folder` says that it is quantized, `quant_method` and the method's own
-    keys; None: it is not.
+    """The quantization config of the checkpoint in `folder`: `quant_method` and the method's keys;
+    None if it is not quantized.
     """
     folder = Path(folder)
     if (file := folder / "config.json").exists():
@@ -220,7 +218,7 @@ def local_folder(model: str) -> Path | None:
 
 
 def find_model(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """Folder that holds config.json and the tokenizer of `model`, downloading these few small files
+    """The folder with config.json and the tokenizer of `model`; these small files are downloaded
     if needed.
 
     Raises:
@@ -353,7 +351,7 @@ def _numbers(total: str) -> range:
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `--override-generation-config` may say, in the words of generation_config.json."""
+    """The keys of `--override-generation-config`, as in generation_config.json."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -366,8 +364,8 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 def read_generation_defaults(
     spec: ModelSpec, source: str, override: GenerationDefaults | None = None
 ) -> dict[str, Any]:
-    """Default sampling parameters by `--generation-config` (auto, vllm for none, or a folder), with
-    those of `--override-generation-config`.
+    """Default sampling parameters: those of `--generation-config` (auto, vllm for none, or a
+    folder), updated with `--override-generation-config`.
 
     Raises:
         ConfigError: the folder has no generation_config.json.
@@ -390,8 +388,8 @@ def read_generation_defaults(
 
 
 def find_tokenizer(folder: str, trust_remote_code: bool = False) -> Path:
-    """The tokenizer.json of a model folder; without one, made of the slow tokenizer or the GGUF
-    file that is there, once.
+    """The tokenizer.json of a model folder; if it has none, one converted once from its slow
+    tokenizer or GGUF file.
 
     Raises:
         ModelNotFound: there is no tokenizer, or it cannot be converted.
@@ -405,11 +403,11 @@ def find_tokenizer(folder: str, trust_remote_code: bool = False) -> Path:
 
 
 def _convert_tokenizer(folder: Path, trust_remote_code: bool) -> Path:
-    """Path of a tokenizer.json made of the slow tokenizer in `folder`, in a cache that all servers
-    share.
+    """Path of a tokenizer.json converted from the slow tokenizer in `folder`, in a cache that all
+    servers share.
 
-    transformers does it, in a process of its own: here it would cost seconds and hundreds of
-    megabytes for good.
+    The conversion runs in its own process: importing transformers takes seconds and hundreds of
+    megabytes.
     """
     source = next((folder / name for name in CONVERTIBLE if (folder / name).exists()), None)
     if source is None and not trust_remote_code:

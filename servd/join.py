@@ -1,4 +1,4 @@
-"""Joining: what passes between a host and those that have engines, or workers of an engine, for it.
+"""Messages between a host (the head) and the hosts that run engines or workers for it.
 
 | border | union | members |
 |---|---|---|
@@ -28,7 +28,7 @@ from servd.messages import Message
 TOKEN = "SERVD_JOIN_TOKEN"  # the environment's, if there is no file
 MIN_TOKEN = 32  # characters
 
-# Options that decide what is computed, and how much of it at once.
+# Options that determine what is computed, and how much at once.
 SHARED = (
     "dtype", "quantization", "quantization_imatrix", "cpu_activation_dtype", "load_format", "seed",
     "speculative_config", "block_size", "kv_cache_dtype", "enable_prefix_caching", "max_num_seqs",
@@ -39,18 +39,18 @@ SAMPLES, SAMPLE_SIZE = 16, 4096  # of a file of weights; bytes
 
 
 class Join(Message, tag=True):
-    """A process of another host asks to be joined. Versions of servd may change every message but
-    this one and Refused.
+    """Request of a process on another host to join. All messages but this one and Refused may
+    change between versions of servd.
     """
 
     version: str  # of servd
-    host: str  # its name, for the log
+    host: str  # name, for the log
     session: int  # chosen at random
     rank: int  # of the engine or worker
     terms: dict[str, str]  # see `terms_of`
 
     def refusal(self, terms: Mapping[str, str]) -> str | None:
-        """Why it cannot be joined to a host with these terms; None if it can."""
+        """Why it cannot join a host with these terms; None if it can."""
         if self.version != servd.__version__:
             return (
                 f"servd {self.version} on the host that joins, {servd.__version__} on the head: "
@@ -65,22 +65,22 @@ class Join(Message, tag=True):
 
 
 class Beat(Message, tag=True):
-    """The host lives; answered by the same."""
+    """Heartbeat of a host; answered by another Beat."""
 
-    session: int  # -1 in the answer: of none that has joined
-    asked_ns: int  # the clock of the host that joins
-    now_ns: int = 0  # in the answer: that of the head
+    session: int  # -1 in the answer: unknown session
+    asked_ns: int  # by the clock of the joining host
+    now_ns: int = 0  # in the answer: by the clock of the head
 
 
 class Carried(Message, tag=True):
-    """What a client says to the process, ToEngine or ToWorker, or it to a client."""
+    """A forwarded message from a client to the process (ToEngine, ToWorker), or back."""
 
-    client: int  # to which; 0 in the other direction
+    client: int  # receiver; 0 in the direction of the process
     message: msgspec.Raw
 
 
 class Left(Message, tag=True):
-    """The process is gone."""
+    """The process has ended."""
 
     reason: str
     computing: list[str] = []  # see EngineRestarting
@@ -93,18 +93,18 @@ class Welcome(Message, tag=True):
     """The process may start."""
 
     incarnation: int  # its number
-    start: bytes  # of a worker: StartWorker, but for what is its own
+    start: bytes  # for a worker: StartWorker, without the fields that differ by worker
 
 
 class Refused(Message, tag=True):
-    """It may not."""
+    """The process may not join."""
 
     reason: str
-    is_final: bool  # asking again is of no use
+    is_final: bool  # retrying is useless
 
 
 class ClientLeft(Message, tag=True):
-    """An API server has ended: the engine can drop what it does for it."""
+    """An API server has ended: the engine can drop its requests."""
 
     client: int
 
@@ -113,7 +113,7 @@ ToMember = Welcome | Refused | Beat | Carried | ClientLeft
 
 
 def read_token(config: Config) -> str:
-    """The token that hosts share.
+    """The shared token of the hosts.
 
     Raises:
         ConfigError: there is none, it is short, or other users can read it.
@@ -143,7 +143,7 @@ def read_token(config: Config) -> str:
 
 
 def terms_of(config: Config, spec: hf.ModelSpec) -> dict[str, str]:
-    """What engines of one server must have in common, in words by name.
+    """What all engines of one server must have in common, as text by name.
 
     Args:
         config: resolved.
@@ -154,7 +154,7 @@ def terms_of(config: Config, spec: hf.ModelSpec) -> dict[str, str]:
     terms = {flag_of(name): str(msgspec.to_builtins(value)) for name, value in values.items()}
     own = msgspec.json.encode(msgspec.structs.replace(spec, folder=""), order="sorted")
     terms["the model's config.json"] = hashlib.sha256(own).hexdigest()[:12]
-    terms[WEIGHTS] = ""  # not known: they are made up, or downloaded when an engine starts
+    terms[WEIGHTS] = ""  # unknown: random, or downloaded when an engine starts
     if spec.folder and config.model.load_format != "dummy":
         with suppress(ModelNotFound, OSError):
             files = hf.weight_files(spec.folder, config.model.load_format)
@@ -165,7 +165,7 @@ def terms_of(config: Config, spec: hf.ModelSpec) -> dict[str, str]:
 
 @cache
 def _sample(path: Path, changed_ns: int) -> bytes:
-    """Hash of a file's size and of samples all over it: of all bytes it would take minutes."""
+    """Hash of a file's size and of samples of its contents; hashing all would take minutes."""
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         digest = hashlib.sha256(str(size).encode())
@@ -176,5 +176,5 @@ def _sample(path: Path, changed_ns: int) -> bytes:
 
 
 def join_of(config: Config, spec: hf.ModelSpec, rank: int) -> Join:
-    """What this host says for an engine or worker. The session is still to be chosen."""
+    """The Join of an engine or worker of this host, without a session."""
     return Join(servd.__version__, socket.gethostname(), 0, rank, terms_of(config, spec))

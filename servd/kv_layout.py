@@ -1,4 +1,4 @@
-"""KVLayout: how many blocks of the KV cache a request takes, where layers keep only a window."""
+"""KVLayout: how many KV cache blocks a request needs, including sliding-window layers."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from servd.config import Config
 
 
 class KVLayout(msgspec.Struct, frozen=True):
-    """The layers in groups of the same number: a block holds tokens of one group's layers, and any
-    group can have it.
+    """The layers are divided into groups of equal size; a block holds tokens of the layers of one
+    group, and can be allocated to any group.
     """
 
     block_size: int  # tokens
-    max_step: int  # the most tokens that a step computes of a request
+    max_step: int  # most tokens of a request in a step
     windows: tuple[int | None, ...] = (None,)  # see WorkerReady.kv_windows
 
     @classmethod
     def of(cls, config: Config, windows: tuple[int | None, ...] = (None,)) -> KVLayout:
-        """Of workers with these windows; `config` is resolved."""
+        """The layout of workers with these windows; `config` is resolved."""
         assert config.scheduler.max_num_batched_tokens is not None
         return cls(config.cache.block_size, config.scheduler.max_num_batched_tokens, windows)
 
     def first_read(self, position: int, window: int | None) -> int:
-        """The first block of a group that the token at a position, and those after it, read."""
+        """The first block of a group that the tokens from a position on attend to."""
         return 0 if window is None else max(position - window + 1, 0) // self.block_size
 
     def most(self, window: int | None, num_tokens: int, num_new: int | None = None) -> int:
-        """Blocks that a request of so many tokens has of one group at once, at most, if it computes
-        `num_new` of them at once; by default as many as a step may.
+        """Upper bound of a request's blocks of one group, for so many tokens of which a step
+        computes `num_new` (default: `max_step`).
         """
         num_blocks = -(-num_tokens // self.block_size)
         if window is None:
@@ -40,17 +40,17 @@ class KVLayout(msgspec.Struct, frozen=True):
         return min(num_blocks, (num_read - 2) // self.block_size + 2)
 
     def blocks(self, num_tokens: int, num_new: int | None = None) -> int:
-        """The same of all groups."""
+        """The same for all groups."""
         return sum(self.most(window, num_tokens, num_new) for window in self.windows)
 
     def num_tokens(self, num_blocks: int, each: int) -> int:
-        """What requests of `each` tokens have in so many blocks, all together."""
+        """Total tokens of requests of `each` tokens that fit in so many blocks."""
         size = self.block_size
         return num_blocks * (-(-each // size) * size) // self.blocks(each)
 
     def max_tokens(self, num_blocks: int, longest: int) -> int:
-        """The longest request that so many blocks hold, a multiple of the block size; more than
-        `longest` if it is so long.
+        """The longest request that fits in so many blocks, a multiple of the block size; more than
+        `longest` if that fits.
         """
         size = self.block_size
         sizes = range(0, longest + 2 * size, size)

@@ -1,4 +1,4 @@
-"""What a request asks of the model: SamplingParams for text, PoolingParams for vectors."""
+"""Request parameters: SamplingParams for generation, PoolingParams for embeddings and scores."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from servd.errors import InvalidRequest
 # Limits of one request. The engine's columns have 32 or 64 bits; lists are sent once per prompt.
 MAX_N = 128
 MAX_BEAMS = 16
-MAX_LOGPROBS = 20  # that clients may ask for, unless --max-logprobs says more
-MAX_CANDIDATES = 512  # that beam search asks for: for each beam, more than there are ways to end
+MAX_LOGPROBS = 20  # of clients, unless --max-logprobs allows more
+MAX_CANDIDATES = 512  # of beam search: per beam, more than there are end tokens
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP = 16
 MAX_STOP_LENGTH = 1024  # characters
@@ -29,7 +29,7 @@ MAX_BAD_WORD_TOKENS = 32
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
-# These concern text: the API room alone uses them.
+# Used by the API process only, as they concern text.
 TEXT_PARAMS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "bad_words")
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -38,7 +38,7 @@ BadWord = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_BAD_WORD_TO
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
-    """A search for the most probable continuations, with vLLM's names; see `BeamSearch`."""
+    """Parameters of a beam search, with vLLM's names; see `BeamSearch`."""
 
     beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAMS)]
     max_tokens: Annotated[int, Meta(ge=1, le=INT32_MAX)]
@@ -51,12 +51,12 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
 class StructuredOutput(
     msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, weakref=True
 ):
-    """What an output must look like, in a form that the engine can follow token by token."""
+    """A constraint on the output that the engine enforces token by token."""
 
     kind: Literal["json", "json_object", "regex", "choice", "grammar"]
     # JSON schema as JSON text, regex, JSON list of choices, grammar text; "" for json_object
     value: str = ""
-    # The form holds after these tokens, one after the other, e.g. </think>; empty: at once.
+    # The constraint applies after this token sequence, e.g. </think>; empty: at once.
     starts_after: list[TokenId] = []
     param: str = "structured_outputs"  # the field of the client's request, for errors
 
@@ -64,12 +64,12 @@ class StructuredOutput(
 class RepetitionDetection(
     msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False
 ):
-    """Ends an output whose last tokens are copies of one pattern. Fields as in vLLM."""
+    """Stops an output whose last tokens repeat a pattern. Fields as in vLLM."""
 
     # Tokens; 0 is off.
     max_pattern_size: Annotated[int, Meta(ge=0, le=MAX_PATTERN_SIZE)] = 0
     min_pattern_size: Annotated[int, Meta(ge=0, le=MAX_PATTERN_SIZE)] = 0  # 0 is 1
-    min_count: Count = 0  # copies, one after the other; at least 2
+    min_count: Count = 0  # consecutive repetitions; at least 2
 
     def verify(self) -> None:
         """Check the bounds.
@@ -152,11 +152,11 @@ class SamplingParams(
         list[BadWord], Meta(max_length=2 * MAX_BAD_WORDS, extra={"made_of": "bad_words"})
     ] = []
     repetition_detection: RepetitionDetection | None = None
-    speculative: bool = True  # tokens may be drafted ahead, where the engine does so
+    speculative: bool = True  # allow speculative decoding
     thinking_token_budget: Count | None = None  # tokens of reasoning, after which it ends
-    # How the engine tracks the reasoning; the API room fills it in.
+    # How the engine detects reasoning; set by the API process.
     reasoning_tags: ReasoningTags | None = None
-    # With logprobs: the log-probabilities of these, too.
+    # With logprobs: also the log-probabilities of these tokens.
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] = []
 
     def verify(self, vocab_size: int) -> None:
@@ -178,8 +178,8 @@ class SamplingParams(
             bounds.verify(self.reasoning_tags, vocab_size, "thinking_token_budget")
 
     def of_choice(self, index: int) -> SamplingParams:
-        """Parameters of one of `n` choices: seeds count up; only the first scores the prompt."""
-        # The sum wraps as int64 does.
+        """Parameters of one of `n` choices: seeds increase; only the first has prompt logprobs."""
+        # Wrap around as int64 does.
         seed = self.seed
         if seed is not None:
             seed = (seed + index + INT64_MAX + 1) % 2**64 - INT64_MAX - 1
@@ -188,7 +188,7 @@ class SamplingParams(
 
     @property
     def size(self) -> int:
-        """About how many characters and ids it takes to look at all of it."""
+        """Approximate number of characters and ids in it, as a measure of processing cost."""
         return sum(map(len, self.bad_words)) + len(self.allowed_token_ids or ())
 
     @property
@@ -206,15 +206,15 @@ class PoolingParams(
     frozen=True,
     gc=False,
 ):
-    """How the hidden states of a prompt become one vector, or with "all" one for each token, or the
-    numbers of a classification head.
+    """How the hidden states of a prompt are pooled to one vector, to one per token ("all"), or to
+    the outputs of a classification head.
 
-    None is what the model's files say; the API room fills it in.
+    None means the model's default, which the API process fills in.
     """
 
     pooling: Literal["last", "mean", "cls", "all"] | None = None
     normalize: bool | None = None
-    dimensions: Count | None = None  # keep only the first ones
+    dimensions: Count | None = None  # truncate the vector to so many
     task: Literal["embed", "classify"] = "embed"
     second_text: Count = (
         0  # where the second of two texts begins that a model tells apart; 0: one text

@@ -1,4 +1,4 @@
-"""File name = option name: list and load the plugins of a package."""
+"""Plugins: lists and loads the modules of a package, whose file names are option values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from servd.errors import ConfigError
 
 
-@functools.cache  # many ask while an application is made
+@functools.cache  # called often while an application is created
 def names(package: str) -> Sequence[str]:
     """Option names of the modules in `package` (e.g. "servd.worker.attention"), sorted.
 

@@ -1,4 +1,4 @@
-"""Receipt: what is needed to repeat an answer token by token, and to tell why that fails."""
+"""Receipt: everything needed to reproduce a response token by token, or to explain a difference."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from servd.messages import WorkerReady
 from servd.params import SamplingParams
 
 PACKAGES = ("torch", "tokenizers", "llguidance", "fastapi", "uvicorn")
-# Where things are says nothing of what comes out.
+# Paths have no influence on outputs.
 PLACES = ("model", "served_model_name", "tokenizer", "revision", "download_dir")
 
 _hashing = threading.Lock()
 
 
 class RepeatablePrompt(msgspec.Struct):
-    """A prompt, how it was to be continued, and how it was."""
+    """A prompt, its sampling parameters and its output."""
 
     prompt_token_ids: list[int]
     params: SamplingParams  # with the seed that was drawn
@@ -35,7 +35,7 @@ class RepeatablePrompt(msgspec.Struct):
 
 
 class Receipt(msgspec.Struct):
-    """What made an answer. Hashes are SHA-256."""
+    """Everything that determined a response. Hashes are SHA-256."""
 
     versions: dict[str, str]
     configuration: str  # hash of all options and of the model's shape
@@ -70,7 +70,7 @@ class Receipt(msgspec.Struct):
         )
 
     def differences(self, other: Receipt) -> list[str]:
-        """What else than the prompts is not the same, each as a line."""
+        """The differences to another receipt, except for prompts, one per line."""
         mine, others = _facts(self), _facts(other)
         return [
             f"{name}: {mine.get(name, 'none')} then, {others.get(name, 'none')} now"
@@ -80,7 +80,7 @@ class Receipt(msgspec.Struct):
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, servd, and the packages that may change an answer."""
+    """Versions of Python, servd, and the packages that may influence outputs."""
     found = {"python": platform.python_version(), "servd": servd.__version__}
     for package in PACKAGES:
         try:

@@ -1,12 +1,13 @@
-"""Relays: what carries the messages of processes on other hosts, whose sockets seem to be here.
+"""Relays: forward messages between processes on different hosts through local sockets.
 
-Their clients and they know nothing of it. On the host of the API servers a Head listens where those
-engines would; on its own host each engine has a Member, which listens where API servers would:
+This is transparent to both ends. On the host of the API servers a Head listens on the sockets of
+the remote engines; on its own host each engine has a Member that listens on those of the API
+servers:
 
     API server -> engine-1 | Head -> TCP, encrypted -> Member | -> engine -> the engine
 
-A Member joins, starts the engine, and shows by beats that its host lives. One that is silent for a
-second is lost, and may join again. Just so workers are joined to their executor, the only client.
+A Member joins, starts the engine, and sends heartbeats. One that is silent for a second is lost,
+and may join again. In the same way workers join their executor, which is their only client.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from servd.tracing import CLOCK_OFFSET, now_ns
 
 log = logging.getLogger("servd.launch")
 
-TICK = 0.2  # seconds between two beats, and two looks for those of others
-MOST_AT_ONCE = 1024  # messages of a source, so that no flood of one keeps the others waiting
-MOST_SILENT = 3  # looks without a beat; another one, and the host is lost
-PATIENCE = 25  # looks without a welcome, until connections are made anew
-PAUSE = 1.0  # seconds until then after a refusal
-LAST_WORDS = 0.3  # seconds in which they may still leave
+TICK = 0.2  # seconds between two heartbeats, and two checks for those of others
+MOST_AT_ONCE = 1024  # messages of a source, so that a busy one does not starve the others
+MOST_SILENT = 3  # checks without a heartbeat; after one more the host is lost
+PATIENCE = 25  # checks without a Welcome until reconnecting
+PAUSE = 1.0  # seconds until reconnecting after a Refused
+LAST_WORDS = 0.3  # seconds to send the last messages
 
 Bytes = Inbox[msgspec.Raw]
 
@@ -52,7 +53,7 @@ class Addresses:
 
 
 class Relay(threading.Thread):
-    """A thread that owns sockets, and calls `on_failure` with what ends it before `close`."""
+    """A thread that owns sockets, and calls `on_failure` with an error that ends it early."""
 
     def __init__(
         self, name: str, addresses: Addresses, on_failure: Callable[[Exception], None]
@@ -62,7 +63,7 @@ class Relay(threading.Thread):
         self.closing = threading.Event()
 
     def run(self) -> None:
-        """Carry messages until `close`."""
+        """Forward messages until `close`."""
         try:
             while not self.closing.is_set():
                 self.carry()
@@ -70,20 +71,20 @@ class Relay(threading.Thread):
             self.on_failure(error)
 
     def carry(self) -> None:
-        """Carry messages until a new beginning."""
+        """Forward messages until a restart is needed."""
         raise NotImplementedError
 
     def arrivals(self, sources: Callable[[], list[Any]]) -> Iterator[Any]:
-        """Those of the sources that have something, and None every TICK."""
+        """Sources that have messages, and None every TICK."""
         due = monotonic()
         while not self.closing.is_set():
             yield from wait(sources(), due - monotonic())
-            if monotonic() >= due:  # after what has come: who waits long here is not silent
+            if monotonic() >= due:  # after reading: a host whose messages wait here is not silent
                 due = monotonic() + TICK
                 yield None
 
     def close(self) -> None:
-        """End the thread, and what it has begun."""
+        """End the thread and close its sockets."""
         self.closing.set()
         if self.is_alive():
             self.join()
@@ -91,32 +92,32 @@ class Relay(threading.Thread):
 
 @dataclass
 class Remote:
-    """A process of another host, or what waits for one to join."""
+    """A process on another host, which may not have joined yet."""
 
     number: int  # of its incarnation
-    inbox: Bytes  # where it would listen
-    peer: bytes = b""  # its Member, if that has joined
+    inbox: Bytes  # on the socket where the process would listen
+    peer: bytes = b""  # its Member, once joined
     session: int = -1
     host: str = ""
-    silent: int = 0  # looks since its last beat
+    silent: int = 0  # checks since its last heartbeat
 
 
 class Head(Relay):
     """Listens for Members, and for messages to their processes.
 
     Args:
-        at: address where to listen.
+        at: address to listen at.
         ranks: of the processes.
-        addresses: where they seem to be, and where their clients are.
-        terms: that those who join must have, too.
+        addresses: local addresses of the processes and of their clients.
+        terms: that joining processes must match.
         keys: of the token.
-        on_lost: called from the thread with a rank whose process is gone, and what clients of it
-            are to be told.
+        on_lost: called from the thread with the rank of a lost process and the message for its
+            clients.
         on_failure: see Relay.
-        start: what those who join are told.
+        start: sent to joining processes, see Welcome.
 
     Raises:
-        ConfigError: it is not an address of this host, or the port is taken.
+        ConfigError: it is not an address of this host, or the port is in use.
     """
 
     def __init__(
@@ -139,12 +140,12 @@ class Head(Relay):
         self.ended: SimpleQueue[int] = SimpleQueue()  # clients
 
     def drop(self, client: int) -> None:
-        """Forget an API server that has ended. Called from another thread."""
+        """Drop an API server that has ended. Called from another thread."""
         self.ended.put(client)
 
     def carry(self) -> None:
-        """Until `close`. What is said to a process that has not joined waits; Members notice by
-        themselves that nobody answers any more.
+        """Forward until `close`. Messages to a process that has not joined wait; Members notice the
+        end by missing heartbeats.
         """
         remotes = self.remotes.values()
         try:
@@ -190,7 +191,7 @@ class Head(Relay):
             case None:
                 reason = f"servd {servd.__version__} cannot read what comes from there"
                 self.listener.send_to(peer, Refused(reason, True))
-            case _ if rank < 0:  # lost, or on a new connection: the old one may have had something
+            case _ if rank < 0:  # lost, or on a new connection: the old one may have had messages
                 self.listener.send_to(peer, Refused("the connection broke", False))
             case Carried(client, carried):
                 self._pass_on(rank, client, carried)
@@ -212,7 +213,7 @@ class Head(Relay):
             self.listener.send_to(peer, Refused(reason or "", is_final))
             return
         if not self.listener.send_to(peer, Welcome(remote.number, self.start_message)):
-            return  # it has waited for too long, and asks again
+            return  # it has given up waiting, and will retry
         remote.peer, remote.session, remote.host, remote.silent = peer, join.session, join.host, 0
         log.info("host %s has joined with number %d", join.host, join.rank)
 
@@ -222,7 +223,7 @@ class Head(Relay):
             self._lose(rank, f"the connection to host {remote.host} broke")
 
     def _lose(self, rank: int, why: str, computing: Sequence[str] = ()) -> None:
-        """The next process of a rank listens elsewhere: what was said to this one is for nobody."""
+        """Drop a lost process and its messages; the next one of its rank has another address."""
         log.error("%s: number %d is lost until it joins again", why, rank)
         self.remotes[rank].inbox.close()
         self.remotes[rank] = self._listen_for(rank, self.remotes[rank].number + 1)
@@ -232,7 +233,7 @@ class Head(Relay):
         return Remote(number, Inbox(self.addresses.process(rank, number), msgspec.Raw))
 
     def _pass_on(self, rank: int, client: int, carried: msgspec.Raw) -> None:
-        """To a client, if that is still there."""
+        """Forward a message to a client, if it still exists."""
         at, key = self.addresses.client(rank, client), (rank, client)
         if key not in self.outboxes and os.path.exists(at.removeprefix("ipc://")):
             self.outboxes[key] = Outbox(at)
@@ -241,18 +242,18 @@ class Head(Relay):
 
 
 class Lost(Exception):
-    """The head is gone, or does not take this host yet."""
+    """The head is gone, or does not accept this host yet."""
 
 
 class Member(Relay):
-    """Joins a process of this host to a Head, and the next one when either of them is gone. A
-    subclass says how it starts and ends, in a second thread: starting a process takes long where
-    nothing is idle.
+    """Joins a process of this host to a Head, and again after either of them is lost. Subclasses
+    define how the process starts and ends, in a second thread: on a busy host starting a process
+    takes long.
 
     Args:
-        head: address that it listens at.
-        join: what is said of this host.
-        addresses: where the process is, and where its clients seem to be.
+        head: address of the Head.
+        join: sent to the head.
+        addresses: local addresses of the process and of its clients.
         keys: of the token.
         on_failure: see Relay; also called when joining is refused for good.
         identity: of the process, see Attach.
@@ -280,20 +281,20 @@ class Member(Relay):
         raise NotImplementedError
 
     def left(self) -> Left | None:
-        """What is to be said if the process has ended. Called every TICK after `begin`."""
+        """The message to send if the process has ended. Called every TICK after `begin`."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """Have the process end, if it was started and still runs."""
+        """Stop the process, if it was started and still runs."""
         raise NotImplementedError
 
     def carry(self) -> None:
-        """From the first beat until the process or the head is gone."""
+        """Forward from the first heartbeat until the process or the head is gone."""
         self.session, self.silent, self.num_looks = secrets.randbits(63), 0, 0
         self.has_asked = False
-        self.process: Outbox | None = None  # the way to it, from Welcome on
+        self.process: Outbox | None = None  # set from Welcome on
         self.inboxes: dict[int, Bytes] = {}  # by client
-        # Beats have a connection of their own, so that no long prompt makes them late.
+        # Heartbeats have their own connection, so that a long prompt does not delay them.
         self.link, self.beats = (Link[ToMember](self.head, ToMember, self.keys) for _ in range(2))
         links, last_words = [self.link, self.beats], Left("it was stopped")
         try:
@@ -326,12 +327,12 @@ class Member(Relay):
         self.closing.wait(PAUSE if self.process is None else 0)
 
     def _look(self) -> Left | None:
-        """Show that this host lives, and look whether the other one and the process do."""
+        """Send a heartbeat, and check that the head and the process are alive."""
         self.silent += 1
         self.num_looks += 1
         self.beats.send(Beat(self.session, now_ns()))
         if self.process is not None:
-            if self.silent > MOST_SILENT + 1:  # it judges by ours, and so a little earlier
+            if self.silent > MOST_SILENT + 1:  # a little after the head
                 raise Lost(f"was silent: number {self.rank} ends, to start when it is there again")
             if self.work.done():
                 if (left := self.work.result()) is not None:
@@ -366,19 +367,19 @@ class Member(Relay):
                 pass
 
     def _join(self, asked_ns: int, head_ns: int) -> None:
-        """Engines and their workers show the time of the head's host, which a beat has told."""
-        if (took := now_ns() - asked_ns) > 1e9:  # it has waited for the head to be there
+        """Join; engines and workers use the clock of the head's host, known from a heartbeat."""
+        if (took := now_ns() - asked_ns) > 1e9:  # the beat has waited for the head to start
             return
         self.has_asked = True
         offset = head_ns - asked_ns - took // 2
-        os.environ[CLOCK_OFFSET] = str(offset if abs(offset) > took else 0)  # else it may be ours
+        os.environ[CLOCK_OFFSET] = str(offset if abs(offset) > took else 0)  # else maybe one clock
         self.link.send(msgspec.structs.replace(self.join_message, session=self.session))
 
     def _localised(self, carried: msgspec.Raw) -> msgspec.Raw:
-        """An API server that attaches is answered here."""
+        """Answer an Attach of an API server locally."""
         try:
             attach = msgspec.msgpack.decode(carried, type=Attach)
-        except msgspec.ValidationError:  # it is another message
+        except msgspec.ValidationError:  # another message
             return carried
         at = self._listen(attach.client)
         attach = msgspec.structs.replace(attach, inbox=at, identity=self.identity)

@@ -1,4 +1,4 @@
-"""Decide every "auto" of a Config and check its options: a function of config, model, machine."""
+"""Resolves every "auto" of a Config and validates its options for a model and a machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OTLP_EXPORTER = "opentelemetry-exporter-otlp-proto-http"
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What this machine can do, found without importing torch."""
+    """The machine's capabilities, found without importing torch."""
 
     num_gpus: int = 0
     torch_has_cuda: bool = False
@@ -62,7 +62,7 @@ def _torch_has_cuda() -> bool:
 
 
 def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
-    """`config` with what `decide` decides.
+    """`config` with the values that `decide` chooses.
 
     Raises:
         ConfigError: see `decide`.
@@ -71,16 +71,15 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
 
 
 def decide(config: Config, spec: ModelSpec, machine: Machine) -> tuple[Config, dict[str, Decision]]:
-    """Decide every "auto" and None where a value is needed; every decision is logged.
+    """Choose a value for every "auto" and None that needs one, and log it.
 
-    `attention_backend` stays auto: which backends run is for the worker, which has torch, to find
-    out.
+    `attention_backend` stays auto: only the worker, which has torch, can tell what is supported.
 
     Returns:
-        The configuration with all decisions, and these by option.
+        The resolved configuration, and the decisions by option.
 
     Raises:
-        ConfigError: options that cannot work together, on this machine or with this model.
+        ConfigError: options are incompatible with each other, this machine or this model.
     """
     decided: dict[str, Decision] = {}
 
@@ -105,7 +104,7 @@ def decide(config: Config, spec: ModelSpec, machine: Machine) -> tuple[Config, d
 
 
 def _check_plugins(config: Config, spec: ModelSpec) -> None:
-    """Before the processes that use them import anything."""
+    """Check that plugins exist, before the processes that use them import anything."""
     for name, (section, option) in options_by_name().items():
         value, known = getattr(getattr(config, section), name), choices(option.type)
         if known and value is not None and ":" not in value:
@@ -163,7 +162,7 @@ def _check_adapters(config: Config) -> None:
 
 
 def _check_together(config: Config, spec: ModelSpec) -> None:
-    """What was given and what was decided."""
+    """Check the compatibility of all options, given and decided."""
     config.cache.verify()
     if config.cache.kv_transfer_config is not None:
         read_token(config)
@@ -202,7 +201,7 @@ def _check_together(config: Config, spec: ModelSpec) -> None:
 
 
 def _check_experts(num_ranks: int, spec: ModelSpec) -> None:
-    """Say it where whole experts on each rank are asked for in vain."""
+    """Warn if --enable-expert-parallel has no effect."""
     has_experts = any(
         isinstance(count := spec.config.get(key), int) and count > 1 for key in EXPERT_COUNTS
     )
@@ -212,7 +211,7 @@ def _check_experts(num_ranks: int, spec: ModelSpec) -> None:
 
 
 def _check_remote(config: Config) -> None:
-    """Workers of other hosts see neither files nor memory of the engine's."""
+    """Reject options that need workers on the engine's host, for its files and memory."""
     cache = config.cache
     if config.parallel.nnodes == 1 and config.parallel.executor != "ray":
         return
@@ -229,7 +228,7 @@ def _check_remote(config: Config) -> None:
 
 
 def _check_observability(config: Config) -> None:
-    """Before a server starts that would have nothing to tell, or could not export."""
+    """Check the options of tracing and of metrics of drafts."""
     tells_of_drafts = config.observability.per_request_spec_decode_metrics != "none"
     if tells_of_drafts and config.model.speculative_config is None:
         raise ConfigError(
@@ -253,7 +252,7 @@ def _check_observability(config: Config) -> None:
 
 
 def _resolve_names(config: Config, spec: ModelSpec) -> dict[str, Decision]:
-    """MODEL; for a folder or a file its own name first, which clients can know."""
+    """Choose the served model names: MODEL, for a folder or file preceded by its base name."""
     if given := config.model.served_model_name:
         if config.model.model == DEMO_MODEL and any(map(os.path.isdir, given)):
             raise ConfigError("--served-model-name took a folder for a name: write MODEL first")
@@ -342,7 +341,7 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
 
 
 def _resolve_computation(config: Config, spec: ModelSpec) -> dict[str, Decision]:
-    """In which type, by whose layers and how many steps at once."""
+    """Choose the dtype, the model implementation and the number of steps in flight."""
     if spec.dtype not in ("float32", "bfloat16", "float16"):
         raise UnsupportedModel(
             f"checkpoints of type {spec.dtype} are not supported, only float32, bfloat16, float16"
@@ -368,7 +367,7 @@ def _resolve_computation(config: Config, spec: ModelSpec) -> dict[str, Decision]
 
 
 def _whole_prompts(config: Config, spec: ModelSpec) -> dict[str, Decision]:
-    """What follows for an encoder.
+    """Resolve options for an encoder.
 
     Raises:
         ConfigError: --model-impl has no encoders.
@@ -385,10 +384,10 @@ def _whole_prompts(config: Config, spec: ModelSpec) -> dict[str, Decision]:
 
 
 def _with_states(config: Config, spec: ModelSpec) -> dict[str, Decision]:
-    """What follows for a model whose layers keep a state.
+    """Resolve options for a model with recurrent state.
 
     Raises:
-        ConfigError: an option that needs what the state was before.
+        ConfigError: an option needs earlier states.
     """
     what = f"layers of {spec.model_type} keep a state, which is that of the last token alone"
     model, num_stages = config.model, config.parallel.pipeline_parallel_size

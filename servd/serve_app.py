@@ -24,13 +24,13 @@ from servd.config import Config
 from servd.private_dir import private_dir
 
 MODULE = "servd.launch.model_server"
-LOOK_INTERVAL = 0.2  # seconds between two looks while the model loads
-# Ray's own default is 5: it would hold back what servd batches.
+LOOK_INTERVAL = 0.2  # seconds between polls while the model loads
+# Ray's default of 5 would limit the batch size.
 DEFAULTS = {"name": "servd", "max_ongoing_requests": 1024, "health_check_period_s": 2}
 
 
 class Replica:
-    """The server of a replica, behind a Unix socket, which ends with it.
+    """A replica with its server, behind a Unix socket; both end together.
 
     Args:
         options: of `servd serve`.
@@ -54,7 +54,7 @@ class Replica:
                 time.sleep(LOOK_INTERVAL)
 
     async def __call__(self, request: Request) -> Response:
-        """Pass a request on, and the answer as it comes."""
+        """Pass a request on and stream the response."""
         scope = request.scope
         path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
         target = quote(path).encode() + (b"?" + query if (query := scope["query_string"]) else b"")
@@ -74,7 +74,7 @@ class Replica:
             raise RuntimeError(f"the server has ended with code {code}: see its log")
 
     def __del__(self) -> None:
-        """End, after open requests: Ray asks for no new ones by now."""
+        """Stop the server after open requests; Ray sends no new ones by now."""
         self.server.stop(Config().server.shutdown_timeout)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -94,6 +94,6 @@ def build(args: Mapping[str, Any]) -> Any:
             Ray's: `num_replicas`, `autoscaling_config`, `ray_actor_options` and so on.
     """
     options = {name: value for name, value in args.items() if name != "deployment"}
-    Config.load(options)  # what is wrong is said here, before replicas try it
+    Config.load(options)  # report errors here, before replicas start
     serve = importlib.import_module("ray.serve")
     return serve.deployment(Replica).options(**DEFAULTS | args.get("deployment", {})).bind(options)

@@ -1,5 +1,5 @@
-"""The part that reads text, of a model that reads images too: its config.json is nested in the
-model's, and its weights are among others. servd runs that part alone.
+"""The language model of a multimodal model: its config.json is nested in the model's, and its
+weights have a prefix. servd runs only this part.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 TEXT = "text_config"
-# The classes of servd's files, by what the part is.
+# The classes of servd's models, by the model_type of the part.
 CLASSES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -29,7 +29,7 @@ CLASSES = {
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
-# Qwen turns heads by three positions, which are the same where all tokens are text.
+# Qwen's M-RoPE has three positions per token, which are equal for text.
 SAME = {
     "qwen2_vl": "qwen2",
     "qwen2_vl_text": "qwen2",
@@ -79,13 +79,13 @@ OWN = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.", "mtp."
 
 
 def is_part(config: Mapping[str, Any]) -> bool:
-    """Whether config.json is that of a model of which text is a part."""
+    """Whether config.json is that of a multimodal model."""
     is_flat = config.get("model_type") in FLAT and "vision_config" in config
     return isinstance(config.get(TEXT), dict) or is_flat
 
 
 def text_of(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json of the part that reads text, as if it were a model; any other as it is."""
+    """config.json of the language model as a model of its own; that of a text model unchanged."""
     if not is_part(config):
         return config
     inner = config.get(TEXT) or {key: config[key] for key in config if key != "vision_config"}
@@ -106,8 +106,8 @@ def text_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_name(name: str) -> str | None:
-    """The name that a tensor of the whole model's checkpoint has in a model of text; None: it is of
-    another part.
+    """The name of a multimodal checkpoint's tensor in the language model; None if it is of another
+    part.
     """
     for place in INNER:
         _, is_inside, rest = name.partition(place)

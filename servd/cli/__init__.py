@@ -76,23 +76,22 @@ class Parser(argparse.ArgumentParser):
         """Leave nothing over, so that the error comes from the command that was meant."""
         parsed, unknown = super().parse_known_args(*args, **kwargs)
         if unknown:
-            from servd import peers
+            from servd.foreign_options import remedy
 
             known, listed = self._option_string_actions, f"`{self.prog} --help` says what there is"
             flags = [each for each in unknown if each.startswith("-")] or unknown[:1]
             self.error(
                 "\n".join(
-                    f"unknown argument {flag}; {peers.remedy(flag, known, listed)}"
-                    for flag in flags
+                    f"unknown argument {flag}; {remedy(flag, known, listed)}" for flag in flags
                 )
             )
         return parsed, unknown
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """What a flag may be short for: `-ngl 99`, another server's, is no `-n gl`."""
-        from servd import peers
+        from servd.foreign_options import REMEDIES
 
-        return [] if option_string in peers.INSTEAD else super()._get_option_tuples(option_string)
+        return [] if option_string in REMEDIES else super()._get_option_tuples(option_string)
 
 
 class Command(Parser):

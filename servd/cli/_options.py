@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from servd import peers
 from servd.config import Config, choices, flag_of, options_by_name, title_of
 from servd.config._section import plain
 from servd.errors import ConfigError
+from servd.foreign_options import ALIASES, IGNORED, VALUE_ALIASES
 
 OTHER_FLAGS = {  # as vLLM has or had them
     "executor": ["--distributed-executor-backend"],
@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def add_needless(parser: argparse.ArgumentParser) -> None:
     """Flags of other servers that --help does not show: `Config.load` says why not."""
-    for name in peers.NEEDLESS:
+    for name in IGNORED:
         style: dict[str, Any] = {} if name.endswith("=") else {"const": "", "action": "store_const"}
         name = name.removesuffix("=")
         parser.add_argument(flag_of(name), dest=name, help=argparse.SUPPRESS, **style)
@@ -79,7 +79,7 @@ def add_option(group: Any, name: str) -> None:
     flags = OTHER_FLAGS.get(name, []) + [flag_of(name)]
     style = argument_style(kind, name)
     group.add_argument(*flags, dest=name, help=description, **style)
-    others = [flag_of(other) for other, same in peers.SAME.items() if same == name]
+    others = [flag_of(other) for other, same in ALIASES.items() if same == name]
     if hidden := [flag for flag in others if flag not in flags]:
         group.add_argument(*hidden, dest=name, help=argparse.SUPPRESS, **style)
 
@@ -93,7 +93,7 @@ def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     given = vars(arguments)
     options = read_config_file(given["config"]) if "config" in given else {}
-    known = [*options_by_name(), *(name.removesuffix("=") for name in peers.NEEDLESS)]
+    known = [*options_by_name(), *(name.removesuffix("=") for name in IGNORED)]
     options |= {name: given[name] for name in known if name in given}
     if "api_key" not in options and (key := os.environ.get("SERVD_API_KEY")):
         options["api_key"] = [key]
@@ -132,7 +132,7 @@ def argument_style(kind: Any, name: str) -> dict[str, Any]:
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is Literal:
-        same = peers.VALUES.get(name, {})
+        same = VALUE_ALIASES.get(name, {})
         shown = f"{{{','.join(typing.get_args(kind))}}}"
         return {"choices": [*typing.get_args(kind), *same], "metavar": shown}
     if known := choices(options_by_name()[name][1].type):

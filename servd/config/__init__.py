@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Meta
 
-from servd import peers, plugins
+from servd import foreign_options, plugins
 from servd.config._section import Section, plain
 from servd.config.access import AccessConfig
 from servd.config.batches import BatchConfig
@@ -72,12 +72,12 @@ class Config(Section, frozen=True):
         fields = options_by_name()
         nested: dict[str, dict[str, Any]] = {}
         for name, value in options.items():
-            name, value = peers.translate(name.replace("-", "_"), value)
-            if why := peers.why_needless(name):
+            name, value = foreign_options.translate(name.replace("-", "_"), value)
+            if why := foreign_options.why_ignored(name):
                 log.warning("%s has no effect: %s", flag_of(name), why)
                 continue
             if name not in fields:
-                raise peers.unknown(name, fields)
+                raise foreign_options.unknown(name, fields)
             if name == "kv_cache_memory" and isinstance(value, str):
                 value = parse_bytes(value)
             section, field = fields[name]

@@ -23,7 +23,6 @@ from servd.errors import ConfigError, ModelNotFound, UnsupportedModel
 from servd.hf import ModelSpec, quantization_of, read_json, weight_files
 from servd.pooling import is_encoder, is_encoder_as_decoder
 from servd.text_part import is_part, text_name
-from servd.worker.cut import cut
 from servd.worker.layers import packed
 from servd.worker.layers._matrix import Form, MakeForm, Matrix
 from servd.worker.layers.attention import Attention, ForwardContext
@@ -31,6 +30,7 @@ from servd.worker.layers.quantized import Quantized
 from servd.worker.layers.weight import Weight
 from servd.worker.ops import native
 from servd.worker.parallel import Parallel
+from servd.worker.pipeline_model import cut
 from servd.worker.quantization import _imatrix
 from servd.worker.staging import Staging
 

@@ -26,8 +26,8 @@ from servd.worker.device import (
 from servd.worker.gpu_model_runner import GPUModelRunner
 from servd.worker.model_runner import AsyncOutput, ModelRunner
 from servd.worker.parallel import Parallel
+from servd.worker.pipeline_stage import Stage
 from servd.worker.self_check import SelfCheck
-from servd.worker.stage import Stage
 
 log = logging.getLogger("servd.worker")
 

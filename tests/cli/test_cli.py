@@ -9,11 +9,12 @@ import sys
 
 import pytest
 
-from servd import cli, peers
+from servd import cli
 from servd.access import read_keys
 from servd.cli import _options
 from servd.config import AccessConfig, Config, choices, options_by_name
 from servd.errors import ConfigError
+from servd.foreign_options import ALIASES, IGNORED, REMEDIES, VALUE_ALIASES
 
 
 def load(*args: str) -> Config:
@@ -94,9 +95,9 @@ def test_every_flag_that_is_unknown_is_named_with_what_to_do_instead(capsys):
 
 def test_no_flag_of_another_server_hides_one_of_ours():
     ours = set(options_by_name())
-    assert not ours & {name.removesuffix("=") for name in [*peers.SAME, *peers.NEEDLESS]}
-    assert not ours & set(peers.INSTEAD) and set(peers.SAME.values()) <= ours
-    for name, words in peers.VALUES.items():
+    assert not ours & {name.removesuffix("=") for name in [*ALIASES, *IGNORED]}
+    assert not ours & set(REMEDIES) and set(ALIASES.values()) <= ours
+    for name, words in VALUE_ALIASES.items():
         for value in filter(None, words.values()):
             assert value in choices(options_by_name()[name][1].type)
 

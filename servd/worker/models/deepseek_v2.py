@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from servd.hf import ModelSpec
-from servd.worker.cut import LAYER
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.attention import Attention, ForwardContext
 from servd.worker.layers.experts import GroupedForm, SparseMoE, grouped_form
@@ -25,6 +24,7 @@ from servd.worker.layers.rotary import Rotation, rope_parameters
 from servd.worker.models.llama import LlamaForCausalLM, LlamaLayer, LlamaMLP
 from servd.worker.ops.reference import Routing, placed
 from servd.worker.parallel import Parallel
+from servd.worker.pipeline_model import LAYER
 
 NORM_EPS = 1e-6  # of the norms of latents, whatever config.json says
 

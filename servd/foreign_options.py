@@ -1,7 +1,5 @@
-"""Options of other servers: which of servd's they are, which have no effect here, and what to do
-instead of the rest.
-
-Names are vLLM's unless stated; those that servd has, too, are not here.
+"""Options of other servers that servd lacks: aliases of its own, those that it accepts without
+effect, and what to use instead of the rest. Names are vLLM's unless stated.
 """
 
 from __future__ import annotations
@@ -14,8 +12,8 @@ from typing import Any
 
 from servd.errors import ConfigError
 
-# Other names of an option; the meaning is the same.
-SAME = {
+# Other names of options with the same meaning.
+ALIASES = {
     "distributed_executor_backend": "executor",
     "swap_space": "kv_offloading_size",
     "kv_cache_memory_bytes": "kv_cache_memory",
@@ -31,8 +29,8 @@ SAME = {
     "ctx_size": "max_model_len",
 }
 
-# Other words for values of an option.
-VALUES: dict[str, dict[str, str | None]] = {
+# Other names of values of an option.
+VALUE_ALIASES: dict[str, dict[str, str | None]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "executor": {"mp": "multiproc", "uni": "uniproc"},
     "load_format": dict.fromkeys(("safetensors", "hf", "bitsandbytes", "gguf"), "auto"),
@@ -64,9 +62,9 @@ THOUSANDS = {
     "k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1024**3,
 }  # fmt: skip
 
-# Accepted without effect, as servd does that anyhow, or decides it itself: why. What has a "="
-# takes a value.
-NEEDLESS = {
+# Accepted without effect, and why: servd does that anyway, or decides it itself. Those with "="
+# take a value.
+IGNORED = {
     "disable_log_requests": "prompts are logged with --enable-log-requests alone",
     "disable_log_stats": "statistics are a line now and then, and GET /metrics",
     "disable_uvicorn_access_log": "answers are logged with --access-log alone",
@@ -101,8 +99,8 @@ HF_FILES = "leave it out: the model's files in Hugging Face's form are read"
 PROXY = "leave it out: let the proxy cut that prefix off"
 GUARDED = "leave it out: with --api-key or --api-key-file all but /health and / need a key"
 
-# Refused: what to do. Both of options and of short flags.
-INSTEAD = {
+# Rejected options and short flags, and what to do instead.
+REMEDIES = {
     "all2all_backend": EXPERTS,
     "allowed_local_media_path": TEXT_ONLY,
     "allowed_media_domains": TEXT_ONLY,
@@ -179,10 +177,10 @@ OTHER_BALANCERS = (
 
 
 def translate(name: str, value: Any) -> tuple[str, Any]:
-    """An option and its value as servd writes them."""
-    name = SAME.get(name, name)
+    """Servd's name and value of an option."""
+    name = ALIASES.get(name, name)
     if isinstance(value, str | int):
-        value = VALUES.get(name, {}).get(str(value), value)
+        value = VALUE_ALIASES.get(name, {}).get(str(value), value)
     if name in COUNTS and isinstance(value, str):
         if match := re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG])", value.strip()):
             value = int(float(match[1]) * THOUSANDS[match[2]])
@@ -190,29 +188,29 @@ def translate(name: str, value: Any) -> tuple[str, Any]:
         try:
             value = json.loads(value[0])  # as vLLM writes `--allowed-origins`
         except ValueError:
-            pass  # and is refused as it is
+            pass  # rejected later
     return name, value
 
 
-def why_needless(name: str) -> str | None:
-    """Why an option has no effect; None if it has, or is unknown."""
-    return NEEDLESS.get(name) or NEEDLESS.get(f"{name}=")
+def why_ignored(name: str) -> str | None:
+    """Why an option has no effect; None if it has one, or is unknown."""
+    return IGNORED.get(name) or IGNORED.get(f"{name}=")
 
 
 def remedy(flag: str, known: Iterable[str], listed: str) -> str:
-    """What to do instead of a flag that is unknown.
+    """What to use instead of an unknown flag.
 
     Args:
-        flag: as it was given.
-        known: the flags that there are.
-        listed: what to say if it is like none of them.
+        flag: as given.
+        known: all known flags.
+        listed: the answer if no known flag is similar.
     """
     stem = flag.partition("=")[0]
     name, _, key = stem.removeprefix("--").replace("-", "_").partition(".")
     if not stem.startswith("--"):
         name = stem.rstrip("0123456789.")
-    if name in INSTEAD and "--max-model-len" in known:  # else it is no command with an engine
-        return INSTEAD[name]
+    if name in REMEDIES and "--max-model-len" in known:  # only commands that have an engine
+        return REMEDIES[name]
     if key and f"--{name.replace('_', '-')}" in known:
         return f"write JSON: --{name.replace('_', '-')} '{{\"{key}\": ...}}'"
     if name.startswith("data_parallel_"):
@@ -222,7 +220,7 @@ def remedy(flag: str, known: Iterable[str], listed: str) -> str:
 
 
 def unknown(name: str, known: Iterable[str]) -> ConfigError:
-    """An option that there is not."""
+    """The error for an unknown option."""
     flag = f"--{name.replace('_', '-')}"
     flags = [f"--{each.replace('_', '-')}" for each in known]
     return ConfigError(f"unknown option {flag}; {remedy(flag, flags, 'see `servd serve --help`')}")

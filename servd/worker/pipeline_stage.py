@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from servd.messages import GrammarBitmask, SchedulerOutput
-from servd.worker.cut import Arrived
 from servd.worker.device import upload
 from servd.worker.model_runner import AsyncOutput, ModelRunner
+from servd.worker.pipeline_model import Arrived
 
 
 class Stage:
