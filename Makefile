@@ -122,7 +122,7 @@ soak: $(VENV)/.dev ## Serve MODEL under mixed load and faults for an hour, or wi
 	$(BIN)/python -m benchmarks.soak $(MODEL) $(ARGS)
 
 bench-observability: $(VENV)/.dev ## Measure what it costs to watch requests, and whether what is told of them is right
-	for part in cost unaccounted memory; do $(BIN)/python -m benchmarks.observability $$part; done
+	for part in cost guards unaccounted memory; do $(BIN)/python -m benchmarks.observability $$part; done
 	$(BIN)/python -m benchmarks.observability unaccounted --tensor-parallel-size 2
 	RUNS=20 $(BIN)/python -m pytest tests/api/test_causes.py
 
