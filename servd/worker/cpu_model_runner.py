@@ -64,7 +64,8 @@ class CPUModelRunner(ModelRunner):
         self.states.inputs.reserve(self.max_num_samples)
         self.programs = self.make_programs(self.run, self.max_num_samples)
         if self.programs is not None:
-            self.programs.variant = lambda: self.variant
+            proposer = self.proposer
+            self.programs.variant = lambda: (self.variant, proposer is None or proposer.is_reading)
 
     @property
     def makes_programs(self) -> bool:

@@ -54,6 +54,9 @@ class InputBatch:
     # of the step, of which this batch's tensors are views until the next step is gathered.
     columns: Columns | None = None
     is_part: bool = False  # of a step; graphs must not be used for it
+    # Whether it is known that each row computes one token, without drafts for this step or the
+    # next.
+    is_plain: bool = False
 
     @classmethod
     def gather(cls, scheduled: SchedulerOutput, states: RequestStates) -> InputBatch:
@@ -160,6 +163,7 @@ class InputBatch:
             sample_slots=columns.slots,
             sample_positions=columns.next_columns,
             columns=columns,
+            is_plain=True,
         )
 
     @classmethod
@@ -231,12 +235,6 @@ class InputBatch:
     def is_decode(self) -> bool:
         """Whether each row of the attention computes one token."""
         return len(self.attention_rows.query_lens) == self.tokens.shape[1]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether each row computes one token, without drafts for this step or the next."""
-        num_tokens = self.tokens.shape[1]
-        return num_tokens == len(self.host_slots) and not len(self.drafting_rows)
 
     @cached_property
     def drafting_rows(self) -> np.ndarray:

@@ -278,6 +278,8 @@ class ModelRunner(ABC):
     def _begin(self, batch: InputBatch) -> torch.Tensor:
         if self.adapters is not None:
             self.adapters.begin_step(batch)
+        if self.proposer is not None:
+            self.proposer.begin_step(batch)
         return self.forward(batch)
 
     def _copy_blocks(self, copies: BlockCopies) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,8 +76,8 @@ class ProgramRunner:
         self.places = [Places(max_num_rows, max_num_blocks) for _ in range(num_groups)]
         self.others: list[np.ndarray] = []
         self.memory = Memory(max_num_rows)
-        self.programs: dict[tuple[int, bool], Program] = {}
-        self.variant: Callable[[], bool] = lambda: False  # see `ModelRunner.variant`
+        self.programs: dict[tuple[int, Hashable], Program] = {}
+        self.variant: Callable[[], Hashable] = lambda: False  # see `ModelRunner.variant`
 
     def __call__(
         self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *others: Tensor

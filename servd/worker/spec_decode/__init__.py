@@ -98,6 +98,7 @@ class Proposer(ABC):
     """
 
     kv_caches: Sequence[Tensor] = ()  # its own, from allocate_kv_cache on
+    is_reading = False  # whether it takes more of the target's pass than hidden states
 
     def __init__(self, config: SpeculativeConfig, target: Target) -> None:
         self.config = config
@@ -173,6 +174,9 @@ class Proposer(ABC):
     def remove(self, slot: int) -> None:  # noqa: B027 - few need it
         """The request leaves its slot."""
 
+    def begin_step(self, batch: InputBatch) -> None:  # noqa: B027 - few need it
+        """A step is about to be computed."""
+
     def follow(  # noqa: B027 - few need it
         self, batch: InputBatch, hidden: Tensor, num_kept: Tensor | None
     ) -> None:
@@ -203,8 +207,7 @@ class Proposer(ABC):
     def draft(self, batch: InputBatch, hidden: Tensor, num_kept: Tensor | None) -> Drafts | None:
         """Draft for the rows of a step that want it, when its tokens are written; see `follow`."""
         self.follow(batch, hidden, num_kept)
-        wanted = batch.drafting_rows
-        if not len(wanted):
+        if batch.is_plain or not len(wanted := batch.drafting_rows):
             return None
         states, device = self.states, batch.tokens.device
         host_slots, limits = batch.host_slots[wanted], batch.max_new_drafts[wanted]

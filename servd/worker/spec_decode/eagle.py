@@ -32,6 +32,10 @@ from servd.worker.sample import ops
 from servd.worker.sample.shift import Shift
 from servd.worker.spec_decode import Proposer, Target
 
+# Prompts are not followed while drafts are only tried now and then: after about 100 steps without
+# drafts, until there were some in about five.
+INTEREST_MEMORY, MOST_INTEREST, LEAST_INTEREST = 0.98, 40.0, 5.0
+
 
 def rename(name: str) -> str:
     """The name here of a checkpoint's tensor."""
@@ -143,11 +147,11 @@ class EagleProposer(Proposer):
     writes keys and values of tokens that may turn out to be others; but these are computed again
     before any later token reads them.
 
-    It follows prompts, and rows that verify drafts or want some. Other tokens are skipped: the
-    head's cache goes on without them, so that a row has as many places in its blocks as tokens were
-    followed, and a step that has nothing to do with drafts costs nothing. Blocks that the prefix
-    cache lends may lack such tokens, or were made with the next token of another request: drafts
-    after them may be worse.
+    It follows rows that verify drafts or want some, and prompts, unless there have hardly been any
+    drafts of late. Other tokens are skipped: the head's cache goes on without them, so that a row
+    has as many places in its blocks as tokens were followed, and a step that has nothing to do with
+    drafts costs nothing. Blocks that the prefix cache lends may lack such tokens, or were made with
+    the next token of another request: drafts after them may be worse.
     """
 
     head_class: ClassVar[type[EagleHead]] = EagleHead
@@ -166,6 +170,8 @@ class EagleProposer(Proposer):
         # Tokens of each slot that the head has: int64 [slots], on the device, as only that knows
         # how many drafts were kept.
         self.num_followed = torch.zeros_like(self.states.num_computed)
+        # Steps of late that wanted drafts; old ones count less.
+        self.interest = MOST_INTEREST
 
     def find_folder(self, target: Target) -> str:
         """Where the head's checkpoint is."""
@@ -216,9 +222,14 @@ class EagleProposer(Proposer):
     def follow(self, batch: InputBatch, hidden: Tensor, num_kept: Tensor | None) -> None:
         """Run the head over prompts, and rows that verify drafts or want some."""
         if batch.is_plain:
+            self.interest *= INTEREST_MEMORY
             return
         lens, wants = batch.query_lens, batch.max_new_drafts > 0
-        runs = wants | (lens > 1)
+        if wants.any():
+            self.interest = min(self.interest + 1, MOST_INTEREST)
+        elif (lens == 1).any():
+            self.interest *= INTEREST_MEMORY
+        runs = wants | (lens > 1 if self.interest > LEAST_INTEREST else batch.num_drafts > 0)
         rows = np.flatnonzero(runs)
         if not len(rows):
             return

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from servd.errors import ConfigError
 from servd.hf import ModelSpec
 from servd.speculative import SpeculativeConfig
+from servd.worker.input_batch import InputBatch
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.linear import ColumnParallelLinear, ReplicatedLinear
 from servd.worker.layers.norm import RMSNorm
@@ -46,12 +47,15 @@ class AuxHiddenStates:
             device=spec.device,
         )
         self.is_native = spec.device.type == "cpu" and native.library() is not None
+        self.is_read = True  # in this step
         parts = (part for _, part in target.model.named_modules())
         found = next(part for part in parts if isinstance(part, nn.ModuleList))
         for stream, layer in zip(self.streams, layers, strict=True):
             found[layer].register_forward_pre_hook(partial(self._keep, stream))
 
     def _keep(self, stream: Tensor, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self.is_read:
+            return
         x, residual = args[:2]
         out = stream[: len(x)]
         if self.is_native:
@@ -200,14 +204,25 @@ class Eagle3Proposer(EagleProposer):
     """EAGLE with another head."""
 
     head_class: ClassVar[type[EagleHead]] = Eagle3Head
+    head: Eagle3Head
 
     def __init__(self, config: SpeculativeConfig, target: Target) -> None:
         super().__init__(config, target)
-        assert isinstance(self.head, Eagle3Head)
         own = self.spec.config.get("draft_vocab_size") or 0
         self.check_token_map(self.head.d2t, own, is_relative=True)
         if (d2t := self.head.d2t) is not None and not d2t.is_meta:
             self.head.token_map = d2t.data + torch.arange(len(d2t), device=d2t.device)
+
+    @property
+    def is_reading(self) -> bool:
+        """Nothing of plain steps, on a CPU: graphs of a GPU are one for all."""
+        aux = self.head.aux
+        return aux is not None and aux.is_read
+
+    def begin_step(self, batch: InputBatch) -> None:
+        """See `Proposer`."""
+        if (aux := self.head.aux) is not None:
+            aux.is_read = not (aux.is_native and batch.is_plain)
 
     def check(self, names: Set[str]) -> None:
         """Hidden states may be of another size, if it has an embedding for them."""

@@ -232,6 +232,29 @@ def test_tokens_that_nobody_drafts_at_are_not_followed(
         driver.step({slot: driver.left(slot)}, max_new_drafts={slot: NUM_DRAFTS})
 
 
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_prompts_are_not_followed_where_nobody_drafts_for_long(
+    target: Path, tmp_path: Path, method: str
+):
+    """But for those that drafts are wanted after; drafts after others know what came later."""
+    config = {"method": method} | getattr(checkpoints, method)(target, tmp_path)
+    driver = Driver(config_for(target, speculative_config=config, block_size=16))
+    plain = {"eagle": PlainHead, "eagle3": PlainHead3}[method](target, Path(config["model"]))
+    first = driver.add([7, 8, 9])
+    driver.generate([first], 120)
+    drafted, other = driver.add([11, 12, 13, 14]), driver.add([21, 22, 23, 24, 25])
+    driver.step({drafted: 4, other: 5}, max_new_drafts={drafted: NUM_DRAFTS})
+    assert driver.drafts[drafted] == plain.drafts(driver.tokens[drafted], NUM_DRAFTS, ())
+    driver.step({other: 1}, max_new_drafts={other: NUM_DRAFTS})
+    assert driver.drafts[other] == plain.drafts(driver.tokens[other], NUM_DRAFTS, range(5))
+    for _ in range(6):  # they are wanted again
+        driver.step({other: driver.left(other)}, max_new_drafts={other: NUM_DRAFTS})
+    late = driver.add([31, 32, 33])
+    driver.step({late: 3})
+    driver.step({late: 1}, max_new_drafts={late: NUM_DRAFTS})
+    assert driver.drafts[late] == plain.drafts(driver.tokens[late], NUM_DRAFTS, ())
+
+
 def test_nothing_is_drafted_past_max_model_len(target: Path, tmp_path: Path):
     config = {"method": "eagle", "max_model_len": 6} | checkpoints.eagle(target, tmp_path)
     driver = Driver(config_for(target, speculative_config=config))
