@@ -332,10 +332,11 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
             "--executor uniproc drives one device; --tensor-parallel-size or "
             "--pipeline-parallel-size > 1 needs multiproc"
         )
-    if spec.num_kv_heads % size:
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    if heads % size or (kv_heads % size and size % kv_heads):
         raise ConfigError(
-            f"--tensor-parallel-size {size} must divide the model's {spec.num_kv_heads} key-value "
-            f"heads"
+            f"--tensor-parallel-size {size} must divide the model's {heads} heads, and its "
+            f"{kv_heads} key-value heads, unless it is a multiple of these"
         )
     return decided
 

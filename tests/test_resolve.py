@@ -91,6 +91,12 @@ def test_two_devices_need_a_process_each():
     assert decide(CUDA, tensor_parallel_size=2).parallel.executor == "multiproc"
 
 
+def test_key_value_heads_may_be_fewer_than_devices_where_these_divide_the_others():
+    assert decide(CPU, tensor_parallel_size=8).parallel.num_workers == 8  # 4 of 8 heads
+    with pytest.raises(ConfigError, match="16 must divide the model's 8 heads"):
+        decide(CPU, tensor_parallel_size=16)
+
+
 def test_as_many_steps_are_in_flight_as_there_are_stages_and_one_that_is_scheduled():
     config = decide(pipeline_parallel_size=2)
     assert config.parallel.executor == "multiproc" and config.num_steps_in_flight == 2

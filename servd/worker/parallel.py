@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -91,9 +91,10 @@ class Parallel:
         """All ranks' `x`, concatenated along the last dimension."""
         if self.size == 1:
             return x
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self.group)
-        return torch.cat(parts, dim=-1)
+        parts = x.new_empty(self.size * len(x), *x.shape[1:])
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # newer name
+        gather(parts, x.contiguous(), group=self.group)
+        return parts.unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
 
     def own(self, total: int) -> range:
         """This rank's part of things that are not split, such as experts."""
@@ -102,6 +103,14 @@ class Parallel:
     def share(self, total: int) -> int:
         """Each rank's part of `total`, rounded up."""
         return -(-total // self.size)
+
+    def num_copies(self, num_heads: int) -> int:
+        """Ranks that have each of so many heads, where there are fewer heads than ranks."""
+        return max(self.size // num_heads, 1)
+
+    def sharing(self, num_copies: int) -> Parallel:
+        """These ranks as seen by what so many neighbours have the same part of."""
+        return replace(self, rank=self.rank // num_copies, size=self.size // num_copies)
 
     def close(self) -> None:
         """Leave the group."""

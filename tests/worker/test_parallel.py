@@ -14,6 +14,7 @@ from servd.hf import read_spec
 from servd.lora import Adapter
 from servd.messages import NewRequest, ScheduledRequest, SchedulerOutput
 from servd.worker.layers.experts import SparseMoE
+from servd.worker.layers.linear import ColumnParallelLinear
 from servd.worker.parallel import Parallel
 from servd.worker.worker import Worker
 from tests.adapters import write_adapter
@@ -83,11 +84,12 @@ def answer(worker: Worker, adapter: Adapter | None) -> tuple[list[int], torch.Te
     return tokens, logits
 
 
-def adapter_of(folder: Path) -> Adapter:
+def adapter_of(folder: Path, num_kv_heads: int) -> Adapter:
     """One of every layer that ranks share, of a small Llama."""
-    shapes = {}
+    shapes, size = {}, 8 * num_kv_heads
     for module, inputs, outputs in (
-        ("self_attn.o_proj", 48, 48), ("mlp.up_proj", 48, 80), ("mlp.down_proj", 80, 48),
+        ("self_attn.k_proj", 48, size), ("self_attn.o_proj", 48, 48),
+        ("mlp.up_proj", 48, 80), ("mlp.down_proj", 80, 48),
     ):  # fmt: skip
         name = f"base_model.model.model.layers.0.{module}"
         shapes |= {f"{name}.lora_A.weight": (4, inputs), f"{name}.lora_B.weight": (outputs, 4)}
@@ -100,6 +102,12 @@ def adapter_of(folder: Path) -> Adapter:
     [
         pytest.param("gpt2", GPT2 | {"n_inner": 71}, marks=pytest.mark.slow),
         ("llama", LLAMA | {"attention_bias": True}),
+        ("llama", LLAMA | {"attention_bias": True, "num_key_value_heads": 1}),
+        pytest.param(
+            "olmo2",
+            LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 1},
+            marks=pytest.mark.slow,
+        ),
         ("qwen3_moe", QWEN3_MOE),
         *(
             pytest.param(name, next(iter(CASES[name].values())), marks=pytest.mark.slow)
@@ -122,7 +130,23 @@ def adapter_of(folder: Path) -> Adapter:
 )
 def test_two_ranks_equal_one(tmp_path: Path, model_type: str, options: dict[str, object]):
     folder = make_checkpoint(tmp_path / "model", model_type, options)
-    check(folder, adapter_of(tmp_path) if model_type == "llama" else None)
+    is_llama = model_type == "llama"
+    check(folder, adapter_of(tmp_path, options["num_key_value_heads"]) if is_llama else None)
+
+
+def test_heads_of_which_there_are_fewer_than_ranks_are_shared_by_neighbours():
+    q, k = torch.arange(8.0)[:, None], torch.arange(10.0, 14.0)[:, None]  # 4 and 2 heads of 2
+    for rank in range(4):
+        parallel = Parallel(rank, 4)
+        copies = [1, parallel.num_copies(2)]
+        linear = ColumnParallelLinear(1, [8, 4], parallel, bias=True, copies=copies)
+        for weight in (linear.weight, linear.bias):
+            assert weight is not None
+            for part, rows in enumerate((q, k)):
+                weight.load(rows.reshape(-1, *weight.shape[1:]), part)
+            own = torch.cat((q[2 * rank :][:2], k[2 * (rank // 2) :][:2]))
+            assert torch.equal(weight.data.flatten(), own.flatten())
+        assert linear.local_features == [2, 2]
 
 
 @pytest.mark.parametrize(

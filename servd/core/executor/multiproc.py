@@ -7,6 +7,8 @@ import shutil
 from collections import deque
 from typing import ClassVar
 
+import msgspec
+
 from servd.child import Child
 from servd.child_messages import StartWorker
 from servd.config import Config
@@ -153,8 +155,9 @@ class MultiProcExecutor(executor.Executor):
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _send(self, message: ToWorker) -> None:
+        encoded = msgspec.Raw(msgspec.msgpack.encode(message))  # once for all of them
         for outbox in self.outboxes:
-            outbox.send(message)
+            outbox.send(encoded)
 
     def _recv_ready(self) -> WorkerReady:
         """Wait for all workers; returns the answer of the one with the fewest blocks."""

@@ -38,6 +38,7 @@ class ColumnParallelLinear(nn.Module):
         parallel: the ranks.
         bias: has a bias.
         transposed: the checkpoint stores [in, out].
+        copies: ranks that have the same slice, of each projection; none: one each.
     """
 
     def __init__(
@@ -48,14 +49,19 @@ class ColumnParallelLinear(nn.Module):
         *,
         bias: bool,
         transposed: bool = False,
+        copies: Sequence[int] = (),
     ) -> None:
         super().__init__()
         total = sum(out_features)
         self.weight = Matrix(
-            (total, in_features), parallel, shard_dim=0, parts=out_features, transposed=transposed
-        )
-        self.bias = Weight((total,), parallel, shard_dim=0, parts=out_features) if bias else None
-        self.local_features = [parallel.share(features) for features in out_features]
+            (total, in_features), parallel, shard_dim=0, parts=out_features, copies=copies,
+            transposed=transposed,
+        )  # fmt: skip
+        self.bias = None
+        if bias:
+            self.bias = Weight((total,), parallel, shard_dim=0, parts=out_features, copies=copies)
+        rows = map(self.weight.rows_of, range(len(out_features)))
+        self.local_features = [part.stop - part.start for part in rows]
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, in] -> [num_tokens, sum(out) / ranks]."""

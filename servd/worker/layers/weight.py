@@ -25,6 +25,7 @@ class Weight(nn.Parameter):
         parallel: the ranks.
         shard_dim: dimension along which each rank keeps an equal slice of each part; None: all.
         parts: rows of each of the stacked tensors, over all ranks; None: there is one.
+        copies: ranks that have the same shard, of each part; none: one each.
         transposed: the checkpoint has [in, out] where this has [out, in].
     """
 
@@ -35,12 +36,14 @@ class Weight(nn.Parameter):
         *,
         shard_dim: int | None = None,
         parts: Sequence[int] | None = None,
+        copies: Sequence[int] = (),
         transposed: bool = False,
     ) -> Self:
         """Storage of this rank's share."""
         local = list(shape)
         if shard_dim == 0:
-            local[0] = sum(parallel.share(rows) for rows in parts or shape[:1])
+            sharing = _sharing(parallel, parts, copies)
+            local[0] = sum(map(Parallel.share, sharing, parts or shape[:1]))
         elif shard_dim is not None:
             local[shard_dim] = parallel.share(shape[shard_dim])
         return super().__new__(cls, torch.empty(local), requires_grad=False)
@@ -52,9 +55,11 @@ class Weight(nn.Parameter):
         *,
         shard_dim: int | None = None,
         parts: Sequence[int] | None = None,
+        copies: Sequence[int] = (),
         transposed: bool = False,
     ) -> None:
         self.parallel = parallel
+        self.sharing = _sharing(parallel, parts, copies)  # each part
         self.shard_dim = shard_dim
         self.part_shapes = [(rows, *shape[1:]) for rows in parts or shape[:1]]
         self.transposed = transposed
@@ -81,24 +86,24 @@ class Weight(nn.Parameter):
             )
         if part is None:
             for index, piece in enumerate(tensor.split(rows)):
-                self._load_share(self.share(piece), index, copy)
+                self._load_share(self.share(piece, index), index, copy)
         else:
-            self._load_share(self.share(tensor), part, copy)
+            self._load_share(self.share(tensor, part), part, copy)
 
-    def share(self, tensor: Tensor | Quantized) -> Tensor | Quantized:
+    def share(self, tensor: Tensor | Quantized, part: int = 0) -> Tensor | Quantized:
         """This rank's slice of a part; the last one may be shorter."""
         if self.shard_dim is None:
             return tensor
-        total = tensor.shape[self.shard_dim]
-        share = self.parallel.share(total)
-        start = min(self.parallel.rank * share, total)
+        total, parallel = tensor.shape[self.shard_dim], self.sharing[part]
+        share = parallel.share(total)
+        start = min(parallel.rank * share, total)
         return tensor.narrow(self.shard_dim, start, min(share, total - start))
 
     def rows_of(self, part: int) -> slice:
         """Rows of this rank's shard of a part."""
         rows = [
-            self.parallel.share(shape[0]) if self.shard_dim == 0 else shape[0]
-            for shape in self.part_shapes[: part + 1]
+            parallel.share(shape[0]) if self.shard_dim == 0 else shape[0]
+            for parallel, shape in zip(self.sharing, self.part_shapes[: part + 1], strict=False)
         ]
         return slice(sum(rows[:part]), sum(rows))
 
@@ -112,3 +117,10 @@ class Weight(nn.Parameter):
             target = target.narrow(dim, 0, there)
         copy(target, share)
         self.missing.discard(part)
+
+
+def _sharing(
+    parallel: Parallel, parts: Sequence[int] | None, copies: Sequence[int]
+) -> list[Parallel]:
+    """The ranks as each part sees them."""
+    return [parallel.sharing(count) for count in copies or [1] * len(parts or [0])]

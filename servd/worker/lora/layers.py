@@ -93,10 +93,13 @@ class AdaptedMatrix:
         if matrix.shard_dim == 1:
             a = _whole(matrix.share(a))
         return [
-            (each, a.t().contiguous(), _whole(matrix.share(rows) if matrix.shard_dim == 0 else rows)
-             .t().contiguous())
+            (each, a.t().contiguous(), self._own(rows, each).t().contiguous())
             for each, rows in parts
-        ]  # fmt: skip
+        ]
+
+    def _own(self, rows: Tensor, part: int) -> Tensor:
+        """This rank's outputs of a part."""
+        return _whole(self.matrix.share(rows, part)) if self.matrix.shard_dim == 0 else rows
 
     def put(self, place: int, part: int, a: Tensor, b: Tensor) -> None:
         """Give a place what `shares` made for it. Where a rank has less of it, the rest is

@@ -125,6 +125,11 @@ class TransformersForCausalLM(nn.Module):
         super().__init__()
         try:
             self.hf = build(spec)
+            if spec.num_kv_heads % parallel.size:
+                raise UnsupportedModel(
+                    f"--tensor-parallel-size {parallel.size} must divide its {spec.num_kv_heads} "
+                    "key-value heads"
+                )
             if parallel.size > 1:
                 split(self.hf, parallel.size)
             max_model_len = spec.max_model_len or spec.max_position_embeddings

@@ -25,11 +25,9 @@ class LlamaAttention(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__()
         qkv_bias, o_bias = self.biases(spec.config)
-        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        q_size = spec.num_heads * spec.head_dim
         self.head_dim = spec.head_dim
-        self.qkv_proj = ColumnParallelLinear(
-            spec.hidden_size, [self.query_parts * q_size, *2 * [kv_size]], parallel, bias=qkv_bias
-        )
+        self.qkv_proj = self.qkv(spec.hidden_size, spec, parallel, bias=qkv_bias)
         self.o_proj = RowParallelLinear(q_size, spec.hidden_size, parallel, bias=o_bias)
         self.register_parameter("sinks", None)  # [heads], in models with attention sinks
         self.attention = Attention(
@@ -39,6 +37,20 @@ class LlamaAttention(nn.Module):
             spec.head_dim,
             **{"scale": spec.head_dim**-0.5} | self.options(spec.config, layer),
         )
+
+    @classmethod
+    def qkv(
+        cls, in_features: int, spec: ModelSpec, parallel: Parallel, *, bias: bool
+    ) -> ColumnParallelLinear:
+        """Queries, keys and values. Each head of the latter is on several ranks if there are fewer
+        than ranks.
+        """
+        q_size, kv_size = (each * spec.head_dim for each in (spec.num_heads, spec.num_kv_heads))
+        num_copies = parallel.num_copies(spec.num_kv_heads)
+        return ColumnParallelLinear(
+            in_features, [cls.query_parts * q_size, kv_size, kv_size], parallel,
+            bias=bias, copies=[1, num_copies, num_copies],
+        )  # fmt: skip
 
     @staticmethod
     def biases(config: dict[str, Any]) -> tuple[bool, bool]:

@@ -28,11 +28,13 @@ class Olmo2Attention(LlamaAttention):
         return self._norm(self.q_norm, q), self._norm(self.k_norm, k)
 
     def _norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        num_heads = x.shape[1]
+        num_heads, head_dim = x.shape[1:]
+        together = self.parallel.all_gather(x.flatten(1)).unflatten(1, (-1, head_dim))
+        num_copies = together.shape[1] * head_dim // len(norm.weight)  # of each head, on neighbours
         # One head of three dimensions: a slice of qkv is normed where it is.
-        together = self.parallel.all_gather(x.flatten(1)).unsqueeze(1)
-        normed = norm(together).unflatten(2, (-1, x.shape[2])).squeeze(1)
-        return normed.narrow(1, self.parallel.rank * num_heads, num_heads)
+        normed = norm(together[:, ::num_copies].flatten(1).unsqueeze(1))
+        own = self.parallel.rank // num_copies * num_heads
+        return normed.unflatten(2, (-1, head_dim)).squeeze(1).narrow(1, own, num_heads)
 
 
 class Olmo2Layer(LlamaLayer):

@@ -17,7 +17,7 @@ from servd.hf import ModelSpec
 from servd.speculative import SpeculativeConfig
 from servd.worker.input_batch import InputBatch
 from servd.worker.layers.attention import ForwardContext
-from servd.worker.layers.linear import ColumnParallelLinear, ReplicatedLinear
+from servd.worker.layers.linear import ReplicatedLinear
 from servd.worker.layers.norm import RMSNorm
 from servd.worker.layers.rotary import Rotation
 from servd.worker.layers.weight import Weight
@@ -75,13 +75,8 @@ class Eagle3Attention(LlamaAttention):
 
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__(spec, layer, parallel)
-        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.qkv_proj = ColumnParallelLinear(
-            2 * spec.hidden_size,
-            [q_size, kv_size, kv_size],
-            parallel,
-            bias=self.biases(spec.config)[0],
-        )
+        bias, _ = self.biases(spec.config)
+        self.qkv_proj = self.qkv(2 * spec.hidden_size, spec, parallel, bias=bias)
 
 
 class Eagle3Layer(LlamaLayer):
