@@ -55,13 +55,13 @@ def test_columns_are_gathered_as_rows_are():
             ]
         one, other = batches
         for field in dataclasses.fields(InputBatch):
-            if field.name not in ("states", "columns"):
+            if field.name not in ("states", "columns", "is_plain"):
                 assert plain(getattr(one, field.name)) == plain(getattr(other, field.name)), field
         assert one.states.num_computed.tolist() == other.states.num_computed.tolist()
         assert plain(one.token_ids) == plain(other.token_ids)
         for name in ("query_start_loc", "seq_lens_device", "block_tables", "slot_mapping"):
             assert plain(getattr(one.attention, name)) == plain(getattr(other.attention, name))
-        assert one.is_decode and one.samples_all
+        assert one.is_decode and one.samples_all and one.is_plain
 
 
 def test_drafts_at_hand_are_gathered_as_those_of_a_device_are():
