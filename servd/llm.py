@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from servd import bounds
 from servd.api.beam_search import BeamSearch
-from servd.api.prompt import Chat, Pair, SharedText, ToolOptions
+from servd.api.prompt import Chat, Pair, Prompt, SharedText, ToolOptions
 from servd.config import Config
 from servd.errors import EngineError, InvalidRequest
 from servd.llm_engine import LLMEngine, Params, TextOrIds
@@ -195,7 +195,9 @@ class LLM:
         searches = [
             BeamSearch(
                 self.engine.prepare(
-                    str(next(self.request_ids)), prompt, sampling, lora_request=lora_request
+                    Prompt(content=prompt, request_id=str(next(self.request_ids))),
+                    sampling,
+                    lora_request,
                 ),
                 params.length_penalty,
                 params.early_stopping,

@@ -103,10 +103,8 @@ class LLMEngine:
         Raises:
             InvalidRequest: prompt, parameters or adapter are not acceptable, or the id is in use.
         """
-        prepared = self.prepare(
-            request_id, prompt, params, add_special_tokens=add_special_tokens,
-            lora_request=lora_request,
-        )  # fmt: skip
+        whole = Prompt(content=prompt, request_id=request_id, add_special_tokens=add_special_tokens)
+        prepared = self.prepare(whole, params, lora_request)
         # Choices have their own ids, which another request may have.
         taken = map(self.output_processor.owner, prepared.request.choice_ids)
         if request_id in self.requests or any(taken):
@@ -116,19 +114,10 @@ class LLMEngine:
         self.processor.check_structured_output(prepared)
         self.send(prepared)
 
-    def prepare(
-        self,
-        request_id: str,
-        prompt: TextOrIds | Pair,
-        params: Params,
-        *,
-        add_special_tokens: bool = True,
-        lora_request: LoRARequest | None = None,
-    ) -> Prepared:
-        """Validate a request without queueing it; takes the arguments of `add_request`."""
-        whole = Prompt(content=prompt, request_id=request_id, add_special_tokens=add_special_tokens)
-        options = RequestOptions(adapter=lora_request and self._load(lora_request))
-        return self.processor.process(whole, params, options)
+    def prepare(self, prompt: Prompt, params: Params, adapter: LoRARequest | None) -> Prepared:
+        """Validate a request without queueing it."""
+        options = RequestOptions(adapter=adapter and self._load(adapter))
+        return self.processor.process(prompt, params, options)
 
     def send(self, prepared: Prepared) -> None:
         """Queue a prepared request."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from servd.api.incremental import Steps
-from servd.api.tool_parser import ToolParser
 from servd.api.tool_parsers._grammar import CallSyntax
+from servd.api.tool_parsers._marked_calls import MarkedCallsParser
 
 CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
 CALLS_END = "<｜tool▁calls▁end｜>"
@@ -14,7 +14,7 @@ SEPARATOR = "<｜tool▁sep｜>"
 FENCE = "```"
 
 
-class Parser(ToolParser):
+class Parser(MarkedCallsParser):
     """V3 and R1 write `function`, a separator, the name and fenced JSON; V3.1 writes the name, a
     separator and JSON.
     """
@@ -35,14 +35,8 @@ class Parser(ToolParser):
         """The marker of a call."""
         return CALL_BEGIN in template
 
-    def body(self) -> Steps[None]:
-        """Read the whole output."""
-        yield from self.rest(CALLS_BEGIN, call=self._calls)
-
-    def _calls(self) -> Steps[bool]:
-        return (yield from self.calls_until(CALLS_END, CALL_BEGIN, self._call))
-
-    def _call(self) -> Steps[bool]:
+    def call(self) -> Steps[bool]:
+        """Read name, arguments and end marker."""
         reader = self.reader
         name = yield from reader.until(SEPARATOR)
         yield from reader.space()

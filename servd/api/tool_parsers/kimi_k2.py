@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field
 
 from servd.api.incremental import Steps
-from servd.api.tool_parser import ToolParser
 from servd.api.tool_parsers._grammar import CallSyntax
+from servd.api.tool_parsers._marked_calls import MarkedCallsParser
 
 CALLS_BEGIN, CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL_BEGIN, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
@@ -17,7 +17,7 @@ _HEAD = re.compile(r"(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?")
 
 
 @dataclass(eq=False)
-class Parser(ToolParser):
+class Parser(MarkedCallsParser):
     """What is before the arguments is the call's id, too: the model wants it back."""
 
     markers = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, ARGUMENTS_BEGIN)
@@ -45,14 +45,8 @@ class Parser(ToolParser):
         self.ids.add(self.head)
         return self.head
 
-    def body(self) -> Steps[None]:
-        """Read the whole output."""
-        yield from self.rest(CALLS_BEGIN, call=self._calls)
-
-    def _calls(self) -> Steps[bool]:
-        return (yield from self.calls_until(CALLS_END, CALL_BEGIN, self._call))
-
-    def _call(self) -> Steps[bool]:
+    def call(self) -> Steps[bool]:
+        """Read name, arguments and end marker."""
         reader = self.reader
         self.head = ((yield from reader.until(ARGUMENTS_BEGIN)) or "").strip()
         name = _HEAD.fullmatch(self.head)

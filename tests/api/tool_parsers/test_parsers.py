@@ -180,3 +180,16 @@ def test_forced_calls():
     assert read(ForcedCallsParser(TOOLS), [FORCED[:20]]) == ([], FORCED[:20])
     cut = FORCED.index('"x"')
     assert read(ForcedCallsParser(TOOLS), [FORCED[:cut]]) == ([("get_weather", '{"city": ')], "")
+
+
+@pytest.mark.parametrize("name", ["gemma4", "functiongemma"])
+def test_many_values_of_gemma_take_time_in_proportion(name):
+    def seconds(size: int) -> float:
+        begin = make(name).markers[0] + "call:f{a:"
+        started = time.process_time()
+        deltas = make(name).feed(begin + "[" + "1," * (size // 2))
+        assert [type(delta) for delta in deltas[:2]] == [ToolCallStart, ToolCallArguments]
+        return time.process_time() - started
+
+    few = min(seconds(20_000) for _ in range(3))
+    assert seconds(160_000) < 3 * 8 * few
