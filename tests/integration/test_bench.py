@@ -38,13 +38,19 @@ async def slow_server() -> AsyncIterator[str]:
 
     async def complete(request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        if body["prompt"] == "fail":
+        if body.get("prompt") == "fail":
             return web.json_response({"error": {"message": "no"}}, status=400)
         reply = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await reply.prepare(request)
+        part: dict[str, object] = {"text": "x"}
+        if body.get("messages") == [{"role": "user", "content": "hello"}]:
+            assert body["max_completion_tokens"] == TOKENS
+            part = {"delta": {"role": "assistant", "content": ""}}
+            await reply.write(f"data: {json.dumps({'choices': [part]})}\n\n".encode())
+            part = {"delta": {"content": "x"}}
         for i in range(TOKENS):
             await asyncio.sleep(GAP if i else FIRST)
-            await reply.write(b'data: {"choices": [{"text": "x"}]}\n\n')
+            await reply.write(f"data: {json.dumps({'choices': [part]})}\n\n".encode())
         usage = {"prompt_tokens": 7, "completion_tokens": TOKENS}
         await reply.write(
             f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n".encode()
@@ -53,6 +59,7 @@ async def slow_server() -> AsyncIterator[str]:
 
     app = web.Application()
     app.router.add_post("/v1/completions", complete)
+    app.router.add_post("/v1/chat/completions", complete)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -61,8 +68,9 @@ async def slow_server() -> AsyncIterator[str]:
     await runner.cleanup()
 
 
-async def test_times_are_those_of_the_server(slow_server: str):
-    load = _load.Load(slow_server, "m", concurrency=2)
+@pytest.mark.parametrize("chats", [False, True])
+async def test_times_are_those_of_the_server(slow_server: str, chats: bool):
+    load = _load.Load(slow_server, "m", concurrency=2, chats=chats)
     records, seconds = await _load.run(
         load, [_data.Prompt("hello", TOKENS)] * 4, show_progress=False
     )
@@ -154,6 +162,8 @@ def test_conversations_of_sharegpt(tmp_path: Path):
     assert len({prompt.content for prompt in prompts}) == 15
     whole = dict(pair for pair in turns if len(pair) == 2)
     assert all(len(whole[prompt.content]) == prompt.output_len for prompt in prompts)
+    same = _data.make_prompts(arguments(**options, **{"sharegpt-output-len": 3}), num_tokens=len)
+    assert {prompt.output_len for prompt in same} == {3}
     with pytest.raises(ServdError, match="20 prompts of 30"):
         _data.make_prompts(arguments(**options), more=18, num_tokens=len)
     for entries in ({"conversations": 3}, [{"conversations": [{"value": 5}, {"value": "a"}]}]):
@@ -168,6 +178,17 @@ def serve_arguments(*flags: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     serve.add_options(parser)
     return parser.parse_args([*flags])
+
+
+def test_random_prompts_of_chats_are_text(fake_server, tmp_path: Path):
+    flags = ["--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--num-prompts", "3"]
+    flags += ["--input-len", "50", "--output-len", "4", "--json", str(tmp_path / "figures.json")]
+    command = [sys.executable, "-m", "servd", "bench", "serve", *flags, "--url", fake_server.url]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert (figures["output_tokens"], figures["failed"]) == (12, 0)
+    assert figures["prompt_tokens"] > 3 * 50
 
 
 def test_every_run_of_serve_sends_the_same_prompts():

@@ -83,6 +83,12 @@ def add_options(
         help='prompts from a file: {"prompt": text or ids, "output_len": N}, or that of ShareGPT',
     )
     group.add_argument(
+        "--sharegpt-output-len",
+        type=int,
+        metavar="N",
+        help="output tokens of each conversation [as many as its answer has]",
+    )
+    group.add_argument(
         "--data-seed", type=int, default=0, metavar="N",
         help="of prompts and arrivals [%(default)s]",
     )  # fmt: skip
@@ -111,7 +117,9 @@ def make_prompts(
         raise ServdError(f"--dataset-name {name} needs --dataset-path FILE")
     rng, num_prompts = random.Random(arguments.data_seed), arguments.num_prompts + more
     if name == "sharegpt":
-        return _read_sharegpt(Path(arguments.jsonl), num_prompts, rng, num_tokens)
+        return _read_sharegpt(
+            Path(arguments.jsonl), num_prompts, rng, num_tokens, arguments.sharegpt_output_len
+        )
     if name == "custom":
         return _read_jsonl(Path(arguments.jsonl), num_prompts, arguments.output_len)
 
@@ -130,9 +138,15 @@ def make_prompts(
 
 
 def _read_sharegpt(
-    file: Path, num_prompts: int, rng: random.Random, num_tokens: Callable[[str], int]
+    file: Path,
+    num_prompts: int,
+    rng: random.Random,
+    num_tokens: Callable[[str], int],
+    output_len: int | None,
 ) -> list[Prompt]:
-    """First turns of conversations, in a random order; as many tokens of output as the answers."""
+    """First turns of conversations, in a random order; as many tokens of output as the answers, or
+    `output_len`.
+    """
     try:
         found = [each["conversations"] for each in json.loads(file.read_text(encoding="utf8"))]
         pairs = [(turns[0]["value"], turns[1]["value"]) for turns in found if len(turns) > 1]
@@ -148,10 +162,11 @@ def _read_sharegpt(
     for text, answer in pairs:
         if len(prompts) == num_prompts:
             break
-        input_len, output_len = num_tokens(text), num_tokens(answer)
-        is_long = input_len > LONGEST_PROMPT or input_len + output_len > LONGEST
-        if min(input_len, output_len) >= SHORTEST and not is_long:
-            prompts.append(Prompt(text, output_len))
+        input_len, wanted = num_tokens(text), output_len or num_tokens(answer)
+        is_long = input_len > LONGEST_PROMPT or input_len + wanted > LONGEST
+        is_short = input_len < SHORTEST or (output_len is None and wanted < SHORTEST)
+        if not is_short and not is_long:
+            prompts.append(Prompt(text, wanted))
     if len(prompts) < num_prompts:
         raise ServdError(f"--dataset-path {file}: has {len(prompts)} prompts of {num_prompts}")
     return prompts

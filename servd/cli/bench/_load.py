@@ -60,6 +60,7 @@ class Load:
     ignore_eos: bool = True
     temperature: float = 0.0
     seed: int = 0
+    chats: bool = False  # prompts are messages to /v1/chat/completions
 
 
 async def run(
@@ -98,17 +99,21 @@ async def _arrivals(load: Load, prompts: list[Prompt]) -> AsyncIterator[Prompt]:
 async def _send(session: aiohttp.ClientSession, load: Load, prompt: Prompt) -> Record:
     body: dict[str, Any] = {
         "model": load.model,
-        "prompt": prompt.content,
-        "max_tokens": prompt.output_len,
         "temperature": load.temperature,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if load.chats:
+        body["messages"] = [{"role": "user", "content": prompt.content}]
+        body["max_completion_tokens"] = prompt.output_len
+    else:
+        body |= {"prompt": prompt.content, "max_tokens": prompt.output_len}
+    path = "chat/completions" if load.chats else "completions"
     if load.ignore_eos:
         body["ignore_eos"] = True
     record = Record(started=time.perf_counter())
     try:
-        async with session.post(f"{load.url}/v1/completions", json=body) as reply:
+        async with session.post(f"{load.url}/v1/{path}", json=body) as reply:
             if reply.status != 200:
                 record.error = f"HTTP {reply.status}: {(await reply.text())[:200]}"
             else:
@@ -132,13 +137,20 @@ async def _read(reply: aiohttp.ClientResponse, record: Record) -> None:
         chunk = json.loads(line[6:])
         if "error" in chunk:
             record.error = chunk["error"]["message"]
-        elif chunk["choices"] and (chunk["choices"][0]["text"] or not record.chunks):
+        elif chunk["choices"] and _has_text(chunk["choices"][0], is_first=not record.chunks):
             record.chunks.append(now)
         if usage := chunk.get("usage"):
             record.num_prompt_tokens = usage["prompt_tokens"]
             record.num_output_tokens = usage["completion_tokens"]
     if record.error is None and not record.num_output_tokens:
         record.error = "the stream ended without usage"
+
+
+def _has_text(choice: dict[str, Any], is_first: bool) -> bool:
+    """Whether a chunk tells of a token; the first may be no text. A chat's role is no token."""
+    delta = choice.get("delta", choice)
+    shown = any(delta.get(name) for name in ("text", "content", "reasoning", "reasoning_content"))
+    return shown or (is_first and "role" not in delta)
 
 
 def _headers(api_key: str | None) -> dict[str, str]:

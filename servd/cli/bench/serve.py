@@ -1,4 +1,4 @@
-"""Throughput and latency of a running server, any that speaks /v1/completions."""
+"""Throughput and latency of a running server, any that speaks OpenAI's completions or chats."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 
 from servd.cli import _client
 from servd.cli.bench import _data, _load, _report
+from servd.errors import ServdError
 
 # vLLM's flags for what is so anyhow, and what they may say.
+CHATS = "openai-chat"
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
 NEEDLESS: dict[str, dict[str, Any]] = {
-    "--backend": {"choices": ("vllm", "openai")},
-    "--endpoint": {"choices": ("/v1/completions",)},
     "--tokenizer": {},
     "--metric-percentiles": {},
     "--percentile-metrics": {},
@@ -52,6 +53,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="generate the full output length",
     )
+    parser.add_argument(
+        "--backend",
+        choices=("vllm", "openai", CHATS),
+        default="openai",
+        help=f"{CHATS}: send chats [completions]",
+    )
+    parser.add_argument("--endpoint", choices=ENDPOINTS, help=argparse.SUPPRESS)
     _report.add_options(parser)
     parser.add_argument(
         "--save-result", action="store_true", help="write the figures under vLLM's names, too"
@@ -82,6 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = _data.make_prompts(
         arguments, arguments.warmup, lambda text: _num_tokens(client, arguments.model, text)
     )
+    if _sends_chats(arguments):
+        prompts = [_as_text(client, arguments.model, prompt) for prompt in prompts]
     records, seconds = asyncio.run(_measure(arguments, client.url, prompts))
     summary = _report.summarise(records, seconds)
     _report.show(summary, arguments.json)
@@ -107,6 +117,28 @@ def _num_tokens(client: _client.Client, model: str, text: str) -> int:
     return answer.body["count"] if answer.status == 200 else _data.about_tokens(text)
 
 
+def _sends_chats(arguments: argparse.Namespace) -> bool:
+    return arguments.backend == CHATS or arguments.endpoint == ENDPOINTS[1]
+
+
+def _as_text(client: _client.Client, model: str, prompt: _data.Prompt) -> _data.Prompt:
+    """A prompt of token ids as the text that they are, for a chat.
+
+    Raises:
+        ServdError: the server does not say.
+    """
+    if isinstance(prompt.content, str):
+        return prompt
+    asked = {"model": model, "tokens": prompt.content}
+    answer = client.ask("POST", "/detokenize", asked)
+    if answer.status != 200:
+        raise ServdError(
+            f"--backend {CHATS} sends text, and /detokenize of this server, which makes text of "
+            f"random tokens, answers {answer.status}: take texts of --dataset-path"
+        )
+    return _data.Prompt(answer.body["prompt"], prompt.output_len)
+
+
 async def _measure(
     arguments: argparse.Namespace, url: str, prompts: list[_data.Prompt]
 ) -> tuple[list[_load.Record], float]:
@@ -118,6 +150,7 @@ async def _measure(
         api_key=arguments.api_key,
         ignore_eos=arguments.ignore_eos,
         seed=arguments.data_seed,
+        chats=_sends_chats(arguments),
     )
     warmup, measured = prompts[: arguments.warmup], prompts[arguments.warmup :]
     if warmup:
