@@ -7,9 +7,10 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, ClassVar
 
-from servd.api.incremental import Content, Parser, Steps, ToolCallArguments, ToolCallStart
+from servd.api.incremental import Content, Delta, Parser, Steps, ToolCallArguments, ToolCallStart
 from servd.api.tool_parsers._grammar import CallSyntax, json_rule, parameters_of
 
 
@@ -102,11 +103,22 @@ class ToolParser(Parser):
     def arguments(self, text: str) -> None:
         """Emit more arguments of the last call."""
         self.reader.forget()
-        last = self.deltas[-1] if self.deltas else None
-        if isinstance(last, ToolCallArguments):
-            last.text += text
-        elif text:
+        if text:
             self.deltas.append(ToolCallArguments(self.num_calls - 1, text))
+
+    def _advance(self) -> list[Delta]:
+        """Join the arguments at the end: a text that grows would be copied at every piece."""
+        deltas = super()._advance()
+        if len(deltas) < 2:
+            return deltas
+        joined: list[Delta] = []
+        for are_arguments, group in groupby(deltas, lambda d: isinstance(d, ToolCallArguments)):
+            found = [*group]
+            if are_arguments:
+                pieces = [each for each in found if isinstance(each, ToolCallArguments)]
+                found = [ToolCallArguments(pieces[0].index, "".join(p.text for p in pieces))]
+            joined += found
+        return joined
 
     def attempt(self, call: Steps[bool]) -> Steps[None]:
         """Read what may be a call; what is none becomes content, also a rest that does not belong

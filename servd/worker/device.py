@@ -59,6 +59,23 @@ def require_c_compiler() -> None:
         )
 
 
+def count_gpus() -> int:
+    """The GPUs that torch can use.
+
+    Raises:
+        ConfigError: there is none, though the driver may show some.
+    """
+    if count := torch.cuda.device_count():
+        return count
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    raise ConfigError(
+        f"torch {torch.__version__}, built {built}, finds no GPU (CUDA_VISIBLE_DEVICES is "
+        f"{'not set' if visible is None else repr(visible)}): install a build of torch for the "
+        "driver that nvidia-smi shows, or choose --device cpu"
+    )
+
+
 def cache_folder(name: str) -> Path:
     """The folder for cached files, which may be deleted at any time."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "servd", name)

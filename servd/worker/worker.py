@@ -18,6 +18,7 @@ from servd.worker.batch_invariant import make_batch_invariant
 from servd.worker.compile import compile_layers
 from servd.worker.cpu_model_runner import CPUModelRunner
 from servd.worker.device import (
+    count_gpus,
     keep_compiled_kernels,
     name_of,
     require_c_compiler,
@@ -64,7 +65,7 @@ class Worker:
             require_c_compiler()
             keep_compiled_kernels()
             # Ranks count over all hosts, devices on each.
-            self.device = torch.device("cuda", rank % torch.cuda.device_count())
+            self.device = torch.device("cuda", rank % count_gpus())
             torch.cuda.set_device(self.device)
             runner_class = GPUModelRunner
         else:

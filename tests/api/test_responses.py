@@ -33,6 +33,7 @@ from tests.api.harness import (
     until,
     user,
 )
+from tests.api.test_errors import check
 
 URL = "/v1/responses"
 WEATHER = {
@@ -822,3 +823,13 @@ async def test_bad_pages(http, query):
     name = (await http.post(URL, json={"input": "hi", "max_output_tokens": 1})).json()["id"]
     answer = await http.get(f"{URL}/{name}/input_items?{query}")
     assert answer.status_code == 400 and answer.json()["error"]["param"] == query.partition("=")[0]
+
+
+async def test_the_allowed_tools_of_chats_are_told_their_form_here(http):
+    tools = [{"type": "function", "name": "f"}]
+    nested = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
+    body = {"input": "a", "tools": tools, "tool_choice": nested, "max_output_tokens": 2}
+    message = check(await http.post("/v1/responses", json=body), 400, "tool_choice")
+    assert '{"type": "allowed_tools", "mode": "auto", "tools": [{' in message
+    body["tool_choice"] = {"type": "allowed_tools", **nested["allowed_tools"]}
+    assert (await http.post("/v1/responses", json=body)).status_code == 200

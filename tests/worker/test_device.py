@@ -13,6 +13,7 @@ import torch
 from servd.errors import ConfigError
 from servd.worker.device import (
     available_memory,
+    count_gpus,
     cpu_quota,
     keep_compiled_kernels,
     require_c_compiler,
@@ -134,3 +135,12 @@ def test_compiled_kernels_are_kept_beside_what_else_is(monkeypatch: pytest.Monke
     monkeypatch.delenv("TRITON_CACHE_DIR")
     keep_compiled_kernels()
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "servd" / "triton")
+
+
+def test_no_gpu_that_torch_can_use_is_an_error_with_the_build_named(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with pytest.raises(ConfigError, match=r"torch \S+, built .* CUDA.*'7'.*--device cpu"):
+        count_gpus()
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert count_gpus() == 2

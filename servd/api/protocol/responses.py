@@ -120,6 +120,12 @@ def as_items(value: Any) -> Any:
 
 def _check_tool_choice(choice: Any) -> Any:
     kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "allowed_tools" and "allowed_tools" in choice:
+        raise PydanticCustomError(
+            "tool_choice",
+            'has the form of a chat: here `mode` and `tools` are beside `type`, as in {{"type": '
+            '"allowed_tools", "mode": "auto", "tools": [{{"type": "function", "name": "f"}}]}}',
+        )
     if choice in (None, "none", "auto", "required") or kind in ("function", "allowed_tools"):
         return choice
     raise PydanticCustomError(
