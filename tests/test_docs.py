@@ -41,6 +41,7 @@ OTHER_FLAGS = {
     "--head", "--address",  # ray start
     "--url", "--concurrency",  # servd run-batch
     "--num-prompts", "--input-len", "--output-len", "--prefix-len", "--request-rate",  # servd bench
+    "--backend", "--sharegpt-output-len",  # of `servd bench serve`
     "--dataset-name", "--dataset-path", "--save-result", "--result-dir", "--result-filename",
     "--json", "--jsonl", "--plot", "--out",  # servd bench and benchmarks
     "--no-deps", "--only-binary", "--python-version", "--implementation", "--platform",  # pip
