@@ -49,6 +49,7 @@ VALUE_ALIASES: dict[str, dict[str, str | None]] = {
         "deepseek_v3": "deepseek",
         "deepseek_v31": "deepseek",
         "glm47": "glm45",
+        "hunyuan_a13b": "jamba",
         "phi4_mini_json": "phi4_mini",
     },
     "reasoning_parser": {

@@ -76,6 +76,17 @@ TEMPLATES = {
         None,
     ),
     "Phi-4-mini": ("{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}", "phi4_mini", None),
+    "Hunyuan-A13B": (
+        "{{ '<tool_calls>[' + calls | join(', ') + ']</tool_calls>' }}",
+        "jamba",
+        None,
+    ),
+    "MiniMax M1": (
+        '<tool_calls>\\n{"name": <tool-name-1>, "arguments": <args-json-object-1>}\\n...',
+        "minimax",
+        None,
+    ),
+    "InternLM 2.5": ("{{ '<|action_start|><|plugin|>\\n' + call }}", "internlm", None),
     "FunctionGemma": (
         "{{- '<start_function_call>call:' + function['name'] + '{' -}} <escape>",
         "functiongemma",
@@ -244,6 +255,13 @@ FORMATS = {
     '{"name": "now", "arguments": {}}]',
     "phi4_mini": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Rome"}}, '
     '{"name": "now", "arguments": {}}]<|/tool_call|>',
+    "jamba": '<tool_calls>[{"name": "get_weather", "arguments": {"city": "Rome"}}, '
+    '{"name": "now", "arguments": {}}]</tool_calls>',
+    "minimax": '<tool_calls>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n'
+    '{"name": "now", "arguments": {}}\n</tool_calls>',
+    "internlm": '<|action_start|><|plugin|>\n{"name": "get_weather", "parameters": '
+    '{"city": "Rome"}}<|action_end|>\n'
+    '<|action_start|><|plugin|>\n{"name": "now", "parameters": {}}<|action_end|>',
     "none": '[{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "now", '
     '"arguments": {}}]',
 }
