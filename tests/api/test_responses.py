@@ -241,6 +241,31 @@ async def test_one_call_only(scripted: Served):
     assert [item["type"] for item in whole["output"]] == ["reasoning", "message"]
 
 
+async def test_reasoning_comes_back_as_encrypted_content_alone(scripted: Served):
+    body = {"input": "How is it?", "include": ["reasoning.encrypted_content"], "store": False}
+    whole = (await scripted.http.post(URL, json=body)).json()
+    stream = named_events((await scripted.http.post(URL, json=body | {"stream": True})).text)
+    (done,) = [
+        event["item"]
+        for event in stream
+        if event["type"] == "response.output_item.done" and event["item"]["type"] == "reasoning"
+    ]
+    reasoning = whole["output"][0]
+    assert reasoning["encrypted_content"] == done["encrypted_content"]
+    assert "encrypted_content" not in (await ask(scripted, input="a"))["output"][0]
+    sent = {"type": "reasoning", "summary": [], "encrypted_content": done["encrypted_content"]}
+    assert chat_messages(None, [sent]) == chat_messages(None, [reasoning])
+    assert chat_messages(None, [sent])[0]["reasoning_content"] == reasoning["content"][0]["text"]
+    for text in ("gAAAA", sent["encrypted_content"] + "!", sent["encrypted_content"][:-3] + "/w="):
+        body = {"input": [*user("a"), sent | {"encrypted_content": text}]}
+        message = check(await scripted.http.post(URL, json=body), 400, "input")
+        assert "not of this server" in message
+
+
+async def ask(served: Served, **body: Any) -> dict[str, Any]:
+    return (await served.http.post(URL, json=body)).json()
+
+
 async def test_a_conversation_equals_the_same_chat(client: openai.AsyncOpenAI):
     first = await client.responses.create(
         model=MODEL, input="one", instructions="be brief", max_output_tokens=5
@@ -471,7 +496,7 @@ async def test_what_has_no_effect_is_named(http):
         "input": "hi",
         "max_output_tokens": 1,
         "truncation": "auto",
-        "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
+        "include": ["file_search_call.results", "message.output_text.logprobs"],
         "reasoning": {"effort": "low", "summary": "auto"},
         "text": {"verbosity": "low"},
         "stream_options": {"include_obfuscation": True},
@@ -482,7 +507,7 @@ async def test_what_has_no_effect_is_named(http):
     answer = await http.post(URL, json=body)
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-servd-ignored"].split(", ") == [
-        "include.reasoning.encrypted_content",
+        "include.file_search_call.results",
         "max_tool_calls",
         "reasoning.summary",
         "stream_options.include_obfuscation",

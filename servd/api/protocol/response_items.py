@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
+from servd.errors import InvalidRequest
+
+SEAL = "servd-reasoning-1:"
 ITEM_PREFIX = {
     "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs",
 }  # fmt: skip
@@ -34,7 +38,9 @@ def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list
                     {"role": "tool", "tool_call_id": item["call_id"], "content": content}
                 )
             case "reasoning":
-                reasoning = _text(item.get("content") or item.get("summary") or "")
+                text = item.get("encrypted_content")
+                shown = item.get("content") or (opened(text) if text else item.get("summary"))
+                reasoning = _text(shown or "")
                 messages.append({"role": "assistant", "reasoning_content": reasoning})
             case _ if item["role"] == "assistant":
                 if not is_assistant or last.keys() & {"content", "tool_calls"}:
@@ -59,6 +65,29 @@ def _chat_content(content: str | list[dict[str, Any]]) -> str | list[dict[str, A
 def _text(content: str | list[dict[str, Any]]) -> str:
     content = _chat_content(content)
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def sealed(reasoning: str) -> str:
+    """Reasoning as text that clients send back as it came. It is no secret: the item has it too."""
+    return SEAL + base64.b64encode(reasoning.encode()).decode()
+
+
+def opened(text: str) -> str:
+    """What was `sealed`.
+
+    Raises:
+        InvalidRequest: it was not, or not here.
+    """
+    try:
+        if not text.startswith(SEAL):
+            raise ValueError("another server's")
+        return base64.b64decode(text.removeprefix(SEAL), validate=True).decode()
+    except ValueError:
+        raise InvalidRequest(
+            "`encrypted_content` of a reasoning item is not of this server, which cannot read it: "
+            "leave the item out, or send its `content`",
+            param="input",
+        ) from None
 
 
 def listed(response_id: str, items: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, NotRequired
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
@@ -34,6 +35,7 @@ CHAT_NAMES = {
     "reasoning_effort": "reasoning.effort",
 }
 LOGPROBS = "message.output_text.logprobs"  # in `include`
+ENCRYPTED = "reasoning.encrypted_content"  # the same
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -83,6 +85,7 @@ class Reasoning(OpenObject):
     type: Literal["reasoning"]
     summary: NotRequired[Content]
     content: NotRequired[Content | None]
+    encrypted_content: NotRequired[str | None]
 
 
 def _kind_of_item(item: Any) -> Any:
@@ -223,7 +226,7 @@ class ResponsesRequest(TranslatedRequest):
 
     def ignored(self) -> list[str]:
         """Fields, and values of fields, that have no effect here."""
-        names = {f"include.{name}" for name in self.include or () if name != LOGPROBS}
+        names = {f"include.{name}" for name in {*(self.include or ())} - {LOGPROBS, ENCRYPTED}}
         names |= {f"text.{name}" for name in (self.text or {}).keys() - {"format"}}
         options = (self.stream_options or {}).items()
         names |= {f"stream_options.{name}" for name, value in options if value}
@@ -316,6 +319,7 @@ class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
     status: Status = "in_progress"
     summary: list[Any] = []
     content: list[ReasoningText] = []
+    encrypted_content: str | UnsetType = UNSET  # if the client asked for it, once it is whole
 
 
 class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call"):

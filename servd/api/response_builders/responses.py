@@ -14,8 +14,10 @@ from starlette.requests import Request
 from servd.api.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import ErrorBody, ErrorReply
+from servd.api.protocol.response_items import sealed
 from servd.api.protocol.responses import (
     CHAT_NAMES,
+    ENCRYPTED,
     FunctionCallItem,
     InputTokensDetails,
     MessageItem,
@@ -71,6 +73,7 @@ class ResponsesBuilder(EventBuilder):
         self.item: OutputItem | None = None  # the open one
         self.logprobs: list[TokenLogprobs] = []  # tokens whose text is in no event yet
         self.sequence_number = 0
+        self.seals = ENCRYPTED in (body.include or ())
 
     def queue(self) -> Iterator[Event]:
         """The response waits, and can be asked for already."""
@@ -195,6 +198,8 @@ class ResponsesBuilder(EventBuilder):
                 )
                 yield self._item_event("response.content_part.done", content_index=0, part=part)
         self.item.status = status
+        if self.seals and isinstance(self.item, ReasoningItem):
+            self.item.encrypted_content = sealed(self.item.content[0].text)
         yield self._event(
             "response.output_item.done", output_index=len(self.response.output) - 1, item=self.item
         )
