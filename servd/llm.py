@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from servd import bounds
 from servd.api.beam_search import BeamSearch
+from servd.api.offline_metrics import Metric
 from servd.api.prompt import Chat, Pair, Prompt, SharedText, ToolOptions
 from servd.config import Config
 from servd.errors import EngineError, InvalidRequest
@@ -230,6 +231,10 @@ class LLM:
         for search, step in zip(searches, steps, strict=True):
             found = [done[prepared.request.request_id].logprobs or [] for prepared in step]
             search.advance([likely for (likely,) in found])
+
+    def get_metrics(self) -> list[Metric]:
+        """What /metrics of a server would tell of its engine, with vLLM's names and classes."""
+        return self.engine.metrics.read()
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache on the device and in host memory."""

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from servd import launch
 from servd.adapter_store import AdapterStore
 from servd.api.grammar_checker import GrammarChecker
+from servd.api.offline_metrics import OfflineMetrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Prepared, Processor
 from servd.api.prompt import Pair, Prompt
@@ -50,9 +51,11 @@ from servd.messages import (
 from servd.outputs import CompletionOutput, RequestOutput
 from servd.params import PoolingParams, SamplingParams
 from servd.private_dir import private_dir
+from servd.stats import SchedulerStats
 
 TextOrIds = str | list[int]
 Params = SamplingParams | PoolingParams
+Received = tuple[list[EngineCoreOutput], SchedulerStats | None]
 
 
 class LLMEngine:
@@ -82,6 +85,8 @@ class LLMEngine:
             port = SeparateProcess if separate_process else InProcess
             self.port: Port = port(config, spec, progress)
         self.processor.max_model_len = self.port.max_model_len
+        name = config.model.served_model_name[0]
+        self.metrics = OfflineMetrics(name, self.port.max_model_len)
         self.lora = config.lora
         self.adapters = AdapterStore(private_dir()) if config.lora.enable_lora else None
         # Scripts rarely call `close`, so it also runs at exit.
@@ -123,6 +128,7 @@ class LLMEngine:
         """Queue a prepared request."""
         request_id = prepared.request.request_id
         self.output_processor.add(prepared)
+        self.metrics.begin(prepared)
         self.requests[request_id] = RequestOutput(
             request_id=request_id,
             prompt=prepared.prompt,
@@ -156,12 +162,14 @@ class LLMEngine:
             EngineDead: the engine process is gone.
         """
         progressed: dict[str, RequestOutput] = {}
-        outputs = self.port.receive()
+        outputs, stats = self.port.receive()
+        self.metrics.take(outputs, stats, self.output_processor.owner)
         for request_id, delta, stopped in self.output_processor.process(outputs):
             if stopped:  # ended by a stop string, which only this side knows about
                 self.port.send(AbortRequests(stopped))
             progressed[request_id] = self.requests[request_id]
             progressed[request_id].outputs[delta.index].add(delta)
+            self.metrics.observe(request_id, delta)
         for request_id, output in progressed.items():
             if output.finished:
                 del self.requests[request_id]
@@ -170,6 +178,7 @@ class LLMEngine:
     def abort_request(self, request_ids: Sequence[str]) -> None:
         """Drop requests; unknown ids are ignored."""
         for request_id in request_ids:
+            self.metrics.running.pop(request_id, None)
             if self.requests.pop(request_id, None) is not None:
                 self.port.send(AbortRequests(self.output_processor.abort(request_id)))
 
@@ -215,7 +224,7 @@ class Port(Protocol):
     def __init__(self, config: Config, spec: ModelSpec, progress: LoadingBar) -> None: ...
     def send(self, message: ToEngine) -> None: ...
     def sleep(self, is_asleep: bool) -> None: ...
-    def receive(self) -> list[EngineCoreOutput]: ...
+    def receive(self) -> Received: ...
     def close(self) -> None: ...
 
 
@@ -254,14 +263,14 @@ class InProcess:
             self.executor, worker = start_executor(config, self.spec, lambda phase, fraction: None)
             self.engine.connect(self.executor, worker)
 
-    def receive(self) -> list[EngineCoreOutput]:
+    def receive(self) -> Received:
         """Run one step; if all requests wait for a grammar to compile, wait for that first."""
         while not self.compiled.empty() or (
             not self.engine.has_work and self.engine.grammars.is_compiling
         ):
             self.engine.handle(self.compiled.get())
         outputs = self.engine.step().get(self.client)
-        return outputs.all_outputs if outputs else []
+        return (outputs.all_outputs, outputs.stats) if outputs else ([], None)
 
     def close(self) -> None:
         """Stop the workers after saving the blocks of finished requests: at exit it is too late."""
@@ -321,10 +330,11 @@ class SeparateProcess:
         while self.is_asleep != is_asleep:
             self.wait_for_message()
 
-    def receive(self) -> list[EngineCoreOutput]:
+    def receive(self) -> Received:
         """Wait for a step's outputs."""
         message = self.wait_for_message()
-        return message.all_outputs if isinstance(message, EngineCoreOutputs) else []
+        is_step = isinstance(message, EngineCoreOutputs)
+        return (message.all_outputs, message.stats) if is_step else ([], None)
 
     def close(self) -> None:
         """Stop the process and remove its sockets."""

@@ -312,3 +312,22 @@ def test_beam_search():
                 llm.beam_search("a", BeamSearchParams(**fields))
     finally:
         llm.close()
+
+
+@pytest.mark.parametrize("separate_process", [False, True])
+def test_metrics(separate_process):
+    llm = LLM(executor="fake", use_tqdm=False, separate_process=separate_process)
+    try:
+        llm.generate(["ab", "c"], SamplingParams(n=2, max_tokens=5))
+        llm.beam_search(["a"], BeamSearchParams(beam_width=2, max_tokens=3))
+        found = {(each.name, *each.labels.values()): each for each in llm.get_metrics()}
+        named = {name: each for (name, *_), each in found.items()}
+        assert named["vllm:generation_tokens"].value == 2 * 2 * 5
+        assert named["vllm:prompt_tokens"].value == 2 * (2 + 1)
+        ended = [each for each in found.values() if each.name == "vllm:request_success"]
+        assert {each.labels["finished_reason"]: each.value for each in ended}["length"] == 4
+        latency = named["vllm:e2e_request_latency_seconds"]
+        assert latency.count == latency.buckets["+Inf"] == 4 and latency.sum > 0
+        assert type(named["vllm:kv_cache_usage_perc"]).__name__ == "Gauge"
+    finally:
+        llm.close()
