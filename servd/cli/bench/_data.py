@@ -69,6 +69,10 @@ def add_options(
         metavar="N",
         help="tokens that all prompts begin with [%(default)s]",
     )
+    _add_file_options(group)
+
+
+def _add_file_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--dataset-name",
         choices=("random", "sharegpt", "custom"),
