@@ -69,10 +69,11 @@ def add_options(
         metavar="N",
         help="tokens that all prompts begin with [%(default)s]",
     )
-    _add_file_options(group)
+    _add_file_options(parser)
 
 
-def _add_file_options(group: argparse._ArgumentGroup) -> None:
+def _add_file_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("data")
     group.add_argument(
         "--dataset-name",
         choices=("random", "sharegpt", "custom"),
