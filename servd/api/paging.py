@@ -1,4 +1,4 @@
-"""Lists that are read page by page, as OpenAI's clients do."""
+"""Cursor pagination of lists, as OpenAI's clients use it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def query(default: int = 20, most: int = 100) -> dict[str, dict[str, Any]]:
-    """The parameters of `page`, for the description of a route."""
+    """The parameters of `page`, for the OpenAPI description of a route."""
     return {
         "limit": {"type": "integer", "minimum": 1, "maximum": most, "default": default},
         "order": {"enum": ["asc", "desc"], "default": "desc"},
@@ -28,7 +28,7 @@ def page(
     default: int = 20,
     most: int = 100,
 ) -> tuple[list[T], str | None, str | None, bool]:
-    """What the query asks for, the ids of its first and last entry, and whether there is more.
+    """The requested page, the ids of its first and last entry, and whether there are more.
 
     Args:
         request: with `limit`, `order` and `after`.

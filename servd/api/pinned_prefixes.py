@@ -23,13 +23,13 @@ PINNED = RequestOptions(retention=1e9)  # longer than any request may ask for
 
 
 class PinnedPrefixes:
-    """Prompts that an engine computes when it begins with an empty cache.
+    """Prompts that are computed whenever an engine's cache is empty.
 
     Args:
-        files: as the option says.
+        files: of --pin-prefix.
 
     Raises:
-        ConfigError: one cannot be read.
+        ConfigError: a file cannot be read.
     """
 
     def __init__(self, files: list[str]) -> None:
@@ -55,7 +55,7 @@ class PinnedPrefixes:
         try:
             prompt = Prompt(content=content, request_id=request_id)
             prepared = await async_llm.prepare([prompt], PROMPT_ONLY, options)
-            prepared[0].part_of = "--pin-prefix"  # nobody's request
+            prepared[0].part_of = "--pin-prefix"  # not a client's request
             async with aclosing(async_llm.generate(prepared)) as outputs:
                 async for _ in outputs:
                     pass

@@ -1,4 +1,4 @@
-"""Recorder: requests and steps as lines of a file, without text, for `servd what-if`."""
+"""Recorder: appends requests and steps to a file, without text, for `servd what-if`."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Recorder:
             self._lines.append(msgspec.json.encode({"step": line}))
 
     def add(self, running: Running, ready: EngineReady) -> None:
-        """A request has ended, or its client has left."""
+        """Add a request that has ended or whose client has disconnected."""
         if not self._has_begun:
             self._has_begun = True
             options: dict[str, Any] = {}
@@ -137,7 +137,7 @@ class Recorder:
             log.warning("--record-trace: %s", error.strerror)
 
     def close(self) -> None:
-        """Nothing is added any more."""
+        """Close the file."""
         os.close(self._file)
 
     def _line(

@@ -1,4 +1,4 @@
-"""What a server logs of what is asked, with --enable-log-requests."""
+"""Logging of requests, with --enable-log-requests."""
 
 from __future__ import annotations
 

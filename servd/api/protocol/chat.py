@@ -1,4 +1,4 @@
-"""Chat completions: the request, the answer and the chunks of a stream."""
+"""Chat completions: the request, the response and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ ChatContent = str | list[TextPart | RefusalPart | ThinkingPart] | None
 
 
 class FunctionCall(OpenObject):
-    """The function that an earlier answer called; `arguments` is JSON text."""
+    """A function call of an earlier response; `arguments` is JSON text."""
 
     name: str
     arguments: str
 
 
 class ToolCall(OpenObject):
-    """One call of an earlier answer."""
+    """One tool call of an earlier response."""
 
     type: NotRequired[Literal["function"]]
     id: NotRequired[str | None]
@@ -142,9 +142,9 @@ class ChatPrompt(RequestBody):
     )
     """`none` switches reasoning off where the template can; other values reach the template."""
     add_generation_prompt: bool = True
-    """End the prompt where the assistant's answer begins."""
+    """End the prompt with the beginning of the assistant's message."""
     continue_final_message: bool = False
-    """The answer goes on with the last message."""
+    """Continue the last message."""
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1024)] | None = None
     """For templates that read them."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -163,7 +163,7 @@ class ChatPrompt(RequestBody):
 
     @property
     def must_call_one(self) -> bool:
-        """Whether `tool_choice` is a function, which then is all that is asked for."""
+        """Whether `tool_choice` is a function, which must be called."""
         choice = self.tool_choice
         return isinstance(choice, dict) and choice.get("type") != "allowed_tools"
 
@@ -232,9 +232,9 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_CANDIDATES)] | None = None
     """How many of the most likely tokens come with each; up to --max-logprobs (20)."""
     include_reasoning: bool | None = None
-    """With false, reasoning is left out of the answer."""
+    """With false, reasoning is left out of the response."""
     echo: bool | None = None
-    """The answer begins with the last message, if that is the assistant's."""
+    """The response begins with the last message, if that is the assistant's."""
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:
@@ -329,7 +329,7 @@ class AssistantMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """One of `n` answers."""
+    """One of `n` choices."""
 
     index: int
     message: AssistantMessage
@@ -340,7 +340,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
-    """The whole answer."""
+    """The complete response."""
 
     id: str
     created: int
@@ -357,7 +357,7 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
 
 
 class DeltaFunction(msgspec.Struct, omit_defaults=True):
-    """The name comes once, the arguments in pieces."""
+    """The name is sent once, the arguments in pieces."""
 
     name: str | None = None
     arguments: str | None = None

@@ -18,8 +18,8 @@ from servd.errors import InvalidRequest
 from servd.messages import RequestOptions
 from servd.params import MAX_BEAMS, MAX_STOP, RepetitionDetection, SamplingParams
 
-# Fields that would change the answer in a way that servd cannot honour, so a client that sends one
-# must know. All other unknown fields are accepted and named in the header X-Servd-Ignored.
+# Fields that would change the response but are not supported, so they are rejected. All other
+# unknown fields are accepted and listed in the header X-Servd-Ignored.
 UNSUPPORTED = (
     "audio", "chat_template", "ebnf", "function_call", "functions", "grammar", "json_schema",
     "modalities", "prompt_embeds", "regex", "web_search_options",
@@ -39,7 +39,7 @@ NEUTRAL: dict[str, Any] = {"modalities": ["text"]}
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Absent, off or empty (0 is none of these), or the one value that asks for nothing."""
+    """Whether a value is absent, off or empty (0 is none of these), or the field's default."""
     empty = isinstance(value, str | list | dict) and not value
     return value is None or value is False or empty or value == NEUTRAL.get(name)
 
@@ -71,7 +71,7 @@ TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
 class StreamOptions(OpenObject, total=False):
-    """What a stream carries besides text."""
+    """What a stream contains besides text."""
 
     include_usage: bool | None
     continuous_usage_stats: bool | None
@@ -86,16 +86,16 @@ class RepetitionFields(ClosedObject, total=False):
 
 
 class KVTransferParams(OpenObject, total=False):
-    """Which part of a request another engine does, as vLLM's proxies say; the rest is ignored."""
+    """Disaggregated prefill, in the form of vLLM's proxies; other fields are ignored."""
 
-    do_remote_decode: bool | None  # another goes on after this prompt
-    do_remote_prefill: bool | None  # another has computed it
+    do_remote_decode: bool | None  # another engine decodes after this prefill
+    do_remote_prefill: bool | None  # another engine has computed the prompt
     remote_host: str | None
     remote_port: int | None
 
 
 class KVTransferAnswer(msgspec.Struct):
-    """What the engine that goes on with a prompt has to be sent."""
+    """What has to be sent to the engine that decodes."""
 
     remote_engine_id: str
     remote_request_id: str
@@ -105,13 +105,13 @@ class KVTransferAnswer(msgspec.Struct):
     remote_block_size: int
     remote_blocks_expiry_time: float  # Unix time
     tp_size: int
-    remote_block_ids: list[int] = []  # blocks are asked for by hash
+    remote_block_ids: list[int] = []  # empty: blocks are requested by hash
     do_remote_prefill: bool = True
     do_remote_decode: bool = False
 
 
 class GenerationRequest(StructuredRequest):
-    """Fields that mean the same in a chat and in a completion."""
+    """Fields with the same meaning in chat and text completions."""
 
     n: int | None = None
     """How many choices to return; choice i uses `seed + i`."""
@@ -124,52 +124,52 @@ class GenerationRequest(StructuredRequest):
     min_p: float | None = None
     """Sample among tokens with at least this share of the most probable one's probability."""
     presence_penalty: float | None = None
-    """Lower tokens that are in the output."""
+    """Penalty on tokens that are in the output."""
     frequency_penalty: float | None = None
-    """Lower tokens by how often they are in the output."""
+    """Penalty on tokens for each time they are in the output."""
     repetition_penalty: float | None = None
-    """Lower tokens that are in the prompt or the output."""
+    """Penalty on tokens that are in the prompt or the output; above 1 lowers them."""
     seed: int | None = None
     """The same seed and parameters give the same text, whatever else the server is doing."""
     max_tokens: int | None = None
-    """Most output tokens."""
+    """Largest number of output tokens."""
     min_tokens: int | None = None
-    """No end before so many output tokens."""
+    """Smallest number of output tokens before the end."""
     ignore_eos: bool | None = None
-    """Go on after the model's end token."""
+    """Continue after the model's end token."""
     stop: Annotated[
         Annotated[list[str], Field(fail_fast=True)] | None,
         BeforeValidator(_one_or_more, str | list[str] | None),
     ] = None
-    """A string or several; the text ends before the first one that comes."""
+    """One or several strings; the text ends before the first one generated."""
     stop_token_ids: TokenIds | None = None
     """Tokens that end the output."""
     include_stop_str_in_output: bool | None = None
-    """The text ends after the stop string."""
+    """Include the stop string in the text."""
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the text."""
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_bias_by_id)] = None
     """`{"token id": -100 to 100}`, added to the logits."""
     allowed_token_ids: TokenIds | None = None
-    """The only tokens that may be written."""
+    """The only tokens that may be generated."""
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
-    """Texts that may not be written, alone or after a space; up to 32 tokens each."""
+    """Texts that may not be generated, alone or after a space; up to 32 tokens each."""
     repetition_detection: Annotated[RepetitionFields | None, FewKeys] = None
     """`{"max_pattern_size": 20, "min_pattern_size": 2, "min_count": 4}` ends an output whose last
     tokens are four copies of one pattern of 2 to 20 tokens, with the `finish_reason` `repetition`.
     """
     speculative: bool | None = None
-    """false: no tokens are drafted ahead, under `--speculative-config`. The output is the same."""
+    """false: no speculative decoding, under `--speculative-config`. The output is the same."""
     thinking_token_budget: int | None = None
-    """Tokens after which reasoning ends, where a model's tags are one token each."""
+    """Largest number of reasoning tokens, if the model's reasoning tags are single tokens."""
     logprob_token_ids: TokenIds | None = None
-    """With `logprobs`: the log-probabilities of these tokens, too, at every position."""
+    """With `logprobs`: also the log-probabilities of these tokens at every position."""
     prompt_logprobs: int | None = None
     """Log-probabilities of the prompt's tokens, each with so many of the most likely, up to
     --max-logprobs (20); not streamed.
     """
     truncate_prompt_tokens: KeptTokens | None = None
-    """Keep only so many tokens of the prompt, the last ones; -1 for as many as fit."""
+    """Keep only so many of the prompt's last tokens; -1 for as many as fit."""
     use_beam_search: bool | None = None
     """Search with `n` beams instead of sampling."""
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
@@ -178,7 +178,7 @@ class GenerationRequest(StructuredRequest):
     """With beam search: as in transformers."""
 
     stream: bool | None = None
-    """Send the answer as server-sent events."""
+    """Stream the response as server-sent events."""
     stream_options: StreamOptions | None = None
     """`{"include_usage": true}` sends the usage in a last chunk."""
     return_token_ids: bool | None = None
@@ -194,26 +194,26 @@ class GenerationRequest(StructuredRequest):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     """Lower runs first, under `--scheduling-policy priority`."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    """Requests share cached prompt beginnings only with the same salt."""
+    """Requests share cached prefixes only with the same salt."""
 
     retention: Annotated[float, Field(ge=0, le=MAX_RETENTION)] | None = None
-    """Seconds that the prompt stays in the KV cache after the answer; see `--max-pinned-share`."""
+    """Seconds that the prompt stays in the KV cache afterwards; see `--max-pinned-share`."""
     kv_transfer_params: KVTransferParams | None = None
-    """Which part of the request another engine does, under `--kv-transfer-config`."""
+    """Disaggregated prefill: the part of the other engine, under `--kv-transfer-config`."""
     prompt_cache_retention: str | None = None
     """`24h`: a `retention` of a day. Any other is without effect."""
 
     user: str | None = None
-    """With whom the requests of a key share, if the key says so (`by_user`)."""
+    """The user, for fair scheduling among a key's users if the key has `by_user`."""
     metadata: dict[str, Any] | None = None
     """For the client's own records, without effect."""
     store: bool | None = None
     """For the client's own records, without effect."""
     service_tier: str | None = None
-    """`flex`: in the background, with what other requests leave. Any other is without effect."""
+    """`flex`: in the background, with idle capacity. Any other is without effect."""
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None
-    """Seconds in which the answer has to be whole; else it ends with the error 504, or is refused
-    at once where that can be foreseen. The header `X-Request-Timeout` does the same.
+    """Seconds in which the response must be complete; otherwise it ends with the error 504, or is
+    rejected at once if that can be foreseen. The header `X-Request-Timeout` does the same.
     """
     prompt_cache_key: str | None = None
     """For the client's own records, without effect."""
@@ -233,7 +233,7 @@ class GenerationRequest(StructuredRequest):
                 raise InvalidRequest(f"`{name}` is not supported: {hint}", param=name)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream`: true", param="stream_options")
-        logprobs = getattr(self, "logprobs", None)  # a number, or yes or no
+        logprobs = getattr(self, "logprobs", None)  # a number or a boolean
         if self.logprob_token_ids and (logprobs is None or logprobs is False):
             raise InvalidRequest("`logprob_token_ids` needs `logprobs`", param="logprob_token_ids")
         if self.prompt_logprobs is not None and self.stream:
@@ -290,24 +290,24 @@ class GenerationRequest(StructuredRequest):
     def ignored(self) -> list[str]:
         """Fields of the body, and of its stream options, that have no effect here."""
         options = set(self.stream_options or ()) - set(StreamOptions.__annotations__)
-        names = set(self.model_extra or ()) - set(UNSUPPORTED)  # those are neutral here
+        names = set(self.model_extra or ()) - set(UNSUPPORTED)  # here those are neutral
         idle = IDLE_WITH_BEAMS if self.use_beam_search else ONLY_WITH_BEAMS
         names |= {name for name in idle if getattr(self, name) is not None}
         return sorted(names | {f"stream_options.{name}" for name in options})
 
     @property
     def include_usage(self) -> bool:
-        """A last chunk tells the usage."""
+        """Whether the usage is sent in a last chunk."""
         return bool((self.stream_options or {}).get("include_usage"))
 
     @property
     def continuous_usage(self) -> bool:
-        """Every chunk tells the usage so far."""
+        """Whether every chunk has the usage so far."""
         return bool((self.stream_options or {}).get("continuous_usage_stats"))
 
     @property
     def request_options(self) -> RequestOptions:
-        """How the request is served."""
+        """The options that are not sampling parameters."""
         transfer = self.kv_transfer_params or {}
         peer = f"{transfer.get('remote_host')}:{transfer.get('remote_port')}"
         return RequestOptions(
@@ -382,11 +382,11 @@ class Timings(msgspec.Struct):
 
 
 class SpeculativeDecodingMetrics(msgspec.Struct):
-    """What became of the drafts of a request, under vLLM's names; a step counts if it had any."""
+    """Speculative decoding of a request, under vLLM's names; only steps with drafts count."""
 
-    mean_acceptance_length: float  # with the token after the drafts
+    mean_acceptance_length: float  # including the token after the drafts
     draft_acceptance_rate: float
-    acceptance_histogram: list[int]  # [num_spec_tokens + 1]: steps by the drafts they kept
+    acceptance_histogram: list[int]  # [num_spec_tokens + 1]: steps by accepted drafts
     num_spec_steps: int
     num_accepted_draft_tokens: int
     num_draft_tokens: int
@@ -398,7 +398,7 @@ class SpeculativeDecodingMetrics(msgspec.Struct):
     def of_steps(
         cls, steps: Sequence[tuple[int, int]], num_spec_tokens: int, detailed: bool
     ) -> SpeculativeDecodingMetrics:
-        """Add up the drafts of each step, and those of them that were kept."""
+        """Sum the proposed and accepted drafts of all steps."""
         drafted, accepted = [step[0] for step in steps], [step[1] for step in steps]
         return cls(
             1 + sum(accepted) / max(len(steps), 1),
@@ -414,7 +414,7 @@ class SpeculativeDecodingMetrics(msgspec.Struct):
 
 
 class ResponseMetrics(msgspec.Struct):
-    """What an answer tells of its making."""
+    """Metrics of a response."""
 
     speculative_decoding: SpeculativeDecodingMetrics
 

@@ -1,4 +1,4 @@
-"""Shapes of what a server says about its requests. Times are milliseconds from the first mark."""
+"""Responses of the introspection routes. Times are milliseconds from the request's first mark."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from msgspec import UNSET, UnsetType
 
 
 class RequestSummary(msgspec.Struct, kw_only=True):
-    """A request, and what it waited for longest."""
+    """A request, and the largest cause of its latency."""
 
     id: str
     object: str = "request"
@@ -34,7 +34,7 @@ class RequestList(msgspec.Struct):
 
 
 class CauseShare(msgspec.Struct):
-    """One reason for the time that a request took."""
+    """One cause of a request's latency."""
 
     cause: str
     ms: float
@@ -53,7 +53,7 @@ class TimelineSpan(msgspec.Struct):
 
 
 class TimelineMark(msgspec.Struct):
-    """One border that the request crossed, and when."""
+    """When a request reached a stage."""
 
     stage: str
     at_ms: float
@@ -94,7 +94,7 @@ class TimelineNeighbour(msgspec.Struct):
 
 
 class PrefixDifference(msgspec.Struct):
-    """The first token in which a prompt differs from the earlier one that is most like it."""
+    """The first token in which a prompt differs from the most similar earlier one."""
 
     index: int
     token_id: int
@@ -105,7 +105,7 @@ class PrefixDifference(msgspec.Struct):
 
 
 class PrefixCache(msgspec.Struct):
-    """How much of a prompt was found in the prefix cache, in blocks, and why no more."""
+    """How many blocks of a prompt were found in the prefix cache, and why not more."""
 
     block_size: int
     num_blocks: int  # full ones of the prompt
@@ -120,7 +120,7 @@ class PrefixCache(msgspec.Struct):
 
 
 class RequestTimeline(RequestSummary, kw_only=True):
-    """Where the time of a request went."""
+    """Where a request's time went."""
 
     object: str = "request.timeline"
     explanation: str

@@ -1,4 +1,4 @@
-"""Read a request body into its pydantic model; what is wrong becomes one bounded InvalidRequest."""
+"""Parses a request body into its pydantic model; errors become one bounded InvalidRequest."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class OpenObject(TypedDict):
 
 
 class ClosedObject(TypedDict):
-    """Base of those that may not."""
+    """Base of the objects that may not."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
 
