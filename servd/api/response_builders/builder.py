@@ -201,7 +201,8 @@ class ResponseBuilder(ABC):
                 self.prompts, self.params, self.options, deadline, admitted
             )
             self.token_ids = [[] for _ in range(self.n * len(prepared))]
-            self.check_logprobs(self.n * len(prepared) * (self.params.max_tokens or 0))
+            if self.num_logprobs_each or self.num_prompt_logprobs:
+                self.check_logprobs(self.n * len(prepared) * (self.params.max_tokens or 0))
             self.start()
             if asked.use_beam_search:
                 async_llm.processor.check_sums()
