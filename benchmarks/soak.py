@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import json
 import random
@@ -34,6 +35,7 @@ from servd.cli.bench._report import new_figure
 START_TIMEOUT = 120.0  # seconds
 SETTLE_TIMEOUT = 60.0  # seconds, for everything to end after the load
 FAULTS = ("engine killed", "engine stopped", "API server killed")
+WORK = bytes(16 << 20)  # what is hashed to see how busy the machine is
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
@@ -86,6 +88,7 @@ class Soak:
         self.done: Counter[str] = Counter()  # what happened, by name
         self.latencies: list[tuple[float, float]] = []  # (time, seconds) of well-behaved requests
         self.memory: list[tuple[float, float]] = []  # (time, bytes) of all processes
+        self.busyness: list[tuple[float, float]] = []  # (time, seconds) of the same work each time
         self.expected: dict[str, Any] = {}
         self.api_died_at = 0.0
         self.url = ""
@@ -305,6 +308,10 @@ class Soak:
                     with contextlib.suppress(psutil.Error):
                         used += process.memory_info().rss
                 self.memory.append((time.monotonic(), used))
+                # Others on this machine slow streams and this work alike.
+                begin = time.monotonic()
+                await asyncio.to_thread(hashlib.sha256, WORK)
+                self.busyness.append((begin, time.monotonic() - begin))
                 await self.audit()
                 bar.set_postfix_str(
                     f"{self.done['streams complete and equal']} streams, "
@@ -351,14 +358,23 @@ class Soak:
     def report(self) -> str:
         """A table of what was done, and what was wrong."""
         rows = [(name, f"{num:,}") for name, num in sorted(self.done.items())]
-        half = len(self.latencies) // 2
-        parts = {"first half": self.latencies[:half], "second half": self.latencies[half:]}
-        for name, part in parts.items():
-            seconds = [each for _, each in part]
-            if len(seconds) > 1:
+        quarter = self.arguments.seconds / 4
+        for number in range(4):
+            begin = self.end - (4 - number) * quarter
+            seconds, work = (
+                [each for at, each in found if begin <= at < begin + quarter]
+                for found in (self.latencies, self.busyness)
+            )
+            if len(seconds) > 1 and work:
                 p99 = statistics.quantiles(seconds, n=100, method="inclusive")[98]
-                figures = f"{statistics.median(seconds):.2f} s, {p99:.2f} s"
-                rows.append((f"streams, median and p99, {name}", figures))
+                median, busy = statistics.median(seconds), statistics.median(work)
+                rows.append(
+                    (
+                        f"streams, median and p99, quarter {number + 1}",
+                        f"{median:.2f} s, {p99:.2f} s; {median / busy:.0f}, {p99 / busy:.0f} "
+                        f"times the {1000 * busy:.0f} ms that the same work took",
+                    )
+                )
         used = [each for _, each in self.memory]
         for name, place in (("a third", len(used) // 3), ("all", -5)):
             if used[place:]:
@@ -371,12 +387,14 @@ class Soak:
 
     def plot(self, figure: Any, path: Path) -> None:
         """Latency and memory over time."""
-        upper, lower = figure.subplots(2, sharex=True)
+        upper, middle, lower = figure.subplots(3, sharex=True)
         start = self.memory[0][0]
         upper.plot(
             [t - start for t, _ in self.latencies], [s for _, s in self.latencies], ".", ms=2
         )
-        upper.set(ylabel="seconds of a stream", yscale="log")
+        upper.set(ylabel="s of a stream", yscale="log")
+        middle.plot([t - start for t, _ in self.busyness], [1000 * s for _, s in self.busyness])
+        middle.set(ylabel="ms of fixed work", ylim=(0, None))
         lower.plot([t - start for t, _ in self.memory], [m / 2**20 for _, m in self.memory])
         lower.set(xlabel="seconds", ylabel="MiB of all processes", ylim=(0, None))
         figure.savefig(path)
