@@ -19,6 +19,7 @@ from msgspec import Meta
 from servd import gguf
 from servd.errors import ConfigError, ModelNotFound, UnsupportedModel
 from servd.overrides import override, reach
+from servd.published import as_today
 from servd.text_part import TEXT, text_of
 
 log = logging.getLogger("servd.hf")
@@ -118,7 +119,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a model of text, or that of the part of a model which reads text."""
     config = read_json(folder / "config.json")
     # Heads in *speculators* format say so what they share with other decoders.
-    return reach(text_of(config.get("transformer_layer_config", {}) | config))
+    return reach(text_of(as_today(config.get("transformer_layer_config", {}) | config)))
 
 
 def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> ModelSpec:

@@ -16,7 +16,7 @@ from servd.hf import ModelSpec
 from servd.params import PoolingParams
 
 # By model_type: those that servd has files for.
-ENCODERS = frozenset({"bert", "modernbert", "roberta", "xlm-roberta"})
+ENCODERS = frozenset({"bert", "gte", "modernbert", "roberta", "xlm-roberta"})
 # Set in the id of each token of the second of two texts, inside a worker.
 SECOND_TEXT = 1 << 30
 PAGE_HEAD = 4096  # bytes of a README.md, which begins with what the hub sorts it under
@@ -309,5 +309,6 @@ def _texts(spec: ModelSpec, folder: Path) -> dict[str, Any]:
         "max_tokens": min(limits.get("max_seq_length") or positions, positions),
         "prompts": texts.get("prompts") or {},
         "default_prompt": texts.get("default_prompt_name"),
-        "has_token_types": spec.model_type == "bert" and spec.config.get("type_vocab_size", 2) > 1,
+        "has_token_types": spec.model_type in ("bert", "gte")
+        and spec.config.get("type_vocab_size", 2) > 1,
     }

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 import servd
-from servd import pooling
+from servd import pooling, published
 from servd.errors import UnsupportedModel
-from servd.hf import ModelSpec, quantization_of, read_spec, weight_files
+from servd.hf import ModelSpec, quantization_of, read_json, read_spec, weight_files
 from servd.messages import NewRequest, ScheduledRequest, SchedulerOutput
 from servd.params import PoolingParams
 from servd.pooling import PoolingSpec
@@ -195,7 +195,10 @@ def reference(folder: str, limit: int) -> list[list[float]]:
         kind = transformers.AutoModelForSequenceClassification
     if files.score_tokens:
         kind = transformers.AutoModelForCausalLM
-    model = kind.from_pretrained(folder, dtype="auto", attn_implementation="eager").eval()
+    options: dict[str, Any] = {"dtype": "auto", "attn_implementation": "eager"}
+    if read_json(Path(folder) / "config.json").get("model_type") == published.GTE:
+        options["config"] = transformers.CONFIG_MAPPING["gte"].from_dict(spec.config)
+    model = kind.from_pretrained(folder, **options).eval()
     _compute_in_float32(model)
     dense = [Dense.read(each, torch.device("cpu")) for each in files.dense]
     found = []

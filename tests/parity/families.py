@@ -235,6 +235,7 @@ ENCODER = {
     "initializer_range": 0.15,
 }
 PADDED = ENCODER | {"pad_token_id": 1, "type_vocab_size": 1}
+GTE_ROPE = {"rope_parameters": {"rope_type": "linear", "rope_theta": 40000.0, "factor": 1.14}}
 MODERN = ENCODER | {
     "num_hidden_layers": 4,
     "local_attention": 16,
@@ -247,6 +248,10 @@ MODERN = ENCODER | {
 # model_type -> variants of its config.json, by name.
 ENCODERS: dict[str, dict[str, dict[str, Any]]] = {
     "bert": {"types": ENCODER, "gelu_new": ENCODER | {"hidden_act": "gelu_new"}},
+    "gte": {
+        "one type": PADDED | GTE_ROPE,
+        "no types, a default base": PADDED | {"type_vocab_size": 0},
+    },
     "roberta": {"positions": PADDED},
     "xlm-roberta": {"positions": PADDED | {"pad_token_id": 3, "num_labels": 1}},
     "modernbert": {

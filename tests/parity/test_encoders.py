@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from servd import LLM, pooling
 from servd.api.prompt import Pair, SharedText
 from servd.errors import UnsupportedModel
-from servd.hf import read_spec
+from servd.hf import read_json, read_spec
 from servd.params import PoolingParams
 from servd.worker import self_check
 from tests.parity.families import ENCODER, ENCODERS, make_checkpoint
@@ -75,6 +75,35 @@ def test_classification_heads(tmp_path: Path, model_type: str, variant: str):
     for prompt, got in zip(prompts(), run(folder, params), strict=True):
         expected = model(torch.tensor([prompt])).logits[0]
         torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("is_packed", [True, False], ids=["Alibaba's names", "today's names"])
+@torch.inference_mode()
+def test_gte_as_it_was_published(tmp_path: Path, monkeypatch, caplog, is_packed: bool):
+    """With code of its own, which transformers has by another name today."""
+    from transformers import AutoModel
+
+    folder = make_checkpoint(tmp_path / "model", "gte", ENCODERS["gte"]["one type"], "AutoModel")
+    model, config = AutoModel.from_pretrained(folder).eval(), read_json(folder / "config.json")
+    config |= {"model_type": "new", "architectures": ["NewModel"], "rope_theta": 20000}
+    config |= {"auto_map": {"AutoModel": "NewModel"}, "position_embedding_type": "rope"}
+    config["rope_scaling"] = {"type": "ntk", "factor": 8.0}
+    del config["rope_parameters"]
+    write(folder / "config.json", config)
+    tensors = load_file(folder / "model.safetensors") if is_packed else model.state_dict()
+    assert any("qkv_proj" in name for name in tensors) == is_packed
+    prefix = "new." if is_packed else ""
+    save_file({prefix + name: each for name, each in tensors.items()}, folder / "model.safetensors")
+    pairs = torch.arange(8)  # https://kexue.fm/archives/9706, equation 6
+    model.rotary_emb.inv_freq.copy_(1 / (8 * 20000) ** (pairs / 8) / 8 ** (2 / 16))
+    params = PoolingParams(pooling="all", normalize=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", compute_here)
+    caplog.set_level("INFO")
+    for prompt, got in zip(prompts(), run(folder, params, check_vectors=True), strict=True):
+        expected = model(torch.tensor([prompt])).last_hidden_state[0]
+        torch.testing.assert_close(got.view(expected.shape), expected, atol=TOLERANCE, rtol=0)
+    assert "vectors as the model's files define them" in caplog.text
 
 
 def make_tokenizer(folder: Path) -> tokenizers.Tokenizer:

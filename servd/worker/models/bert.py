@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -15,6 +15,7 @@ from servd.worker.layers.attention import Attention, ForwardContext
 from servd.worker.layers.embedding import Embedding, VocabEmbedding
 from servd.worker.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from servd.worker.layers.norm import LayerNorm
+from servd.worker.layers.rotary import Rotation
 from servd.worker.parallel import Parallel
 
 # Parts of the checkpoint's names -> names here.
@@ -35,15 +36,18 @@ UNUSED = ("cls.", "lm_head.")  # heads that predict masked tokens
 
 
 class BertEmbeddings(nn.Module):
-    """Tokens, positions and which of two texts; `first_position` is that of the first token."""
+    """Tokens, positions and which of two texts; `first_position` is that of the first token, None
+    where positions are rotary.
+    """
 
-    def __init__(self, spec: ModelSpec, parallel: Parallel, first_position: int) -> None:
+    def __init__(self, spec: ModelSpec, parallel: Parallel, first_position: int | None) -> None:
         super().__init__()
         size, num_types = spec.hidden_size, spec.config.get("type_vocab_size", 2)
-        num_positions = spec.config["max_position_embeddings"]
         self.first_position, self.last_type = first_position, max(num_types - 1, 0)
         self.word_embeddings = VocabEmbedding(spec.vocab_size, size, parallel)
-        self.position_embeddings = Embedding(num_positions, size, parallel)
+        if first_position is not None:
+            num_positions = spec.config["max_position_embeddings"]
+            self.position_embeddings = Embedding(num_positions, size, parallel)
         self.token_type_embeddings = Embedding(num_types, size, parallel) if num_types else None
         self.LayerNorm = LayerNorm(size, spec.config.get("layer_norm_eps", 1e-12), parallel)
 
@@ -53,6 +57,8 @@ class BertEmbeddings(nn.Module):
         if self.token_type_embeddings is not None:
             types = (input_ids >= SECOND_TEXT).long().clamp(max=self.last_type)
             x = x + self.token_type_embeddings(types)
+        if self.first_position is None:
+            return self.LayerNorm.add(x, None)[0]
         return self.LayerNorm.add(x, self.position_embeddings(positions + self.first_position))[0]
 
 
@@ -67,9 +73,9 @@ class BertAttention(nn.Module):
         scale = spec.head_dim**-0.5
         self.attention = Attention(0, num_heads, num_heads, spec.head_dim, scale, is_causal=False)
 
-    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
-        return self.dense(self.attention(*self.qkv(x).chunk(3, dim=-1), ctx))
+        return self.dense(self.attention(*self.qkv(x).chunk(3, dim=-1), ctx, rotation))
 
 
 class BertLayer(nn.Module):
@@ -86,15 +92,19 @@ class BertLayer(nn.Module):
         self.mlp_norm = LayerNorm(size, eps, parallel)
         self.act = Activation(spec.config.get("hidden_act", "gelu"))
 
-    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
-        x = self.attention_norm.add(self.attention(x, ctx), x)[0]
+        x = self.attention_norm.add(self.attention(x, rotation, ctx), x)[0]
         return self.mlp_norm.add(self.down(self.act(self.up(x))), x)[0]
 
 
 class BertModel(nn.Module):
     """The encoder; embeddings are pooled from its last hidden states."""
 
+    layer: ClassVar[type[BertLayer]] = BertLayer
+    names: ClassVar[dict[str, str]] = NAMES
+    # Values of config.json beside which there is code for no others.
+    only: ClassVar[dict[str, Any]] = {"position_embedding_type": "absolute", "is_decoder": False}
     packed: ClassVar[dict[str, tuple[str, int]]] = {
         "query": ("qkv", 0), "key": ("qkv", 1), "value": ("qkv", 2),
     }  # fmt: skip
@@ -107,30 +117,34 @@ class BertModel(nn.Module):
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
-        for key, only in (("position_embedding_type", "absolute"), ("is_decoder", False)):
+        for key, only in self.only.items():
             if spec.config.get(key, only) != only:
                 raise UnsupportedModel(f"{key} {spec.config[key]!r} is not supported in encoders")
         self.embeddings = BertEmbeddings(spec, parallel, self.first_position(spec))
-        self.layers = nn.ModuleList(BertLayer(spec, parallel) for _ in range(spec.num_layers))
+        self.layers = nn.ModuleList(self.layer(spec, parallel) for _ in range(spec.num_layers))
 
     @staticmethod
-    def first_position(spec: ModelSpec) -> int:
-        """Row of the position table for the first token."""
+    def first_position(spec: ModelSpec) -> int | None:
+        """Row of the position table for the first token; None without a table."""
         return 0
+
+    def rotation(self, positions: Tensor) -> Rotation | None:
+        """Of [num_tokens]; None without rotary positions."""
+        return None
 
     def convert(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Rename the checkpoint's tensors."""
         for name, tensor in tensors:
             if not name.startswith(UNUSED):
-                for old, new in NAMES.items():
+                for old, new in self.names.items():
                     name = name.replace(old, new)
                 yield name, tensor
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """[num_tokens] each -> hidden states [num_tokens, hidden]."""
-        x = self.embeddings(input_ids, positions)
+        x, rotation = self.embeddings(input_ids, positions), self.rotation(positions)
         for layer in self.layers:
-            x = layer(x, ctx)
+            x = layer(x, rotation, ctx)
         return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

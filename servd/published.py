@@ -1,0 +1,40 @@
+"""config.json of models that were published with code of their own, which servd never runs, as
+transformers has them today.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+GTE = "new"  # Alibaba's name for it
+
+
+def as_today(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json under today's names; others unchanged."""
+    if config.get("model_type") == GTE:
+        classes = config.get("architectures")
+        if isinstance(classes, list):
+            classes = [str(name).replace("New", "Gte", 1) for name in classes]
+        config = {"rope_theta": 10000.0} | config | {"model_type": "gte", "architectures": classes}
+    return config | _rotation(config) if config.get("model_type") == "gte" else config
+
+
+def _rotation(config: dict[str, Any]) -> dict[str, Any]:
+    """Fixed NTK (https://kexue.fm/archives/9706, equation 6) is another base, and longer waves."""
+    rope = config.get("rope_scaling")
+    if not isinstance(rope, dict) or rope.get("type") != "ntk" or rope.get("mixed_b") is not None:
+        return {}
+    theta, heads, size = (
+        config.get(key) for key in ("rope_theta", "num_attention_heads", "hidden_size")
+    )
+    factor = rope.get("factor")
+    if not (_is_size(theta) and _is_size(heads) and _is_size(size) and _is_size(factor)):
+        return {}  # which is refused where they are read
+    return {
+        "rope_theta": theta * factor,
+        "rope_scaling": {"rope_type": "linear", "factor": factor ** (2 * heads / size)},
+    }
+
+
+def _is_size(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and value > 0

@@ -1,0 +1,87 @@
+"""GTE's own encoders (https://arxiv.org/abs/2407.19669), English v1.5 and multilingual: BERT with
+rotary positions and a gated feed-forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from msgspec.structs import replace
+from torch import Tensor
+
+from servd.hf import ModelSpec
+from servd.worker.layers.activation import Gate
+from servd.worker.layers.linear import ColumnParallelLinear
+from servd.worker.layers.rotary import Rotary, Rotation
+from servd.worker.models.bert import BertForSequenceClassification, BertLayer, BertModel
+from servd.worker.parallel import Parallel
+
+
+class GteLayer(BertLayer):
+    """Has a gated feed-forward."""
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        super().__init__(spec, parallel)
+        inner = spec.config["intermediate_size"]
+        self.up = ColumnParallelLinear(spec.hidden_size, [inner, inner], parallel, bias=False)
+        self.act = Gate(spec.config.get("hidden_act", "gelu"))
+
+
+class GteModel(BertModel):
+    """See GteLayer; checkpoints have the names of Alibaba's code or those of transformers."""
+
+    layer = GteLayer
+    names: ClassVar[dict[str, str]] = {
+        "new.": "",
+        "gte.": "",
+        "encoder.layer.": "layers.",
+        "self_attn.": "attention.",
+        "attention.qkv_proj": "attention.qkv",
+        "attention.o_proj": "attention.dense",
+        "attn_ln": "attention_norm",
+        "post_attention_layernorm": "attention_norm",
+        "post_mlp_layernorm": "mlp_norm",
+        "mlp_ln": "mlp_norm",
+        "mlp.down_proj": "down",
+        "mlp.": "",
+    }
+    only = {
+        "position_embedding_type": "rope",
+        "layer_norm_type": "layer_norm",
+        "logn_attention_scale": False,
+        "is_decoder": False,
+    }
+    packed: ClassVar[dict[str, tuple[str, int]]] = {
+        "q_proj": ("qkv", 0), "k_proj": ("qkv", 1), "v_proj": ("qkv", 2),
+        "gate_proj": ("up", 0), "up_proj": ("up", 1),
+    }  # fmt: skip
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        super().__init__(spec, parallel)
+        self.rotary = Rotary(replace(spec, config={"rope_theta": 160000.0} | spec.config))
+
+    @staticmethod
+    def first_position(spec: ModelSpec) -> None:
+        """There is no table."""
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        """See BertModel."""
+        return self.rotary(positions)
+
+    def convert(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Rename the checkpoint's tensors; Alibaba's have what is gated before its gate."""
+        for name, tensor in super().convert(tensors):
+            if "up_gate_proj" not in name:
+                yield name, tensor
+                continue
+            for part, half in zip(("up_proj", "gate_proj"), tensor.chunk(2), strict=True):
+                yield name.replace("up_gate_proj", part), half
+
+
+class GteForMaskedLM(GteModel):
+    """Embeds without its head."""
+
+
+class GteForSequenceClassification(BertForSequenceClassification, GteModel):
+    """The pooler and a head on the first token."""
