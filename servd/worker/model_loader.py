@@ -32,7 +32,6 @@ from servd.worker.ops import native
 from servd.worker.parallel import Parallel
 from servd.worker.pipeline_model import cut
 from servd.worker.quantization import _imatrix
-from servd.worker.read_ahead import reading_ahead
 from servd.worker.staging import Staging
 
 log = logging.getLogger("servd.worker")
@@ -243,8 +242,6 @@ def _check(files: list[Path]) -> None:
 def _checkpoint(files: list[Path], weight: Tensor) -> Iterator[tuple[str, Tensor | Quantized]]:
     """Tensors of the checkpoint in its own format; `weight` is on the model's device."""
     tensors, folder = _quantized(files, weight), files[0].parent
-    if not weight.is_meta:
-        tensors = reading_ahead(files, tensors)
     config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
     return _of_text(tensors, not weight.is_meta) if is_part(config) else tensors
 
