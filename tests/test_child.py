@@ -18,6 +18,7 @@ from servd import log
 from servd.child import STANDBY_NICE, Child, import_ahead
 from servd.child_messages import StartModel
 from servd.config import Config
+from tests.limits import WAIT_SECONDS
 
 
 def test_a_child_that_is_stopped_holds_up_nobody_who_posts_to_it():
@@ -31,7 +32,7 @@ def test_a_child_that_is_stopped_holds_up_nobody_who_posts_to_it():
 
     posting = threading.Thread(target=post, daemon=True)
     posting.start()
-    posting.join(60)
+    posting.join(WAIT_SECONDS)
     assert not posting.is_alive()
     child.process.kill()
     child.stop(60)
@@ -51,7 +52,7 @@ time.sleep(600)
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE
     )
     data = msgspec.msgpack.encode(Config())
-    _, errors = child.communicate((len(data).to_bytes(4, "big") + data) * 3, timeout=60)
+    _, errors = child.communicate((len(data).to_bytes(4, "big") + data) * 3, timeout=WAIT_SECONDS)
     assert errors.count(b"no such certificate") == 2
     assert child.returncode == 1
 
@@ -60,7 +61,7 @@ def test_a_child_that_was_never_told_to_start_ends_with_its_parent():
     child = Child("standby", "servd.core.engine_core_proc", None, args=["fake", "1"])
     assert child.process.stdin
     child.process.stdin.close()
-    assert child.process.wait(60) == 1
+    assert child.process.wait(WAIT_SECONDS) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -88,7 +89,7 @@ time.sleep(600)
     while child.status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
     parent.kill()
-    parent.communicate(timeout=60)
+    parent.communicate(timeout=WAIT_SECONDS)
     _, left = psutil.wait_procs([child], 60)
     for each in left:
         each.kill()
@@ -105,7 +106,7 @@ def test_only_the_thread_that_imports_for_later_has_a_low_priority():
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(60)
+    thread.join(WAIT_SECONDS)
     assert seen == [min(before + STANDBY_NICE, 19)]
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
@@ -113,7 +114,7 @@ def test_only_the_thread_that_imports_for_later_has_a_low_priority():
 def test_why_a_model_among_several_cannot_be_served_is_a_line_of_its_log(capfd):
     start = StartModel(Config.load({"model": "/nowhere"}))
     child = Child("one", "servd.launch.model_server", start, env={log.MODEL: "one"})
-    assert child.process.wait(60) == 2
+    assert child.process.wait(WAIT_SECONDS) == 2
     child.stop(1)
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "/nowhere" in line]
     assert "ERROR   one/servd" in line and "there is no folder" in line

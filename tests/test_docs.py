@@ -24,6 +24,7 @@ from servd.cli import make_parser
 from servd.cli._options import read_config_file
 from servd.config import Config, options_by_name
 from tests.integration.conftest import shared
+from tests.limits import WAIT_SECONDS
 from tests.test_architecture import ONE_DOOR
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -224,7 +225,7 @@ def run_example(text: str, *program: str) -> str:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=WAIT_SECONDS,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -289,7 +290,7 @@ def test_the_batch_in_the_docs_is_answered_as_shown(url, tmp_path):
     (tmp_path / "in").write_text("\n".join(requests))
     files = ["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")]
     command = [sys.executable, "-m", "servd", "run-batch", *files, "--url", url]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=WAIT_SECONDS)
     answers = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert len(answers) == len(requests)
     shown = json.loads(answer)

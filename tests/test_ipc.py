@@ -19,6 +19,7 @@ from servd import ipc
 from servd.errors import ConfigError
 from servd.messages import AbortRequests, Attach, EngineDead, ResetPrefixCache, ToEngine
 from servd.private_dir import private_dir
+from tests.limits import WAIT_SECONDS
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_order_is_kept_and_types_come_back(inbox, outbox):
     sent = [Attach(0, "x")] + [AbortRequests([str(i)]) for i in range(1000)] + [ResetPrefixCache()]
     for message in sent:
         outbox.send(message)
-    assert [inbox.recv(timeout=60) for _ in sent] == sent
+    assert [inbox.recv(timeout=WAIT_SECONDS) for _ in sent] == sent
 
 
 def test_order_is_kept_per_sender(at, inbox):
@@ -59,7 +60,7 @@ def test_order_is_kept_per_sender(at, inbox):
     threads = [threading.Thread(target=send, args=(name,)) for name in "abc"]
     for thread in threads:
         thread.start()
-    received = [inbox.recv(timeout=60).request_ids for _ in range(600)]
+    received = [inbox.recv(timeout=WAIT_SECONDS).request_ids for _ in range(600)]
     for thread in threads:
         thread.join()
     for name in "abc":
@@ -79,7 +80,7 @@ def test_drain_takes_all_that_is_there_and_does_not_wait(inbox, outbox):
         outbox.send(AbortRequests([str(i)]))
     outbox.send(ResetPrefixCache())
     messages = []
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_SECONDS
     while not messages or messages[-1] != ResetPrefixCache():
         assert time.monotonic() < deadline
         messages += inbox.drain()
@@ -91,7 +92,7 @@ def test_an_outbox_may_come_before_its_inbox(at):
     outbox = ipc.Outbox(at)
     outbox.send(AbortRequests(["early"]))
     inbox = ipc.Inbox(at, ToEngine)
-    assert inbox.recv(timeout=60) == AbortRequests(["early"])
+    assert inbox.recv(timeout=WAIT_SECONDS) == AbortRequests(["early"])
     outbox.close()
     inbox.close()
 
@@ -100,7 +101,7 @@ def test_last_words_are_delivered_after_close(at, inbox):
     outbox = ipc.Outbox(at)
     outbox.send(AbortRequests(["last"]))
     outbox.close()
-    assert inbox.recv(timeout=60) == AbortRequests(["last"])
+    assert inbox.recv(timeout=WAIT_SECONDS) == AbortRequests(["last"])
 
 
 async def test_an_event_loop_misses_nothing_on_the_edge_triggered_descriptor(at, inbox):
@@ -126,7 +127,7 @@ async def test_an_event_loop_misses_nothing_on_the_edge_triggered_descriptor(at,
     on_readable()
     sender = loop.run_in_executor(None, send)
     try:
-        await asyncio.wait_for(done.wait(), timeout=60)
+        await asyncio.wait_for(done.wait(), timeout=WAIT_SECONDS)
     finally:
         loop.remove_reader(inbox.fileno())
         await sender
@@ -140,8 +141,8 @@ def test_messages_cross_processes(at, inbox):
         "outbox.close()\n"
         "import zmq; zmq.Context.instance().term()"
     )
-    subprocess.run([sys.executable, "-c", code, at], check=True, timeout=60)
-    assert inbox.recv(timeout=60) == AbortRequests(["other process"])
+    subprocess.run([sys.executable, "-c", code, at], check=True, timeout=WAIT_SECONDS)
+    assert inbox.recv(timeout=WAIT_SECONDS) == AbortRequests(["other process"])
 
 
 def test_garbage_is_refused_by_the_type(at, inbox):
@@ -152,9 +153,9 @@ def test_garbage_is_refused_by_the_type(at, inbox):
     outbox.send(Garbage(1))
     outbox.send(ResetPrefixCache())
     with pytest.raises(ipc.UnreadableMessage, match="Expected `array`, got `object`") as caught:
-        inbox.recv(timeout=60)
+        inbox.recv(timeout=WAIT_SECONDS)
     assert msgspec.msgpack.decode(caught.value.data) == {"a": 1}
-    assert inbox.recv(timeout=60) == ResetPrefixCache()
+    assert inbox.recv(timeout=WAIT_SECONDS) == ResetPrefixCache()
     outbox.close()
 
 
@@ -164,7 +165,7 @@ def test_drain_keeps_what_came_before_an_unreadable_message(inbox, outbox):
     time.sleep(0.05)  # most often enough for all three
 
     def drained():
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + WAIT_SECONDS
         while not (messages := inbox.drain()):
             assert time.monotonic() < deadline
         return messages
@@ -200,7 +201,7 @@ TOKEN = "a token of these tests, long enough"
 
 def messages(listener, count: int) -> list[tuple[bytes, object]]:
     found: list[tuple[bytes, object]] = []
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_SECONDS
     while len(found) < count:
         assert time.monotonic() < deadline
         ipc.wait([listener], 0.1)
@@ -262,7 +263,7 @@ def test_nothing_passes_a_listener_without_the_token(listener, knows):
 @pytest.mark.parametrize("flags", [0x02, 0x06])  # of a long message, of a long command
 def test_who_has_shown_no_token_has_a_listener_take_no_memory(listener, flags):
     host, port = listener.at.removeprefix("tcp://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as stranger:
+    with socket.create_connection((host, int(port)), timeout=WAIT_SECONDS) as stranger:
         greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
         stranger.sendall(greeting)
         stranger.sendall(bytes([flags]) + (1 << 33).to_bytes(8, "big"))
@@ -275,7 +276,7 @@ def test_who_says_nothing_is_not_kept(monkeypatch):
     monkeypatch.setattr(ipc, "HANDSHAKE_TIMEOUT", 200)
     listener = ipc.Listener("tcp://127.0.0.1:0", ToEngine, ipc.Keys(TOKEN))
     port = int(listener.at.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as stranger:
+    with socket.create_connection(("127.0.0.1", port), timeout=WAIT_SECONDS) as stranger:
         while stranger.recv(100):
             pass
     listener.close()
@@ -290,7 +291,9 @@ def test_strangers_are_not_more_than_there_is_room_for(monkeypatch):
     friends[0].send(AbortRequests(["before"]))
     messages(listener, 1)
     port = int(listener.at.rpartition(":")[2])
-    strangers = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(40)]
+    strangers = [
+        socket.create_connection(("127.0.0.1", port), timeout=WAIT_SECONDS) for _ in range(40)
+    ]
     time.sleep(0.3)
     were_cut = 0
     for stranger in strangers:

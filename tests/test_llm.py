@@ -22,6 +22,7 @@ from servd.messages import FinishReason
 from servd.params import CLASSIFY, StructuredOutput
 from servd.pooling import PoolingSpec
 from tests.adapters import write_adapter
+from tests.limits import WAIT_SECONDS
 
 
 def expected(text: str, params: PoolingParams) -> list[float]:
@@ -183,7 +184,11 @@ llm = LLM(executor="fake", separate_process=True, use_tqdm=False)
 print(len(output.outputs[0].token_ids), llm.engine.port.child.process.pid)
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+        check=True,
     )
     num_tokens, pid = done.stdout.split()
     assert num_tokens == "3" and "ERROR" not in done.stderr

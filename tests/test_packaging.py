@@ -5,13 +5,14 @@ import sys
 from pathlib import Path
 
 from servd.api.console import FOLDER, files
+from tests.limits import WAIT_SECONDS
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_the_wheel_is_typed_and_has_the_demo_model_and_the_console(tmp_path):
     command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=WAIT_SECONDS)
     packed = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert {
         "servd/py.typed",

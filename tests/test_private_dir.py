@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from servd.private_dir import LOCK, LOCK_GRACE, PARENT_DIR, private_dir
+from tests.limits import WAIT_SECONDS
 
 OWNER = "from servd.private_dir import private_dir; print(private_dir(), flush=True); input()"
 
@@ -61,7 +62,7 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next_one_and_nothing_els
     second = private_dir()
     assert left.parent == base and left.exists()  # its owner runs
     owner.send_signal(signal.SIGKILL)
-    owner.communicate(timeout=60)
+    owner.communicate(timeout=WAIT_SECONDS)
     grow_old(left)
     third = private_dir()
     assert {*base.glob("servd-*")} == {foreign, own, second, third}

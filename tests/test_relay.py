@@ -36,6 +36,7 @@ from servd.messages import (
 )
 from servd.private_dir import private_dir
 from servd.relay import Head, Member
+from tests.limits import WAIT_SECONDS
 
 KEYS = Keys("a token of these tests, long enough")
 IDENTITY = "an engine of the node"
@@ -111,7 +112,7 @@ class Hosts:
 
     def event(self) -> Any:
         """The next thing that a relay has called back."""
-        return self.events.get(timeout=30)
+        return self.events.get(timeout=WAIT_SECONDS)
 
     def client(self, number: int = 7) -> EngineCoreClient:
         """An API server."""
@@ -147,7 +148,7 @@ def hosts(monkeypatch) -> Iterator[Hosts]:
 
 def received(channel: Any, kind: type) -> Any:
     """The next message of a kind."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < deadline:
         if isinstance(message := channel.recv(timeout=1), kind):
             return message
@@ -173,7 +174,7 @@ def test_an_api_server_and_an_engine_of_another_host_talk_as_if_they_were_on_one
 
     client.close()
     hosts.head.drop(7)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + WAIT_SECONDS
     with pytest.raises(ConnectionError):  # the engine notices, and can abort what it had
         while time.monotonic() < deadline:
             answers.send(EngineStatus("for nobody"))
@@ -296,7 +297,7 @@ def test_what_another_version_says_is_refused_too(hosts):
     hosts.start_head()
     link = ipc.Link(hosts.start_node().head, ToMember, KEYS)
     link.send(EngineStatus("a message that nobody expects here"))
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + WAIT_SECONDS
     while not (answers := link.drain()):
         assert time.monotonic() < deadline
     [(_, answer)] = answers
@@ -309,7 +310,7 @@ def test_a_rank_that_makes_no_sense_is_refused(hosts):
     link = ipc.Link(head_address(hosts.config), ToMember, KEYS)
     terms = terms_of(hosts.config, FAKE_SPEC)
     link.send(Join(servd.__version__, "a host", 1, 2, terms))
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + WAIT_SECONDS
     while not (answers := link.drain()):
         assert time.monotonic() < deadline
     [(_, answer)] = answers

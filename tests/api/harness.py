@@ -42,6 +42,7 @@ from servd.messages import (
     WakeUp,
 )
 from servd.resolve import Machine, resolve
+from tests.limits import WAIT_SECONDS
 
 MODEL = "org/fake-model"  # with a slash, as on the hub
 ALIAS = "fake"
@@ -231,11 +232,11 @@ async def serve(
         stack.callback(async_llm.close)
         if listen:
             url = await stack.enter_async_context(listening(app))
-            http = httpx.AsyncClient(base_url=url, timeout=60)
+            http = httpx.AsyncClient(base_url=url, timeout=WAIT_SECONDS)
         else:
             url = ""
             http = httpx.AsyncClient(
-                base_url="http://servd", transport=httpx.ASGITransport(app), timeout=60
+                base_url="http://servd", transport=httpx.ASGITransport(app), timeout=WAIT_SECONDS
             )
         await stack.enter_async_context(http)
         yield Served(http, engines[0], engines, async_llm, app, url)
@@ -275,7 +276,7 @@ async def listening(
         await task
 
 
-async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = WAIT_SECONDS) -> None:
     """Wait until `condition` holds."""
     async with asyncio.timeout(seconds):
         while not condition():

@@ -36,6 +36,7 @@ from servd.outputs import CompletionOutput
 from servd.params import SamplingParams, StructuredOutput
 from servd.stats import SchedulerStats
 from servd.tracing import Mark, now_ns
+from tests.limits import WAIT_SECONDS
 
 READY = EngineReady(
     WorkerReady("cpu", "float32", "none", 8, 0, 0), max_model_len=1000, block_size=16
@@ -270,7 +271,7 @@ async def test_a_fault_of_the_server_ends_all_requests_and_later_ones_are_served
         llm.engines[0].client.answer("lost", request_id="a")
         for task in tasks:
             with pytest.raises(EngineError, match="see the log"):
-                await asyncio.wait_for(task, 60)
+                await asyncio.wait_for(task, WAIT_SECONDS)
     assert sorted(llm.engines[0].client.aborted()) == ["a", "b"]
     later = await start(llm, prepare(llm, "c"))
     llm.engines[0].client.answer("fine", FinishReason.LENGTH, "c")
@@ -422,7 +423,7 @@ async def test_new_structured_outputs_do_not_hold_up_long_prompts(llm, monkeypat
 
     def check(output, client):
         threads.append(threading.current_thread().name)
-        go_on.wait(90)
+        go_on.wait(WAIT_SECONDS)
 
     monkeypatch.setattr(llm.processor.grammars, "check", check)
     params = SamplingParams(structured_output=StructuredOutput("regex", "[a-z]"))
@@ -476,7 +477,7 @@ async def test_a_turn_of_the_event_loop_takes_messages_for_a_limited_time(
     turn = 0
     monkeypatch.setattr(llm.engines[0], "_take_status", lambda message: taken.append(turn))
     llm.engines[0].client.push(*[SchedulerStats()] * (4 * engine_client.MAX_MESSAGES - 1))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_SECONDS):
         while len(taken) < 4 * engine_client.MAX_MESSAGES - 1:
             turn += 1
             await asyncio.sleep(0)

@@ -21,6 +21,7 @@ from servd.access import hash_key
 from servd.api import batch_runner, batch_store
 from servd.api.protocol.batches import Batch
 from tests.api.harness import Served, output_text, serve, until
+from tests.limits import WAIT_SECONDS
 
 COMPLETIONS = "/v1/completions"
 
@@ -51,7 +52,7 @@ async def served(tmp_path) -> AsyncIterator[Served]:
 
 def client_of(served: Served, key: str = "none") -> openai.AsyncOpenAI:
     transport = httpx.ASGITransport(served.app)
-    http = httpx.AsyncClient(transport=transport, timeout=60)
+    http = httpx.AsyncClient(transport=transport, timeout=WAIT_SECONDS)
     return openai.AsyncOpenAI(
         base_url="http://servd/v1", api_key=key, http_client=http, max_retries=0
     )
@@ -79,7 +80,7 @@ async def create(client: openai.AsyncOpenAI, *texts: str, endpoint: Any = COMPLE
 
 
 async def finished(client: openai.AsyncOpenAI, batch: Any) -> Any:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_SECONDS):
         while batch.status not in ("completed", "failed", "expired", "cancelled"):
             await asyncio.sleep(0.01)
             batch = await client.batches.retrieve(batch.id)
@@ -339,11 +340,11 @@ async def test_a_key_cannot_hold_all_places(tmp_path, monkeypatch):
         async def count() -> int:
             return [b.status async for b in first.batches.list()].count("in_progress")
 
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_SECONDS):
             while await count() < 2:
                 await asyncio.sleep(0.01)
         other = await create(second, *lines(2))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_SECONDS):
             while (await second.batches.retrieve(other.id)).status != "in_progress":
                 await asyncio.sleep(0.01)
         assert await count() == 2

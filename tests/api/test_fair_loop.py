@@ -7,6 +7,7 @@ import time
 import pytest
 
 from servd.api.fair_loop import MAX_TURNS, PIECE_NS, FairLoop
+from tests.limits import WAIT_SECONDS
 
 
 async def test_a_client_with_one_turn_passes_those_of_a_client_with_hundreds() -> None:
@@ -47,10 +48,10 @@ async def test_who_waits_and_is_cancelled_takes_no_turn() -> None:
     turns = [loop.turn("A") for _ in range(4 * MAX_TURNS)]
     for turn in turns[MAX_TURNS:-1]:
         turn.cancel()
-    await asyncio.wait_for(turns[-1], 30)
+    await asyncio.wait_for(turns[-1], WAIT_SECONDS)
     future = asyncio.get_running_loop().create_future()
     assert loop.turn("A", future) is future
-    await asyncio.wait_for(future, 30)
+    await asyncio.wait_for(future, WAIT_SECONDS)
 
 
 async def test_long_work_is_done_in_pieces_whether_or_not_somebody_waits() -> None:
@@ -69,7 +70,7 @@ async def test_long_work_is_done_in_pieces_whether_or_not_somebody_waits() -> No
 
     awaited = loop.each("A", range(20), work)
     loop.each("B", range(20, 40), work)
-    await asyncio.wait_for(look(), 30)
+    await asyncio.wait_for(look(), WAIT_SECONDS)
     await awaited
     assert sorted(done) == [*range(40)]
     assert [item for item in done if item < 20] == [*range(20)]

@@ -11,6 +11,7 @@ import pytest
 from servd.api.fair_threads import FairThreads
 from servd.errors import Overloaded
 from tests.api.harness import until
+from tests.limits import WAIT_SECONDS
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ class Gate:
     def work(self, name: str):
         def run() -> str:
             self.order.append(name)
-            assert self.open.wait(60)
+            assert self.open.wait(WAIT_SECONDS)
             return name
 
         return run

@@ -32,6 +32,7 @@ from servd.api.model_servers import ModelServers
 from servd.config import Config
 from servd.errors import ConfigError, InvalidRequest
 from tests.api.harness import Served, events, listening, serve, until
+from tests.limits import WAIT_SECONDS
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 257,
@@ -125,7 +126,9 @@ async def front(
         url = await stack.enter_async_context(
             listening(create_front(config, servers, Keys(config.access)))
         )
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
+        http = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=url, timeout=WAIT_SECONDS)
+        )
         yield http, servers
 
 
@@ -512,7 +515,7 @@ async def test_a_model_that_never_goes_to_sleep_is_stopped(tmp_path: Path):
 async def test_the_folder_is_read_beside_what_is_served(tmp_path: Path):
     async with front(tmp_path, "one") as (http, servers):
         read, may_read = servers.models.read, threading.Event()
-        servers.models.read = lambda: may_read.wait(30) and read()  # type: ignore[method-assign]
+        servers.models.read = lambda: may_read.wait(WAIT_SECONDS) and read()  # type: ignore[method-assign]
         listing = asyncio.create_task(http.get("/v1/models"))
         answer = await http.post(COMPLETIONS, json={**BODY, "model": "one"})
         assert answer.status_code == 200 and not listing.done()

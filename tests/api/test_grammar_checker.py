@@ -27,6 +27,7 @@ from servd.errors import InvalidRequest, Overloaded
 from servd.hf import FAKE_SPEC
 from servd.params import StructuredOutput
 from tests.core.engines import Log, make_engine, make_request
+from tests.limits import WAIT_SECONDS
 
 FORMS = [StructuredOutput("regex", letter) for letter in "abc"]
 
@@ -194,9 +195,9 @@ def test_closing_does_not_wait_for_a_check_and_nothing_starts_afterwards(make, m
 
     thread = threading.Thread(target=check)
     thread.start()
-    assert asked.wait(30)
+    assert asked.wait(WAIT_SECONDS)
     checker.close()
-    thread.join(30)
+    thread.join(WAIT_SECONDS)
     assert not thread.is_alive() and len(errors) == 1
     assert FakeProcess.num_started == 1
 
@@ -216,7 +217,7 @@ def test_clients_take_turns_whoever_came_first():
             thread.start()
             wait_until(lambda number=number: len(turns._waiting) == number + 1)
     for thread in threads:
-        thread.join(30)
+        thread.join(WAIT_SECONDS)
     assert order == ["b", *10 * ["greedy"]]
 
 
@@ -226,7 +227,7 @@ def test_a_client_that_has_used_its_share_waits_with_one_grammar(monkeypatch):
 
     def hold(client: str) -> None:
         with turns.take(client):
-            done.wait(30)
+            done.wait(WAIT_SECONDS)
 
     threads = [threading.Thread(target=hold, args=[name]) for name in ("greedy", "greedy", "b")]
     for number, thread in enumerate(threads):
@@ -239,7 +240,7 @@ def test_a_client_that_has_used_its_share_waits_with_one_grammar(monkeypatch):
     with turns.take("c"):
         pass
     for thread in threads:
-        thread.join(30)
+        thread.join(WAIT_SECONDS)
 
 
 def test_a_client_that_waits_too_long_is_refused_and_forgotten():
@@ -253,7 +254,7 @@ def test_a_client_that_waits_too_long_is_refused_and_forgotten():
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + WAIT_SECONDS
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -280,7 +281,7 @@ def test_what_needs_too_much_stack_is_refused_and_what_passes_compiles_in_the_en
     engine = make_engine()
     engine.grammars.on_compiled = news.put
     engine.handle(request)
-    engine.handle(news.get(timeout=30))
+    engine.handle(news.get(timeout=WAIT_SECONDS))
     assert Log().run(engine).token_ids("a") == [ord("a")]
 
 

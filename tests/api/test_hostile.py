@@ -13,7 +13,7 @@ from tests.api.harness import MODEL, Served, output_text, serve, until
 from tests.api.hostile import Case, Hostile
 
 AT_ONCE = 16
-PATIENCE = 60.0  # seconds for an answer: a machine is slow, and a grammar may take its time
+PATIENCE = 240.0  # seconds for an answer: a machine is slow, and a grammar may take its time
 
 
 async def exchange(served: Served, data: bytes, is_all: bool = True) -> bytes:

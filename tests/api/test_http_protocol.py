@@ -18,6 +18,7 @@ from servd.api.http_protocol import MIN_BODY_RATE, Connections, HttpProtocol
 from servd.config import ServerConfig
 from servd.messages import AbortRequests
 from tests.api.harness import Served, listening, until
+from tests.limits import WAIT_SECONDS
 
 
 def completion(content_length: int) -> bytes:
@@ -51,7 +52,7 @@ class Client:
                 break
             self.writer.write(piece)
             await asyncio.wait([answer], timeout=seconds)
-        return await asyncio.wait_for(answer, 60)
+        return await asyncio.wait_for(answer, WAIT_SECONDS)
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ async def test_a_refused_client_that_goes_on_sending_reads_why(served: Served, c
     async with listening(served.app) as url:
         client = await connect(url)
         client.writer.write(b"GET /version HTTP/1.1\r\nx: " + b"y" * (4 << 20))
-        answer = await asyncio.wait_for(client.reader.read(), 60)
+        answer = await asyncio.wait_for(client.reader.read(), WAIT_SECONDS)
         assert answer.startswith(b"HTTP/1.1 431 ") and answer.endswith(b"}")
 
 
@@ -127,7 +128,7 @@ async def test_a_body_of_tiny_chunks_is_refused(served: Served, connect):
         client = await connect(url)
         head = completion(0).replace(b"content-length: 0", b"transfer-encoding: chunked")
         client.writer.write(head + b"1\r\n \r\n" * 5000)
-        answer = await asyncio.wait_for(client.reader.read(), 60)
+        answer = await asyncio.wait_for(client.reader.read(), WAIT_SECONDS)
         assert b" 400 " in answer.partition(b"\r\n")[0] and b"send larger ones" in answer
 
 
@@ -288,7 +289,7 @@ async def test_a_target_that_is_no_path_is_refused(served: Served, connect, targ
             client = await connect(url)
             assert [await client.ask(path) for path in first] == [200] * len(first)
             client.writer.write(f"{target} HTTP/1.1\r\nhost: a\r\n\r\n".encode("latin-1"))
-            answer = await asyncio.wait_for(client.reader.read(), 60)
+            answer = await asyncio.wait_for(client.reader.read(), WAIT_SECONDS)
             assert answer.startswith(b"HTTP/1.1 400 ")
 
 
@@ -319,6 +320,6 @@ async def test_who_offers_another_protocol_is_answered_in_this_one(
             client.writer.write(sent[start : start + size])
             await asyncio.sleep(0)
         while b'"object":"list"' not in said:
-            said += await asyncio.wait_for(client.reader.read(1 << 16), 30)
+            said += await asyncio.wait_for(client.reader.read(1 << 16), WAIT_SECONDS)
     assert said.count(b"HTTP/1.1 200") == said.count(b"HTTP/1.1 ") == 4
     assert said.count(b'"object":"text_completion"') == 3

@@ -10,12 +10,13 @@ import pytest
 
 from servd.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from tests.api.harness import MODEL, Served, serve
+from tests.limits import WAIT_SECONDS
 
 PROMPT = {"model": MODEL, "prompt": "Once upon a time", "ignore_eos": True}
 
 
 async def until(condition, what: str = "") -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_SECONDS):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -15,6 +15,7 @@ from servd.api.streaming import while_connected
 from servd.errors import ShuttingDown
 from servd.messages import AbortRequests, EngineDead
 from tests.api.harness import MODEL, Served, events, output_text, serve, until, user
+from tests.limits import WAIT_SECONDS
 
 COMPLETIONS = "/v1/completions"
 
@@ -165,7 +166,7 @@ async def test_many_clients_at_once_get_their_own_text(listening_server: Served)
             f"client {i}", 20
         )
 
-    async with httpx.AsyncClient(base_url=listening_server.url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=listening_server.url, timeout=WAIT_SECONDS) as http:
         await asyncio.gather(*(ask(i) for i in range(32)))
 
 

@@ -12,6 +12,7 @@ from servd.api.explanation import steps_of
 from servd.api.protocol.requests import TimelineStep
 from servd.api.timeline import MAX_SLOWEST, MAX_STEPS, Timeline, Tracer
 from servd.tracing import STAGES, Mark, StepRecord
+from tests.limits import WAIT_SECONDS
 
 
 def mark(tracer: Tracer, request_id: str, stage: str, at_ns: int) -> None:
@@ -81,7 +82,7 @@ def test_a_slow_request_is_accounted_for_before_its_steps_are_forgotten_and_off_
     may_account, account = Event(), timeline.account
 
     def account_later(*args):
-        assert may_account.wait(60)
+        assert may_account.wait(WAIT_SECONDS)
         return account(*args)
 
     monkeypatch.setattr(timeline, "account", account_later)
@@ -94,7 +95,7 @@ def test_a_slow_request_is_accounted_for_before_its_steps_are_forgotten_and_off_
         assert finished.account is None
         tracer.add_steps(steps(first, 8), 0)
     may_account.set()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_SECONDS
     while finished.account is None and time.monotonic() < deadline:
         time.sleep(0.001)
     assert finished.account is not None and finished.account.end_ns == 905

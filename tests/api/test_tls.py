@@ -16,6 +16,7 @@ from servd.access import load_certificates, tls_context
 from servd.config import AccessConfig, Config
 from servd.errors import ConfigError
 from tests.api.harness import MODEL, listening, serve, user
+from tests.limits import WAIT_SECONDS
 
 
 def write(certificate: trustme.LeafCert, folder: Path) -> dict[str, str]:
@@ -32,7 +33,7 @@ def client(ca: trustme.CA, certificate: trustme.LeafCert | None = None) -> httpx
     ca.configure_trust(context)
     if certificate is not None:
         certificate.configure_cert(context)
-    return httpx.AsyncClient(verify=context, timeout=60)
+    return httpx.AsyncClient(verify=context, timeout=WAIT_SECONDS)
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import report, shapes
 from benchmarks.gpu.engine import Bench, arrive
 from servd.resolve import Machine
+from tests.limits import WAIT_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "benchmarks-gpu.md"
@@ -156,7 +157,9 @@ def test_the_page_has_no_figure_that_was_not_measured():
 def test_a_machine_without_a_gpu_is_named(target: str):
     if not shutil.which("make"):
         pytest.skip("no make")
-    result = subprocess.run(["make", target], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        ["make", target], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_SECONDS
+    )
     assert result.returncode == 0 and "no NVIDIA GPU here" in result.stdout
 
 

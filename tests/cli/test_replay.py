@@ -23,6 +23,7 @@ from servd.messages import WorkerReady
 from servd.params import SamplingParams
 from servd.receipt import Receipt, RepeatablePrompt, hash_weights
 from tests.api.harness import MODEL, serve, user
+from tests.limits import WAIT_SECONDS
 
 HEADERS = {"X-Servd-Receipt": "1"}
 CHAT = {"messages": user("hi"), "max_tokens": 8, "n": 2, "temperature": 0.7}
@@ -143,7 +144,7 @@ def test_weights_are_read_once_though_several_ask_at_the_same_time(tmp_path: Pat
         return hashlib.new(name, file.read())
 
     def ask(_: int) -> str:
-        together.wait(60)
+        together.wait(WAIT_SECONDS)
         return hash_weights(str(tmp_path))
 
     monkeypatch.setattr(receipt.hashlib, "file_digest", digest)

@@ -17,6 +17,8 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
+from tests.limits import WAIT_SECONDS
+
 AXE = Path(__file__).parent / ".axe" / "axe.min.js"
 PROGRAMS = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
 # Kept in the page, for violations of its policy are not in its log.
@@ -46,7 +48,7 @@ class Page:
     def all(self, selector: str) -> list[WebElement]:
         return self.driver.find_elements(By.CSS_SELECTOR, selector)
 
-    def wait(self, selector: str, text: str = "", timeout: float = 60) -> WebElement:
+    def wait(self, selector: str, text: str = "", timeout: float = WAIT_SECONDS) -> WebElement:
         """The first shown element that fits and has the text, waiting for it."""
 
         def find(_: object) -> WebElement | None:

@@ -25,6 +25,7 @@ from servd.account import CAUSES
 from servd.hf import DEMO_FOLDER, read_spec
 from tests.console.conftest import Page, browser
 from tests.integration.conftest import Server, shared
+from tests.limits import WAIT_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SMOLLM2 = Path(os.environ.get("SMOLLM2", Path.home() / ".cache/servd-tests/smollm2/hf"))
@@ -54,7 +55,7 @@ def chat(server: Server, text: str, max_tokens: int) -> str:
     """The id of an answer."""
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens}
     url = f"{server.url}/v1/chat/completions"
-    return httpx.post(url, json=body | {"ignore_eos": True}, timeout=120).json()["id"]
+    return httpx.post(url, json=body | {"ignore_eos": True}, timeout=WAIT_SECONDS).json()["id"]
 
 
 def test_an_answer_streams_with_its_probabilities_and_where_its_time_went(page: Page):
@@ -96,7 +97,9 @@ def test_what_is_shown_as_code_runs(page: Page):
         page.click("footer button", button)
         code = page.wait("dialog.code pre").text
         page.click("dialog.code button", "Close")
-        result = subprocess.run([*program, "-c", code], capture_output=True, text=True, timeout=60)
+        result = subprocess.run(
+            [*program, "-c", code], capture_output=True, text=True, timeout=WAIT_SECONDS
+        )
         assert result.returncode == 0, result.stderr
         assert "serv" in result.stdout
 
@@ -218,7 +221,7 @@ def test_live_shows_who_runs_and_whose_the_blocks_are(page: Page, server: Server
 def test_live_shows_what_became_of_drafts():
     for server in shared("--device", "cpu", "--spec-method", "ngram"):
         body = {"prompt": "red blue " * 20, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
-        httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT_SECONDS)
         with browser(server.url) as page:
             page.open("live")
             page.wait(".panel", "Tokens per step")

@@ -49,6 +49,7 @@ from servd.params import MAX_CANDIDATES, PoolingParams, StructuredOutput
 from servd.private_dir import private_dir
 from servd.resolve import Machine, resolve
 from tests.core.engines import make_engine, make_request
+from tests.limits import WAIT_SECONDS
 
 
 def test_the_engine_learns_of_a_dead_client_and_others_continue():
@@ -72,10 +73,10 @@ def test_the_engine_learns_of_a_dead_client_and_others_continue():
             assert inboxes[2].recv(30) == outputs
         assert proc.inputs.get() == ClientGone(1)
         proc.outputs.put((1, outputs))  # for a request that was being compiled
-        assert proc.inputs.get(timeout=30) == ClientGone(1)
+        assert proc.inputs.get(timeout=WAIT_SECONDS) == ClientGone(1)
     finally:
         proc.outputs.put(None)
-        thread.join(30)
+        thread.join(WAIT_SECONDS)
         inboxes[2].close()
         shutil.rmtree(folder)
 
@@ -104,7 +105,7 @@ def test_a_client_of_another_model_or_version_is_refused(other: str):
         assert inbox.recv(0.2) is None
     finally:
         proc.outputs.put(None)
-        thread.join(30)
+        thread.join(WAIT_SECONDS)
         inbox.close()
         shutil.rmtree(folder)
 
@@ -124,7 +125,7 @@ def test_nobody_waits_for_a_client_that_dies_while_it_attaches(proc: Any, inbox:
         proc.receive(inbox)
         assert time.monotonic() - began < ipc.CONNECT_TIMEOUT / 2000
         assert proc.outputs.empty()
-        assert proc.inputs.get(timeout=30) == ClientGone(3)
+        assert proc.inputs.get(timeout=WAIT_SECONDS) == ClientGone(3)
 
 
 @pytest.fixture
@@ -197,13 +198,13 @@ def running(proc: Any):
     thread.start()
     yield proc
     proc.inputs.put(WorkerFailed("over"))
-    thread.join(30)
+    thread.join(WAIT_SECONDS)
 
 
 def next_of(proc: EngineCoreProc, kind: type) -> Any:
     """The next message of this kind that a client would get."""
     while True:
-        item = proc.outputs.get(timeout=30)
+        item = proc.outputs.get(timeout=WAIT_SECONDS)
         assert item is not None
         _, message = item
         if isinstance(message, kind):
@@ -292,4 +293,4 @@ def test_an_engine_that_comes_after_one_that_slept_sleeps_when_idle(
         assert proc.executor is not None
     finally:
         proc.inputs.put(WorkerFailed("over"))
-        thread.join(30)
+        thread.join(WAIT_SECONDS)

@@ -20,9 +20,11 @@ import httpx
 import psutil
 import pytest
 
+from tests.limits import WAIT_SECONDS
+
 # By default httpx gives up after five seconds, in which a busy machine may not get to answer.
 for phase in ("connect", "read", "write", "pool"):
-    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, phase, 60.0)
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, phase, WAIT_SECONDS)
 
 
 class Server:
@@ -59,7 +61,7 @@ class Server:
         for line in self.process.stderr:
             self.lines.append(line.rstrip())
 
-    def wait_for_line(self, pattern: str, timeout: float = 60) -> re.Match[str]:
+    def wait_for_line(self, pattern: str, timeout: float = WAIT_SECONDS) -> re.Match[str]:
         """The first log line that matches, waiting for it."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -79,8 +81,8 @@ class Server:
         self.wait_for_line(r" ready ")
         if "--uds" not in self.process.args and "--headless" not in self.process.args:
             # The API servers may still import, while the fake engine is ready.
-            deadline = time.monotonic() + 60
-            while httpx.get(f"{self.url}/health", timeout=60).status_code != 200:
+            deadline = time.monotonic() + WAIT_SECONDS
+            while httpx.get(f"{self.url}/health", timeout=WAIT_SECONDS).status_code != 200:
                 assert time.monotonic() < deadline, self.lines
                 time.sleep(0.02)
 
@@ -102,7 +104,7 @@ class Server:
     def wait_idle(self) -> None:
         """Until the engine says that nothing runs: it does so with a step, so one is asked for."""
         body = {"prompt": "x", "max_tokens": 1}
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + WAIT_SECONDS
         while True:
             httpx.post(f"{self.url}/v1/completions", json=body).raise_for_status()
             if not self.metric("vllm:num_requests_running"):
@@ -121,12 +123,12 @@ class Server:
                     found["standby" if kind == "engine" and kind in found else kind] = child
         return found
 
-    def stop(self, timeout: float = 60) -> int:
+    def stop(self, timeout: float = WAIT_SECONDS) -> int:
         """SIGTERM; returns the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(timeout)
-        self.reader.join(60)
+        self.reader.join(WAIT_SECONDS)
         assert self.process.stderr is not None
         self.process.stderr.close()
         return code

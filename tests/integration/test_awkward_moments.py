@@ -29,13 +29,14 @@ from servd.launch.sockets import check_private
 from servd.messages import EngineReady
 from tests.integration.conftest import Server
 from tests.integration.test_processes import socket_folder
+from tests.limits import WAIT_SECONDS
 
 
 def run_serve(*args: str) -> subprocess.CompletedProcess[str]:
     """A `servd serve` that is expected to end by itself."""
     return subprocess.run(
         [sys.executable, "-m", "servd", "serve", "--executor", "fake", *args],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=WAIT_SECONDS,
     )  # fmt: skip
 
 
@@ -59,7 +60,7 @@ def test_stopped_headless_engine_ends_attached_api_servers(start, tmp_path: Path
     engine = start("--executor", "fake", "--headless", "--ipc-dir", str(folder))
     front = start("--executor", "fake", "--attach", str(folder))
     assert engine.stop() == 0
-    assert front.process.wait(60) != 0
+    assert front.process.wait(WAIT_SECONDS) != 0
     assert not list(folder.iterdir())
     assert "no engine listens there" in run_serve("--port", "0", "--attach", str(folder)).stderr
 
@@ -89,7 +90,7 @@ def test_attach_refuses_an_engine_of_another_model_and_an_open_folder(
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=WAIT_SECONDS,
     )
     assert other.returncode == 2 and "Traceback" not in other.stderr
     assert re.search(r"the engine is servd \S+ with model fake .*, not servd .*", other.stderr)
@@ -139,14 +140,16 @@ def test_second_signal_ends_streams_with_an_error(start, signum: signal.Signals)
 
     tail = b""
     body = {"prompt": "x", "max_tokens": 8000, "stream": True, "ignore_eos": True, "n": 16}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=body, timeout=WAIT_SECONDS
+    ) as response:
         for i, data in enumerate(response.iter_raw()):
             tail = (tail + data)[-1000:]
             if i == 0:
                 server.process.send_signal(signum)
                 threading.Thread(target=signal_again).start()
     assert b'"error"' in tail and tail.endswith(b"data: [DONE]\n\n")
-    assert server.process.wait(60) == 0
+    assert server.process.wait(WAIT_SECONDS) == 0
     server.stop()
     problems = [line for line in server.lines if re.search(r"WARNING|ERROR|Traceback", line)]
     assert not [line for line in problems if "event loop was held up" not in line]  # a slow machine
@@ -159,7 +162,7 @@ def test_second_signal_ends_streams_with_an_error(start, signum: signal.Signals)
 )
 def test_head_without_end_is_refused(fake_server: Server, part: bytes):
     port = int(fake_server.url.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+    with socket.create_connection(("127.0.0.1", port), timeout=WAIT_SECONDS) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: 1" if part else b"GET /")
         received = b""
         try:
@@ -178,7 +181,7 @@ def test_a_large_body_and_large_headers_within_the_limit_pass(fake_server: Serve
         f"{fake_server.url}/tokenize",
         json={"prompt": "x" * 2_000_000},
         headers={"x-long": "y" * 60_000},
-        timeout=60,
+        timeout=WAIT_SECONDS,
     )
     assert response.json()["count"] == 2_000_000
 
@@ -214,7 +217,9 @@ def test_message_that_the_engine_cannot_read_is_dropped(start):
     outbox.send(EngineReady(worker=None, max_model_len=1, block_size=1))  # type: ignore[arg-type]
     try:
         answer = httpx.post(
-            f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 3}, timeout=60
+            f"{server.url}/v1/completions",
+            json={"prompt": "a", "max_tokens": 3},
+            timeout=WAIT_SECONDS,
         )
         assert answer.status_code == 200 and server.process.poll() is None
         server.wait_for_line("a message of an API server cannot be read")
@@ -231,7 +236,7 @@ def test_killed_engine_leaves_no_socket_of_its_workers(start, tiny_llama: Path, 
         server = start(str(tiny_llama), "--device", "cpu", "--executor", "multiproc", *limit)
         assert list(Path(folder).rglob("worker-0"))
         server.children()["engine"].kill()
-        assert server.process.wait(60) == 1
+        assert server.process.wait(WAIT_SECONDS) == 1
         assert not os.listdir(folder)
 
 
@@ -270,7 +275,7 @@ def test_second_sigterm_does_not_cut_short_the_stopping_of_workers(tmp_path: Pat
         assert engine.stdout.readline() == b"stopping\n"
         engine.send_signal(signal.SIGTERM)
         assert engine.stdout.readline() == b"stopped\n"
-        assert engine.wait(60) == 0
+        assert engine.wait(WAIT_SECONDS) == 0
 
 
 def test_silent_connections_lock_nobody_out(start):
@@ -280,6 +285,6 @@ def test_silent_connections_lock_nobody_out(start):
     address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
     with contextlib.ExitStack() as stack:
         for _ in range(300):
-            stack.enter_context(socket.create_connection(address, timeout=60))
+            stack.enter_context(socket.create_connection(address, timeout=WAIT_SECONDS))
         for _ in range(3):
-            assert httpx.get(f"{server.url}/v1/models", timeout=60).status_code == 200
+            assert httpx.get(f"{server.url}/v1/models", timeout=WAIT_SECONDS).status_code == 200

@@ -10,11 +10,14 @@ import threading
 import httpx
 
 from tests.integration.conftest import Server
+from tests.limits import WAIT_SECONDS
 
 
 def run(server: Server, *args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "servd", *args, "--url", server.url]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, timeout=WAIT_SECONDS
+    )
 
 
 def answer(server: Server, messages: list[dict[str, str]]) -> str:

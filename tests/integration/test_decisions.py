@@ -8,6 +8,8 @@ import httpx
 import pytest
 import torch
 
+from tests.limits import WAIT_SECONDS
+
 CHOICES = [
     {"value": "the Licensor"},
     {"value": "the Licensee", "description": "who gets it"},
@@ -56,7 +58,9 @@ def test_probabilities_equal_transformers(llama_server, tiny_llama: Path):
         ):
             expected[i] += probability / 2
     body = {"model": "tiny", "input": "In no event.", "questions": [QUESTION]}
-    response = httpx.post(f"{llama_server.url}/v1/decisions", json=body, timeout=60).json()
+    response = httpx.post(
+        f"{llama_server.url}/v1/decisions", json=body, timeout=WAIT_SECONDS
+    ).json()
     [answer] = response["answers"]
     assert [p["value"] for p in answer["probabilities"]] == texts
     assert [p["probability"] for p in answer["probabilities"]] == pytest.approx(expected, abs=1e-4)

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from tests.integration.conftest import Server
+from tests.limits import WAIT_SECONDS
 
 WEATHER = {
     "type": "function",
@@ -34,7 +35,7 @@ def test_every_feature_with_real_text(start: Callable[..., Server]):
     def message(text: str, **fields: Any) -> dict[str, Any]:
         body = {"messages": [{"role": "user", "content": text}], "temperature": 0, **fields}
         reply = (
-            httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+            httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=WAIT_SECONDS)
             .raise_for_status()
             .json()
         )
@@ -63,6 +64,6 @@ def test_every_feature_with_real_text(start: Callable[..., Server]):
 
     chat = [sys.executable, "-m", "servd", "chat", "--url", server.url, "--temperature", "0"]
     result = subprocess.run(
-        chat, input="What is servd?\n", capture_output=True, text=True, timeout=60
+        chat, input="What is servd?\n", capture_output=True, text=True, timeout=WAIT_SECONDS
     )
     assert "language models" in result.stdout

@@ -15,6 +15,7 @@ import httpx
 
 from tests.api.harness import output_text
 from tests.integration.conftest import Server
+from tests.limits import WAIT_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/disaggregated.md").read_text()
@@ -56,7 +57,7 @@ def test_the_example_of_the_page(monkeypatch):
         urls = [server.url for server in servers]
         script = ROOT / "examples/disaggregated_proxy.py"
         proxy = subprocess.Popen([sys.executable, script, *urls, asked], env={**os.environ})
-        url, deadline = f"http://127.0.0.1:{asked}", time.monotonic() + 60
+        url, deadline = f"http://127.0.0.1:{asked}", time.monotonic() + WAIT_SECONDS
         while True:
             try:
                 found = post(url)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import LAST_ENGINE, Server, shared
+from tests.limits import WAIT_SECONDS
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -37,7 +38,7 @@ def test_example(name: str, demo_server: Server):
         env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=WAIT_SECONDS,
     )
     assert example.returncode == 0, example.stderr
     for part in PRINTS[name]:

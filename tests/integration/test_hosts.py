@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from tests.integration.conftest import Server
+from tests.limits import WAIT_SECONDS
 
 BODIES = [{"prompt": f"{i} upon a time", "temperature": i % 2, "seed": i} for i in range(6)]
 
@@ -36,7 +37,7 @@ def states(server: Server) -> list[str]:
     return httpx.get(f"{server.url}/health").json().get("engines", [])
 
 
-def wait_until(condition: Callable[[], object], what: str, timeout: float = 60) -> float:
+def wait_until(condition: Callable[[], object], what: str, timeout: float = WAIT_SECONDS) -> float:
     """Seconds that it took."""
     since = time.monotonic()
     while not condition():

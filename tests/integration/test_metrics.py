@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.conftest import Server
 from tests.integration.test_processes import wait_until
+from tests.limits import WAIT_SECONDS
 
 OPEN_METRICS = {"accept": "application/openmetrics-text;version=1.0.0"}
 AT_REST = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -88,7 +89,9 @@ def test_counts_are_exact_and_gauges_end_at_zero(start: Callable[..., Server], n
     with contextlib.ExitStack() as stack:
         streams = []
         for _ in range(8):
-            stream = httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60)
+            stream = httpx.stream(
+                "POST", f"{server.url}/v1/completions", json=body, timeout=WAIT_SECONDS
+            )
             streams.append(stack.enter_context(stream).raise_for_status().iter_bytes())
             next(streams[-1])
         assert metrics(server)["num_requests_running"] > 0

@@ -12,6 +12,7 @@ import pydantic
 import pytest
 
 from tests.integration.conftest import Server
+from tests.limits import WAIT_SECONDS
 
 QUESTION = [{"role": "user", "content": "what is a licence?"}]
 
@@ -120,7 +121,7 @@ async def test_background_and_cancel(fake_server: Server):
         started = await client.responses.create(
             model=model, input="hi", max_output_tokens=20, background=True
         )
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_SECONDS):
             while (done := await client.responses.retrieve(started.id)).status in (
                 "queued",
                 "in_progress",

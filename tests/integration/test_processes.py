@@ -25,6 +25,7 @@ import pytest
 
 from tests.adapters import write_adapter
 from tests.integration.conftest import Server
+from tests.limits import WAIT_SECONDS
 
 
 async def open_streams(
@@ -32,7 +33,7 @@ async def open_streams(
 ) -> tuple[openai.AsyncOpenAI, list]:
     """Streams that have each delivered their first chunk with text."""
     client = openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=WAIT_SECONDS
     )
     model = (await client.models.list()).data[0].id
 
@@ -52,7 +53,7 @@ async def open_streams(
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_SECONDS
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
@@ -131,7 +132,7 @@ def test_adapters_belong_to_an_engine_and_outlive_it_and_their_source(start, tin
     plain, expected = complete(server, **body), complete(server, **body, model="sql")
     assert plain["choices"] != expected["choices"]
     attached = start(str(tiny_llama), "--attach", str(socket_folder(server)), wait=False)
-    assert attached.process.wait(60) != 0, "an engine with adapters is another one"
+    assert attached.process.wait(WAIT_SECONDS) != 0, "an engine with adapters is another one"
     shutil.rmtree(source)
     server.children()["engine"].kill()
     server.wait_for_line("starting it again")
@@ -159,7 +160,7 @@ def test_the_death_of_the_parent_ends_all(start):
     server = start("--executor", "fake")
     children = server.children()
     server.process.kill()
-    assert server.process.wait(60) != 0
+    assert server.process.wait(WAIT_SECONDS) != 0
     wait_until(lambda: not any(c.is_running() for c in children.values()), "orphans")
 
 
@@ -169,7 +170,7 @@ def test_signal_leaves_nothing(start, signum: signal.Signals):
     folder, children = socket_folder(server), server.children()
     assert folder.stat().st_mode & 0o777 == 0o700
     server.process.send_signal(signum)
-    assert server.process.wait(60) == 0
+    assert server.process.wait(WAIT_SECONDS) == 0
     assert not any(c.is_running() for c in children.values())
     assert not folder.exists()
 
@@ -205,7 +206,7 @@ def test_a_background_response_ends_with_the_server(start, timeout: str):
     if timeout != "0":
         server.wait_for_line(r"draining: \d+ requests open")
         server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(60) == 0
+    assert server.process.wait(WAIT_SECONDS) == 0
     log = "\n".join(server.lines)
     assert not re.search(r"Traceback|Error|the engine is gone|killed", log), log
 
@@ -234,7 +235,7 @@ async def test_100_clients_that_leave_free_all_blocks(start, long_llama):
 
 def test_port_opens_before_the_model_is_ready(start, tiny_llama):
     server = start(str(tiny_llama), "--device", "cpu", wait=False)
-    response = httpx.get(f"{server.url}/health", timeout=60)
+    response = httpx.get(f"{server.url}/health", timeout=WAIT_SECONDS)
     assert response.status_code == 503
     assert response.json()["phase"]
     server.wait_ready()
@@ -320,8 +321,8 @@ def test_headless_engine_serves_attached_api_servers(start, tmp_path: Path):
     engine.wait_for_line("starting it again")
     assert complete(front, max_tokens=3)["usage"]["completion_tokens"] == 3
     engine.children()["engine"].kill()
-    assert front.process.wait(60) == 1
-    assert engine.process.wait(60) == 1
+    assert front.process.wait(WAIT_SECONDS) == 1
+    assert engine.process.wait(WAIT_SECONDS) == 1
 
 
 async def test_an_attached_api_server_that_is_killed_takes_its_requests_with_it(
@@ -356,7 +357,7 @@ def test_unix_socket(start, tmp_path: Path):
     path = tmp_path / "servd.sock"
     server = start("--executor", "fake", "--uds", str(path))
     with httpx.Client(
-        transport=httpx.HTTPTransport(uds=str(path)), base_url="http://servd", timeout=60
+        transport=httpx.HTTPTransport(uds=str(path)), base_url="http://servd", timeout=WAIT_SECONDS
     ) as client:
         assert client.get("/v1/models").json()["data"][0]["id"] == "fake"
     assert server.stop() == 0
@@ -372,10 +373,10 @@ def test_hang_up_has_keys_and_log_level_read_again(start, tmp_path: Path):
 
     def status(secret: str) -> int:
         headers = {"authorization": f"Bearer {secret}"}
-        return httpx.get(f"{server.url}/version", headers=headers, timeout=60).status_code
+        return httpx.get(f"{server.url}/version", headers=headers, timeout=WAIT_SECONDS).status_code
 
     def until(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + WAIT_SECONDS
         while not condition():
             assert time.monotonic() < deadline, server.lines
             time.sleep(0.02)
@@ -435,7 +436,7 @@ def test_configuration_errors_are_one_line_and_exit_code_2(tmp_path: Path, tiny_
                 [sys.executable, "-m", "servd", "serve", *args],
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=WAIT_SECONDS,
                 env={**os.environ, "HF_HUB_OFFLINE": "1"},
             )
             errors = [
@@ -450,7 +451,10 @@ def test_configuration_errors_are_one_line_and_exit_code_2(tmp_path: Path, tiny_
 def test_unreachable_hub_is_a_clear_error():
     result = subprocess.run(
         [sys.executable, "-m", "servd", "serve", "no-such-user/no-such-model", "--port", "0"],
-        capture_output=True, text=True, timeout=60, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     assert result.returncode == 2
     assert re.search(

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from tests.limits import WAIT_SECONDS
+
 # What systemd does: the socket is descriptor 3, and LISTEN_PID is the process that it is for.
 ACTIVATE = """
 import os, sys
@@ -39,7 +41,7 @@ def tree(listener: socket.socket, channel: socket.socket) -> Iterator[subprocess
         yield process
     finally:
         process.terminate()
-        assert process.wait(60) == 0
+        assert process.wait(WAIT_SECONDS) == 0
 
 
 class Clients:
@@ -57,7 +59,7 @@ class Clients:
     def ask(self, keep: bool) -> None:
         body = {"prompt": "a b c", "max_tokens": 20, "ignore_eos": True, "stream": True}
         headers = {} if keep else {"connection": "close"}
-        with httpx.Client(timeout=60) as client:
+        with httpx.Client(timeout=WAIT_SECONDS) as client:
             while not self.is_over.is_set():
                 try:
                     answer = client.post(self.url, json=body, headers=headers)
@@ -68,7 +70,7 @@ class Clients:
                     self.failures.append(repr(error))
 
     def wait_for_more(self, count: int = 20) -> None:
-        deadline, expected = time.monotonic() + 60, self.num_answers + count
+        deadline, expected = time.monotonic() + WAIT_SECONDS, self.num_answers + count
         while self.num_answers < expected and not self.failures:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -76,14 +78,14 @@ class Clients:
     def stop(self) -> None:
         self.is_over.set()
         for thread in self.threads:
-            thread.join(60)
+            thread.join(WAIT_SECONDS)
 
 
 @pytest.fixture
 def channel(tmp_path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
         channel.bind(str(tmp_path / "notify"))
-        channel.settimeout(60)
+        channel.settimeout(WAIT_SECONDS)
         yield channel
 
 
@@ -98,7 +100,7 @@ def test_a_rolling_restart_loses_no_request(channel: socket.socket):
                     assert channel.recv(100) == b"READY=1"
                     clients.wait_for_more()
                     old.send_signal(signal.SIGTERM)
-                    assert old.wait(60) == 0
+                    assert old.wait(WAIT_SECONDS) == 0
                     clients.wait_for_more()
                     clients.stop()
                     assert clients.failures == [] and new.poll() is None

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.limits import WAIT_SECONDS
+
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 
 
@@ -39,7 +41,7 @@ def run(folder: Path, *lines: str, options: list[str]) -> tuple[int, dict[str, A
         str(results),
     ]
     process = subprocess.run(
-        command, capture_output=True, text=True, timeout=90, env={**os.environ}
+        command, capture_output=True, text=True, timeout=WAIT_SECONDS, env={**os.environ}
     )
     answers = [json.loads(text) for text in results.read_text(encoding="utf8").strip().split("\n")]
     assert len({answer["custom_id"] for answer in answers}) == len(answers)
@@ -135,7 +137,9 @@ def test_startup_errors_are_one_line_and_exit_code_2(tmp_path):
         ([str(tmp_path / "no-model"), "-i", str(source)], "did not start"),
         (["--url", "http://127.0.0.1:1", "-i", str(tmp_path / "none")], "No such file"),
     ):
-        process = subprocess.run([*base, *arguments], capture_output=True, text=True, timeout=60)
+        process = subprocess.run(
+            [*base, *arguments], capture_output=True, text=True, timeout=WAIT_SECONDS
+        )
         assert process.returncode == 2
         assert word in process.stderr and "Traceback" not in process.stderr
 
@@ -157,10 +161,12 @@ def test_an_output_that_cannot_be_written_is_an_error(tmp_path, url):
         str(tmp_path / "out.jsonl"),
     ]
     full = ["bash", "-c", 'ulimit -f 2; exec "$@"', "bash"]  # kB, as on a full disk
-    process = subprocess.run([*full, *command], capture_output=True, text=True, timeout=60)
+    process = subprocess.run(
+        [*full, *command], capture_output=True, text=True, timeout=WAIT_SECONDS
+    )
     assert process.returncode == 2, process.stderr
     assert "File too large" in process.stderr and "Traceback" not in process.stderr
-    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 0
+    assert subprocess.run(command, capture_output=True, timeout=WAIT_SECONDS).returncode == 0
     answers = [
         json.loads(text)
         for text in (tmp_path / "out.jsonl").read_text(encoding="utf8").splitlines()
@@ -187,7 +193,7 @@ def test_the_private_server_ends_with_the_command(tmp_path):
         [*command, "-i", str(source), "-o", str(results)], stderr=subprocess.DEVNULL
     )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + WAIT_SECONDS
         while not (results.exists() and results.stat().st_size):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
@@ -196,5 +202,5 @@ def test_the_private_server_ends_with_the_command(tmp_path):
         )
     finally:
         process.terminate()
-    assert process.wait(60) == 128 + signal.SIGTERM
+    assert process.wait(WAIT_SECONDS) == 128 + signal.SIGTERM
     assert not Path(f"/proc/{server}").exists()

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from tests.integration.conftest import Server
+from tests.limits import WAIT_SECONDS
 
 PROMPTS = [
     f"{'the licence ' * (i % 7)}grants rights number {i} {'and so on ' * (i % 5)}"
@@ -163,6 +164,6 @@ async def test_prefix_cache_is_reported_and_changes_nothing(llama_server: Server
 def test_other_ways_to_run(start, tiny_llama, options: list[str]):
     server = start(str(tiny_llama), "--device", "cpu", *options)
     body = {"prompt": "the licence", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT_SECONDS).json()
     assert response["usage"]["completion_tokens"] == 8
     assert server.stop() == 0

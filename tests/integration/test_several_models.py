@@ -8,6 +8,8 @@ from pathlib import Path
 import httpx
 import psutil
 
+from tests.limits import WAIT_SECONDS
+
 
 def test_models_start_sleep_and_end_with_their_server(start, tiny_llama: Path, tmp_path: Path):
     for name in ("first", "second"):
@@ -21,7 +23,7 @@ def test_models_start_sleep_and_end_with_their_server(start, tiny_llama: Path, t
         body = {"model": model, "prompt": "once", "max_tokens": 4, "ignore_eos": True}
         headers = {"authorization": "Bearer k"}
         url = f"{server.url}/v1/completions"
-        answer = httpx.post(url, json=body, headers=headers, timeout=60)
+        answer = httpx.post(url, json=body, headers=headers, timeout=WAIT_SECONDS)
         assert answer.status_code == 200, answer.text
         return {key: answer.json()[key] for key in ("model", "usage")}
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.integration.conftest import Server, shared
 from tests.integration.test_demo_model import WEATHER
+from tests.limits import WAIT_SECONDS
 
 PORT = "On which port does servd listen?"
 COPY = "Repeat: red green blue red green blue red green blue red green"
@@ -59,7 +60,7 @@ def chat(server: Server, name: str, **more: Any) -> dict[str, Any]:
     """Choices and usage of a chat, without the ids that every answer has anew."""
     text, fields = CHATS[name]
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 96, **fields, **more}
-    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=WAIT_SECONDS)
     answer = reply.raise_for_status().json()
     for choice in answer["choices"]:
         for call in choice["message"].get("tool_calls") or []:
@@ -107,5 +108,5 @@ def test_a_bad_configuration_is_refused_with_the_remedy(
     start: Callable[..., Server],
 ):
     server = start("--executor", "fake", "--spec-method", "eagel", wait=False)
-    assert server.process.wait(60) == 2
+    assert server.process.wait(WAIT_SECONDS) == 2
     assert server.wait_for_line("there are: .*ngram")

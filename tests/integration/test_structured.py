@@ -9,6 +9,7 @@ import openai
 import pydantic
 
 from tests.integration.conftest import Server
+from tests.limits import WAIT_SECONDS
 
 PATTERNS = [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}$"} for i in range(2, 30)]
 EXPLOSIVE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"allOf": PATTERNS}}}
@@ -29,7 +30,7 @@ SCHEMA = Person.model_json_schema()
 
 def client_of(server: Server) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=WAIT_SECONDS
     )
 
 

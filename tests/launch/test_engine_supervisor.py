@@ -15,6 +15,7 @@ from servd.config import Config
 from servd.launch import engine_supervisor as module
 from servd.launch.engine_supervisor import EngineProcess, EngineSupervisor, devices_of
 from servd.private_dir import private_dir
+from tests.limits import WAIT_SECONDS
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def ipc_dir() -> Iterator[str]:
 
 
 def look_until_prepared(engines: EngineSupervisor) -> EngineProcess:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_SECONDS
     assert engines.child
     while engines.standby is None:
         assert time.monotonic() < deadline and engines.child.exit_code is None
@@ -47,16 +48,16 @@ def test_the_next_engine_has_imported_what_takes_long_before_it_is_needed(ipc_di
             "it only waits"
         )
         first.process.kill()
-        assert ended.get(timeout=60) is first
+        assert ended.get(timeout=WAIT_SECONDS) is first
         assert engines.handle_exit() is None
         engines.next_incarnation()
         engines.start(time.monotonic())
         assert engines.child is second
         third = look_until_prepared(engines)  # as soon as the second one is ready
         third.process.kill()
-        third.process.wait(60)
+        third.process.wait(WAIT_SECONDS)
         second.process.kill()
-        assert ended.get(timeout=60) is second, "nobody waited for the third"
+        assert ended.get(timeout=WAIT_SECONDS) is second, "nobody waited for the third"
         engines.handle_exit()
         engines.next_incarnation()
         engines.start(time.monotonic())

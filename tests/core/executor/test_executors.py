@@ -16,6 +16,7 @@ from servd.core.executor import fake, multiproc, uniproc
 from servd.errors import ConfigError, EngineDead
 from servd.hf import FAKE_SPEC
 from tests.core.engines import generate, make_request, solo
+from tests.limits import WAIT_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]
 TOY_WORKER = "tests.core.executor.toy_worker"
@@ -116,7 +117,7 @@ def test_workers_that_wait_ready_are_used_and_dead_ones_replaced(start):
     multiproc.MultiProcExecutor.prepare(3)
     prepared = [*multiproc.MultiProcExecutor.standby]
     prepared[0].process.kill()
-    prepared[0].process.wait(60)
+    prepared[0].process.wait(WAIT_SECONDS)
     executor, ready, _ = start("multiproc", tensor_parallel_size=3)
     assert not multiproc.MultiProcExecutor.standby
     assert {*executor.workers} > {*prepared[1:]}
@@ -153,4 +154,4 @@ def test_the_death_of_an_idle_worker_is_noticed(start):
     reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
     executor.on_failure = reasons.put
     executor.workers[0].process.send_signal(signal.SIGKILL)
-    assert "worker-0" in reasons.get(timeout=60)
+    assert "worker-0" in reasons.get(timeout=WAIT_SECONDS)

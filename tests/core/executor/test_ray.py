@@ -19,6 +19,7 @@ from servd.errors import ConfigError
 from servd.llm import LLM
 from servd.params import SamplingParams
 from tests.core.executor.test_executors import ROOT
+from tests.limits import WAIT_SECONDS
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'servd[ray]'")
 
@@ -71,7 +72,7 @@ def test_workers_on_two_nodes_compute_as_one_does(cluster, tiny_llama: Path, spl
     assert len(nodes) == 2
     assert texts(llm) == expected
     llm.close()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_SECONDS
     while ray.available_resources().get("CPU", 0) < 2:
         assert time.monotonic() < deadline, "the bundles are not given back"
         time.sleep(0.2)
@@ -133,7 +134,7 @@ def test_replicas_of_ray_serve_answer_stream_and_are_replaced(cluster):
     serve.run(build(args), route_prefix="/", name="fake")
     url = f"http://127.0.0.1:{port}"
     body = {"prompt": "once", "max_tokens": 200, "ignore_eos": True}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT_SECONDS)
     text = answer.raise_for_status().json()["choices"][0]["text"]
     assert text == bytes(expected_tokens(list(b"once"), 200, 257)).decode()
     streamed = ""
@@ -150,10 +151,12 @@ def test_replicas_of_ray_serve_answer_stream_and_are_replaced(cluster):
     ]  # fmt: skip
     assert len(servers) == 2
     servers[0].kill()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + WAIT_SECONDS
     while True:  # Ray's health check finds it, and starts another
         assert time.monotonic() < deadline
-        answers = [httpx.post(f"{url}/v1/completions", json=body, timeout=60) for _ in range(8)]
+        answers = [
+            httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT_SECONDS) for _ in range(8)
+        ]
         if [answer.status_code for answer in answers] == [200] * 8:
             break
         time.sleep(0.5)

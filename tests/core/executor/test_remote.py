@@ -28,6 +28,7 @@ from servd.ipc import Keys
 from servd.join import Join, terms_of
 from tests.core.engines import generate, make_request, solo
 from tests.core.executor.test_executors import ROOT, TOY_WORKER
+from tests.limits import WAIT_SECONDS
 
 TOKEN = "a token of these tests, long enough"
 
@@ -97,7 +98,7 @@ def test_a_worker_that_dies_on_another_host_is_noticed_though_nothing_runs(hosts
     executor.on_failure = reasons.put
     since = time.monotonic()
     hosts.other.worker.process.kill()
-    assert "worker-1 ended with exit code -9" in reasons.get(timeout=60)
+    assert "worker-1 ended with exit code -9" in reasons.get(timeout=WAIT_SECONDS)
     assert time.monotonic() - since < 3  # about 0.3 s where nothing waits for a CPU
     executor.shutdown()
     answers(*hosts.start())

@@ -27,6 +27,7 @@ from tests.core.engines import (
     make_request,
     solo,
 )
+from tests.limits import WAIT_SECONDS
 
 MIB = 1 / 1024  # GiB
 PROMPT = list(range(40))  # ten blocks of four
@@ -293,7 +294,7 @@ def test_a_request_whose_blocks_are_being_read_can_be_aborted(tmp_path, monkeypa
     generate(first, make_request("a", PROMPT))
     engine = restart(first, kv_cache_dir=str(tmp_path))
     may_read, read = threading.Event(), Disk.read
-    monkeypatch.setattr(Disk, "read", lambda *each: may_read.wait(30) and read(*each))
+    monkeypatch.setattr(Disk, "read", lambda *each: may_read.wait(WAIT_SECONDS) and read(*each))
     for name in "bc":
         engine.handle(make_request(name, PROMPT))
     log = Log()
@@ -328,7 +329,7 @@ def test_a_slow_disk_is_not_waited_for_longer_than_computing_takes(tmp_path, mon
     may_read = threading.Event()
     monkeypatch.setattr("servd.core.kv_cache.tiers.LEAST_PATIENCE", 1_000_000)
     monkeypatch.setattr("servd.core.kv_cache.tiers.UNKNOWN_COST", 1_000)
-    monkeypatch.setattr(Disk, "read", lambda *_: may_read.wait(30) and False)
+    monkeypatch.setattr(Disk, "read", lambda *_: may_read.wait(WAIT_SECONDS) and False)
     log = generate(engine, make_request("b", PROMPT))
     assert cached_tokens(log, "b") == 0
     may_read.set()
@@ -516,7 +517,7 @@ def test_a_disk_that_hangs_keeps_no_engine_busy(tmp_path, monkeypatch, caplog):
     tiers_of(engine).flush()
     monkeypatch.setattr("servd.core.kv_cache.tiers.GIVE_UP", 0.05)
     may_write, write = threading.Event(), Disk.write
-    monkeypatch.setattr(Disk, "write", lambda *each: may_write.wait(30) and write(*each))
+    monkeypatch.setattr(Disk, "write", lambda *each: may_write.wait(WAIT_SECONDS) and write(*each))
     waits: list[int] = []
     engine.on_wait = lambda: waits.append(1)
     request = make_request("a", PROMPT)

@@ -30,6 +30,7 @@ from tests.core.engines import (
     make_request,
     solo,
 )
+from tests.limits import WAIT_SECONDS
 
 PROMPT = list(range(40))  # ten blocks of four
 TOKEN = "0123456789abcdef" * 2
@@ -79,14 +80,14 @@ class Fleet:
         run(engine, make_request(name, prompt, 1, is_exported=True, **options))
 
 
-def run(engine, *requests, seconds: float = 60.0) -> Log:
+def run(engine, *requests, seconds: float = WAIT_SECONDS) -> Log:
     """All requests to their end; engines wait for their peers in real time."""
     for request in requests:
         engine.handle(request)
     return run_on(engine, Log(), seconds)
 
 
-def run_on(engine, log: Log, seconds: float = 60.0) -> Log:
+def run_on(engine, log: Log, seconds: float = WAIT_SECONDS) -> Log:
     """All that it has to its end."""
     end = time.monotonic() + seconds
     while engine.has_work:

@@ -28,6 +28,7 @@ from servd.hf import FAKE_SPEC, ModelSpec, find_model, read_spec
 from servd.messages import EngineCoreRequest, FinishReason
 from servd.params import SamplingParams, StructuredOutput
 from tests.core.engines import Log
+from tests.limits import WAIT_SECONDS
 
 MAX_TOKENS = 120
 # The same examples in each run, shown as they are found: one may take a second.
@@ -69,7 +70,7 @@ class Model:
             params = SamplingParams(max_tokens=MAX_TOKENS, structured_output=output)
             eos = self.spec.eos_token_ids
             engine.handle(EngineCoreRequest(f"r{i}", [i], params, eos_token_ids=eos))
-        engine.handle(news.get(timeout=30))
+        engine.handle(news.get(timeout=WAIT_SECONDS))
         engine.grammars._threads.shutdown()
         log = Log()
         while engine.has_work:

@@ -19,6 +19,7 @@ from servd.core.structured_output import cache, grammar, manager
 from servd.messages import AbortRequests, EngineCoreOutput, EngineCoreRequest, FinishReason
 from servd.params import StructuredOutput
 from tests.core.engines import Log, make_engine, make_request, solo
+from tests.limits import WAIT_SECONDS
 
 REGEX = StructuredOutput("regex", "[a-z]{3}-[0-9]{2}")
 SCHEMA = StructuredOutput(
@@ -40,7 +41,7 @@ class Driver:
 
     def compiled(self) -> None:
         """Wait for one grammar."""
-        self.engine.handle(self.news.get(timeout=30))
+        self.engine.handle(self.news.get(timeout=WAIT_SECONDS))
 
     def run(self) -> Log:
         """Until nothing is left."""
