@@ -89,7 +89,7 @@ class ProgramRunner:
             try:
                 return self._run(input_ids, positions, attention, *others)
             except NotRecordable as error:
-                log.info("decode steps run call by call: %s", error)
+                log.warning("decode steps run slower than they could, call by call: %s", error)
                 self.is_recordable = False
         return self.forward(input_ids, positions, attention, *others)
 
@@ -195,7 +195,7 @@ class ChainRunner(Chain):
             try:
                 return self._run(first, slots, positions, columns)
             except NotRecordable as error:
-                log.info("drafts are made call by call: %s", error)
+                log.warning("drafts are made slower than they could be, call by call: %s", error)
                 self.passes.is_recordable = False
         return super().__call__(first, slots, positions, columns)
 

@@ -18,6 +18,10 @@ from tests.worker.driver import Driver, config_for
 
 MODELS = list(CASES)
 TOLERANCE = 1e-4
+# A gated delta rule multiplies rounding errors: transformers in 32 bits is 1.1e-4 away from itself
+# in 64 bits, where its attention is 4e-6 away. Both sides of a comparison have such an error.
+DELTA_RULE_TOLERANCE = 4e-4
+DELTA_RULE_MODELS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 @pytest.fixture(params=MODELS)
@@ -48,7 +52,9 @@ def hidden_of(folder: Path, token_ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("chunks", [[40], [13, 1, 40], [7] * 5], ids=["whole", "uneven", "sevens"])
-def test_prompt_logprobs(folder: Path, chunks: list[int]):
+def test_prompt_logprobs(folder: Path, chunks: list[int], request: pytest.FixtureRequest):
+    model = request.node.callspec.params["folder"]
+    tolerance = DELTA_RULE_TOLERANCE if model in DELTA_RULE_MODELS else TOLERANCE
     # A slice of logits has at most max_num_seqs rows: 3 here, so every chunk needs several.
     driver = Driver(config_for(folder, max_num_seqs=3))
     (asked, also, other) = prompts(31, 31, 31)
@@ -72,11 +78,11 @@ def test_prompt_logprobs(folder: Path, chunks: list[int]):
             assert len(position.token_ids) == 1 + k
             got = torch.tensor(position.logprobs)
             torch.testing.assert_close(
-                got, row_expected[position.token_ids], atol=TOLERANCE, rtol=0
+                got, row_expected[position.token_ids], atol=tolerance, rtol=0
             )
-            torch.testing.assert_close(got[1:], row_expected.topk(k).values, atol=TOLERANCE, rtol=0)
-            higher = (row_expected > row_expected[token_id] + TOLERANCE).sum()
-            not_lower = (row_expected > row_expected[token_id] - TOLERANCE).sum()
+            torch.testing.assert_close(got[1:], row_expected.topk(k).values, atol=tolerance, rtol=0)
+            higher = (row_expected > row_expected[token_id] + tolerance).sum()
+            not_lower = (row_expected > row_expected[token_id] - tolerance).sum()
             assert higher + 1 <= position.rank <= not_lower
     assert all(1 not in output.prompt_logprobs for output in outputs)
     # Once the prompt is known there is no more to say.

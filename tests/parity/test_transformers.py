@@ -12,6 +12,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from servd import hf
 from servd.errors import UnsupportedModel
@@ -103,6 +105,24 @@ def test_decode_steps_are_programs_where_servd_has_all_parts(tmp_path: Path, arc
     driver.generate([slot], 3)
     programs = cast("CPUModelRunner", driver.worker.runner).programs
     assert native.library() is None or (programs and programs.is_recordable and programs.programs)
+
+
+def test_the_log_says_why_a_model_runs_slower_than_it_could(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    folder = make(tmp_path, "llama", "LlamaForCausalLM")
+    build(folder)
+    assert not caplog.records
+    forward = LlamaAttention.forward
+
+    def renamed(module: Any, hidden_states: torch.Tensor, **arguments: Any) -> Any:
+        if not hidden_states.is_meta:  # the trial on numbers
+            raise TypeError("a release of transformers renamed an argument")
+        return forward(module, hidden_states, **arguments)
+
+    monkeypatch.setattr(LlamaAttention, "forward", renamed)
+    build(folder)
+    assert "layers.0.self_attn: a release of transformers renamed an argument" in caplog.text
 
 
 def test_a_part_that_only_looks_like_servds_keeps_its_own_code(tmp_path: Path):
@@ -230,10 +250,18 @@ def test_layers_that_training_leaves_out_by_chance_are_all_there(tmp_path: Path)
     assert len(attention_layers(build(folder))) == config["num_hidden_layers"]
 
 
-def test_biases_of_routers_keep_their_32_bits(tmp_path: Path):
-    weights = dict(build(make(tmp_path, "deepseek_v3", "DeepseekV3ForCausalLM")).named_parameters())
-    precise = {name.rpartition(".")[2] for name, w in weights.items() if w.dtype == torch.float32}
-    assert precise == {"e_score_correction_bias"}
+def test_what_transformers_keeps_in_32_bits_stays_so(tmp_path: Path):
+    folder = make(tmp_path, "deepseek_v3", "DeepseekV3ForCausalLM")
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+    def precise(model: torch.nn.Module) -> set[str]:
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        names = [name for name, tensor in tensors if tensor.dtype == torch.float32]
+        return {name.removeprefix("hf.") for name in names if "rotary_emb" not in name}
+
+    expected = precise(theirs)
+    assert any("e_score_correction_bias" in name for name in expected)
+    assert precise(build(folder)) == expected
 
 
 def build(folder: Path, num_ranks: int = 1) -> Any:

@@ -50,6 +50,24 @@ def poisoned() -> Iterator[None]:
 
 
 @pytest.fixture
+def exact_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter sums products in order, so that an element has the same bits in a
+    product of any shape. It uses NumPy's otherwise, which chooses how to sum by shape and CPU.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+    def create_dot(_: Any, a: Any, b: Any, initial: Any, *__: Any) -> Any:
+        total = initial.data.copy()
+        for k in range(a.data.shape[-1]):
+            total += a.data[..., :, k, None] * b.data[..., None, k, :]
+        return interpreter.TensorHandle(total, initial.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture
 def load_module(device: torch.device) -> Callable[[str, str], Any]:
     """(package, name) -> a module of operations; skips the test where it cannot run on the
     device.

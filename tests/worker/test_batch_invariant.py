@@ -41,6 +41,7 @@ def driver_for(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: object)
     return Driver(config_for(folder, load_format="dummy", **options))
 
 
+@pytest.mark.usefixtures("exact_dot")
 def test_logits_are_the_same_to_the_bit_alone_and_among_others(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
@@ -67,6 +68,7 @@ def test_logits_are_the_same_to_the_bit_alone_and_among_others(
         driver.free(alone)
 
 
+@pytest.mark.usefixtures("exact_dot")
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_equals_float64_and_its_rows_are_those_of_fewer(
     bias: bool, device: torch.device, load_module: Callable[[str, str], Any]

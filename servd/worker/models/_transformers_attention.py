@@ -256,8 +256,7 @@ def inspect(
             raise UnsupportedModel(f"{name} ({type(module).__name__}) mixes tokens")
         if hasattr(module, "create_position_ids_from_input_ids"):  # RoBERTa
             raise UnsupportedModel(f"{name} counts tokens from the one of padding on")
-        parameters = [*signature(module.forward).parameters] if "forward" in dir(module) else []
-        if parameters[1:] == ["past_key_values_length", "position_ids"]:  # BART
+        if isinstance(module, nn.Embedding) and _counts_by_itself(module):
             module.register_forward_pre_hook(_place, with_kwargs=True)
         _fix_rotary(name, module, max_model_len)
     found, linears = _note(copy.deepcopy(model).to("meta", torch.bfloat16))
@@ -277,6 +276,14 @@ def inspect(
         if hasattr(module, "config"):
             module.config._attn_implementation = ATTENTION
     return found, linears
+
+
+def _counts_by_itself(table: nn.Embedding) -> bool:
+    """Whether a table of positions is given the number of earlier tokens, as BART's is."""
+    match [*signature(table.forward).parameters]:
+        case ["input_ids", "past_key_values_length" | "cache_length", "position_ids"]:
+            return True
+    return False
 
 
 def _place(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -8,6 +8,7 @@ What a part computes is found by running it, small and on random numbers: names 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,9 +22,11 @@ from servd.worker.layers.attention import Attention
 from servd.worker.layers.linear import ColumnParallelLinear
 from servd.worker.layers.rotary import Rotation, rotate
 from servd.worker.model_loader import defaults
-from servd.worker.models._transformers_attention import CONTEXT, Probe, context
+from servd.worker.models._transformers_attention import CONTEXT, Probe, context, first_line
 from servd.worker.ops import reference
 from servd.worker.parallel import Parallel
+
+log = logging.getLogger(__name__)
 
 # By the name that a checkpoint has; see `Loadable.packed`.
 PACKED = {
@@ -104,30 +107,23 @@ def fuse(model: Any, attentions: list[nn.Module], linears: set[str], parallel: P
     modules: list[tuple[str, Any]] = list(model.named_modules())
     names = {module: name for name, module in modules}
 
-    def has_linears(module: nn.Module, wanted: Iterable[str]) -> bool:
-        return all(f"{names[module]}.{name}" in linears for name in wanted)
-
     rotaries = [m for _, m in modules if type(m).__name__.endswith("RotaryEmbedding")]
     exact = defaults(torch.float32, torch.device("cpu"))
+    fused = attentions
     # A dry run, which is a function mode, has no numbers.
     with torch.random.fork_rng(devices=[]), exact, torch._C.DisableTorchFunction():
-        if (
-            len(rotaries) == 1
-            and _is_rotary(rotaries[0])
-            and all(
-                has_linears(module, ("q_proj", "k_proj", "v_proj", "o_proj"))
-                and _is_attention(module, 2 * len(rotaries[0].inv_freq))
-                for module in attentions
+        if reason := _why_not_fused(attentions, rotaries, names, linears):
+            log.warning(
+                "%s runs slower than it could, since its attention is transformers': %s",
+                type(model).__name__,
+                reason,
             )
-        ):
-            fused = attentions
-        else:
             fused = []
         norms = [(m, eps) for _, m in modules if (eps := _eps_of(m)) is not None]
         gated = [
             (module, name)
             for _, module in modules
-            if has_linears(module, ("gate_proj", "up_proj", "down_proj"))
+            if _has_linears(names[module], linears, ("gate_proj", "up_proj", "down_proj"))
             and (name := _activation_of(module))
         ]
     for module in fused:
@@ -140,6 +136,26 @@ def fuse(model: Any, attentions: list[nn.Module], linears: set[str], parallel: P
         module.gate, module.__class__ = Gate(name), FusedMLP
     for module, eps in norms:
         module.servd_ops, module.servd_eps, module.__class__ = device_ops, eps, FusedNorm
+
+
+def _has_linears(path: str, linears: set[str], wanted: Iterable[str]) -> bool:
+    return all(f"{path}.{name}" in linears for name in wanted)
+
+
+def _why_not_fused(
+    attentions: list[nn.Module], rotaries: list[Any], names: dict[Any, str], linears: set[str]
+) -> str | None:
+    """Return what keeps FusedAttention from taking the place of all `attentions`."""
+    if len(rotaries) != 1:
+        return f"it has {len(rotaries)} rotary embeddings, not one"
+    if reason := _why_not_rotary(rotaries[0]):
+        return f"{names[rotaries[0]]}: {reason}"
+    for module in attentions:
+        if not _has_linears(names[module], linears, ("q_proj", "k_proj", "v_proj", "o_proj")):
+            return f"{names[module]} has no linear q_proj, k_proj, v_proj and o_proj"
+        if reason := _why_not_attention(module, 2 * len(rotaries[0].inv_freq)):
+            return f"{names[module]}: {reason}"
+    return None
 
 
 def _stack(module: Any, name: str, parts: tuple[str, ...], parallel: Parallel) -> None:
@@ -169,21 +185,24 @@ def _are_close(got: Tensor, expected: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _is_rotary(module: Any) -> bool:
+def _why_not_rotary(module: Any) -> str | None:
+    """Return what keeps FusedRotary from taking its place."""
     x, positions = torch.empty(1), torch.arange(5, 5 + NUM_TOKENS)
     try:
         freqs = positions[:, None] * module.inv_freq.cpu().float()
         angles = torch.cat((freqs, freqs), -1)[None]
         cos, sin = (f(angles) * module.attention_scaling for f in (torch.cos, torch.sin))
         got = module(x.to(module.inv_freq.device), positions[None].to(module.inv_freq.device))
-        return _are_close(got[0].cpu(), cos) and _are_close(got[1].cpu(), sin)
-    except Exception:  # others wrote this code
-        return False
+    except Exception as error:  # others wrote this code
+        return first_line(error)
+    if _are_close(got[0].cpu(), cos) and _are_close(got[1].cpu(), sin):
+        return None
+    return "it computes other angles"
 
 
 @torch.no_grad()
-def _is_attention(module: Any, head_dim: int) -> bool:
-    """Whether it is that of FusedAttention."""
+def _why_not_attention(module: Any, head_dim: int) -> str | None:
+    """Return what keeps FusedAttention from taking its place."""
     layer: Attention = module.servd_attention[0]
     num_heads, num_kv_heads = layer.shape["num_heads"], layer.shape["num_kv_heads"]
     sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
@@ -197,7 +216,7 @@ def _is_attention(module: Any, head_dim: int) -> bool:
         or len({linear.bias is None for linear in projections}) > 1
         or (others and others != {"q_norm", "k_norm"})
     ):
-        return False
+        return "its parts or their sizes are not those of Llama or Qwen3"
     stubs = [_linear(linear, SIZE, linear.out_features) for linear in projections]
     o_proj = _linear(module.o_proj, num_heads * head_dim, SIZE)
     trial = _trial(
@@ -219,18 +238,19 @@ def _is_attention(module: Any, head_dim: int) -> bool:
                 hidden_states=x,
                 position_embeddings=tuple(torch.cat((h, h), -1)[None] for h in halves),
                 attention_mask=None,
-                past_key_values=None,
             )
-    except Exception:  # others wrote this code
-        return False
+    except Exception as error:  # others wrote this code
+        return first_line(error)
     wanted = rotate(q, halves), rotate(k, halves), v
-    return (
+    if (
         len(probe.seen) == 3
         and all(
             _are_close(a[0].transpose(0, 1), b) for a, b in zip(probe.seen, wanted, strict=True)
         )
         and _are_close(out[0], o_proj(wanted[0].flatten(1)))
-    )
+    ):
+        return None
+    return "it computes something else than Llama's or Qwen3's"
 
 
 @torch.no_grad()

@@ -101,6 +101,7 @@ def test_rows_are_split_where_the_device_would_be_idle(spec, invariant, monkeypa
     assert pieces(Backend(spec), Rows(spec, alone))[0] == [[0], [4], [1]]
 
 
+@pytest.mark.usefixtures("exact_dot")
 @pytest.mark.usefixtures("short_splits")
 def test_chunks_of_a_prompt_yield_what_the_whole_yields_to_the_bit(spec):
     spec = dataclasses.replace(spec, sliding_window=40)
