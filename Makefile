@@ -9,6 +9,12 @@ ARGS =
 
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
+# The build of torch depends on the machine, so that it is in no lock. Without a GPU it is the one for CPUs, if its index can
+# be reached; the usual one brings gigabytes of CUDA packages.
+TORCH = torch==2.13.0
+CPU_TORCH_INDEX = https://download.pytorch.org/whl/cpu
+INSTALL_TORCH = install --no-deps --retries 1 --extra-index-url $(CPU_TORCH_INDEX) $(TORCH)
+LOCKED = install --no-deps --require-hashes
 KERNELS = setup.py $(wildcard servd/worker/ops/cpu/*)
 HAS_GPU = nvidia-smi --list-gpus >/dev/null 2>&1
 # On a machine with a GPU: its own torch, and beside it what comes as wheels in .whl/ (docs/gpu.md). No network is needed.
@@ -32,7 +38,7 @@ FAST = --ignore=tests/core/structured_output tests/core $(filter-out tests/test_
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-unit test-slow test-console test-sanitizers test-gpu check format format-check lint typecheck architecture \
-	docs bench bench-cpu bench-observability bench-gpu soak docker sbom audit clean
+	lock docs bench bench-cpu bench-observability bench-gpu soak docker sbom audit clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,7 +47,7 @@ help: ## Show this help
 
 install: $(VENV)/.dev ## Create .venv with servd and the tools for development
 
-serve: $(VENV)/.serve ## Serve MODEL (a Hugging Face id or a folder) on HOST:PORT
+serve: $(VENV)/.servd ## Serve MODEL (a Hugging Face id or a folder) on HOST:PORT
 	$(BIN)/servd serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(VENV)/.dev ## Run the tests in four processes, or with ARGS what it says
@@ -92,6 +98,19 @@ check: format-check lint ## Check format, lint, types, import rules; run the fas
 	$(BIN)/python -m pytest $(FAST); failed=$$?; \
 	wait $$pid || failed=1; cat $$beside; rm -f $$beside; exit $$failed
 
+# In an environment of their own: nothing else is installed to lock. With make lock UPGRADE=--upgrade, the newest.
+COMPILE = build/lock/bin/pip-compile -q $(UPGRADE) --strip-extras --unsafe-package torch --no-annotate --no-header \
+	--no-emit-index-url --no-emit-find-links --no-emit-trusted-host --all-build-deps --extra otel
+UPGRADE =
+lock: build/lock/bin/pip-compile ## Lock what pyproject.toml asks for; UPGRADE=--upgrade takes the newest releases
+	$(COMPILE) --generate-hashes -o requirements/serve.txt pyproject.toml
+	$(COMPILE) --generate-hashes --extra dev -c requirements/serve.txt -o requirements/dev.txt pyproject.toml
+	$(COMPILE) --generate-hashes --extra dev --extra clients -c requirements/dev.txt -o requirements/clients.txt pyproject.toml
+
+build/lock/bin/pip-compile:
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip -q install pip-tools
+
 format: $(VENV)/.dev ## Format the code and fix what the linter can fix
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
@@ -121,10 +140,8 @@ bench-cpu: $(VENV)/.dev ## Measure this CPU and servd with MODEL, a folder; writ
 soak: $(VENV)/.dev ## Serve MODEL under mixed load and faults for an hour, or with ARGS="--seconds 60"
 	$(BIN)/python -m benchmarks.soak $(MODEL) $(ARGS)
 
-bench-observability: $(VENV)/.dev ## Measure what it costs to watch requests, and whether what is told of them is right
-	for part in cost guards unaccounted memory; do $(BIN)/python -m benchmarks.observability $$part; done
-	$(BIN)/python -m benchmarks.observability unaccounted --tensor-parallel-size 2
-	RUNS=20 $(BIN)/python -m pytest tests/api/test_causes.py
+bench-observability: $(VENV)/.dev ## Measure what it costs to watch requests
+	for part in cost guards memory; do $(BIN)/python -m benchmarks.observability $$part; done
 
 bench-gpu: .gpu ## Measure on a GPU with GPU_PYTHON, in less than 8 minutes; writes docs/benchmarks-gpu.md
 	@if $(HAS_GPU); then PYTHONPATH=.gpu $(GPU_PYTHON) -m benchmarks.gpu $(ARGS); \
@@ -149,7 +166,7 @@ clean: ## Remove .venv, caches and build folders
 	rm -rf $(VENV) .gpu build dist *.egg-info .pytest_cache .ruff_cache .hypothesis servd/worker/ops/_*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Stamps: each step runs once, and again when pyproject.toml or a kernel changes.
+# Stamps: each step runs once, and again when what it depends on changes.
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -157,21 +174,27 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# Without a GPU a plain `torch` could bring gigabytes of CUDA packages; with one, servd's own requirement brings it.
 $(VENV)/.torch: $(VENV)/.created
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(HAS_GPU) || { set -x; $(PIP) install torch==2.13.0; }
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { set -x; \
+		if $(HAS_GPU); then $(PIP) install $(TORCH); else $(PIP) $(INSTALL_TORCH); fi; }
 	@touch $@
 
-$(VENV)/.serve: pyproject.toml $(KERNELS) $(VENV)/.torch
-	$(PIP) install -e .
+$(VENV)/.serve: requirements/serve.txt $(VENV)/.torch
+	$(PIP) $(LOCKED) -r $<
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml $(KERNELS) $(VENV)/.torch
-	$(PIP) install -e '.[dev]'
-	@touch $@ $(VENV)/.serve
+# Compiles the kernels: once for `make serve` and `make test` together.
+$(VENV)/.servd: pyproject.toml $(KERNELS) $(VENV)/.serve
+	@echo "Installing servd: compiling the CPU kernels takes 3 to 10 minutes of CPU time"
+	$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
 
-$(VENV)/.clients: $(VENV)/.dev
-	$(PIP) install -e '.[dev,clients]'
+$(VENV)/.dev: requirements/dev.txt $(VENV)/.servd
+	$(PIP) $(LOCKED) -r $<
+	@touch $@
+
+$(VENV)/.clients: requirements/clients.txt $(VENV)/.dev
+	$(PIP) $(LOCKED) -r $<
 	@touch $@
 
 .gpu: $(wildcard .whl/*.whl)

@@ -1,4 +1,4 @@
-"""What it costs to watch requests, and whether what is told of them is right:
+"""What it costs to watch requests:
 `python -m benchmarks.observability PART [SERVER OPTION ...]`.
 
 | part | |
@@ -6,7 +6,6 @@
 | cost | CPU time and throughput with all records and without them, in pairs of servers |
 | guards | the same for what keeps servd alive and clients apart: benchmarks/unguarded.py |
 | noise | the same of two equal servers: what `cost` can tell apart |
-| unaccounted | the share of the time of 200 mixed concurrent requests that has no cause |
 | memory | what the API server has grown by after 10,000 requests |
 """
 
@@ -15,13 +14,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +30,7 @@ from servd.private_dir import PARENT_DIR
 
 PAIRS, ROUNDS = 16, 12
 STREAMS, TOKENS = 32, 64
-MIXED, MANY = 200, 10_000
+MANY = 10_000
 TIMEOUT = 600  # seconds
 
 
@@ -176,37 +173,6 @@ def _in_turn(number: int) -> tuple[int, int]:
     return (0, 1) if number % 2 else (1, 0)
 
 
-# ---- unaccounted ----
-
-
-def unaccounted(*options: str) -> None:
-    """Unaccounted time of mixed requests, with what they waited for."""
-    rng = random.Random(1)
-    bodies = [
-        {
-            "prompt": "a b c " * rng.randint(1, 60),
-            "max_tokens": rng.randint(2, 40),
-            "ignore_eos": True,
-            "n": 1 + (i % 10 == 0),
-            "stream": i % 2 == 0,
-            **({"guided_regex": "[ab]{40}"} if i % 7 == 0 else {}),
-        }
-        for i in range(MIXED)
-    ]
-    shares, causes = [], Counter[str]()
-    with server(*options) as running, httpx.Client(base_url=running.url, timeout=TIMEOUT) as http:
-        asyncio.run(send(running.url, bodies[:3], 1))
-        for answer in asyncio.run(send(running.url, bodies, 32)):
-            name = answer.partition('"id":"')[2].partition('"')[0]
-            told = http.get(f"/v1/requests/{name}/timeline").raise_for_status().json()["causes"]
-            shares.append(sum(each["share"] for each in told if each["cause"] == "unaccounted"))
-            causes.update({each["cause"]: each["ms"] for each in told})
-    cuts = statistics.quantiles(shares, n=100)
-    print(f"unaccounted of {len(shares)} requests: median {cuts[49]:.2%}, p99 {cuts[98]:.2%}")
-    for cause, ms in causes.most_common(8):
-        print(f"{cause:18}{ms / causes.total():.1%}")
-
-
 # ---- memory ----
 
 
@@ -222,7 +188,7 @@ def memory(*options: str) -> None:
 
 
 if __name__ == "__main__":
-    functions = (cost, guards, noise, unaccounted, memory)
+    functions = (cost, guards, noise, memory)
     parts = {each.__name__: each for each in functions}
     if sys.argv[1:2] == [] or sys.argv[1] not in parts:
         sys.exit(__doc__)

@@ -1,13 +1,14 @@
-"""Slow requests whose cause is known: the account names it as the largest share. `RUNS=20` plants
-each of them so often.
+"""Slow requests whose cause is known: the account names it as the largest share.
+
+Time is virtual and passes only where a test lets it pass, so that a busy machine adds nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,29 +21,45 @@ from servd.hf import FAKE_SPEC
 from tests.adapters import write_adapter
 from tests.api.harness import Served, listening, serve, until
 from tests.api.test_lora import serve_adapters
-
-RUNS = int(os.environ.get("RUNS", "1"))
-# The clock is real, and a pause of the machine in mid-test is a cause of its own, rightly named.
-pytestmark = pytest.mark.flaky(reruns=3 if RUNS == 1 else 0)
+from tests.limits import WAIT_SECONDS
 
 COMPLETIONS = "/v1/completions"
 STEP, TOKEN = 0.001, 0.0003  # seconds of a step, and of each token of it
 
 
-@pytest.fixture(params=range(RUNS), autouse=True)
-def _run() -> None:
-    """Every test runs so often."""
+class Clock:
+    """Virtual nanoseconds. Each reading takes one, so that no two are the same."""
+
+    def __init__(self) -> None:
+        self.ns = time.monotonic_ns()
+
+    def __call__(self) -> int:
+        self.ns += 1
+        return self.ns
+
+    def sleep(self, seconds: float) -> None:
+        self.ns += round(seconds * 1e9)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What all of servd reads."""
+    clock = Clock()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("servd.") and hasattr(module, "now_ns"):
+            monkeypatch.setattr(module, "now_ns", clock)
+    return clock
 
 
 @pytest.fixture
-def slow_steps(monkeypatch) -> Callable[[Callable[[Any], float]], None]:
+def slow_steps(monkeypatch, clock: Clock) -> Callable[[Callable[[Any], float]], None]:
     """Makes steps of the fake executor take time."""
     forward = FakeExecutor._forward
 
     def install(seconds: Callable[[Any], float]) -> None:
         def slow_forward(executor: FakeExecutor, scheduled: Any) -> Any:
             result = forward(executor, scheduled)
-            time.sleep(seconds(scheduled))
+            clock.sleep(seconds(scheduled))
             return result
 
         monkeypatch.setattr(FakeExecutor, "_forward", slow_forward)
@@ -59,6 +76,16 @@ async def post(served: Served, prompt: str, max_tokens: int, **body: Any) -> str
     return answer.json()["id"]
 
 
+async def start_beside(served: Served, *args: Any, **body: Any) -> asyncio.Task[str]:
+    """A request that reaches the engine between two steps of what runs there."""
+    served.engine.may_step.clear()
+    num_sent = len(served.engine.sent)
+    task = asyncio.create_task(post(served, *args, **body))
+    await until(lambda: len(served.engine.sent) == num_sent + 1)
+    served.engine.may_step.set()
+    return task
+
+
 async def causes_of(served: Served, request_id: str) -> list[str]:
     """Largest first."""
     url = f"/v1/requests/{request_id}/timeline"
@@ -69,7 +96,9 @@ async def causes_of(served: Served, request_id: str) -> list[str]:
 
 async def has_token(served: Served) -> None:
     choices = served.async_llm.engines[0].running
-    await until(lambda: any(one.choices[0].num_tokens for one in choices.values()))
+    async with asyncio.timeout(WAIT_SECONDS):
+        while not any(one.choices[0].num_tokens for one in choices.values()):
+            await asyncio.sleep(0)  # steps take no real time: look after each
 
 
 async def test_the_prompts_of_neighbours(slow_steps):
@@ -89,7 +118,7 @@ async def test_preemption(slow_steps):
     async with serve(kv_cache_memory=cache, max_model_len=512, max_num_seqs=2) as served:
         first = asyncio.create_task(post(served, "a" * 300, 120))
         await has_token(served)
-        second = await post(served, "b" * 300, 30)
+        second = await (await start_beside(served, "b" * 300, 30))
         await first
         assert (await causes_of(served, second))[0] == "preemption"
 
@@ -98,7 +127,7 @@ async def test_a_slot(slow_steps):
     async with serve(max_num_seqs=1) as served:
         first = asyncio.create_task(post(served, "a", 60))
         await has_token(served)
-        second = await post(served, "b", 5)
+        second = await (await start_beside(served, "b", 5))
         first = await first
         assert (await causes_of(served, second))[0] == "queue_slots"
         timelines = [
@@ -111,23 +140,25 @@ async def test_a_later_request_that_overtook_is_among_those_waited_for(slow_step
     async with serve(max_num_seqs=1, scheduling_policy="priority") as served:
         tasks = [asyncio.create_task(post(served, "a", 40))]
         await has_token(served)
+        served.engine.may_step.clear()
         for priority, max_tokens in ((5, 5), (1, 80)):
             tasks.append(asyncio.create_task(post(served, "b", max_tokens, priority=priority)))
             await until(lambda: len(served.engine.sent) == len(tasks))
+        served.engine.may_step.set()
         first, background, urgent = await asyncio.gather(*tasks)
         for own, behind in ((urgent, [first]), (background, [urgent, first])):
             timeline = (await served.http.get(f"/v1/requests/{own}/timeline")).json()
             assert timeline["cause"] == "queue_slots" and timeline["behind"] == behind
 
 
-async def test_an_engine_that_sleeps(slow_steps):
+async def test_an_engine_that_sleeps(slow_steps, clock):
     async with serve() as served:
         await post(served, "a", 5)
         await served.http.post("/sleep")
         served.engine.may_step.clear()
         own = asyncio.create_task(post(served, "b", 5))
         await until(lambda: served.async_llm.engines[0].running)
-        await asyncio.sleep(0.5)  # it loads its weights
+        clock.sleep(0.5)  # it loads its weights
         await served.http.post("/wake_up")
         served.engine.may_step.set()
         assert (await causes_of(served, await own))[0] == "wake_up"
@@ -139,13 +170,13 @@ async def test_a_place_for_its_adapter(slow_steps, tmp_path):
     async with serve_adapters(tmp_path, max_loras=1) as (served, _):
         first = asyncio.create_task(post(served, "x", 60, model="a"))
         await has_token(served)
-        own = await post(served, "x", 5, model="b")
+        own = await (await start_beside(served, "x", 5, model="b"))
         assert (await causes_of(served, own))[0] == "queue_adapters"
         timeline = (await served.http.get(f"/v1/requests/{own}/timeline")).json()
         assert timeline["behind"] == [await first] and timeline["model"] == "b"
 
 
-async def test_an_engine_that_dies(slow_steps):
+async def test_an_engine_that_dies(slow_steps, clock):
     async with serve() as served:
         own = asyncio.create_task(post(served, "a", 60))
         await has_token(served)
@@ -153,9 +184,10 @@ async def test_an_engine_that_dies(slow_steps):
         served.engine.die()
         await until(lambda: served.async_llm.engines[0].recovery.is_restarting)
         late = asyncio.create_task(post(served, "b", 5))
-        await asyncio.sleep(0.5)
+        await until(lambda: len(served.async_llm.engines[0].running) == 2)
+        clock.sleep(0.5)
         health = (await served.http.get("/health")).json()
-        assert health["status"] == "restarting" and 0.5 <= health["elapsed_seconds"] < 500
+        assert health["status"] == "restarting" and 0 < health["elapsed_seconds"] < 500
         served.engine.revive()
         for task in (own, late):
             assert (await causes_of(served, await task))[0] == "engine_restart"
@@ -183,11 +215,11 @@ async def test_parts_of_a_request_count_in_its_account(slow_steps, path, body):
         assert timeline["num_steps"] > 1 and timeline["neighbours"] == []
 
 
-async def test_a_grammar(monkeypatch):
+async def test_a_grammar(monkeypatch, clock):
     compile_grammar = GrammarManager._compile
 
     def slow_compile(manager: GrammarManager, output: Any) -> Any:
-        time.sleep(0.3)
+        clock.sleep(0.3)
         return compile_grammar(manager, output)
 
     monkeypatch.setattr(GrammarManager, "_compile", slow_compile)
@@ -223,7 +255,7 @@ async def test_a_worker_that_stalls(slow_steps):
         assert (await causes_of(served, own))[0] == "stalled_worker"
 
 
-async def test_a_client_that_does_not_read():
+async def test_a_client_that_does_not_read(clock):
     async with serve() as served, listening(served.app, send_buffer=4096) as url:
         body = json.dumps({"prompt": "a", "max_tokens": 300, "stream": True, "logprobs": 20})
         head = (
@@ -236,7 +268,7 @@ async def test_a_client_that_does_not_read():
             client.sendall((head + body).encode())
             await until(lambda: served.async_llm.num_unfinished)
             await until(lambda: not served.engine.core.scheduler.requests)
-            await asyncio.sleep(3.0)
+            clock.sleep(3.0)
             loop = asyncio.get_running_loop()
             while await loop.run_in_executor(None, client.recv, 65536):
                 pass
