@@ -37,7 +37,7 @@ ROOMS = tests/api tests/core tests/demo_model tests/parity
 FAST = --ignore=tests/core/structured_output tests/core $(filter-out tests/test_docs.py tests/test_llm.py tests/test_messages.py,$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-unit test-slow test-console test-sanitizers test-gpu check format format-check lint typecheck architecture \
+.PHONY: help install serve test test-unit test-oldest test-slow test-console test-sanitizers test-gpu check format format-check lint typecheck architecture \
 	lock docs bench bench-cpu bench-observability bench-gpu soak docker sbom audit clean
 
 help: ## Show this help
@@ -61,6 +61,21 @@ test: $(VENV)/.dev ## Run the tests in four processes, or with ARGS what it says
 
 test-unit: $(VENV)/.dev ## Run the tests that start no server
 	$(BIN)/python -m pytest --ignore=tests/integration $(ARGS)
+
+# What pyproject.toml allows at least, over the locked tools for tests. torch stays: old builds for CPUs are in its own index only.
+OLDEST = build/oldest
+test-oldest: $(OLDEST)/.installed ## Run the tests without servers with the oldest dependencies that pyproject.toml allows
+	$(OLDEST)/bin/python -m pytest --ignore=tests/integration --ignore=tests/test_docs.py $(ARGS)
+
+$(OLDEST)/.installed: pyproject.toml requirements/dev.txt $(VENV)/.servd
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip $(INSTALL_TORCH)
+	$(OLDEST)/bin/python -m pip $(LOCKED) -r requirements/dev.txt
+	$(OLDEST)/bin/python -m pip install uv
+	$(OLDEST)/bin/uv pip compile -q --resolution lowest-direct --no-emit-package torch --no-emit-package triton \
+		-p $(OLDEST)/bin/python pyproject.toml | grep -vE '^(cuda|nvidia)' >$(OLDEST)/requirements.txt
+	$(OLDEST)/bin/python -m pip install --no-deps -r $(OLDEST)/requirements.txt
+	@touch $@
 
 test-slow: $(VENV)/.clients ## Run the tests at full model size, of large clients, and of the console
 	@tests/console/install.sh

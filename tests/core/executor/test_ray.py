@@ -24,7 +24,6 @@ from tests.limits import WAIT_SECONDS
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'servd[ray]'")
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore"),  # Ray's own
 ]
@@ -120,6 +119,7 @@ def test_a_killed_worker_is_noticed_within_a_second_or_so(cluster, tiny_llama: P
     executor.shutdown()
 
 
+@pytest.mark.slow
 def test_replicas_of_ray_serve_answer_stream_and_are_replaced(cluster):
     import httpx
     import psutil
