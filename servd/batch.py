@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from servd.bounds import shorten
+from servd.json_reader import read_json
 
 ROUTES = (
     "/v1/chat/completions",
@@ -87,12 +88,7 @@ def read_line(text: bytes) -> Line:
     """
     if len(text) > MAX_LINE:
         raise ValueError(f"a line may have at most {MAX_LINE} bytes")
-    try:
-        return msgspec.json.decode(text, type=Line)
-    except msgspec.ValidationError as error:
-        raise ValueError(str(error)) from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not valid JSON: {error}") from None
+    return read_json(text, Line)
 
 
 def check(line: Line) -> None:
@@ -104,7 +100,7 @@ def check(line: Line) -> None:
     if line.method != "POST" or line.url not in ROUTES:
         raise ValueError(f"method must be POST and url one of {', '.join(ROUTES)}")
     try:
-        body = msgspec.json.decode(line.body, type=dict[str, Raw])
+        body = read_json(line.body, dict[str, Raw])
     except ValueError:
         raise ValueError("body must be a JSON object") from None
     for field in ("stream", "background"):
@@ -175,6 +171,6 @@ def results_of(path: Path) -> Iterator[tuple[Result, bytes]]:
     with path.open("rb") as file:
         for line in file:
             try:
-                yield msgspec.json.decode(line, type=Result), line.rstrip(b"\n") + b"\n"
-            except (ValueError, RecursionError):
+                yield read_json(line, Result), line.rstrip(b"\n") + b"\n"
+            except ValueError:
                 continue  # cut off in the middle

@@ -217,7 +217,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         request.state.client, len(data), lambda: parse(kind, data, max_values), is_new=True
     )
     ignored = body.ignored()
-    if getattr(body, "priority", None) and config.scheduler.scheduling_policy != "priority":
+    if body.priority and config.scheduler.scheduling_policy != "priority":
         ignored = sorted({*ignored, "priority"})
     names = ", ".join(quote(name[:64], safe="") for name in ignored[:MAX_IGNORED])
     request.state.ignored = {"x-servd-ignored": names} if names else {}
@@ -230,9 +230,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         request.state.unique_id = f"{asked}-{request.state.unique_id[:12]}"
     request.state.parsed_ns = now_ns()
     request.state.model, request.state.adapter = await context.find_model(body.model)
-    timeout = getattr(body, "timeout", None)
-    if timeout is None:
-        timeout = request.state.timeout
+    timeout = request.state.timeout if body.timeout is None else body.timeout
     if timeout is not None:
         request.state.deadline = asyncio.get_running_loop().time() + timeout
     return body

@@ -43,6 +43,7 @@ from servd.api.routes.sleep import SleepState, check_level
 from servd.api.timeline import Tracer
 from servd.config import Config
 from servd.errors import InvalidRequest, NotFound, ServdError, Unavailable
+from servd.json_reader import read_json
 from servd.tracing import now_ns
 
 logger = logging.getLogger("servd.api")
@@ -142,7 +143,7 @@ class Front:
             visit = self.servers.serving(server, self.servers.config.server.sleep_idle_seconds)
         else:
             visit = self.servers.serving(server, seconds_of(named.keep_alive))
-            fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+            fields = read_json(body, dict[str, msgspec.Raw])
             del fields["keep_alive"]  # a field that only the front knows
             body = msgspec.json.encode(fields)
 

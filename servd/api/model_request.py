@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 
 from servd.errors import InvalidRequest
+from servd.json_reader import read_json
 
 BEGINS_JSON = (b"{", b" ", b"\n", b"\r", b"\t")
 SECONDS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
@@ -34,11 +35,11 @@ def read(request: Request, body: bytes) -> Named:
     found = Named()
     if body[:1] in BEGINS_JSON:
         try:
-            found = msgspec.json.decode(body, type=Named)
+            found = read_json(body, Named)
         except msgspec.ValidationError:
             pass  # the model's server reports the error
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+        except ValueError as error:
+            raise InvalidRequest(f"the body is {error}") from None
     asked = request.query_params.get("model") or request.headers.get("x-servd-model")
     return Named(asked if found.model is None else found.model, found.keep_alive)
 
@@ -50,8 +51,8 @@ def seconds_of(keep_alive: msgspec.Raw) -> float | None:
         InvalidRequest: it is neither.
     """
     seconds: float | None = None
-    with suppress(msgspec.DecodeError, UnicodeDecodeError):
-        given = msgspec.json.decode(keep_alive, type=float | str)
+    with suppress(ValueError):
+        given = read_json(keep_alive, float | str)
         if isinstance(given, float):
             seconds = given
         elif parts := DURATION.fullmatch(given):

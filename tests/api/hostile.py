@@ -11,8 +11,18 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from servd.api.openapi import document
+from servd.api.protocol.validation import RequestBody
 from servd.api.routes import load_routers
 
+
+def subclasses(kind: type[RequestBody]) -> Iterator[type[RequestBody]]:
+    """Those of all depths."""
+    for each in kind.__subclasses__():
+        yield each
+        yield from subclasses(each)
+
+
+load_routers()  # which imports the shapes of all bodies
 MAX_TOKENS = 4  # for those that are answered
 
 NUMBERS: list[Any] = [
@@ -101,6 +111,45 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"}),
     ("/sleep?level=1", {}),
 ]
+QUESTION = {"type": "predicate", "instructions": "i", "name": "q"}
+# A body that each route takes, by its path.
+VALID: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {**MESSAGES, "max_tokens": 2},
+    "/v1/completions": {"prompt": "a", "max_tokens": 2},
+    "/v1/responses": {"input": "a", "max_output_tokens": 2},
+    "/v1/responses/input_tokens": {"input": "a"},
+    "/v1/messages": {**MESSAGES, "max_tokens": 2},
+    "/v1/messages/count_tokens": {**MESSAGES},
+    "/v1/embeddings": {"input": "a"},
+    "/pooling": {"input": "a"},
+    "/classify": {"input": "a"},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/v2/embed": {"texts": ["a"], "input_type": "search_query", "embedding_types": ["float"]},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [1]},
+    "/v1/decisions": {"input": "a", "questions": [QUESTION]},
+    "/v1/chat/completions/render": {**MESSAGES},
+    "/v1/chat/completions/batch": {"messages": [MESSAGES["messages"]], "max_tokens": 2},
+    "/invocations": {"prompt": "a", "max_tokens": 2},
+    "/v1/batches": {
+        "input_file_id": "x", "endpoint": "/v1/completions", "completion_window": "24h",
+    },
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "b"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
+}  # fmt: skip
+# What a server might read of a body though the body's shape does not declare it: every field that
+# any shape has, and what other servers know.
+EXTRA_FIELDS = sorted(
+    {name for kind in subclasses(RequestBody) for name in kind.model_fields}
+    | {"best_of", "keep_alive", "options", "raw", "format", "think", "rid", "data_parallel_rank",
+       "lora_request", "prompt_embeds", "mm_processor_kwargs", "status", "id", "owner", "key",
+       "state", "headers", "deadline", "lane", "adapter", "__class__", "__dict__", "model_extra"}
+)  # fmt: skip
+EXTRA_VALUES = [
+    '"x"', "[1]", "{}", "null", "NaN", "Infinity", "-1", "0", "1e30", "true", "1" + "0" * 400,
+    '[[1], {"a": "b"}]', '{"type": 1}', "1e-9",
+]  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -111,6 +160,13 @@ class Case(NamedTuple):
     path: str
     content: bytes
     headers: dict[str, str]
+
+
+def with_extras(path: str, body: dict[str, Any], extras: dict[str, str]) -> Case:
+    """A good body with these fields, whose values are JSON, behind its own."""
+    parts = [json.dumps(body)[1:-1]] + [f'"{name}": {text}' for name, text in extras.items()]
+    content = f"{{{', '.join(parts)}}}".encode()
+    return Case("extra fields", "POST", path, content, {"content-type": "application/json"})
 
 
 class Hostile:
@@ -134,6 +190,7 @@ class Hostile:
             self.unicode,
             self.no_json,
             self.any_route,
+            self.extra_fields,
         ]
 
     def cases(self, count: int) -> Iterator[Case]:
@@ -211,6 +268,12 @@ class Hostile:
             changed = self.mutated(body)
             body = changed if isinstance(changed, dict) else {"prompt": changed}
         return self.body(body, "nearly right", path)
+
+    def extra_fields(self) -> Case:
+        """A good body, with fields that its route may not know."""
+        path, body = self.random.choice([*VALID.items()])
+        names = self.random.sample(EXTRA_FIELDS, self.random.randrange(1, 4))
+        return with_extras(path, body, {n: self.random.choice(EXTRA_VALUES) for n in names})
 
     def schema(self) -> Case:
         """Random JSON schemas, some of which refer to themselves."""

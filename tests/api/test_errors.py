@@ -41,6 +41,7 @@ from servd.params import (
     MAX_STOP_TOKEN_IDS,
 )
 from tests.api.harness import ALIAS, MODEL, Served, serve, until, user
+from tests.api.hostile import EXTRA_VALUES, VALID, with_extras
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -100,6 +101,37 @@ async def test_other_content_types(http, content_type):
         CHAT, content=json.dumps({"messages": user("hi"), "max_tokens": 1}), headers=headers
     )
     assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("path", VALID)
+async def test_no_field_is_read_that_has_no_bounds(http, path):
+    plain = (await http.post(path, json=VALID[path])).status_code
+    for name in ("timeout", "top_logprobs", "priority", "logprobs", "request_id", "cache_salt"):
+        for value in EXTRA_VALUES:
+            case = with_extras(path, VALID[path], {name: value})
+            answer = await http.post(path, content=case.content, headers=case.headers)
+            is_late = (name, value) == ("timeout", "1e-9")
+            allowed = (plain, 400, 504) if is_late else (plain, 400)
+            assert answer.status_code in allowed, (name, value, answer.text)
+
+
+@pytest.mark.parametrize("length", ["0" * 4301, "9" * 4301, "-1", "1e3", "", "1 1"])
+async def test_a_length_that_is_no_number_of_bytes(length):
+    async with serve(api_key=["k" * 32]) as served:  # refused before authentication
+        answer = await served.http.get("/v1/models", headers={"content-length": length})
+        assert "Content-Length" in check(answer, 400)
+        answer = await served.http.get("/v1/models", headers={"content-length": "0"})
+        assert answer.status_code == 401
+
+
+@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("depth", [300, 900, 2000, 100_000])
+async def test_bodies_of_great_depth_are_a_400(http, path, depth):
+    deep = {"z": "[" * depth + "]" * depth}
+    case = with_extras(path, VALID[path], deep)
+    answer = await http.post(path, content=case.content, headers=case.headers)
+    if answer.status_code != 404:  # of a route that this server does not have
+        assert (answer.status_code, "deep" in answer.text) == (400, True)
 
 
 CHAT_PROBLEMS = [

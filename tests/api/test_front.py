@@ -178,6 +178,22 @@ async def test_what_no_model_can_answer_starts_none(tmp_path: Path):
         assert (await servers.served["one"].http.post(COMPLETIONS, json=BODY)).status_code == 401
 
 
+async def test_what_would_overflow_a_parser_is_a_400_before_any_model_starts(tmp_path: Path):
+    async with front(tmp_path, "one", api_key=["secret"]) as (http, servers):
+        head = f"GET /v1/models HTTP/1.1\r\nhost: x\r\ncontent-length: {'0' * 4301}\r\n\r\n"
+        reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
+        writer.write(head.encode())  # refused before authentication
+        assert (await reader.readline()).split()[1] == b"400"
+        assert b"Content-Length" in await reader.readuntil(b"}")
+        writer.close()
+        key = {"authorization": "Bearer secret"}
+        for deep in ("[" * 100_000, "[" * 100_000 + "]" * 100_000, '{"a":' * 100_000):
+            body = f'{{"model": "one", "keep_alive": 5, "z": {deep}}}'
+            answer = await http.post(COMPLETIONS, content=body, headers=key)
+            assert answer.status_code == 400 and "deep" in answer.text
+        assert servers.served == {}
+
+
 async def test_models_take_turns_and_no_request_is_refused(tmp_path: Path):
     async with front(tmp_path, "one", "three", "two") as (http, servers):
 

@@ -56,7 +56,8 @@ class ChatBatchRequest(RequestBody):
         known = ChatCompletionRequest.model_fields
         # What has no effect is named for the first one, and is not copied for the others.
         fields = {k: v for k, v in (self.model_extra or {}).items() if k in known or number == 0}
-        fields |= {"model": self.model, "messages": self.messages[number]}
+        fields |= {"model": self.model, "priority": self.priority}
+        fields["messages"] = self.messages[number]
         try:
             return parse(ChatCompletionRequest, msgspec.json.encode(fields))
         except InvalidRequest as error:

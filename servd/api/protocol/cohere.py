@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Field, model_validator
 
-from servd.api.protocol.embeddings import Dimensions, Priority
+from servd.api.protocol.embeddings import Dimensions
 from servd.api.protocol.score import Texts
 from servd.api.protocol.validation import RequestBody
 from servd.errors import InvalidRequest
@@ -27,7 +27,6 @@ class CohereEmbedRequest(RequestBody):
     output_dimension: Dimensions | None = None
     truncate: Literal["NONE", "START", "END"] = "END"
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    priority: Priority | None = None
 
     @model_validator(mode="after")
     def _check_support(self) -> CohereEmbedRequest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, WithJsonSchema, model_validator
 
 from servd.api.prompt import Chat, Prompt
 from servd.api.protocol.chat import Messages
@@ -15,8 +15,6 @@ from servd.errors import InvalidRequest
 from servd.messages import RequestOptions
 from servd.params import PoolingParams
 
-Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-
 # The largest is the model's; `PoolingParams.verify` knows it.
 Dimensions = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1})]
 
@@ -25,7 +23,6 @@ class PooledRequest(RequestBody):
     """What requests for vectors, and for what is made of vectors, share."""
 
     truncate_prompt_tokens: KeptTokens | None = None
-    priority: Priority | None = None
     user: str | None = None
     service_tier: str | None = None
     """`flex`: in the background, with what other requests leave. Any other is without effect."""

@@ -13,7 +13,6 @@ from pydantic_core import PydanticCustomError
 
 from servd.api.protocol.structured import StructuredRequest
 from servd.api.protocol.validation import REQUEST_ID, ClosedObject, FewKeys, KeptTokens, OpenObject
-from servd.bounds import MAX_TIMEOUT
 from servd.errors import InvalidRequest
 from servd.messages import RequestOptions
 from servd.params import MAX_BEAMS, MAX_STOP, RepetitionDetection, SamplingParams
@@ -36,6 +35,7 @@ IDLE_WITH_BEAMS = ("temperature", "top_p", "top_k", "min_p", "seed", "speculativ
 ONLY_WITH_BEAMS = ("early_stopping", "length_penalty")
 MAX_RETENTION = 86400.0  # seconds
 NEUTRAL: dict[str, Any] = {"modalities": ["text"]}
+DEFAULTS = msgspec.structs.asdict(SamplingParams())
 
 
 def _is_neutral(name: str, value: Any) -> bool:
@@ -191,8 +191,6 @@ class GenerationRequest(StructuredRequest):
     """Send the prompt as the model sees it, in `prompt_text`."""
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
     """The request's id, unless the header `X-Request-Id` has one."""
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    """Lower runs first, under `--scheduling-policy priority`."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """Requests share cached prefixes only with the same salt."""
 
@@ -211,10 +209,6 @@ class GenerationRequest(StructuredRequest):
     """For the client's own records, without effect."""
     service_tier: str | None = None
     """`flex`: in the background, with idle capacity. Any other is without effect."""
-    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None
-    """Seconds in which the response must be complete; otherwise it ends with the error 504, or is
-    rejected at once if that can be foreseen. The header `X-Request-Timeout` does the same.
-    """
     prompt_cache_key: str | None = None
     """For the client's own records, without effect."""
     safety_identifier: str | None = None
@@ -233,8 +227,7 @@ class GenerationRequest(StructuredRequest):
                 raise InvalidRequest(f"`{name}` is not supported: {hint}", param=name)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream`: true", param="stream_options")
-        logprobs = getattr(self, "logprobs", None)  # a number or a boolean
-        if self.logprob_token_ids and (logprobs is None or logprobs is False):
+        if self.logprob_token_ids and self.own_params.get("logprobs") is None:
             raise InvalidRequest("`logprob_token_ids` needs `logprobs`", param="logprob_token_ids")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest(
@@ -260,10 +253,10 @@ class GenerationRequest(StructuredRequest):
     def _check_beam_search(self) -> GenerationRequest:
         if not self.use_beam_search:
             return self
-        fields = type(self).model_fields.keys() & set(SamplingParams.__struct_fields__)
-        for name in sorted(fields - WITH_BEAMS - {*IDLE_WITH_BEAMS}):
-            value = getattr(self, name)
-            if not _is_neutral(name, value) and value != getattr(SamplingParams(), name):
+        fields = type(self).model_fields.keys() & DEFAULTS.keys()
+        given = self.values_of(sorted(fields - WITH_BEAMS - {*IDLE_WITH_BEAMS}))
+        for name, value in given.items():
+            if not _is_neutral(name, value) and value != DEFAULTS[name]:
                 raise InvalidRequest(
                     f"`{name}` is not supported with `use_beam_search`: leave it out", param=name
                 )
@@ -292,7 +285,7 @@ class GenerationRequest(StructuredRequest):
         options = set(self.stream_options or ()) - set(StreamOptions.__annotations__)
         names = set(self.model_extra or ()) - set(UNSUPPORTED)  # here those are neutral
         idle = IDLE_WITH_BEAMS if self.use_beam_search else ONLY_WITH_BEAMS
-        names |= {name for name in idle if getattr(self, name) is not None}
+        names |= {name for name, value in self.values_of(idle).items() if value is not None}
         return sorted(names | {f"stream_options.{name}" for name in options})
 
     @property
@@ -330,7 +323,8 @@ class GenerationRequest(StructuredRequest):
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """The request's sampling parameters over the model's `defaults`."""
-        given = {name: v for name in SHARED_PARAMS if (v := getattr(self, name)) is not None}
+        shared = self.values_of(SHARED_PARAMS)
+        given = {name: value for name, value in shared.items() if value is not None}
         if self.repetition_detection is not None:
             given["repetition_detection"] = RepetitionDetection(**self.repetition_detection)
         given["structured_output"] = self.structured_output()
@@ -338,7 +332,7 @@ class GenerationRequest(StructuredRequest):
 
 
 # Fields with the name and meaning of one in SamplingParams.
-SHARED_PARAMS = GenerationRequest.model_fields.keys() & set(SamplingParams.__struct_fields__)
+SHARED_PARAMS = GenerationRequest.model_fields.keys() & DEFAULTS.keys()
 
 
 class PromptLogprob(msgspec.Struct):

@@ -216,11 +216,11 @@ class ResponsesRequest(TranslatedRequest):
 
     @model_validator(mode="after")
     def _check_support(self) -> ResponsesRequest:
-        for name, remedy in (
-            ("conversation", "use `previous_response_id`"),
-            ("prompt", "send `instructions` and `input`"),
+        for name, value, remedy in (
+            ("conversation", self.conversation, "use `previous_response_id`"),
+            ("prompt", self.prompt, "send `instructions` and `input`"),
         ):
-            if getattr(self, name):
+            if value:
                 raise InvalidRequest(f"`{name}` is not supported: {remedy}", param=name)
         return self
 

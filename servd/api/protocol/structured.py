@@ -13,6 +13,7 @@ from servd.params import StructuredOutput
 
 Schema = dict[str, Any] | str  # JSON, or JSON as text
 Choices = Annotated[list[str], Field(fail_fast=True, min_length=1)]
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 class JsonSchemaFormat(OpenObject):
@@ -69,9 +70,9 @@ class StructuredRequest(RequestBody):
         for kind, value in (self.structured_outputs or {}).items():
             if value not in (None, False):
                 given.append(_form(kind, value, f"structured_outputs.{kind}"))
-        for kind in ("json", "regex", "choice", "grammar"):
-            if (value := getattr(self, f"guided_{kind}")) is not None:
-                given.append(_form(kind, value, f"guided_{kind}"))
+        for name, value in self.values_of(GUIDED).items():
+            if value is not None:
+                given.append(_form(name.removeprefix("guided_"), value, name))
         if len(given) > 1:
             names = " and ".join(f"`{form.param}`" for form in given)
             raise InvalidRequest(

@@ -25,7 +25,7 @@ OWN_WAYS = {
 EXTENSIONS = frozenset(
     (ChatCompletionRequest.model_fields.keys() & set(SamplingParams.__struct_fields__)) - OWN_WAYS
     | (StructuredRequest.__annotations__.keys() - {"response_format"})
-    | {"cache_salt", "chat_template_kwargs", "priority", "prompt_cache_retention", "retention"}
+    | {"cache_salt", "chat_template_kwargs", "prompt_cache_retention", "retention"}
 )
 
 
@@ -48,6 +48,8 @@ class TranslatedRequest(RequestBody):
             InvalidRequest: what the chat route would say, or a field is there under two names.
         """
         extra = self.model_extra or {}
+        if self.priority is not None:
+            fields["priority"] = self.priority
         for name in EXTENSIONS & extra.keys():
             made = fields.get(name)  # from fields of this API
             if isinstance(made, dict) and isinstance(extra[name], dict):

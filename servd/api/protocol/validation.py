@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import ast
 import itertools
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 from typing_extensions import TypedDict
 
 from servd.api.protocol.json_size import has_more_values
-from servd.bounds import shorten
+from servd.bounds import MAX_TIMEOUT, shorten
 from servd.errors import InvalidRequest
+from servd.json_reader import TOO_DEEP
 from servd.python_syntax import parse_class
 
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"  # in the header X-Request-Id or in a body
@@ -80,6 +89,17 @@ class RequestBody(BaseModel):
 
     model: str | None = None
     """One of the served names; by default the first."""
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None
+    """Seconds in which the response must be complete; otherwise it ends with the error 504, or is
+    rejected at once if that can be foreseen. The header `X-Request-Timeout` does the same.
+    """
+
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    """Lower runs first, under `--scheduling-policy priority`."""
+
+    def values_of(self, names: Iterable[str]) -> dict[str, Any]:
+        """The values of these declared fields. Other fields of the body are never found."""
+        return {name: self.__dict__[name] for name in names}
 
     def ignored(self) -> list[str]:
         """Fields of the body that have no effect here."""
@@ -132,9 +152,10 @@ def _explain(error: ValidationError, data: bytes) -> InvalidRequest:
     details = error.errors(include_url=False)
     first = details[0]
     if first["type"] == "json_invalid":
-        return InvalidRequest(
-            f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
-        )
+        problem = first["msg"].removeprefix("Invalid JSON: ")
+        if problem.startswith("recursion limit"):
+            problem = TOO_DEEP
+        return InvalidRequest(f"the body is not valid JSON: {problem}")
     if not first["loc"]:
         return InvalidRequest("the body must be a JSON object")
     body = pydantic_core.from_json(data)

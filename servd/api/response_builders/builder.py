@@ -20,6 +20,7 @@ from servd.api.incremental import Delta
 from servd.api.output_parser import OutputParser
 from servd.api.processor import Prepared
 from servd.api.prompt import Prompt
+from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.generation import GenerationRequest
 from servd.api.running import MAX_LOGPROBS_HELD
@@ -75,9 +76,8 @@ class ResponseBuilder(ABC):
         self.id = response_id
         self.model = request.state.model
         self.prompts = prompts
-        # Under its own name: the parameter is a number in completions, and yes or no in chats.
-        if (top_logprobs := getattr(asked, "top_logprobs", None)) is not None:
-            self.async_llm.processor.check_logprobs("top_logprobs", top_logprobs)
+        if isinstance(asked, ChatCompletionRequest) and asked.top_logprobs is not None:
+            self.async_llm.processor.check_logprobs("top_logprobs", asked.top_logprobs)
         self.params = asked.sampling_params(self.async_llm.processor.default_params)
         self.options = asked.request_options  # once admitted, with what the API key decides
         self.n = self.params.n

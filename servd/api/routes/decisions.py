@@ -50,7 +50,7 @@ async def create_decision(request: Request) -> Response:
     body = await read_body(request, DecisionsRequest)
     async_llm.processor.check_sums()
     request_id = f"decision-{request.state.unique_id}"
-    asked = RequestOptions(cache_salt=body.prompt_cache_key)
+    asked = RequestOptions(body.priority or 0, cache_salt=body.prompt_cache_key)
     await trace(request, [request_id])
     with admit(request, asked) as (_, options):
         scorer = OptionScorer(async_llm, request_id, options, request.state.deadline)

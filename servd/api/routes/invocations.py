@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -16,6 +18,7 @@ from servd.api.protocol.embeddings import EmbeddingRequest, Embeddings
 from servd.api.protocol.rerank import Ranking, RerankRequest
 from servd.api.protocol.score import ScoreRequest, Scores
 from servd.errors import InvalidRequest
+from servd.json_reader import read_json
 
 router = APIRouter()
 
@@ -29,10 +32,6 @@ ROUTE_OF = {
     "queries": "score",
     "input": "embeddings",
 }
-
-
-def _fields(data: bytes) -> dict[str, msgspec.Raw]:
-    return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
 
 
 @router.post("/invocations")
@@ -57,8 +56,9 @@ async def invoke(request: Request) -> Response:
     """
     try:
         data = await request.body()
-        fields = await offload(request, len(data), lambda: _fields(data), is_new=True)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        read = partial(read_json, data, dict[str, msgspec.Raw])
+        fields = await offload(request, len(data), read, is_new=True)
+    except ValueError:
         fields = {"messages": None}  # the chat route says what is wrong with it
     for name, file in ROUTE_OF.items():
         if name in fields:

@@ -75,16 +75,18 @@ async def server_info(request: Request) -> Response:
     )
     if isinstance(ready := context.async_llm.status, EngineReady):
         info.startup_seconds = {k: round(v, 3) for k, v in ready.startup_seconds.items()}
-        known = {field: getattr(ready.worker, field, None) for field in Engine.__struct_fields__}
+        reported = msgspec.structs.asdict(ready.worker)
+        known = {field: reported.get(field) for field in Engine.__struct_fields__}
         known |= {"max_model_len": ready.max_model_len, "block_size": ready.block_size}
         info.engine = msgspec.convert(known, Engine)
     return json_response(info)
 
 
 def _options(context: Context) -> Iterator[Option]:
+    sections = msgspec.structs.asdict(context.config)
     for name, (section, field) in options_by_name().items():
-        options = getattr(context.config, section)
-        value, title = getattr(options, name), title_of(type(options))
+        options = sections[section]
+        value, title = msgspec.structs.asdict(options)[name], title_of(type(options))
         about = next((m.description for m in field.type.__metadata__ if m.description), "")
         default = field.default_factory() if field.default_factory is list else field.default
         source = "decided" if name in context.reasons else "given"

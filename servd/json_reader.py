@@ -1,0 +1,29 @@
+"""Decodes JSON that came from outside, with one kind of error for whatever is wrong with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+# Levels of nesting that pydantic's parser reads. Where only a part of a body is decoded here, the
+# whole of it still has to pass that parser.
+MAX_DEPTH = 200
+TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
+
+
+def read_json(data: bytes | msgspec.Raw, kind: Any) -> Any:
+    """Decode a JSON text.
+
+    Raises:
+        msgspec.ValidationError: it is JSON of another shape.
+        ValueError: it is not JSON, or nested too deeply.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError:
+        raise
+    except RecursionError:
+        raise ValueError(f"not valid JSON: {TOO_DEEP}") from None
+    except ValueError as error:
+        raise ValueError(f"not valid JSON: {error}") from None
