@@ -39,6 +39,7 @@ log = logging.getLogger("servd.access")
 SINCE = "x-servd-since"  # header: nanoseconds of the host's clock
 MONITORING = {"/health", "/ping", "/metrics", "/load", "/version"}
 TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
+LENGTH = re.compile("[0-9]{1,18}")  # a Content-Length
 LEFT = 499  # status where the client left before it got one
 MAX_BODY = 32 * 1024 * 1024  # bytes; a million tokens of text are about 5 MB
 
@@ -73,8 +74,8 @@ class RequestContext:
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
         state = self._begin(scope, headers)
-        length = headers.get("content-length", "")
-        announced = int(length) if length.isdecimal() else 0
+        length = LENGTH.fullmatch(headers.get("content-length", "0"))
+        announced = int(length[0]) if length else 0
         most = MAX_BODY if scope["path"] != "/v1/files" else MAX_UPLOAD
         num_received, status, written = 0, 0, False
         begin = time.perf_counter()
@@ -118,6 +119,10 @@ class RequestContext:
         """Check the limit of connections, the timeout, and against CSRF: pages of other sites could
         make their visitors' browsers send requests without a body (`/sleep`) to this server.
         """
+        length = headers.get("content-length", "0")
+        if not LENGTH.fullmatch(length):
+            shown = length[:32]
+            raise InvalidRequest(f"Content-Length must be a number of bytes, got {shown!r}")
         state, is_open = scope["state"], scope["path"] in OPEN_PATHS
         if (refusal := state.get("refusal")) and not is_open:
             if self.metrics is not None:
