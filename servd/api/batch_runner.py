@@ -100,10 +100,15 @@ class BatchRunner:
 
     async def _keep_running(self, one: OpenBatch) -> None:
         with one.lock:
+            shelf, name = self.store.of(one.owner), one.marker.name
             try:
-                await self._run(one, self.store.of(one.owner))
-            except Exception:  # such as a full disk
-                log.exception("%s: could not go on; tried again later", one.marker.name)
+                await self._run(one, shelf)
+            except OSError as error:  # such as a full disk
+                log.error("%s: %s; tried again in %g s", name, error, PAUSE)
+                await _in_thread(_report, shelf, name, error)
+                await asyncio.sleep(PAUSE)
+            except Exception:
+                log.exception("%s: could not go on; tried again later", name)
                 await asyncio.sleep(PAUSE)
 
     async def _run(self, one: OpenBatch, shelf: Shelf) -> None:
@@ -225,10 +230,20 @@ def _begin(shelf: Shelf, name: str) -> Batch | None:
             num_lines, problems = _validate(shelf.content(file), batch.endpoint)
     now = int(time.time())
     batch.request_counts.total = num_lines
+    batch.errors = None  # of an earlier try
     batch.status, batch.in_progress_at = "in_progress", batch.in_progress_at or now
     if problems:
         batch.status, batch.failed_at, batch.errors = "failed", now, Problems(problems)
     return batch
+
+
+def _report(shelf: Shelf, name: str, error: OSError) -> None:
+    """Tell the batch's client why it makes no progress, if there is room for that."""
+    with suppress(OSError, NotFound):
+        batch = shelf.load(name, Batch)
+        message = f"{error.strerror}: the batch continues once the server can write its results"
+        batch.errors = Problems([Problem("storage_failed", message)])
+        shelf.save(batch)
 
 
 def _validate(source: Path, endpoint: str) -> tuple[int, list[Problem]]:

@@ -1,7 +1,7 @@
 """BatchStore: the files and batches of each API key, in a folder that API servers share.
 
 KEY/ID.json     the FileObject or Batch, replaced atomically
-KEY/ID          the content of a file
+KEY/ID          the content of a file; locked while it is written
 KEY/ID.results  the results of a batch so far
 open/ID         the owner of an unfinished batch; locked by the process that runs it
 open/ID.cancel  exists once cancellation was requested
@@ -34,6 +34,7 @@ MAX_UPLOADS = 4  # per key and process at the same time
 MAX_BYTES = 2 * 2**30  # per key; an upload that would exceed it is refused
 MAX_OBJECTS = 1000  # files and batches per key; more are refused
 RETENTION = 30 * 24 * 3600  # seconds after its last change until an object is removed
+MIN_AGE = 1.0  # seconds; a younger file may not be locked yet
 ID = re.compile(r"(file-|batch_)[0-9a-f]{32}[oe]?")
 
 
@@ -77,8 +78,10 @@ class Shelf:
         """Write a new or changed object."""
         path = self.folder / f"{record.id}.json"
         temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(msgspec.json.encode(record))
-        os.replace(temporary, path)
+        with _new_file(temporary) as file:
+            file.write(msgspec.json.encode(record))
+            file.flush()
+            os.replace(temporary, path)
 
     def content(self, file: FileObject) -> Path:
         """The path of a file's content."""
@@ -153,14 +156,16 @@ class Shelf:
 
         Raises:
             InvalidRequest: see `check_room`.
+            OSError: such as a full disk; then nothing is left of it.
         """
         self.folder.mkdir(mode=0o700, exist_ok=True)
         self.check_room(size := content.seek(0, os.SEEK_END))
         content.seek(0)
         file = describe_file(f"file-{_unique()}", filename[:255], size, seconds)
-        with self.content(file).open("wb") as target:
+        with _new_file(self.content(file)) as target:
             shutil.copyfileobj(content, target, 2**20)
-        self.save(file)
+            target.flush()
+            self.save(file)
         for path in (self.content(file), self.folder / f"{file.id}.json"):
             os.utime(path, (file.created_at, file.expires_at - RETENTION))  # see `remove_old`
         return file
@@ -267,18 +272,46 @@ class BatchStore:
         return taken
 
     def remove_old(self) -> None:
-        """Remove objects older than RETENTION."""
-        oldest = time.time() - RETENTION
+        """Remove objects older than RETENTION, and what killed servers have left half written."""
+        now = time.time()
         for path in self.folder.glob("*/*"):
             with suppress(FileNotFoundError):  # other servers remove them, too
-                if path.stat().st_mtime < oldest:
+                age = now - path.stat().st_mtime
+                if age > RETENTION or (age > MIN_AGE and self._is_abandoned(path)):
                     path.unlink()
+
+    def _is_abandoned(self, path: Path) -> bool:
+        """Whether a file is not complete, and no process writes it."""
+        name = path.name.partition(".")[0]
+        is_content = path.name == name and name.startswith("file-")
+        is_complete = not is_content or path.with_suffix(".json").exists()
+        if is_complete and path.suffix not in (".tmp", ".new"):
+            return False
+        number = name.removeprefix("file-").removeprefix("batch_")[:32]
+        if (self.open / f"batch_{number}").exists():
+            return False  # the batch's runner writes the file
+        lock = _lock(path)
+        if lock is not None:
+            lock.close()
+        return lock is not None
 
 
 def describe_file(name: str, filename: str, size: int, seconds: int = RETENTION) -> FileObject:
     """A FileObject created now, with its expiry."""
     now = int(time.time())
     return FileObject(name, size, now, now + seconds, filename)
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file that is locked while it is written, and removed if that fails."""
+    with path.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield file
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
 
 
 def _unique() -> str:

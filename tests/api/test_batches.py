@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
+import io
 import json
 import os
 import threading
@@ -15,10 +18,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from starlette.datastructures import UploadFile
 
 from servd import batch as batch_files
 from servd.access import hash_key
 from servd.api import batch_runner, batch_store
+from servd.api.batch_store import BatchStore
 from servd.api.protocol.batches import Batch
 from tests.api.harness import Served, output_text, serve, until
 from tests.limits import WAIT_SECONDS
@@ -399,6 +404,106 @@ async def test_a_body_that_is_no_form_is_told_why(served, content_type, body, wo
     headers = {"content-type": content_type}
     answer = await served.http.post("/v1/files", content=body, headers=headers)
     assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "charset", ["punycode", "undefined", "utf-7", "unicode_escape", '"idna"', "utf-8; charset=zip"]
+)
+async def test_a_form_is_utf_8_or_refused_unread(served, charset):
+    body = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\n'
+    body += b'Content-Disposition: form-data; name="file"; filename="x"\r\n\r\n{}\r\n--b--\r\n'
+
+    async def upload(parameters: str) -> httpx.Response:
+        headers = {"content-type": f"multipart/form-data; boundary=b{parameters}"}
+        return await served.http.post("/v1/files", content=body, headers=headers)
+
+    for name in ("charset", "Charset", "charset*", "charset*0"):
+        answer = await upload(f"; {name}={charset}")
+        assert answer.status_code == 400 and "utf-8" in answer.json()["error"]["message"]
+    assert not [*served.app.state.context.batches.store.folder.glob("*/file-*")]
+    for known in ("", "; charset=utf-8", ';charset="UTF-8"', "; charset=utf8 ; x=y"):
+        assert (await upload(known)).status_code == 200
+
+
+def full_disk(*args: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "/secret")
+
+
+@pytest.mark.parametrize("place", ["content", "record", "spool"])
+async def test_an_upload_to_a_full_disk_is_a_507_and_leaves_nothing(served, monkeypatch, place):
+    if place == "content":
+        copy = batch_store.shutil.copyfileobj
+
+        def cut_off(source: Any, target: Any, size: int) -> None:
+            copy(io.BytesIO(source.read(10)), target, size)
+            full_disk()
+
+        monkeypatch.setattr(batch_store.shutil, "copyfileobj", cut_off)
+    elif place == "record":
+        monkeypatch.setattr(batch_store.os, "replace", full_disk)
+    else:
+        monkeypatch.setattr(UploadFile, "write", full_disk)
+    files = {"file": ("x", b"x" * 1000)}
+    answer = await served.http.post("/v1/files", files=files, data={"purpose": "batch"})
+    assert answer.status_code == 507
+    error = answer.json()["error"]
+    assert "delete files" in error["message"] and "secret" not in answer.text
+    assert error["code"] == "storage_full"
+    assert not [*served.app.state.context.batches.store.folder.glob("*/*")]
+    monkeypatch.undo()
+    answer = await served.http.post("/v1/files", files=files, data={"purpose": "batch"})
+    assert answer.status_code == 200
+
+
+async def test_what_a_killed_server_left_of_uploads_is_removed_by_the_next_one(tmp_path):
+    async with running(tmp_path) as served:
+        client = client_of(served)
+        batch = await finished(client, await create(client, *lines(2)))
+        kept = await client.files.create(file=("a", b"a"), purpose="batch")
+    known = {*tmp_path.glob("*/*")}
+    (shelf,) = (path for path in tmp_path.iterdir() if path.name != "open")
+    number = "0" * 32
+    left = [shelf / f"file-{number}", shelf / f"file-{number}.tmp", shelf / f"file-{number}o"]
+    left.append(tmp_path / "open" / f"batch_{number}.new")
+    in_use = [shelf / f"file-{'1' * 32}", shelf / f"file-{'2' * 32}o"]
+    in_use.append(tmp_path / "open" / f"batch_{'2' * 32}")
+    before = time.time() - 60
+    for path in (*left, *in_use):
+        path.write_text("x")
+        os.utime(path, (before, before))
+    with in_use[0].open() as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX)  # another server writes it
+        BatchStore(tmp_path).remove_old()
+    assert {*tmp_path.glob("*/*")} == {*known, *in_use}
+    in_use[-1].unlink()
+    async with running(tmp_path) as served:
+        await until(lambda: {*tmp_path.glob("*/*")} == known)
+        client = client_of(served)
+        assert (await client.files.content(kept.id)).content == b"a"
+        assert len(await answers(client, batch.output_file_id)) == 2
+
+
+async def test_a_batch_waits_for_room_on_a_full_disk_and_says_so(client, served, monkeypatch):
+    monkeypatch.setattr(batch_runner, "PAUSE", 0.02)
+    is_full, add = ["yes"], batch_runner.Results.add
+
+    def add_if_possible(results: Any, result: Any) -> None:
+        if is_full:
+            full_disk()
+        add(results, result)
+
+    monkeypatch.setattr(batch_runner.Results, "add", add_if_possible)
+    batch = await create(client, *lines(5))
+    async with asyncio.timeout(60):
+        while batch.errors is None:
+            batch = await client.batches.retrieve(batch.id)
+    (error,) = batch.errors.data
+    assert "No space left" in error.message and "secret" not in error.message
+    assert batch.status == "in_progress"
+    is_full.clear()
+    batch = await finished(client, batch)
+    assert batch.status == "completed" and batch.errors is None
+    assert batch.request_counts.completed == 5
 
 
 async def test_a_server_that_ends_gives_up_a_batch_with_its_files_at_rest(tmp_path, monkeypatch):

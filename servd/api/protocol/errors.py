@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 
@@ -87,6 +88,14 @@ def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply
             log.error("request %s failed: %s", request_id, error)
             message = without_paths(str(error))
             status, detail = 500, ErrorDetail(message, "server_error", code="engine_error")
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            log.error("request %s failed: %s", request_id, error)
+            message = (
+                "no space is left on the server's disk: delete files that you do not need "
+                "(DELETE /v1/files/ID), or ask its operator to make room"
+            )
+            status, detail = 507, ErrorDetail(message, "server_error", code="storage_full")
+            headers["x-should-retry"] = "false"
         case HTTPException():  # raised by the router and by the body limit
             detail = ErrorDetail(error.detail, _type_of(error.status_code))
             status = error.status_code
