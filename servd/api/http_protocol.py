@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import select
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -33,6 +34,7 @@ MIN_BODY_RATE = 1024  # bytes per second, on average over --body-timeout
 MIN_CHUNK = 64  # bytes, on average
 MAX_SMALL_CHUNKS = 4096  # that are always allowed
 LINGER = 1.0  # seconds for a refused client to read the response
+RESET_INTERVAL = 0.05  # seconds between two looks for a reset
 BLOCKED_NS = 1_000_000  # writes that take longer are marked as waiting for the client
 MAX_BLOCKED = 128  # such marks that are kept
 
@@ -97,6 +99,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_body = False
         self._is_surplus = False
         self._has_refused = False
+        self._has_eof = False  # received
+        self._eof_timer: asyncio.TimerHandle | None = None
         self._served: RequestResponseCycle | None = None  # passed to the application
         self._data = self._unread = b""  # what the parser reads, and what it must read again
         self._read_timer: asyncio.TimerHandle | None = None  # while a head or body is incomplete
@@ -122,6 +126,8 @@ class HttpProtocol(HttpToolsProtocol):
         self.shared.idle.pop(self, None)
         self._stop_read_timer()
         self._stop_write_timer()
+        if self._eof_timer is not None:
+            self._eof_timer.cancel()
         if self._served is not None:  # uvicorn tells the newest only, which may wait for this one
             self._served.disconnected = True
             self._served.message_event.set()
@@ -133,18 +139,47 @@ class HttpProtocol(HttpToolsProtocol):
         """Parse data from the client."""
         if self._has_refused:
             return
-        self.num_unparsed += len(data)
         self._unread = data
         while self._unread and not self._has_refused:
-            self._data, self._unread = self._unread, b""
+            # Never more than a head may have: its end may be anywhere in what was received.
+            size = MAX_HEAD if self._is_in_body else MAX_HEAD - self.num_unparsed
+            if size <= 0 or self.num_unparsed > MAX_HEAD:
+                message = f"the request line and the headers may have at most {MAX_HEAD} bytes"
+                return self._refuse(431, message)
+            self._data, self._unread = self._unread[:size], self._unread[size:]
+            self.num_unparsed += len(self._data)
             super().data_received(self._data)
         self._data = b""
-        if self._has_refused or self.transport.is_closing():
-            return
-        if self.num_unparsed > MAX_HEAD:
-            message = f"the request line and the headers may have at most {MAX_HEAD} bytes"
-            return self._refuse(431, message)
-        self._watch_reading()
+        if not self._has_refused and not self.transport.is_closing():
+            self._watch_reading()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends nothing more; True if the connection stays open for an answer.
+
+        A client that waits for the answer and one that is gone look alike. So it is sent an interim
+        response, which the one reads over, and for which the system of the other resets the
+        connection.
+        """
+        cycle = self._served
+        is_waiting = cycle is not None and not cycle.response_started and not self._is_in_body
+        if cycle is None or not is_waiting or self._has_refused:
+            return False
+        if not self.transport.can_write_eof():  # TLS, which has no half of a connection
+            return False
+        self._has_eof = True
+        if cycle.scope["http_version"] == "1.1":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._look_for_client()
+        return True
+
+    def _look_for_client(self) -> None:
+        """Cut the connection if it was reset: its transport no longer reads, and would not know."""
+        poller = select.poll()
+        poller.register(self.transport.get_extra_info("socket").fileno(), 0)
+        if poller.poll(0):  # an error or a hang-up
+            self.transport.abort()
+        else:
+            self._eof_timer = self.loop.call_later(RESET_INTERVAL, self._look_for_client)
 
     def _unsupported_upgrade_warning(self) -> None:
         """Ignore an Upgrade header, which Java's client sends with each request. The parser took
@@ -156,7 +191,9 @@ class HttpProtocol(HttpToolsProtocol):
             return  # it has no body
         target = b"%s %s HTTP/%s" % (method, self.url, old.get_http_version().encode())
         kept = [b"%s: %s" % each for each in self.headers if each[0] != b"upgrade"]
-        self._unread = b"\r\n".join([target, *kept, b"", self._data[upgrade.args[0] :]])
+        rest = self._data[upgrade.args[0] :] + self._unread
+        self._unread = b"\r\n".join([target, *kept, b"", rest])
+        self.num_unparsed = 0
         self.parser = new = type(old)(self)
         new.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
 
@@ -220,6 +257,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.pipeline or self.transport.is_closing():
             return
+        if self._has_eof:
+            return self.transport.close()
         self.shared.idle[self] = None
         if self._write_timer is None and self.transport.get_write_buffer_size():
             self._watch_writing()

@@ -12,12 +12,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 import pytest
 import uvicorn
+import uvloop
 from uvicorn.server import ServerState
 
-from servd.api.http_protocol import MIN_BODY_RATE, Connections, HttpProtocol
+from servd.api.http_protocol import MAX_HEAD, MIN_BODY_RATE, Connections, HttpProtocol
 from servd.config import ServerConfig
 from servd.messages import AbortRequests
-from tests.api.harness import Served, listening, until
+from tests.api.harness import Served, listening, output_text, serve, until
 from tests.limits import WAIT_SECONDS
 
 
@@ -94,6 +95,73 @@ async def test_a_refused_client_that_goes_on_sending_reads_why(served: Served, c
         client.writer.write(b"GET /version HTTP/1.1\r\nx: " + b"y" * (4 << 20))
         answer = await asyncio.wait_for(client.reader.read(), WAIT_SECONDS)
         assert answer.startswith(b"HTTP/1.1 431 ") and answer.endswith(b"}")
+
+
+@pytest.mark.parametrize(("size", "status"), [(MAX_HEAD, 200), (MAX_HEAD + 1, 431)])
+@pytest.mark.parametrize("piece", [1 << 20, 30_000, MAX_HEAD])
+async def test_the_limit_of_a_head_is_exact(served: Served, connect, size, status, piece):
+    begin, end = b"GET /version HTTP/1.1\r\nhost: a\r\nconnection: close\r\nx: ", b"\r\n\r\n"
+    head = begin + b"y" * (size - len(begin + end)) + end
+    async with listening(served.app) as url:
+        for first in ([], ["/version"]):  # also on a connection that has had an answer
+            client = await connect(url)
+            assert [await client.ask(path) for path in first] == [200] * len(first)
+            pieces = [head[start : start + piece] for start in range(0, size, piece)]
+            answer = await client.send_slowly(pieces, 0.01)
+            assert answer.startswith(b"HTTP/1.1 %d " % status)
+
+
+async def until_closed(client: socket.socket) -> bytes:
+    """What a client receives that sends nothing more."""
+    loop, said = asyncio.get_running_loop(), b""
+    client.setblocking(False)
+    while data := await asyncio.wait_for(loop.sock_recv(client, 65536), 60):
+        said += data
+    return said
+
+
+LOOPS = pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+
+
+@LOOPS
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_client_that_sends_no_more_gets_its_answer(loop, stream, version):
+    body = json.dumps({"prompt": "a", "max_tokens": 50, "stream": stream}).encode()
+    request = completion(len(body)).replace(b"HTTP/1.1", f"HTTP/{version}".encode()) + body
+
+    async def run() -> None:
+        async with serve() as served, listening(served.app) as url:
+            client = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
+            with client:
+                client.sendall(request)
+                client.shutdown(socket.SHUT_WR)
+                said = await until_closed(client)
+            assert said.count(b"HTTP/1.1 200 OK") == 1
+            assert (b"data: [DONE]" if stream else output_text("a", 50).encode()) in said
+            assert said.count(b"HTTP/1.1 100") == (version == "1.1")
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(run())
+
+
+@LOOPS
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_is_gone_ends_its_request_at_once(loop, stream):
+    """Though the engine computes nothing that could be sent to it."""
+    body = json.dumps({"prompt": "a", "max_tokens": 50, "stream": stream}).encode()
+
+    async def run() -> None:
+        async with serve() as served, listening(served.app) as url:
+            served.engine.may_step.clear()
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
+                client.sendall(completion(len(body)) + body)
+                await until(lambda: served.async_llm.num_unfinished)
+            await until(lambda: not served.async_llm.num_unfinished)
+            served.engine.may_step.set()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(run())
 
 
 async def test_blank_lines_do_not_keep_a_connection_open(served: Served, connect):
