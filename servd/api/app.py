@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -87,9 +88,11 @@ def create_app(
         route.app = request_response(_with_path(route.endpoint))
     app.state.routes = routes
     app.router.routes += routes
+    model, name = config.model.model, config.model.served_model_name[0]
     app.state.context = Context(
         config=config,
         async_llm=async_llm,
+        root=name if model is None or os.path.exists(model) else model,
         started_at=time.time(),
         fingerprint=_fingerprint(config),
         keep_alive=keep_alive,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -41,6 +42,7 @@ class Context(msgspec.Struct, frozen=True):
 
     config: Config
     async_llm: AsyncLLM
+    root: str  # the model's name on the hub; of a folder its served name, not its path
     started_at: float  # Unix time
     fingerprint: str  # system_fingerprint of all answers
     keep_alive: float  # seconds
@@ -55,6 +57,12 @@ class Context(msgspec.Struct, frozen=True):
     def model_names(self) -> list[str]:
         """Names of the served model; the first is used if a request names none."""
         return self.config.model.served_model_name
+
+    @property
+    def shown_names(self) -> list[str]:
+        """Those of the names that do not tell where a folder is."""
+        names = [name for name in self.model_names if not os.path.isabs(name)]
+        return names or self.model_names[:1]
 
     @property
     def max_model_len(self) -> int:
@@ -72,7 +80,7 @@ class Context(msgspec.Struct, frozen=True):
             return self.model_names[0], None
         if asked in self.model_names:
             return asked, None
-        served = self.model_names
+        served = self.shown_names
         if self.adapters is not None:
             if (adapter := await self.adapters.find(asked)) is not None:
                 return asked, adapter

@@ -246,7 +246,7 @@ class _Collected:
 
 def _card(server: ModelServer) -> Card:
     model = server.model
-    return Card(model.name, model.created, str(model.path), model.max_model_len, state=server.state)
+    return Card(model.name, model.created, model.name, model.max_model_len, state=server.state)
 
 
 async def until_client_leaves(receive: Receive, work: Any) -> None:

@@ -62,7 +62,7 @@ async def test_an_adapter_in_the_folder_is_served_by_its_name(tmp_path: Path):
         write_adapter(tmp_path / "adapters" / "sql", seed=1)
         listed = (await served.http.get("/v1/models")).json()["data"]
         assert [(card["id"], card["parent"]) for card in listed][2:] == [("sql", MODEL)]
-        assert listed[2]["root"] == str(tmp_path / "adapters" / "sql")
+        assert listed[2]["root"] == "sql"
         assert await text_of(served, "sql") == expected(store.named()["sql"].digest)
         assert await text_of(served, MODEL) == expected("0")
         assert await text_of(served, "sql") == expected(store.named()["sql"].digest)

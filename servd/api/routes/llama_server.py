@@ -60,7 +60,7 @@ async def props(request: Request) -> Response:
         Settings(context.max_model_len),
         len(_slots(request)),
         context.model_names[0],
-        context.config.model.model or context.model_names[0],
+        context.root,
         processor.chat_template.source,
         tokenizer.bos_token or "",
         tokenizer.eos_token or "",

@@ -21,7 +21,7 @@ router = APIRouter()
 async def list_models(request: Request) -> Response:
     """All names of the model, and its adapters."""
     context = context_of(request)
-    cards = [_card(context, name) for name in context.model_names]
+    cards = [_card(context, name) for name in context.shown_names]
     if context.adapters is not None:
         adapters = await asyncio.to_thread(context.adapters.listed)
         cards += [_card(context, each.name, each) for each in adapters]
@@ -37,11 +37,10 @@ async def retrieve_model(request: Request, name: str) -> Response:
 
 
 def _card(context: Context, name: str, adapter: Adapter | None = None) -> ModelCard:
-    base = context.config.model.model or context.model_names[0]
     return ModelCard(
         id=name,
         created=adapter.created if adapter else int(context.started_at),
-        root=adapter.source if adapter else base,
+        root=adapter.name if adapter else context.root,
         max_model_len=context.max_model_len,
         parent=context.model_names[0] if adapter else None,
     )
