@@ -173,7 +173,9 @@ async def trace(request: Request, prompt_ids: Sequence[str]) -> None:
     path, running = request.scope["path"][:200], async_llm.tracer.running
 
     def begin(prompt_id: str) -> None:
-        running[prompt_id] = Timeline(prompt_id, state.owner, path, state.model, [*marks])
+        timeline = Timeline(prompt_id, state.owner, path, state.model, [*marks])
+        timeline.http_id = state.request_id
+        running[prompt_id] = timeline
         state.traced.append(prompt_id)
 
     await async_llm.loop.each(state.client, prompt_ids, begin)
@@ -211,13 +213,13 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         Overloaded: see `AsyncLLM.offload`.
     """
     data = await request.body()
+    request.state.received_ns, request.state.num_bytes = now_ns(), len(data)
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise InvalidRequest(
             f"Content-Type must be application/json, got {content_type[:100] or 'none'}: send the "
             "header (with curl, -H 'Content-Type: application/json')"
         )
-    request.state.received_ns, request.state.num_bytes = now_ns(), len(data)
     context = context_of(request)
     await context.async_llm.loop.turn(request.state.client)
     config, max_values = context.config, max(MAX_VALUES, 2 * context.max_model_len)

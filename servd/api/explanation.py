@@ -27,6 +27,7 @@ SECOND = 1_000_000_000  # nanoseconds
 Ran = tuple[int, int]  # when a request started and stopped running; 0: it still runs
 QUEUES = ("queue_slots", "queue_blocks", "queue_budget", "queue_adapters")  # causes
 BLOCKING = {"blocked": -1, "resumed": 1}  # stages that begin and end the blocked time
+FAILED = ("abort", "error", "refused")  # outcomes
 AS_RECORDED = {*TimelineStep.__struct_fields__} & {*StepRecord.__struct_fields__}
 
 
@@ -101,7 +102,10 @@ def _summary(timeline: Timeline, account: Account) -> dict[str, Any]:
         "route": timeline.route,
         "model": timeline.model,
         "engine": timeline.engine,
-        "status": "finished" if timeline.is_finished else "running",
+        "status": _status(timeline),
+        "owner": timeline.owner,
+        "outcome": timeline.outcome or UNSET,
+        "http_status": timeline.http_status or UNSET,
         "created": round(unix_time(timeline.begin_ns), 3),
         "wall_ms": _ms(account.end_ns - account.begin_ns),
         "num_prompt_tokens": timeline.num_prompt_tokens,
@@ -112,6 +116,12 @@ def _summary(timeline: Timeline, account: Account) -> dict[str, Any]:
         "cause": cause or UNSET,
         "cause_ms": _ms(account.causes[cause]) if cause else UNSET,
     }
+
+
+def _status(timeline: Timeline) -> str:
+    if not timeline.is_finished:
+        return "running"
+    return timeline.outcome if timeline.outcome in FAILED else "finished"
 
 
 def _behind(inquiry: Inquiry, account: Account, others: Mapping[str, Ran | None]) -> list[str]:

@@ -113,7 +113,7 @@ class RequestContext:
             await answer(scope, receive, send_on)
         finally:
             self._observe(scope, status, time.perf_counter() - begin)
-            self._end(state, status, written)
+            self._end(scope, status, written)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         """Check the limit of connections, the timeout, and against CSRF: pages of other sites could
@@ -183,19 +183,45 @@ class RequestContext:
             handler = route.path if route else handler_of(scope["path"], scope["app"])
             self.metrics.observe_answer(handler, scope["method"], status, seconds)
 
-    def _end(self, state: dict[str, Any], status: int, written: bool) -> None:
+    def _end(self, scope: Scope, status: int, written: bool) -> None:
         """End the timelines and the span."""
-        now, timelines = now_ns(), list[Timeline]()
+        state, now, timelines = scope["state"], now_ns(), list[Timeline]()
+        if status >= 400 and not state["traced"] and "received_ns" in state:
+            self._list_refused(scope)
         blocked = state.get("blocked", deque[Mark]())  # the connection's
         marks = [*blocked, *([Mark("written", now)] if written else ()), Mark("done", now)]
         blocked.clear()
 
         def finish(name: str) -> None:
-            timelines.append(self.tracer.finish(name, marks))
+            timeline = self.tracer.running.get(name)
+            outcome = _outcome(timeline, status, written)
+            timelines.append(self.tracer.finish(name, marks, outcome, status))
 
         done = self.loop.each(state["client"], state["traced"], finish)
         if span := state["span"]:
             done.add_done_callback(lambda _: span.end(timelines, status or LEFT))
+
+    def _list_refused(self, scope: Scope) -> None:
+        """Open a timeline for a request that was refused before it had one."""
+        state = scope["state"]
+        name, path = state["unique_id"], scope["path"][:200]
+        marks = [Mark("received", state["received_ns"])]
+        refused = Timeline(name, state["owner"], path, state.get("model", ""), marks)
+        refused.http_id = state["request_id"]
+        self.tracer.running[name] = refused
+        state["traced"].append(name)
+
+
+def _outcome(timeline: Timeline | None, status: int, written: bool) -> str:
+    """What became of a request, as its client saw it; "" for the end of its generation."""
+    if status >= 500:
+        return "error"
+    if status >= 400:
+        return "refused"
+    if not written:
+        return "abort"
+    has_ended = timeline is None or timeline.generated != "abort"
+    return "" if has_ended else "error"  # such as a deadline in the middle of a stream
 
 
 def _timeout(text: str) -> float:

@@ -90,12 +90,13 @@ class ResponseStore:
     def get(
         self, response_id: str, missing: type[RequestError], param: str, code: str | None = None
     ) -> Stored:
-        """The response, which becomes the most recently used.
+        """The response with this id or X-Request-Id, which becomes the most recently used.
 
         Raises:
             RequestError: it was never stored or was evicted; built from the other arguments.
         """
-        if response_id not in self._stored:
+        name = response_id if response_id in self._stored else self._name_of(response_id)
+        if name is None:
             raise missing(
                 f"there is no response {response_id[:200]!r} of this API key in the memory of this "
                 f"API server process. It keeps the last {self.max_responses} of each key "
@@ -103,8 +104,16 @@ class ResponseStore:
                 param=param,
                 code=code,
             )
-        self._stored.move_to_end(response_id)
-        return self._stored[response_id]
+        self._stored.move_to_end(name)
+        return self._stored[name]
+
+    def _name_of(self, request_id: str) -> str | None:
+        """The newest response to a request with this X-Request-Id."""
+        for name in reversed(self._stored):
+            unique_id = name.removeprefix("resp_")
+            if request_id in (unique_id, unique_id.rpartition("-")[0]):
+                return name
+        return None
 
     def pop(self, response_id: str) -> Stored | None:
         """Remove and return a response."""

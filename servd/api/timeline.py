@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from heapq import nlargest
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ import msgspec
 from servd.account import Account, account
 from servd.api.metrics import ChoiceTimes
 from servd.api.protocol.requests import RequestSummary
+from servd.messages import FinishReason
 from servd.params import SamplingParams
 from servd.tracing import Mark, StepRecord, first, now_ns
 
@@ -60,6 +61,9 @@ class Timeline(msgspec.Struct, gc=False):
     earlier: tuple[tuple[int, int], ...] = ()  # engines that ran it before, and until when
     cache_number: int = 0  # how often the engine's prefix cache had been reset before
     is_finished: bool = False
+    outcome: str = ""  # once finished: stop, length, abort, error or refused
+    http_id: str = ""  # X-Request-Id of its answer
+    http_status: int = 0  # of its answer; 0: the client left before it got one
     account: Account | None = None  # computed early for a slow request with aging steps
     summary: RequestSummary | None = None  # cached once it has finished and was listed
 
@@ -83,6 +87,16 @@ class Timeline(msgspec.Struct, gc=False):
         """Nanoseconds from its first mark to its first token."""
         at_ns = first(self.marks, "first_token")
         return None if at_ns is None else at_ns - self.begin_ns
+
+    @property
+    def generated(self) -> str:
+        """How the generation of its choices ended: stop, length, abort or error."""
+        reasons = {choice.finish_reason for choice in self.choices}
+        for reason in (FinishReason.ERROR, FinishReason.LENGTH):
+            if reason in reasons:
+                return reason
+        has_ended = reasons - {None, FinishReason.ABORT} or not reasons
+        return FinishReason.STOP if has_ended else FinishReason.ABORT
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -167,9 +181,20 @@ class Tracer:
             lost = max(last_step, timeline.marks[-1].at_ns)
             timeline.marks.append(Mark("engine_lost", lost))
 
-    def finish(self, request_id: str, marks: Iterable[Mark] = ()) -> Timeline:
-        """Close a request's timeline, merging these marks with its own in order of time."""
+    def finish(
+        self, request_id: str, marks: Iterable[Mark] = (), outcome: str = "", http_status: int = 0
+    ) -> Timeline:
+        """Close a request's timeline, merging these marks with its own in order of time.
+
+        Args:
+            request_id: of the timeline.
+            marks: those of the response.
+            outcome: by default, how the generation ended.
+            http_status: of the response; 0 if there was none.
+        """
         timeline = self.running.pop(request_id, None) or Timeline(request_id)
+        timeline.outcome = outcome or timeline.generated
+        timeline.http_status = http_status
         # Other threads may read the list.
         timeline.marks = sorted([*timeline.marks, *marks], key=BY_TIME)
         timeline.is_finished = True
@@ -181,7 +206,8 @@ class Tracer:
         while len(self.recent) > self.keep or self._num_marks > MAX_MARKS:
             _, oldest = self.recent.popitem(last=False)
             self._num_marks -= len(oldest.marks)
-        if 0 < len(timeline.marks) <= MAX_MARKS // MAX_SLOWEST:
+        is_ranked = timeline.outcome != "refused"
+        if is_ranked and 0 < len(timeline.marks) <= MAX_MARKS // MAX_SLOWEST:
             self._rank(timeline)
         self._keep_prompt(timeline)
         return timeline
@@ -227,14 +253,20 @@ class Tracer:
             timeline.account = inquiry.account()
 
     def get(self, request_id: str, owner: str = "") -> Timeline | None:
-        """A running, recent or slow request of `owner`, if known."""
+        """A running, recent or slow request of `owner`, if known.
+
+        Args:
+            request_id: the `id` of its answer, or the X-Request-Id: then the newest that had it.
+            owner: of the request.
+        """
         for kept in (self.running, self.recent, self.slowest):
             timeline = kept.get(request_id)
             if timeline is not None and timeline.owner == owner and timeline.marks:
                 return timeline
-        return None
+        newest_first = chain(self.latest(owner), self.longest(owner, MAX_SLOWEST))
+        return next((each for each in newest_first if each.http_id == request_id), None)
 
-    def latest(self, owner: str, count: int) -> list[Timeline]:
+    def latest(self, owner: str, count: int | None = None) -> list[Timeline]:
         """Requests of `owner`, newest first."""
         newest_first = [*reversed(self.running.values()), *reversed(self.recent.values())]
         return list(islice((t for t in newest_first if t.owner == owner and t.marks), count))

@@ -15,7 +15,7 @@ from servd.api.prefix_explanation import common_length
 from servd.api.routes import load_routers
 from servd.hf import FAKE_SPEC
 from tests.adapters import write_adapter
-from tests.api.harness import ALIAS, Served, events, serve, until, user
+from tests.api.harness import ALIAS, Served, events, output_text, serve, until, user
 from tests.api.test_lora import serve_adapters
 
 COMPLETIONS = "/v1/completions"
@@ -99,6 +99,78 @@ async def test_neighbours_are_named(served: Served):
     timeline = await timeline_of(served, first.json()["id"])
     assert [n["id"] for n in timeline["neighbours"]] == [second.json()["id"]]
     assert timeline["neighbours"][0]["num_prompt_tokens"] == 18
+
+
+async def test_each_request_is_listed_with_its_outcome(listening_server: Served):
+    served, http = listening_server, listening_server.http
+
+    async def listed() -> dict[str, dict]:
+        return {each["id"]: each for each in (await http.get("/v1/requests")).json()["data"]}
+
+    async def ask(status: int, **body) -> dict:
+        answer = await http.post(COMPLETIONS, json={"prompt": "a", **body})
+        assert answer.status_code == status
+        name = answer.headers["x-request-id"]
+        timeline = await timeline_of(served, name)
+        assert timeline["id"] in (await listed()) and name in timeline["id"]
+        assert timeline["http_status"] == status
+        return timeline
+
+    assert (await ask(200, max_tokens=3))["outcome"] == "length"
+    stopped = await ask(200, max_tokens=50, stop=[output_text("a", 9)[4:6]])
+    assert (stopped["outcome"], stopped["status"]) == ("stop", "finished")
+    for field, value in (("temperature", "x"), ("model", "none"), ("max_tokens", 10**6)):
+        refused = await ask(404 if field == "model" else 400, **{field: value})
+        assert refused["outcome"] == refused["status"] == "refused"
+    assert (await http.post(COMPLETIONS, content=b"{")).status_code == 400
+    for stream in (False, True):
+        served.engine.may_step.clear()
+        body = {"prompt": "a", "max_tokens": 500, "stream": stream}
+        headers = {"x-request-id": f"left-{stream}"}
+        task = asyncio.create_task(http.post(COMPLETIONS, json=body, headers=headers))
+        await until(lambda: served.async_llm.num_unfinished)
+        running = await timeline_of(served, f"left-{stream}")
+        assert running["status"] == "running" and "outcome" not in running
+        task.cancel()
+        await until(lambda: not served.async_llm.tracer.running)
+        served.engine.may_step.set()
+        assert (await timeline_of(served, f"left-{stream}"))["outcome"] == "abort"
+    late = await http.post(COMPLETIONS, json={"prompt": "a", "timeout": 1e-6})
+    assert late.status_code == 504
+    assert (await timeline_of(served, late.headers["x-request-id"]))["outcome"] == "error"
+    outcomes = [each["outcome"] for each in (await listed()).values()]
+    assert sorted(set(outcomes)) == ["abort", "error", "length", "refused", "stop"]
+    assert {each["owner"] for each in (await listed()).values()} == {""}
+    slowest = (await http.get("/v1/requests?slowest=20")).json()["data"]
+    assert "refused" not in {each["outcome"] for each in slowest}
+
+
+async def test_a_stream_that_fails_in_the_middle_is_an_error(served: Served):
+    served.engine.step_seconds = 0.02
+    body = {"prompt": "a", "max_tokens": 4000, "stream": True, "timeout": 0.3, "ignore_eos": True}
+    answer = await served.http.post(COMPLETIONS, json=body)
+    assert answer.status_code == 200 and "deadline_exceeded" in answer.text
+    timeline = await timeline_of(served, answer.headers["x-request-id"])
+    assert (timeline["outcome"], timeline["status"]) == ("error", "error")
+
+
+@pytest.mark.parametrize("chosen", [None, "my-own"])
+async def test_the_id_of_the_header_is_as_good_as_that_of_the_body(served: Served, chosen):
+    http, headers = served.http, {"x-request-id": chosen} if chosen else {}
+    body = {"prompt": ["a", "b"], "max_tokens": 2}
+    answer = await http.post(COMPLETIONS, json=body, headers=headers)
+    name = answer.headers["x-request-id"]
+    assert (await timeline_of(served, name))["id"] == f"{answer.json()['id']}-1"
+    body = {"input": "a", "max_output_tokens": 2}
+    answer = await http.post("/v1/responses", json=body, headers=headers)
+    name, made = answer.headers["x-request-id"], answer.json()
+    assert (await timeline_of(served, name))["id"] == made["id"]
+    assert (await http.get(f"/v1/responses/{name}")).json() == made
+    assert (await http.get(f"/v1/responses/{name}/input_items")).status_code == 200
+    following = {**body, "previous_response_id": name}
+    assert (await http.post("/v1/responses", json=following)).status_code == 200
+    assert (await http.delete(f"/v1/responses/{name}")).json()["id"] == made["id"]
+    assert (await http.get(f"/v1/responses/{made['id']}")).status_code == 404
 
 
 async def test_perfetto(served: Served):

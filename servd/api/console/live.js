@@ -3,6 +3,7 @@ import { chosenModel, json, send } from "./api.js";
 import { h } from "./dom.js";
 
 const REFRESH = 1000; // milliseconds
+const SHOWN_STEPS = 120;
 
 /** Panels export `title`, `order`, and by default a function that returns one which makes elements
  * of what `take` found; where it makes none, the panel is hidden. */
@@ -24,12 +25,14 @@ export default function live(root) {
       };
     }));
   let timer = null;
+  let numSteps = 1000; // at first: what happened before the page was opened
 
   async function poll() {
     clearTimeout(timer);
     try {
       if (!document.hidden) {
-        const sample = await take();
+        const sample = await take(numSteps);
+        numSteps = SHOWN_STEPS;
         await Promise.all((await panels).map((draw) => draw(sample)));
       }
       problem.hidden = true;
@@ -43,13 +46,16 @@ export default function live(root) {
   return { show: poll, hide: () => clearTimeout(timer) };
 }
 
-async function take() {
+async function take(numSteps) {
   const [text, steps, requests, health] = await Promise.all([
     send("metrics", { accept: "text/plain" }).then((response) => response.text()),
-    json("v1/steps?recent=120"), json("v1/requests?recent=50"), json("health", { also: [503] })]);
+    json(`v1/steps?recent=${numSteps}`),
+    json("v1/requests?recent=50"), json("health", { also: [503] })]);
   const running = requests.data.filter((request) => request.status === "running")
     .sort((a, b) => b.wall_ms - a.wall_ms);
-  return { metrics: new Metrics(text), steps: steps.data, requests: running, health,
+  const ended = requests.data.filter((request) => request.status !== "running");
+  return { metrics: new Metrics(text), steps: steps.data.slice(-SHOWN_STEPS), past: steps, health,
+    requests: running, ended,
     seconds: performance.now() / 1000 };
 }
 

@@ -1,10 +1,10 @@
 // Recent and slow requests, and where the time of each went.
 import { json } from "./api.js";
 import { counted, h, percent, problem, span, table } from "./dom.js";
-import { causeName, requestLink, timeline } from "./timeline.js";
+import { causeName, outcomeOf, requestLink, timeline } from "./timeline.js";
 
 const REFRESH = 2000; // milliseconds
-const HEADS = ["When", "Request", "Took", "First token", "Prompt", "Answer", "Waited most for"];
+const HEADS = ["When", "Request", "Owner", "Outcome", "Took", "First token", "Prompt", "Answer", "Waited most for"];
 
 export default function requests(root) {
   let timer = null;
@@ -12,7 +12,7 @@ export default function requests(root) {
   const order = h("select", { change: refresh }, h("option", { value: "recent" }, "Most recent"),
     h("option", { value: "slowest" }, "Slowest"));
   const cause = h("select", { change: draw }, h("option", { value: "" }, "Anything"));
-  const text = h("input", { type: "search", placeholder: "id, route or model", input: draw });
+  const text = h("input", { type: "search", placeholder: "id, route, model, owner or outcome", input: draw });
   const filters = h("form.filters", { submit: (event) => event.preventDefault() },
     h("label", {}, "Show", order), h("label", {}, "That waited for", cause),
     h("label", {}, "Containing", text));
@@ -42,7 +42,7 @@ export default function requests(root) {
     }
     const several = found.some((request) => request.engine); // there is more than number 0
     const wanted = found.filter((request) => (!cause.value || request.cause === cause.value)
-      && `${request.id} ${request.route} ${request.model}`.includes(text.value.trim()));
+      && textOf(request).includes(text.value.trim()));
     const focused = document.activeElement?.getAttribute("href"); // keep the place of the keyboard
     const scrolled = place.firstElementChild?.scrollLeft ?? 0;
     place.replaceChildren(wanted.length ? table("List of requests", HEADS,
@@ -74,6 +74,10 @@ export default function requests(root) {
   };
 }
 
+function textOf(request) {
+  return `${request.id} ${request.route} ${request.model} ${request.owner} ${outcomeOf(request)}`;
+}
+
 function row(request, several) {
   const engine = several ? `, engine ${request.engine}` : "";
   const origin = `${request.route}, ${request.model}${engine}`;
@@ -83,7 +87,9 @@ function row(request, several) {
   return [
     new Date(request.created * 1000).toLocaleTimeString("en-GB"),
     h("div", {}, requestLink(request.id), h("div.hint", {}, origin)),
-    request.status === "running" ? `${span(request.wall_ms)}, running` : span(request.wall_ms),
+    request.owner || "–",
+    outcomeOf(request),
+    span(request.wall_ms),
     span(request.ttft_ms),
     counted(prompt, "token") + (cached ? `, ${cached} cached` : ""),
     counted(request.num_output_tokens, "token"),

@@ -95,3 +95,9 @@ export function requestLink(id) {
   const name = h("code", {}, id.length > 20 ? `${id.slice(0, 18)}…` : id);
   return h("a", { href: `#/requests/${encodeURIComponent(id)}`, title: id }, name);
 }
+
+/** How it ended, with the status of an answer that was none. */
+export function outcomeOf({ outcome, http_status: status }) {
+  if (!outcome) return "running";
+  return status >= 400 ? `${outcome} (${status})` : outcome;
+}

@@ -14,7 +14,10 @@ class RequestSummary(msgspec.Struct, kw_only=True):
     route: str
     model: str  # or adapter, as the answer names it
     engine: int  # its rank
-    status: str  # "running" or "finished"
+    owner: str  # the name of its API key; "" without keys
+    status: str  # "running", "finished", "abort" (its client left), "error" or "refused"
+    outcome: str | UnsetType = UNSET  # "stop" or "length" if finished, else the status
+    http_status: int | UnsetType = UNSET  # of its answer
     created: float  # Unix time
     wall_ms: float
     ttft_ms: float | UnsetType = UNSET

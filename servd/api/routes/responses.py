@@ -141,9 +141,10 @@ async def list_input_items(request: Request, response_id: str) -> HTTPResponse:
 @describes(DeletedResponse)
 async def delete_response(request: Request, response_id: str) -> HTTPResponse:
     """Forget a response; one that is being made is cancelled."""
-    await _cancel(_stored(request, response_id))
-    _store(request).pop(response_id)
-    return json_response(DeletedResponse(response_id))
+    stored = _stored(request, response_id)
+    await _cancel(stored)
+    _store(request).pop(stored.response.id)
+    return json_response(DeletedResponse(stored.response.id))
 
 
 @router.post("/v1/responses/{response_id}/cancel")

@@ -1,13 +1,15 @@
 // Who runs and who waits.
 import { count, counted, facts, h, span, table } from "../dom.js";
-import { requestLink } from "../timeline.js";
+import { outcomeOf, requestLink } from "../timeline.js";
 
 export const title = "Requests now";
 export const order = 2;
 
 const SHOWN = 8;
 
-export default () => ({ metrics, requests }) => [
+const ENDED = 5;
+
+export default () => ({ metrics, requests, ended }) => [
   facts({
     Running: count(metrics.sum("vllm:num_requests_running")),
     Waiting: count(metrics.sum("vllm:num_requests_waiting")),
@@ -17,6 +19,9 @@ export default () => ({ metrics, requests }) => [
     requests.slice(0, SHOWN).map((request) => [requestLink(request.id), span(request.wall_ms),
       `${count(request.num_prompt_tokens)} + ${count(request.num_output_tokens)}`]))
     : h("p.hint", {}, "Nothing runs."),
+  ended.length ? table("Requests that have ended", ["Ended last", "Outcome", "Took"],
+    ended.slice(0, ENDED).map((request) => [requestLink(request.id), outcomeOf(request),
+      span(request.wall_ms)])) : "",
   h("p.hint", { hidden: requests.length <= SHOWN },
     `and ${counted(requests.length - SHOWN, "other")}`),
 ];

@@ -12,7 +12,8 @@ const ITL = "vllm:inter_token_latency_seconds";
 export default function panel() {
   const rates = [];
   let last = null;
-  return ({ metrics, seconds }) => {
+  return ({ metrics, past, seconds }) => {
+    if (!last) rates.push(...ratesBefore(past));
     const now = { seconds, generated: metrics.sum(GENERATED), prompt: metrics.sum(PROMPT),
       gaps: metrics.sum(`${ITL}_count`), gapSeconds: metrics.sum(`${ITL}_sum`) };
     const before = last ?? now;
@@ -27,6 +28,18 @@ export default function panel() {
       "Between tokens": span(gap * 1000),
     }, "big"), chart(rates)];
   };
+}
+
+/** Tokens per second before the page was opened, as far as the latest steps reach back. */
+function ratesBefore({ data, now_ms: now }) {
+  const found = [];
+  for (const step of data) {
+    const second = Math.floor((now - step.end_ms) / 1000);
+    const drafted = step.num_drafts - step.num_accepted;
+    const tokens = step.num_tokens - step.num_prompt_tokens - drafted;
+    if (second >= 0 && second < KEPT - 1) found[second] = (found[second] ?? 0) + tokens;
+  }
+  return Array.from(found, (tokens) => tokens ?? 0).reverse();
 }
 
 function chart(rates) {
