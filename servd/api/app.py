@@ -29,6 +29,7 @@ from servd.api.auth import OPEN_PATHS, ApiKeyAuth, Keys
 from servd.api.batch_runner import BatchRunner
 from servd.api.batch_store import BatchStore
 from servd.api.context import Context
+from servd.api.ignored_fields import IgnoredFields
 from servd.api.middleware import RequestContext
 from servd.api.protocol.errors import error_reply
 from servd.api.response_store import ResponseStores
@@ -101,6 +102,7 @@ def create_app(
         responses=ResponseStores(config.server.max_stored_responses, keys),
         batches=_batches(config, app, keys, async_llm),
         siblings=Siblings(async_llm),
+        ignored_fields=IgnoredFields(metrics.families.ignored_fields),
         adapters=None if store is None else Adapters(config.lora, async_llm, store),
     )
     return app

@@ -21,6 +21,7 @@ from servd.api.async_llm import AsyncLLM
 from servd.api.auth import Keys
 from servd.api.batch_runner import BatchRunner
 from servd.api.batch_store import Shelf
+from servd.api.ignored_fields import IgnoredFields
 from servd.api.protocol.generation import GenerationRequest
 from servd.api.protocol.validation import MAX_VALUES, Body, parse
 from servd.api.response_store import ResponseStores
@@ -51,6 +52,7 @@ class Context(msgspec.Struct, frozen=True):
     responses: ResponseStores
     batches: BatchRunner | None  # None without --batch-dir
     siblings: Siblings
+    ignored_fields: IgnoredFields
     adapters: Adapters | None  # None without --enable-lora
 
     @property
@@ -230,6 +232,8 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     if body.priority and config.scheduler.scheduling_policy != "priority":
         ignored = sorted({*ignored, "priority"})
     names = ", ".join(quote(name[:64], safe="") for name in ignored[:MAX_IGNORED])
+    if ignored:
+        context.ignored_fields.report(body, ignored, request.scope["path"])
     request.state.ignored = {"x-servd-ignored": names} if names else {}
     if ignored and config.server.strict_fields:
         shown = ", ".join(f"`{name[:64]}`" for name in ignored[:MAX_IGNORED])

@@ -117,6 +117,9 @@ class Families:
             name: TalliedHistogram(name, text, labels, buckets=own or lengths, registry=registry)
             for name, (text, own) in names.HISTOGRAMS.items()
         }
+        self.ignored_fields = Counter(
+            "servd_ignored_fields", "Fields of requests that had no effect.", registry=registry
+        )
         # Named as by prometheus-fastapi-instrumentator, without the labels of a model.
         self.http_requests = Counter(
             "http_requests", "Answers.", ["handler", "method", "status"], registry=registry

@@ -626,6 +626,28 @@ async def test_priority_is_named_where_the_policy_does_not_look_at_it(path, body
         assert "x-servd-ignored" not in answer.headers
 
 
+async def test_a_misspelt_field_is_logged_once_and_ignored_fields_are_counted(http, caplog):
+    async def count() -> float:
+        lines = (await http.get("/metrics")).text.splitlines()
+        [line] = [one for one in lines if one.startswith("servd_ignored_fields_total ")]
+        return float(line.split()[1])
+
+    misspelt = {"max_token": 1, "temprature": 0, "max_tokens\n": 2, "colour": "red"}
+    for _ in range(3):
+        answer = await http.post(COMPLETIONS, json={"prompt": "a", **misspelt})
+        assert answer.headers["x-servd-ignored"].count(",") == 3
+    logged = [record.getMessage() for record in caplog.records if "has no effect" in record.message]
+    assert len(logged) == 3 and "\n" not in "".join(logged)
+    assert any("'max_token'" in line and "max_tokens?" in line for line in logged)
+    assert any("'temprature'" in line and "temperature?" in line for line in logged)
+    assert await count() == 12
+    for number in range(300):  # whatever a client sends, the log is bounded
+        fields = {f"max_tokens{number}{other}": 1 for other in range(30)}
+        await http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1, **fields})
+    assert len(caplog.records) <= 1000
+    assert await count() == 12 + 300 * 30
+
+
 async def test_strict_fields_refuse_what_has_no_effect():
     async with serve(strict_fields=True) as served:
         for path, body in (

@@ -4,7 +4,9 @@ import { counted, h, percent, problem, span, table } from "./dom.js";
 import { causeName, outcomeOf, requestLink, timeline } from "./timeline.js";
 
 const REFRESH = 2000; // milliseconds
-const HEADS = ["When", "Request", "Owner", "Outcome", "Took", "First token", "Prompt", "Answer", "Waited most for"];
+const HEADS = ["When", "Request", "Owner", "Outcome", "Took", "First token", "Prompt", "Answer",
+  "Waited most for"];
+const TEXT_HINT = "id, route, model, owner or outcome";
 
 export default function requests(root) {
   let timer = null;
@@ -12,7 +14,7 @@ export default function requests(root) {
   const order = h("select", { change: refresh }, h("option", { value: "recent" }, "Most recent"),
     h("option", { value: "slowest" }, "Slowest"));
   const cause = h("select", { change: draw }, h("option", { value: "" }, "Anything"));
-  const text = h("input", { type: "search", placeholder: "id, route, model, owner or outcome", input: draw });
+  const text = h("input", { type: "search", placeholder: TEXT_HINT, input: draw });
   const filters = h("form.filters", { submit: (event) => event.preventDefault() },
     h("label", {}, "Show", order), h("label", {}, "That waited for", cause),
     h("label", {}, "Containing", text));

@@ -1,0 +1,37 @@
+"""IgnoredFields: counts the fields without effect, and logs those that look misspelt once."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Sequence
+
+from prometheus_client import Counter
+
+from servd.api.protocol.validation import RequestBody
+
+log = logging.getLogger("servd.api")
+
+MAX_NAMES = 1000  # that are ever looked at
+MAX_NEW_NAMES = 4  # of a request: each costs some milliseconds
+MAX_LENGTH = 40  # of a name; no field has a longer one
+SIMILARITY = 0.8  # of difflib: 1 is the same
+
+
+class IgnoredFields:
+    """Those of all requests to this process."""
+
+    def __init__(self, counter: Counter) -> None:
+        self.counter = counter
+        self._names: set[str] = set()  # that were looked at
+
+    def report(self, body: RequestBody, names: Sequence[str], path: str) -> None:
+        """Count these fields of a body, and log the new ones that resemble a known field."""
+        self.counter.inc(len(names))
+        new = [name for name in names if name not in self._names and len(name) <= MAX_LENGTH]
+        for name in new[: min(MAX_NEW_NAMES, MAX_NAMES - len(self._names))]:
+            self._names.add(name)
+            known = [*type(body).model_fields, *body.from_chat]
+            meant = difflib.get_close_matches(name, known, 1, SIMILARITY)
+            if meant and meant[0] != name:
+                log.warning("%s: %a has no effect: did you mean %s?", path, name, meant[0])
