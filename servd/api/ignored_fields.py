@@ -15,7 +15,7 @@ log = logging.getLogger("servd.api")
 MAX_NAMES = 1000  # that are ever looked at
 MAX_NEW_NAMES = 4  # of a request: each costs some milliseconds
 MAX_LENGTH = 40  # of a name; no field has a longer one
-SIMILARITY = 0.8  # of difflib: 1 is the same
+SIMILARITY = 0.85  # of difflib: 1 is the same
 
 
 class IgnoredFields:

@@ -9,16 +9,16 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.api.harness import MODEL, Served, output_text, serve, until
+from tests.api.harness import MODEL, output_text, serve, until
 from tests.api.hostile import Case, Hostile
 
 AT_ONCE = 16
 PATIENCE = 240.0  # seconds for an answer: a machine is slow, and a grammar may take its time
 
 
-async def exchange(served: Served, data: bytes, is_all: bool = True) -> bytes:
+async def exchange(url: str, data: bytes, is_all: bool = True) -> bytes:
     """Everything that a connection gets which sends this, and no more if that is all."""
-    address = urlsplit(served.url)
+    address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     try:
         writer.write(data)
@@ -32,23 +32,23 @@ async def exchange(served: Served, data: bytes, is_all: bool = True) -> bytes:
         writer.close()
 
 
-async def send(served: Served, case: Case) -> int:
+async def send(url: str, case: Case) -> int:
     """The status of the answer; 0 without one."""
     headers = {"host": "servd", "content-length": str(len(case.content)), "connection": "close"}
     head = f"{case.method} {case.path} HTTP/1.1\r\n"
     head += "".join(f"{name}: {value}\r\n" for name, value in {**headers, **case.headers}.items())
-    answer = await exchange(served, f"{head}\r\n".encode("latin-1") + case.content, False)
+    answer = await exchange(url, f"{head}\r\n".encode("latin-1") + case.content, False)
     return int(answer.split(maxsplit=2)[1]) if answer else 0
 
 
-async def attack(served: Served, count: int, seed: int) -> Counter[tuple[str, int]]:
+async def attack(url: str, count: int, seed: int) -> Counter[tuple[str, int]]:
     """Send so many; returns how many of each kind got which status."""
     statuses: Counter[tuple[str, int]] = Counter()
     cases = Hostile(seed).cases(count)
 
     async def client() -> None:
         for case in cases:
-            status = await send(served, case)
+            status = await send(url, case)
             statuses[case.kind, status] += 1
             allowed = (501, 503, 504) if "x-request-timeout" in case.headers else (501, 503)
             assert status < 500 or status in allowed, (status, case)
@@ -59,13 +59,13 @@ async def attack(served: Served, count: int, seed: int) -> Counter[tuple[str, in
     return statuses
 
 
-async def send_raw(served: Served, count: int, seed: int) -> int:
+async def send_raw(url: str, count: int, seed: int) -> int:
     """So many connections that say no HTTP; returns how many got an answer."""
     hostile, answers = Hostile(seed), 0
 
     async def client(data: bytes) -> None:
         nonlocal answers
-        answer = await exchange(served, data)
+        answer = await exchange(url, data)
         assert not answer or int(answer.split()[1]) < 500, (data, answer)
         answers += bool(answer)
 
@@ -85,8 +85,8 @@ async def test_hostile_requests_are_answered_and_change_nothing(count, seed):
     options = {"data_parallel_size": 2, "max_num_batched_tokens": 512}
     async with serve(listen=True, max_waiting_requests=64, **options) as served:  # type: ignore[arg-type]
         before = time.monotonic()
-        statuses = await attack(served, count, seed)
-        num_answers = await send_raw(served, count // 10, seed)
+        statuses = await attack(served.url, count, seed)
+        num_answers = await send_raw(served.url, count // 10, seed)
         print(f"{count} in {time.monotonic() - before:.0f} s, {num_answers} raw", statuses)
         by_status = Counter(status for _, status in statuses.elements())
         assert by_status[200] and by_status[400] and num_answers

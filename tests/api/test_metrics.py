@@ -87,7 +87,9 @@ def read(body: bytes) -> dict[str, float]:
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(body.decode()):
         for sample in family.samples:
-            if not sample.name.startswith(("http_", "process_", "vllm:sleep_mode_")):
+            if not sample.name.startswith(
+                ("http_", "process_", "servd_ignored_fields", "vllm:sleep_mode_")
+            ):
                 assert sample.labels["model_name"] == "m" and sample.labels["engine"] == "0"
             values[sample.name] = values.get(sample.name, 0.0) + sample.value
     return values
