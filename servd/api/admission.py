@@ -187,7 +187,6 @@ class Admission:
             del self.prompts[admitted.owner], self.tokens[admitted.owner]
 
     def _seconds_to_serve(self, num_prompts: float) -> float:
-        """At the recent rate; 0 while none has been measured."""
         return num_prompts * self._busy_seconds / self._num_served if self._num_served else 0.0
 
     def _check_background(self, num_prompts: int) -> None:

@@ -102,14 +102,13 @@ def create_app(
         responses=ResponseStores(config.server.max_stored_responses, keys),
         batches=_batches(config, app, keys, async_llm),
         siblings=Siblings(async_llm),
-        ignored_fields=IgnoredFields(metrics.families.ignored_fields),
+        ignored_fields=IgnoredFields(metrics.families.ignored_fields.inc),
         adapters=None if store is None else Adapters(config.lora, async_llm, store),
     )
     return app
 
 
 def _batches(config: Config, app: FastAPI, keys: Keys, async_llm: AsyncLLM) -> BatchRunner | None:
-    """The runner of batches, with --batch-dir."""
     if config.batches.batch_dir is None:
         return None
     scheduler = config.scheduler

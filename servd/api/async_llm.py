@@ -274,7 +274,6 @@ class AsyncLLM:
             self.loop.each(owner, prepared, self._end)
 
     def _start(self, one: Prepared, stream: DeltaStream) -> None:
-        """Send a prompt to an engine."""
         if isinstance(self.status, EngineDeadMessage):  # it died since `admit`
             raise EngineDead(f"the engine is gone: {self.status.reason}")
         first = stream.num_open  # index of its first choice
@@ -332,7 +331,6 @@ class AsyncLLM:
             engine.end(one.request_id)
 
     def _engine_changed(self, engine: EngineClient) -> None:
-        """Called when an engine becomes ready, falls asleep, wakes, restarts or is dead."""
         self.has_changed.set()
         self.has_changed = asyncio.Event()
         statuses = [each.status for each in self.engines]

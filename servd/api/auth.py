@@ -102,7 +102,6 @@ class ApiKeyAuth:
     open_paths: Collection[str]
 
     async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
-        """ASGI entry."""
         if scope["type"] == "http" and scope["path"] not in self.open_paths:
             own = scope.get(ON_BEHALF_OF)
             key = own or self.keys.find(scope["headers"])

@@ -247,7 +247,6 @@ def _report(shelf: Shelf, name: str, error: OSError) -> None:
 
 
 def _validate(source: Path, endpoint: str) -> tuple[int, list[Problem]]:
-    """The number of lines of a batch file, and its errors."""
     num_lines, problems = 0, []
     for num_lines, problem in enumerate(inspect(source, endpoint), 1):
         if problem is not None:
@@ -271,7 +270,6 @@ def _pending(source: Path, done: dict[CustomId, int]) -> Iterator[Line]:
 
 
 def _finish(shelf: Shelf, batch: Batch, source: Path, outcome: Any) -> None:
-    """Write the output file and the error file."""
     shelf.save(batch)
     results = shelf.results(batch)
     suffix = batch.id.removeprefix("batch_")

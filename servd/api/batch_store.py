@@ -115,7 +115,6 @@ class Shelf:
         self.check_bytes(sum(self._sizes().values()))
 
     def _sizes(self) -> dict[str, int]:
-        """The sizes in bytes of the files in the folder."""
         sizes: dict[str, int] = {}
         with os.scandir(self.folder) as entries:
             for entry in entries:
@@ -315,7 +314,6 @@ def _new_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _unique() -> str:
-    """An id that sorts by time and cannot be guessed."""
     return f"{time.time_ns():016x}{uuid4().hex[:16]}"
 
 

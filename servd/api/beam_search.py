@@ -152,7 +152,6 @@ class BeamSearch:
         return running[0].logprob / length**self.length_penalty > self.finished[-1].score
 
     def _request(self, index: int) -> Prepared:
-        """A request for the token after a running beam."""
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=self.num_candidates)
         request = msgspec.structs.replace(
             self.prepared.request,

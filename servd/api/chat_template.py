@@ -222,7 +222,6 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "%", "+"})
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """See Jinja."""
         _budget.get().check()
         if any(isinstance(arg, int) and abs(arg) > MAX_NUMBER for arg in (*args, *kwargs.values())):
             raise jinja2.TemplateError(f"out of range: a number above {MAX_NUMBER} in a call")
@@ -231,7 +230,6 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return found
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """See Jinja."""
         budget = _budget.get()
         budget.check(_length(left) + _length(right))
         for value, number in ((left, right), (right, left)):

@@ -68,7 +68,6 @@ class EngineCollector(Collector):
         self.states: dict[int, EngineState] = {}  # by rank
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the library."""
         families = {name: GaugeMetricFamily(name, text) for name, text in GAUGES.items()}
         restarts = CounterMetricFamily(
             "servd:engine_restarts", "Times the engine died and was started again."
@@ -92,7 +91,6 @@ class ProcessesCollector(Collector):
         self.others: list[int] = []  # pids of the other servers
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the library."""
         families: dict[str, Metric] = {}
         for pid in sorted({os.getpid(), *self.others}):
             for family in ProcessCollector(pid=partial(int, pid), registry=None).collect():
@@ -120,7 +118,6 @@ class WithExemplars(Collector):
         self._exemplars[f"{name}_bucket", engine, bucket] = exemplar
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the library."""
         for family in chain.from_iterable(source.collect() for source in self.sources):
             for i, sample in enumerate(family.samples if family.type == "histogram" else ()):
                 key = sample.name, sample.labels.get("engine", ""), sample.labels.get("le", "")

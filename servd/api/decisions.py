@@ -125,7 +125,6 @@ class OptionScorer:
             self.num_cached_tokens += output.num_cached_tokens
 
     async def _next_token(self, prompt: list[int], token_ids: list[int]) -> CompletionOutput:
-        """One token after a prompt, with the log-probabilities of `token_ids`."""
         request_id = f"{self.request_id}/{next(self._numbers)}"
         params = SamplingParams(
             temperature=0.0, max_tokens=1, logprobs=0, logprob_token_ids=token_ids

@@ -148,7 +148,6 @@ def ran(marks: list[Mark]) -> Ran | None:
 
 
 def _explanation(timeline: Timeline, account: Account) -> str:
-    """A summary in one or two sentences."""
     wall, cause = account.end_ns - account.begin_ns, account.largest_wait
     own = sum(ns for name, ns in account.causes.items() if name in OWN_WORK)
     text = f"It took {_duration(wall)}, of which {_duration(own)} were its own work"
@@ -159,7 +158,6 @@ def _explanation(timeline: Timeline, account: Account) -> str:
 
 
 def _duration(ns: int) -> str:
-    """A readable duration with two or three significant digits."""
     if ns >= SECOND:
         return f"{ns / SECOND:.3g} s" if ns < 1000 * SECOND else f"{ns / SECOND:.0f} s"
     return f"{ns / 1e6:.3g} ms" if ns >= 1e6 else f"{ns / 1e6:.2f} ms"

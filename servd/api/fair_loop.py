@@ -69,7 +69,6 @@ class FairLoop:
         return done
 
     def _go_on(self) -> None:
-        """Give the turns of the next iteration."""
         self._num_left = MAX_TURNS
         while self._waiting and self._num_left:
             client, futures = next(iter(self._waiting.items()))

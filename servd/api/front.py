@@ -212,7 +212,6 @@ async def no_batches(request: Request) -> Response:
 
 
 def _merged(texts: Iterable[str]) -> bytes:
-    """Merge the metrics of several servers; values without a model's name are summed."""
     families: dict[str, Metric] = {}
     series: defaultdict[str, dict[tuple[str, ...], Sample]] = defaultdict(dict)
     for text in texts:
@@ -240,7 +239,6 @@ class _Collected:
         self.families = families
 
     def collect(self) -> Iterable[Metric]:
-        """Called by the registry."""
         return self.families
 
 

@@ -100,7 +100,6 @@ class GrammarChecker:
             self._disconnect()
 
     def _verdict(self, output: StructuredOutput, client: str) -> str | None:
-        """The problem with a grammar; None if it compiles."""
         size = len(output.value.encode())
         if size > MAX_BYTES:
             return f"the {output.kind} has {size} bytes, at most {MAX_BYTES} are accepted"

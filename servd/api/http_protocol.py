@@ -66,7 +66,6 @@ class TimedFlow(FlowControl):
         self.blocked = blocked
 
     async def drain(self) -> None:
-        """Called by a write that cannot go on."""
         begin_ns = now_ns()
         await super().drain()
         if (end_ns := now_ns()) - begin_ns > BLOCKED_NS:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Sequence
-
-from prometheus_client import Counter
+from collections.abc import Callable, Sequence
 
 from servd.api.protocol.validation import RequestBody
 
@@ -21,17 +19,17 @@ SIMILARITY = 0.85  # of difflib: 1 is the same
 class IgnoredFields:
     """Those of all requests to this process."""
 
-    def __init__(self, counter: Counter) -> None:
-        self.counter = counter
+    def __init__(self, count: Callable[[int], None]) -> None:
+        self.count = count
         self._names: set[str] = set()  # that were looked at
 
     def report(self, body: RequestBody, names: Sequence[str], path: str) -> None:
         """Count these fields of a body, and log the new ones that resemble a known field."""
-        self.counter.inc(len(names))
+        self.count(len(names))
         new = [name for name in names if name not in self._names and len(name) <= MAX_LENGTH]
+        known = {*type(body).model_fields, *body.from_chat}
         for name in new[: min(MAX_NEW_NAMES, MAX_NAMES - len(self._names))]:
             self._names.add(name)
-            known = [*type(body).model_fields, *body.from_chat]
-            meant = difflib.get_close_matches(name, known, 1, SIMILARITY)
-            if meant and meant[0] != name:
+            meant = difflib.get_close_matches(name, known - {name}, 1, SIMILARITY)
+            if meant:
                 log.warning("%s: %a has no effect: did you mean %s?", path, name, meant[0])

@@ -302,7 +302,6 @@ class Metrics:
         choice.last_ns = now_ns
 
     def _observe_first(self, choice: ChoiceTimes, now_ns: int) -> None:
-        """Its first tokens arrived."""
         seconds = (now_ns - choice.arrival_ns) / SECOND
         self._observe({"vllm:time_to_first_token_seconds": seconds}, choice.exemplar)
         self._num_prompt += choice.num_prompt_tokens
@@ -333,7 +332,6 @@ class Metrics:
         self._observe(values, choice.exemplar)
 
     def _observe(self, values: dict[str, float], leads_to: dict[str, str] | None) -> None:
-        """Observe one request's values, by histogram."""
         for name, value in values.items():
             histogram = self.histograms[name]
             histogram.values.append(value)
@@ -376,6 +374,5 @@ class Metrics:
 
 
 def _one_two_five(largest: int) -> list[int]:
-    """1, 2, 5, 10, 20, 50, ... up to `largest`."""
     steps = [step * 10**exponent for exponent in range(len(str(largest))) for step in (1, 2, 5)]
     return [step for step in steps if step <= largest]

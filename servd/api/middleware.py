@@ -69,7 +69,6 @@ class RequestContext:
         self.is_behind_front = MODEL in os.environ  # then only the front can reach this server
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
@@ -135,7 +134,6 @@ class RequestContext:
             state["timeout"] = _timeout(text)
 
     def _begin(self, scope: Scope, headers: Headers) -> dict[str, Any]:
-        """Initialise the state of a request."""
         asked = headers.get("x-request-id", "")
         request_id = unique_id = uuid.uuid4().hex
         if re.fullmatch(REQUEST_ID, asked):
@@ -166,12 +164,10 @@ class RequestContext:
             yield b"server-timing", server_timing(self._running(state)).encode()
 
     def _running(self, state: dict[str, Any]) -> list[Timeline]:
-        """Timelines of the request that have not ended."""
         running = self.tracer.running
         return [running[name] for name in state["traced"] if name in running]
 
     def _observe(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count and log the response."""
         path = scope["path"]
         is_wanted = self.access_log == "all" or (
             self.access_log == "requests" and path not in MONITORING
@@ -184,7 +180,6 @@ class RequestContext:
             self.metrics.observe_answer(handler, scope["method"], status, seconds)
 
     def _end(self, scope: Scope, status: int, written: bool) -> None:
-        """End the timelines and the span."""
         state, now, timelines = scope["state"], now_ns(), list[Timeline]()
         if status >= 400 and not state["traced"] and "received_ns" in state:
             self._list_refused(scope)
@@ -225,7 +220,6 @@ def _outcome(timeline: Timeline | None, status: int, written: bool) -> str:
 
 
 def _timeout(text: str) -> float:
-    """The value of X-Request-Timeout, in seconds."""
     if not re.fullmatch(r"\d{1,5}(\.\d{1,6})?", text) or not 0 < float(text) <= MAX_TIMEOUT:
         raise InvalidRequest(
             f"X-Request-Timeout must be seconds above 0, at most {MAX_TIMEOUT}, got {text[:32]!r}"

@@ -193,7 +193,6 @@ class ModelServers:
         resting.add_done_callback(self._resting.discard)
 
     async def _rest(self, server: ModelServer, used_at: float) -> None:
-        """Put a server to sleep, unless it has work to do."""
         load = await server.ask("/load") if server.may_serve else None
         if load is not None and load.json()["server_load"]:  # in the background
             return self._rest_later(server, LOAD_INTERVAL)
@@ -274,7 +273,6 @@ class ModelServers:
             await self._stop(server)
 
     async def _launch(self, server: ModelServer) -> None:
-        """Start a server's processes and open a channel to them."""
         self._numbers += 1
         path = str(self.folder / f"model-{self._numbers}")
         await server.connect(path)

@@ -213,7 +213,6 @@ def _add_bounds(properties: dict[str, Schema], params: type[msgspec.Struct]) -> 
 
 
 def _tighten(schema: Schema, bounded: Schema) -> None:
-    """Take over the bounds of the type that both schemas allow."""
     by_type = {option.get("type"): option for option in bounded.get("anyOf", [bounded])}
     for option in schema.get("anyOf", [schema]):
         for key, bound in by_type.get(option.get("type"), {}).items():
@@ -283,7 +282,6 @@ def _responses(
 
 
 def _errors(route: APIRoute, operation: Operation, needs_key: bool) -> list[int]:
-    """Statuses of the errors that the route can answer with."""
     statuses = {401, 403} if needs_key and route.path not in OPEN_PATHS else set()
     statuses |= {*operation.errors}
     if "{" in route.path:

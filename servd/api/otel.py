@@ -170,7 +170,6 @@ def _attributes(timelines: Sequence[Timeline]) -> dict[str, AttributeValue]:
 
 
 def _latencies(timeline: Timeline) -> Iterator[tuple[str, int | None]]:
-    """Nanoseconds under vLLM's names."""
     times = defaultdict(int, stage_ns([timeline]))
     yield "time_in_queue", times["queue"]
     yield "time_in_model_prefill", times["prefill"]

@@ -454,7 +454,6 @@ class Processor:
         return {"reasoning_tags": tags, **off}
 
     def _encode_each(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, with and without a space before it."""
         variants = [variant for text in texts for variant in (text, f" {text.lstrip()}")]
         encoded = dict.fromkeys(tuple(self.tokenizer.encode(text, False)) for text in variants)
         return [[*token_ids] for token_ids in encoded]

@@ -55,7 +55,6 @@ class ReasoningParser(Parser):
             self.deltas.append(Content(piece[0]))
 
     def _reasoning(self, *ends: str) -> Steps[None]:
-        """Read reasoning and the tag that ends it."""
         held = ["\n\n"] if self.spans else []  # white space that may be the last of the reasoning
         begin = self.reader.num_taken
         self.spans.append((begin, math.inf))

@@ -187,7 +187,6 @@ class Siblings:
         return [answer for [answer] in filter(None, await asyncio.gather(*asked))]
 
     async def _ask(self, path: Path, question: Question) -> list[Any]:
-        """The reply of one sibling, if it gives one."""
         try:
             is_second = isinstance(question, FindOthers | WriteMetrics)
             async with asyncio.timeout(PATIENCE / (1 + is_second)):

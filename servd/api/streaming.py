@@ -90,7 +90,6 @@ class EventStream(Response):
         self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the response."""
         writer = _Writer(send, self.raw_headers)
         async with while_connected(receive):
             await self._write_all(writer, scope["path"])

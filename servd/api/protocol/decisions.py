@@ -37,7 +37,6 @@ def _with_text_parts(item: Any) -> Any:
 
 
 def _joined(instructions: Any) -> Any:
-    """Instructions as one text."""
     parts = _text_parts(instructions)
     is_text = isinstance(parts, list) and all(
         isinstance(part, dict) and part.get("type") == "input_text" and "text" in part

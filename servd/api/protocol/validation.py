@@ -8,14 +8,7 @@ from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import pydantic_core
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    WithJsonSchema,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails, PydanticCustomError
 from typing_extensions import TypedDict
 

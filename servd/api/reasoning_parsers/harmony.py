@@ -70,7 +70,6 @@ class Parser(ReasoningParser):
             yield from self._rest("\n\n" if self.has_content else "", keeps_end=False)
 
     def _rest(self, before: str, keeps_end: bool = True) -> Steps[None]:
-        """Read the rest of a message as content that follows `before`."""
         while True:
             text, marker = yield from self.reader.piece(*ENDS)
             if text or keeps_end:

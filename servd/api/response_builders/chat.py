@@ -137,7 +137,6 @@ class ChatBuilder(ChunkBuilder):
 
 
 def _joined(deltas: Sequence[Delta]) -> ChoiceDelta:
-    """Several deltas in OpenAI's shape of one."""
     joined = ChoiceDelta()
     calls: dict[int, DeltaToolCall] = {}
     for delta in deltas:

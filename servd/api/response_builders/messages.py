@@ -131,7 +131,6 @@ class MessageBuilder(EventBuilder):
 
 
 def _object(text: str) -> dict[str, Any]:
-    """What a JSON text says; nothing if it was cut off."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -242,7 +242,6 @@ class ResponsesBuilder(EventBuilder):
 def _blank(
     response_id: str, model: str, body: ResponsesRequest, params: SamplingParams, is_stored: bool
 ) -> Response:
-    """The response before there is any output."""
     return Response(
         id=response_id,
         created_at=int(time.time()),

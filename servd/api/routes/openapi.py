@@ -37,7 +37,6 @@ async def docs(request: Request) -> Response:
 
 
 async def _described(request: Request) -> tuple[bytes, str]:
-    """The document as JSON and as a page."""
     needs_key = context_of(request).keys.are_needed
     return await asyncio.to_thread(_describe, needs_key)  # the first takes a tenth of a second
 

@@ -197,7 +197,6 @@ def _previous(store: ResponseStore, body: ResponsesRequest) -> Stored | None:
 async def _chat(
     request: Request, body: ResponsesRequest, items: list[dict[str, Any]]
 ) -> ChatCompletionRequest:
-    """The chat that a request with these items is."""
     # Stored turns come on top of the body.
     size = request.state.num_bytes + 64 * len(items)
     return await offload(request, size, lambda: body.as_chat(body.chat_fields(items)), is_new=True)

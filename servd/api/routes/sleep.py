@@ -61,7 +61,6 @@ async def is_sleeping(request: Request) -> Response:
 
 
 async def _ask(async_llm: AsyncLLM, message: Sleep | WakeUp) -> Response:
-    """Tell all engines, and wait until each has done so."""
     wanted = [isinstance(message, Sleep) for _ in _sleep(async_llm)]
     for engine in async_llm.engines:
         engine.client.send(message)
@@ -78,7 +77,6 @@ async def _ask(async_llm: AsyncLLM, message: Sleep | WakeUp) -> Response:
 
 
 def _sleep(async_llm: AsyncLLM) -> list[bool]:
-    """Whether each engine sleeps."""
     found = [engine.status for engine in async_llm.engines]
     ready = [status for status in found if isinstance(status, EngineReady)]
     if len(ready) < len(found):

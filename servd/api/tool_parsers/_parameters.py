@@ -122,7 +122,6 @@ class ParametersParser(ToolParser):
         return has_tag
 
     def _value(self, types: set[str]) -> Steps[bool]:
-        """Read a value up to its end tag."""
         yield from self.reader.accept(self.line)
         if types == {"string"}:
             return (yield from self._string())

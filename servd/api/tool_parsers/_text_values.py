@@ -156,6 +156,5 @@ def _find(root: Any, reference: str) -> Any:
 
 
 def _values(schema: dict[str, Any]) -> list[Any] | None:
-    """Those of an enum or const."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return values if isinstance(values, list) else None

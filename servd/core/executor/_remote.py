@@ -117,6 +117,5 @@ class WorkerMember(Member):
             self.worker = None
 
     def run(self) -> None:
-        """See Relay."""
         super().run()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -47,7 +47,6 @@ class GroupedKVCacheManager(KVCacheManager):
         assert tiers is None, "workers make one group of all layers where tiers are asked for"
 
     def max_tokens(self, longest: int) -> int:
-        """See KVCacheManager."""
         return self.layout.max_tokens(self.pool.num_blocks, longest)
 
     # ---- what is cached ----
@@ -118,7 +117,6 @@ class GroupedKVCacheManager(KVCacheManager):
         return wanted - self.pool.num_free
 
     def evicted_at_ns(self, request: Request) -> int:
-        """See KVCacheManager."""
         hashes, at = request.block_hashes, request.num_registered_blocks
         if at >= len(hashes):
             return 0
@@ -128,7 +126,6 @@ class GroupedKVCacheManager(KVCacheManager):
     # ---- what a running request has ----
 
     def allocate(self, request: Request, num_tokens: int) -> list[int] | None:
-        """See KVCacheManager."""
         num_blocks = len(request.block_ids) // self.num_groups
         if request.num_computed_tokens + num_tokens > num_blocks * self.block_size:
             self._free_before_windows(request)
@@ -150,7 +147,6 @@ class GroupedKVCacheManager(KVCacheManager):
                 at -= self.num_groups
 
     def _register(self, request: Request, first: int, end: int) -> None:
-        """See KVCacheManager."""
         num_groups = self.num_groups
         for at in range(first, end):
             blocks = request.block_ids[at * num_groups : (at + 1) * num_groups]

@@ -369,7 +369,6 @@ class KVCacheManager:
         return block_ids
 
     def _find(self, hashes: Sequence[bytes]) -> list[int]:
-        """See `BlockPool.find_prefix`."""
         return self.pool.find_prefix(hashes)
 
     def _extend_hashes(self, request: Request) -> None:
