@@ -115,13 +115,13 @@ class Backend(AttentionBackend[Metadata]):
             for x in (q, k, v)
         )
         cos, sin = rotation or (None, None)
-        turned = q if rotation is None else torch.empty(q.shape)
+        turned = None if rotation is None else torch.empty(q.shape)
         call(
             "write_kv", self.type, q, q.stride(0), k, k.stride(0), v, v.stride(0), turned, cos, sin,
             *kv_cache, kv_cache.shape[1], slots, len(q),
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size,
         )  # fmt: skip
-        return turned
+        return q if turned is None else turned
 
     def move(self, kv_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
         """See Backend; in the layout of `kv_cache_shape`."""

@@ -30,7 +30,7 @@ class Form(Protocol):
         ...
 
     def rows(self, index: Tensor) -> Tensor:
-        """Look up rows, int64 [n] -> [n, in], in the type that the model computes in."""
+        """Look up rows, int64 [n] -> [n, in], in any float type; `Matrix.rows` converts them."""
         ...
 
 
@@ -113,6 +113,7 @@ class Matrix(Weight):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.compute_dtype = self.dtype  # `load` and forms may store another one
         self.quantized: dict[int, Quantized] = {}  # by part; until they are in a form
 
     @property
@@ -155,7 +156,7 @@ class Matrix(Weight):
             self.form, self.data = form, torch.empty(0)
             self.quantized = {}
         elif self.device.type == "cpu":
-            self.data = self.data.clone()  # no longer the file's
+            self.data = self.data.to(self.compute_dtype, copy=True)  # no longer the file's
 
     def _stack(self, make: MakeForm) -> Form:
         def kind(part: int) -> tuple[object, ...]:
@@ -173,7 +174,8 @@ class Matrix(Weight):
                 forms.append(form_of(quantized, self.data.dtype, make.x_dtype))
             else:
                 dense = self.data[first.start : last.stop]
-                forms.append(make.dense(dense) or Dense(dense.clone()))
+                kept = make.dense(dense)
+                forms.append(kept or Dense(dense.to(self.compute_dtype, copy=True)))
         if len(forms) == 1:
             return forms[0]
         parts = [form for form in forms if isinstance(form, packed.Packed)]
@@ -185,7 +187,9 @@ class Matrix(Weight):
 
     def rows(self, index: Tensor) -> Tensor:
         """int64 [n] -> [n, in]."""
-        return F.embedding(index, self) if self.form is None else self.form.rows(index)
+        if self.form is None:
+            return F.embedding(index, self)
+        return self.form.rows(index).to(self.compute_dtype)
 
 
 def form_of(quantized: Quantized, dtype: torch.dtype, x_dtype: torch.dtype = torch.float32) -> Form:

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_char, c_char_p, c_int, c_int64
 from functools import cache
 from pathlib import Path
@@ -45,7 +45,16 @@ TYPES = {
     torch.float8_e4m3fn: 5,
 }  # fmt: skip
 FUNCTIONS = {"gelu_new": 0, "gelu_pytorch_tanh": 0, "silu": 1, "relu": 2, "gelu": 3}
-WORDS = {"i": "i4x", "q": "q", "f": "f4x", "P": "q"}  # a parameter of cpu/program.cpp, in 8 bytes
+WORDS = {"i": "i4x", "q": "q", "f": "f4x"}  # a number of cpu/program.cpp in 8 bytes; others: q
+# What the addresses of cpu/program.cpp point to. A: addresses.
+ELEMENTS = {
+    "F": torch.float32, "D": torch.float64, "I": torch.int32, "Q": torch.int64, "A": torch.int64,
+}  # fmt: skip
+DTYPES = {number: dtype for dtype, number in TYPES.items()}
+PARAMETER = re.compile(  # see the table in cpu/program.cpp
+    r"(?P<name>\w+)(?P<null>\?\w*)?(<(?P<type>\w+)>)?"
+    r"(?P<open>[\[{])?(?(open)(?P<size>.+?)[\]}])(, |$)"
+)
 
 ZERO = torch.zeros(1, dtype=torch.int64)
 
@@ -56,7 +65,75 @@ Argument = Tensor | float | None
 class Kernel(ctypes.Structure):
     """An entry of the table in cpu/program.cpp."""
 
-    _fields_ = (("name", c_char_p), ("parameters", c_char_p), ("call", ctypes.c_void_p))
+    _fields_ = (
+        ("name", c_char_p),
+        ("types", c_char_p),
+        ("parameters", c_char_p),
+        ("call", ctypes.c_void_p),
+    )
+
+
+class Signature:
+    """What a kernel takes, compiled to one expression: a call that fits costs a microsecond.
+
+    Args:
+        number: of its entry in the table.
+        kernel: the entry. Its expressions are code of this process, as the kernel itself is.
+        names: functions for them.
+    """
+
+    def __init__(self, number: int, kernel: Kernel, names: dict[str, Any]) -> None:
+        self.number = number
+        self.types = kernel.types.decode()
+        self.layout = Struct("=q" + "".join(WORDS.get(type, "q") for type in self.types))
+        parameters = list(PARAMETER.finditer(kernel.parameters.decode()))
+        self.names = [parameter["name"] for parameter in parameters]
+        self.tests = {
+            parameter["name"]: self._test_of(parameter, type)
+            for parameter, type in zip(parameters, self.types, strict=True)
+            if type not in WORDS
+        }
+        self.context = ELEMENTS | names
+        self.context |= {"DTYPES": DTYPES, "reach": _reach, "row_size": _row_size}
+        self.fits = self._compile(" and ".join(self.tests.values()) or "True")
+
+    def _compile(self, test: str) -> Callable[..., bool]:
+        return eval(f"lambda {', '.join(self.names)}: {test}", self.context)
+
+    @staticmethod
+    def _test_of(parameter: re.Match[str], type: str) -> str:
+        name, null = parameter["name"], parameter["null"]
+        dtype = f"DTYPES[{parameter['type']}]" if parameter["type"] else type
+        if parameter["open"] == "[":
+            size = f"{name}.is_contiguous() and {name}.numel()"
+        else:
+            size = f"reach({name})"
+        test = f"{name}.dtype is {dtype} and {name}.is_cpu and {size} >= ({parameter['size']})"
+        if not null:
+            return f"({name} is not None and {test})"
+        return f"({null[1:] or name} is None if {name} is None else {test})"
+
+    def find_misfit(self, arguments: Sequence[Any]) -> str:
+        """Name the first argument that does not fit."""
+        for name, value in zip(self.names, arguments, strict=True):
+            if name in self.tests and not self._compile(self.tests[name])(*arguments):
+                if value is None:
+                    return f"{name} is missing"
+                return (
+                    f"{name} {value.dtype} {list(value.shape)}, strides {list(value.stride())}, on"
+                    f" {value.device}: needed is {self.tests[name]}"
+                )
+        raise AssertionError("every argument fits")
+
+
+def _reach(tensor: Tensor) -> int:
+    """Elements from the first one to the end of the memory."""
+    return tensor.untyped_storage().nbytes() // tensor.itemsize - int(tensor.storage_offset())
+
+
+def _row_size(type: int, size: int) -> int:
+    """Elements of a row of the KV cache: in int8 a scale follows it, see attention/native.py."""
+    return size + 4 if DTYPES[type] == torch.int8 else size
 
 
 Message = c_char * 200
@@ -77,16 +154,17 @@ class Library:
         self._run = lib.servd_run
         self._run.argtypes = [c_char_p, c_int64, ctypes.POINTER(c_char), c_int64]
         self.is_usable = bool(lib.servd_is_usable())
-        self._packed_size = lib.servd_packed_size
-        self._packed_size.argtypes, self._packed_size.restype = (
-            [c_int, c_int, c_int64, c_int64],
-            c_int64,
-        )
+        packed_size = lib.servd_packed_size
+        packed_size.argtypes = [c_int, c_int, c_int64, c_int64]
+        packed_size.restype = c_int64
+        self._packed_size = cache(packed_size)
         num_kernels = c_int.in_dll(lib, "servd_num_kernels").value
-        table = (Kernel * num_kernels).in_dll(lib, "servd_kernels")
-        self._numbers = {kernel.name.decode(): number for number, kernel in enumerate(table)}
-        self._parameters = [kernel.parameters.decode() for kernel in table]
-        self._layouts = [Struct("=q" + "".join(WORDS[p] for p in ps)) for ps in self._parameters]
+        table = (Kernel * num_kernels).in_dll(lib, "servd_kernel_table")
+        names = {"packed_size": self._packed_size}
+        self.signatures = {
+            kernel.name.decode(): Signature(number, kernel, names)
+            for number, kernel in enumerate(table)
+        }
 
     def packed_size(self, dtype: torch.dtype, terms: int, num_rows: int, size: int) -> int:
         """Numbers of a matrix [num_rows, size] when it is packed, with what fills it up."""
@@ -97,14 +175,18 @@ class Library:
 
         Raises:
             KeyError: no such kernel.
-            ValueError: not as many arguments as the kernel has parameters.
+            TypeError: not as many arguments as the kernel has parameters.
+            ValueError: a tensor has another type than the kernel's, is not contiguous, or too short
+                for the sizes beside it.
         """
-        number = self._numbers[kernel]
+        signature = self.signatures[kernel]
+        if not signature.fits(*arguments):
+            raise ValueError(f"{kernel}: {signature.find_misfit(arguments)}")
         words = [
-            value if parameter != "P" else 0 if value is None else value.data_ptr()
-            for parameter, value in zip(self._parameters[number], arguments, strict=True)
+            value if type in WORDS else 0 if value is None else value.data_ptr()
+            for type, value in zip(signature.types, arguments, strict=True)
         ]
-        return self._layouts[number].pack(number, *words)
+        return signature.layout.pack(signature.number, *words)
 
     def run(self, program: bytes) -> None:
         """Make the calls of a program, in order.
@@ -161,6 +243,7 @@ def call(kernel: str, *arguments: Argument) -> None:
     """Call a kernel of the library. A TorchFunctionMode sees it, as it sees torch's functions.
 
     Raises:
+        ValueError: see `Library.encode`.
         IndexError, MemoryError: see `Library.run`.
     """
     if has_torch_function(arguments):
@@ -264,12 +347,12 @@ def _norm(
     x = x if heads else x.contiguous()
     per_stride, stride = (x.shape[1], x.stride(0)) if heads else (1, size)
     out = torch.empty(x.shape)
-    sums = x if residual is None else torch.empty(x.shape)
+    sums = None if residual is None else torch.empty(x.shape)
     call(
         "norm", centered, x, per_stride, stride, residual, weight, bias, eps, out, sums,
         x.numel() // size, size,
     )  # fmt: skip
-    return out, sums
+    return out, x if sums is None else sums
 
 
 def can_add(x: Any, residual: Any) -> bool:
@@ -301,9 +384,9 @@ def concatenate(parts: Sequence[Tensor]) -> Tensor:
 
 def look_up(index: Tensor, table: Tensor) -> Tensor:
     """Numbers `index` [n] of a table; int64 each."""
-    out = torch.empty(2 * len(index)).view(torch.int64)  # in a program they lie in its buffers
-    call("embed", table, len(table), 2, index, len(index), out)
-    return out
+    out = torch.empty(2 * len(index))  # in a program they lie in its buffers
+    call("embed", table.view(torch.float32), len(table), 2, index, len(index), out)
+    return out.view(torch.int64)
 
 
 def scale(x: Tensor, factor: float, residual: Tensor | None = None) -> Tensor:

@@ -59,7 +59,6 @@ class Fp8Matrix:
     """Multiplied as it is, with sums in float32; the result is rounded to bfloat16."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.dtype = weight.dtype
         self.weight, self.scale = round_rows(weight)
         self.round_rows = round_rows
         # In torch it is seven kernels for each product.
@@ -90,7 +89,7 @@ class Fp8Matrix:
 
     def rows(self, index: Tensor) -> Tensor:
         """See `Form`."""
-        return (self.weight[index].float() * self.scale[index]).to(self.dtype)
+        return self.weight[index].float() * self.scale[index]
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:

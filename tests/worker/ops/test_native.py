@@ -19,11 +19,13 @@ import pytest
 import torch
 
 from servd.errors import ConfigError
-from servd.worker.layers.packed import PackedMatrix
-from servd.worker.ops import native
+from servd.worker.layers.packed import ExpertMatrices, GroupedMatrix, PackedMatrix, spread
+from servd.worker.layers.quantized import Quantized
+from servd.worker.ops import LowRank, native
 from servd.worker.sample.ops import native as sampling
 from servd.worker.sample.shift import Penalized, Shift
 from tests.worker.cpu_kernels import forced
+from tests.worker.driver import Driver, config_for
 
 # [out, in]: whole panels and not, one piece and more, nothing to add up.
 SHAPES = [(33, 20), (1, 1), (64, 768), (100, 1024), (50, 2500), (5, 0)]
@@ -276,8 +278,111 @@ def test_kernels_that_are_asked_for_and_not_there_are_named(
     ("kernel", "arguments"), [("embed", ()), ("no_such_kernel", ()), ("embed", ("x",) * 6)]
 )
 def test_a_call_that_does_not_fit_the_table_is_refused(kernel: str, arguments: tuple[Any, ...]):
-    with pytest.raises((KeyError, ValueError, AttributeError)):
+    with pytest.raises((KeyError, TypeError, AttributeError)):
         native.call(kernel, *arguments)
+
+
+def calls_of(
+    action: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> dict[str, tuple[Any, ...]]:
+    """The arguments of one call of each kernel that an action calls."""
+    calls: dict[str, tuple[Any, ...]] = {}
+    encode = native.Library.encode
+
+    def spy(self: native.Library, kernel: str, *arguments: Any) -> bytes:
+        calls[kernel] = arguments
+        return encode(self, kernel, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(native.Library, "encode", spy)
+        action()
+    return calls
+
+
+def call_many(tiny_llama: Path) -> None:
+    """Call every kernel, by the steps of a model and by hand."""
+    driver = Driver(config_for(tiny_llama, block_size=16))
+    slot = driver.add([5, 17, 99, 200, 31, 8, 44, 3])
+    driver.generate([slot], 2)
+    x, positions = torch.rand(3, 64), torch.arange(3)
+    native.embed(positions, x)
+    matrix((33, 64), torch.int8)[0].rows(positions)
+    spread(x)
+    codes = torch.randint(0, 16, (32, 64), dtype=torch.uint8)
+    groups = [torch.rand(32, 2).bfloat16() for _ in range(2)]
+    grouped = GroupedMatrix(Quantized(codes, *groups, 32, tuple(map(float, range(16)))))
+    grouped.multiply(x, None)
+    grouped.rows(positions)
+    routing = native.route(torch.rand(3, 4), 2, True)
+    plain = ExpertMatrices([matrix((32, 64), torch.float32)[0]] * 4)
+    plain.multiply(x, routing.tokens, routing.starts)
+    y = ExpertMatrices([grouped] * 4).multiply(x, routing.tokens, routing.starts)
+    native.combine(y, routing)
+    native.scale(x, 2.0, x)
+    ends = torch.tensor([64])
+    factors = LowRank(torch.rand(2, 64, 16), torch.rand(2, 16, 64), torch.tensor([[4], [8]]), ends)
+    native.add_low_rank(x.clone(), x, factors, torch.tensor([0, 1, -1]))
+    sampling.shift(x, Shift(bitmask=torch.full((3, 2), -1, dtype=torch.int32)))
+    weights = sampling.to_weights(x, x.amax(dim=1), torch.ones(3))
+    lowest, top_p = torch.zeros(3), torch.ones(3, dtype=torch.float64)
+    sampling.narrow(weights, lowest, positions, top_p)
+    sampling.draw(weights, lowest, positions, positions)
+    sampling.score(x, positions)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_no_kernel_takes_a_tensor_of_another_type_or_of_less_than_it_reads(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+):
+    calls = calls_of(lambda: call_many(tiny_llama), monkeypatch)
+    assert calls.keys() >= native.loaded_library().signatures.keys() - {"set_threads"}
+    run = native.Library.run
+    monkeypatch.setattr(native.Library, "run", lambda *_: pytest.fail("it ran"))
+    for kernel, arguments in calls.items():
+        for place, given in enumerate(arguments):
+            if not isinstance(given, torch.Tensor) or not given.numel():
+                continue
+            other = torch.float16 if given.dtype != torch.float16 else torch.bfloat16
+            for bad in (
+                given.to(other),
+                given.new_empty(0),
+                torch.empty_like(given, device="meta"),
+            ):
+                with pytest.raises(ValueError, match=f"^{kernel}: "):
+                    native.call(kernel, *arguments[:place], bad, *arguments[place + 1 :])
+    monkeypatch.setattr(native.Library, "run", run)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({0: torch.zeros(10, 4, dtype=torch.bfloat16)}, "table torch.bfloat16 [10, 4]"),
+        ({0: torch.zeros(4, 10).T}, "table torch.float32 [10, 4], strides [1, 10]"),
+        ({0: torch.zeros(39)}, "table torch.float32 [39]"),
+        ({3: torch.zeros(2, dtype=torch.int32)}, "index torch.int32 [2]"),
+        ({5: torch.zeros(7)}, "out torch.float32 [7]"),
+        ({5: None}, "out is missing"),
+    ],
+)
+def test_a_tensor_that_a_kernel_cannot_take_is_named(change: dict[int, Any], message: str):
+    arguments = [torch.zeros(10, 4), 10, 4, torch.zeros(2, dtype=torch.int64), 2, torch.zeros(2, 4)]
+    native.call("embed", *arguments)
+    for place, value in change.items():
+        arguments[place] = value
+    with pytest.raises(ValueError, match=re.escape(f"embed: {message}")):
+        native.call("embed", *arguments)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_rows_apart_must_all_lie_in_their_memory():
+    memory = torch.rand(60)
+    rows = memory.as_strided((3, 10), (20, 1), 9)  # the last one ends with the memory, but for one
+    sampling.score(rows, torch.zeros(3, dtype=torch.int64))
+    sums, ranks = torch.empty(4), torch.empty(4, dtype=torch.int64)
+    for stride, count in ((21, 3), (20, 4)):
+        with pytest.raises(ValueError, match="^score: logits"):
+            native.call("score", rows, stride, ranks[:count] * 0, count, 10, sums, ranks)
 
 
 def embed(index: list[int]) -> None:
@@ -348,8 +453,12 @@ def test_a_program_ends_at_a_bad_index():
     ],
 )
 def test_a_kernel_without_memory_for_its_work_is_an_error_that_names_it(
-    kernel: str, arguments: Callable[[torch.Tensor], tuple[Any, ...]]
+    kernel: str,
+    arguments: Callable[[torch.Tensor], tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    signature = native.loaded_library().signatures[kernel]
+    monkeypatch.setattr(signature, "fits", lambda *_: True)  # its sizes are made up
     with pytest.raises(MemoryError, match=f"^{kernel}: no memory for intermediate results$"):
         native.call(kernel, *arguments(torch.zeros(6)))
     embed([9])  # and the process is well

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from servd.errors import ConfigError, UnsupportedModel
+from servd.hf import DEMO_FOLDER
 from servd.worker.quantization.fp8 import check_device, quantize, round_rows
 from tests.worker.driver import Driver, config_for
 
@@ -126,6 +127,31 @@ def test_outputs_are_close_to_those_without(
         assert driver.logits[slot][1].isfinite().all()
     divergence = torch.nn.functional.kl_div(logits[1], logits[0], log_target=True, reduction="sum")
     assert 0 < divergence < 3e-2
+
+
+@pytest.mark.parametrize("source", ["tiny_llama", "tiny_gpt2", "demo"])
+def test_a_checkpoint_of_16_bits_on_a_cpu_gets_the_tokens_of_torchs_attention(
+    source: str, tmp_path: Path, request: pytest.FixtureRequest
+):
+    """The CPU's kernels compute in float32, whatever the checkpoint is stored in."""
+    folder = DEMO_FOLDER if source == "demo" else request.getfixturevalue(source)
+    narrow = shutil.copytree(folder, tmp_path / "narrow", ignore=shutil.ignore_patterns("eagle3"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(tensors, narrow / "model.safetensors", metadata={"format": "pt"})
+    tokens = []
+    for backend in ("auto", "torch_sdpa"):
+        driver = Driver(
+            config_for(
+                narrow, dtype="bfloat16", block_size=16, quantization="fp8",
+                attention_backend=backend,
+            )
+        )  # fmt: skip
+        slots = [driver.add(list(range(5, 5 + n))) for n in (3, 17, 40)]
+        driver.generate(slots, 12)
+        assert all(row.isfinite().all() for slot in slots for row in driver.logits[slot])
+        tokens.append([driver.tokens[slot] for slot in slots])
+    assert tokens[0] == tokens[1]
 
 
 FACTOR = 2.0**14  # keys and values of tiny models are about 1: beyond what e4m3 can hold

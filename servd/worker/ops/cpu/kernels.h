@@ -78,7 +78,7 @@ void combine(const float* y, int64_t num_places, const int32_t* places, const fl
              int64_t rows, int64_t top_k, int64_t size, float* out);
 
 // The sampler: sampling.cpp
-void shift(float* logits, int64_t stride, const void* bitmask, int64_t bitmask_rows, int64_t words,
+void shift(float* logits, int64_t stride, const int32_t* bitmask, int64_t bitmask_rows, int64_t words,
            const int64_t* slots, int64_t num_slots, const int32_t* counts, const float* factors,
            int64_t rows, int64_t vocab, int64_t* best);
 void choose(const float* logits, int64_t stride, int64_t rows, int64_t vocab, const int64_t* slots,

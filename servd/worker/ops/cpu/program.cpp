@@ -1,7 +1,7 @@
 // The table of kernels, and programs: calls of kernels as data.
 //
-// Python reads names and parameters from the table (../native.py), so that a kernel is stated
-// once. Every call from there is a program, mostly of one call; the longer ones are recorded
+// Python reads names and parameters from the table (../native.py), and checks each call against
+// them, so that a kernel is stated once. Every call from there is a program, mostly of one call; the longer ones are recorded
 // (../../program_runner.py) and run as often as wanted.
 
 #include <cstdio>
@@ -23,20 +23,30 @@ namespace {
 
 struct Kernel {
     const char* name;
-    const char* parameters;  // a letter each
+    const char* types;  // a letter for each parameter
+    const char* parameters;  // their names, and what an address must point to
     const int64_t* (*call)(const int64_t* arguments);  // returns their end
 };
 
 enum Status { DONE = 0, BAD_INDEX = 1, OUT_OF_MEMORY = 2 };
 
-// As in Python's struct module.
+// Numbers: as in Python's struct module. Addresses: the same letter for what is there, capital; V
+// if it depends on another parameter, A if these are addresses, too.
 template <typename T>
 constexpr char letter_of() {
-    if (std::is_pointer_v<T>) return 'P';
-    if (std::is_same_v<T, float>) return 'f';
-    static_assert(std::is_pointer_v<T> || std::is_same_v<T, float> || std::is_same_v<T, int> ||
-                  std::is_same_v<T, int64_t>);
-    return std::is_same_v<T, int> ? 'i' : 'q';
+    if constexpr (std::is_pointer_v<T>) {
+        using Element = std::remove_cv_t<std::remove_pointer_t<T>>;
+        if constexpr (std::is_pointer_v<Element>) return 'A';
+        if constexpr (std::is_void_v<Element>) return 'V';
+        if constexpr (std::is_same_v<Element, double>) return 'D';
+        if constexpr (std::is_same_v<Element, int32_t>) return 'I';
+        if constexpr (std::is_same_v<Element, int64_t>) return 'Q';
+        if constexpr (std::is_same_v<Element, float>) return 'F';
+    } else {
+        static_assert(std::is_same_v<T, float> || std::is_same_v<T, int> ||
+                      std::is_same_v<T, int64_t>);
+        return std::is_same_v<T, float> ? 'f' : std::is_same_v<T, int> ? 'i' : 'q';
+    }
 }
 
 // An argument takes a word, and lies at its beginning.
@@ -52,7 +62,7 @@ struct Adapter;
 
 template <typename... T, void (*FUNCTION)(T...)>
 struct Adapter<FUNCTION> {
-    static constexpr char parameters[] = {letter_of<T>()..., '\0'};
+    static constexpr char types[] = {letter_of<T>()..., '\0'};
 
     static const int64_t* call(const int64_t* arguments) {
         call(arguments, std::index_sequence_for<T...>{});
@@ -67,20 +77,109 @@ struct Adapter<FUNCTION> {
 
 }  // namespace
 
-#define KERNEL(name) {#name, Adapter<kernels::name>::parameters, Adapter<kernels::name>::call}
+#define KERNEL(name, parameters) \
+    {#name, Adapter<kernels::name>::types, parameters, Adapter<kernels::name>::call}
 
 extern "C" {
 
-extern const Kernel servd_kernels[] = {
-    KERNEL(set_threads), KERNEL(pack),       KERNEL(matmul),     KERNEL(gather_rows),
-    KERNEL(write_kv),    KERNEL(attend),     KERNEL(embed),      KERNEL(rotation),
-    KERNEL(norm),        KERNEL(activate),   KERNEL(shift),      KERNEL(to_weights),
-    KERNEL(narrow),      KERNEL(draw),       KERNEL(score),      KERNEL(matmul_grouped),
-    KERNEL(gather_grouped), KERNEL(matmul_experts), KERNEL(matmul_experts_grouped),
-    KERNEL(route),       KERNEL(combine),    KERNEL(add_low_rank), KERNEL(scale),
-    KERNEL(spread),      KERNEL(begin_decode), KERNEL(choose),
+// The parameters of each kernel, in its order. For an address: [elements that lie there one after
+// the other], or {elements up to the last one that is used}; <type> of the elements, if the kernel
+// does not say; ? if it may be null, ?other if it may be where another parameter is. Library.encode
+// of ../native.py checks each call against them.
+extern const Kernel servd_kernel_table[] = {
+    KERNEL(set_threads, "number"),
+    KERNEL(pack,
+           "type, terms, weight<type>{n * k and (n - 1) * row_stride + (k - 1) * column_stride + 1}, "
+           "row_stride, column_stride, n, k, packed<type>[packed_size(type, terms, n, k)]"),
+    KERNEL(matmul,
+           "type, terms, x[rows * k], rows, k, packed<type>[packed_size(type, terms, n, k)], "
+           "scale?[n], bias?[n], y{(rows - 1) * y_stride + n}, y_stride, n"),
+    KERNEL(matmul_grouped,
+           "type, terms, x[rows * k], rows, k, packed<type>[packed_size(type, terms, n, k)], "
+           "table?[16], scale_type, "
+           "scale<scale_type>[packed_size(scale_type, 0, n, -(-k // group_size))], "
+           "offset?<scale_type>[packed_size(scale_type, 0, n, -(-k // group_size))], "
+           "group_size, bias?[n], y{(rows - 1) * y_stride + n}, y_stride, n"),
+    KERNEL(matmul_experts,
+           "type, terms, x[x_rows * k], x_rows, k, index?[rows], starts[num_experts + 1], "
+           "num_experts, packed[num_experts], scales?[num_experts], y[rows * n], rows, n"),
+    KERNEL(matmul_experts_grouped,
+           "type, terms, x[x_rows * k], x_rows, k, index?[rows], starts[num_experts + 1], "
+           "num_experts, packed[num_experts], table?[16], scale_type, scales[num_experts], "
+           "offsets?[num_experts], group_size, y[rows * n], rows, n"),
+    KERNEL(gather_rows,
+           "type, terms, packed<type>[packed_size(type, terms, n, k)], scale?[n], n, k, "
+           "index[count], count, out[count * k]"),
+    KERNEL(gather_grouped,
+           "type, terms, packed<type>[packed_size(type, terms, n, k)], table?[16], scale_type, "
+           "scale<scale_type>[packed_size(scale_type, 0, n, -(-k // group_size))], "
+           "offset?<scale_type>[packed_size(scale_type, 0, n, -(-k // group_size))], "
+           "group_size, n, k, index[count], count, out[count * k]"),
+    KERNEL(add_low_rank,
+           "type, x[rows * k], rows, k, a<type>[num_places * k * width], width, "
+           "b<type>[num_places * max_rank * n], max_rank, ranks[num_places * parts], "
+           "part_ends[parts], num_places, parts, places[rows], y[rows * n], n"),
+    KERNEL(write_kv,
+           "type, q{(num_tokens - 1) * q_stride + num_heads * head_dim}, q_stride, "
+           "k{(num_tokens - 1) * k_stride + kv_heads * head_dim}, k_stride, "
+           "v{(num_tokens - 1) * v_stride + kv_heads * head_dim}, v_stride, "
+           "q_out?cos[num_tokens * num_heads * head_dim], cos?[num_tokens * head_dim // 2], "
+           "sin?cos[num_tokens * head_dim // 2], "
+           "keys<type>[num_blocks * kv_heads * block_size * row_size(type, head_dim)], "
+           "values<type>[num_blocks * kv_heads * block_size * row_size(type, head_dim)], "
+           "num_blocks, slot_mapping[num_tokens], num_tokens, num_heads, kv_heads, head_dim, "
+           "block_size"),
+    KERNEL(attend,
+           "type, q{(num_tokens - 1) * q_stride + num_heads * head_dim}, q_stride, num_tokens, "
+           "keys<type>[num_blocks * kv_heads * block_size * row_size(type, head_dim)], "
+           "values?<type>[num_blocks * kv_heads * block_size * row_size(type, value_dim)], "
+           "num_blocks, block_tables[num_rows * max_blocks], max_blocks, query_lens[num_rows], "
+           "seq_lens[num_rows], num_rows, num_heads, kv_heads, head_dim, value_dim, block_size, "
+           "window, causal, tails?[num_rows * tail_size], tail_size, scale, soft_cap, "
+           "sinks?[num_heads], out[num_tokens * num_heads * value_dim]"),
+    KERNEL(embed, "table[num_rows * size], num_rows, size, index[count], count, out[count * size]"),
+    KERNEL(rotation,
+           "positions[count], count, inv_freq[size], size, magnitude, cos[count * size], "
+           "sin[count * size]"),
+    KERNEL(norm,
+           "centered, x{(rows // per_stride - 1) * stride + per_stride * size}, per_stride, stride, "
+           "residual?[rows * size], weight[size], bias?[size], eps, out[rows * size], "
+           "sums?residual[rows * size], rows, size"),
+    KERNEL(scale, "x[count], factor, residual?[count], count, out[count]"),
+    KERNEL(spread, "x[rows * size], rows, size, is_inverse, out[rows * size]"),
+    KERNEL(activate, "x[rows * size * (1 + gated)], rows, size, function, gated, out[rows * size]"),
+    KERNEL(route,
+           "logits[rows * num_experts], rows, num_experts, top_k, renormalize, "
+           "tokens[rows * top_k], starts[num_experts + 1], places[rows * top_k], "
+           "weights[rows * top_k]"),
+    KERNEL(combine,
+           "y[num_places * size], num_places, places[rows * top_k], weights[rows * top_k], rows, "
+           "top_k, size, out[rows * size]"),
+    KERNEL(shift,
+           "logits{(rows - 1) * stride + vocab}, stride, bitmask?[bitmask_rows * words], "
+           "bitmask_rows, words, slots?[rows], num_slots, counts?slots[num_slots * vocab], "
+           "factors?slots[num_slots * 3], rows, vocab, best[rows]"),
+    KERNEL(choose,
+           "logits{(rows - 1) * stride + vocab}, stride, rows, vocab, slots[rows], columns[rows], "
+           "token_ids[num_slots * num_columns], num_slots, num_columns, chosen[rows]"),
+    KERNEL(to_weights,
+           "logits{(rows - 1) * stride + vocab}, stride, peaks[rows], temperatures[rows], rows, "
+           "vocab, weights[rows * vocab]"),
+    KERNEL(narrow,
+           "weights[rows * vocab], lowest[rows], top_k[rows], top_p[rows], rows, vocab, "
+           "limits[rows]"),
+    KERNEL(draw,
+           "weights[rows * vocab], lowest[rows], seeds[rows], positions[rows], rows, vocab, "
+           "token_ids[rows]"),
+    KERNEL(score,
+           "logits{(rows - 1) * stride + vocab}, stride, token_ids[rows], rows, vocab, "
+           "log_totals[rows], ranks[rows]"),
+    KERNEL(begin_decode,
+           "step[9 * num_tokens], num_tokens, seq_lens[num_tokens], "
+           "token_ids[num_slots * num_columns], num_slots, num_columns, num_computed[num_slots], "
+           "tables[num_rows * num_blocks], num_rows, num_blocks, block_size"),
 };
-extern const int servd_num_kernels = std::size(servd_kernels);
+extern const int servd_num_kernels = std::size(servd_kernel_table);
 
 // Whether this CPU and the system have what the kernels need beyond the vectors of their instruction
 // set. Linux gives tiles to a process that asks for them.
@@ -107,7 +206,7 @@ int servd_is_usable() {
 int servd_run(const int64_t* program, int64_t num_words, char* message, int64_t size) {
     const int64_t* const end = program + num_words;
     while (program < end) {
-        const Kernel& kernel = servd_kernels[*program];
+        const Kernel& kernel = servd_kernel_table[*program];
         try {
             program = kernel.call(program + 1);
         } catch (const std::out_of_range& error) {

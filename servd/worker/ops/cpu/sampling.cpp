@@ -231,7 +231,7 @@ namespace kernels {
 // Applies bitmask [rows, words] and penalties to the logits, where they are not null; `best` gets
 // each row's argmax. slots [rows]: where counts [num_slots, vocab] and factors [num_slots, 3] have
 // a row's penalties, or -1.
-void shift(float* logits, int64_t stride, const void* bitmask, int64_t bitmask_rows, int64_t words,
+void shift(float* logits, int64_t stride, const int32_t* bitmask, int64_t bitmask_rows, int64_t words,
            const int64_t* slots, int64_t num_slots, const int32_t* counts, const float* factors,
            int64_t rows, int64_t vocab, int64_t* best) {
     if (bitmask) check_at_most("rows of the bitmask", rows, bitmask_rows);
