@@ -27,7 +27,7 @@ log = logging.getLogger("servd.child")
 STANDBY_NICE = 10  # niceness of imports ahead of their need
 
 SHOW_STACKS = signal.SIGUSR1  # makes a process write the stacks of its threads to its log
-LAST_STACKS = 1.0  # seconds for that
+LAST_STACKS = 0.3  # seconds for that
 
 
 class Child:
@@ -105,11 +105,18 @@ class Child:
 
     def cpu_seconds(self) -> float:
         """CPU time that it has used; 0 once it has ended. Linux only: elsewhere always infinite."""
-        try:
-            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
+        if not (fields := _read_stat(self.process.pid)):
             return 0.0 if sys.platform == "linux" else math.inf
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def is_stopped(self, with_descendants: bool = False) -> bool:
+        """Whether a signal (SIGSTOP) has stopped it. A debugger that holds it ("t") has not. Linux
+        only: elsewhere never.
+        """
+        pids = [self.process.pid]
+        if with_descendants:
+            pids += _descendants(self.process.pid)
+        return any(_read_stat(pid)[:1] == ["T"] for pid in pids)
 
     def wait(self, timeout: float) -> None:
         """Until it has ended, at most `timeout` seconds."""
@@ -142,6 +149,14 @@ class Child:
         if self.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # it never read its start message
                 self.process.stdin.close()
+
+
+def _read_stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state on; none once it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _descendants(pid: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 BEAT, STEP, READY, LIMIT, ASLEEP = 0, 1, 2, 3, 4  # numbers of 8 bytes
@@ -13,6 +13,7 @@ SIZE = 16384  # bytes
 TEXT = 64  # offset of the length and text of what it computes
 STEPS_IN_FLIGHT = 2
 BEAT_INTERVAL = 0.5  # seconds
+STOPPED_PATIENCE = 0.6  # seconds that a process may be stopped by a signal
 LOADING_PATIENCE = 600.0  # seconds that an import from a slow disk may block all threads
 
 
@@ -91,10 +92,11 @@ class Watchdog:
     heartbeat: Heartbeat  # of the process
     interval: float  # seconds between readings
     patience: float  # seconds without a beat that are allowed
+    is_stopped: Callable[[], bool] = lambda: False  # by a signal, whatever it should do
 
     def __post_init__(self) -> None:
         self.seen = (0.0, 0.0)
-        self.without_beat = self.without_step = self.ready = 0
+        self.without_beat = self.without_step = self.stopped = self.ready = 0
 
     @property
     def seconds_ready(self) -> float:
@@ -109,6 +111,9 @@ class Watchdog:
         self.without_step = self.without_step + 1 if step == self.seen[1] and limit else 0
         self.seen = beat, step
         self.ready += self.heartbeat.is_ready
+        self.stopped = self.stopped + 1 if self.is_stopped() else 0
+        if self.stopped * self.interval >= STOPPED_PATIENCE:
+            return "a signal has stopped it (SIGSTOP)"
         patience = self.patience if self.ready else max(self.patience, LOADING_PATIENCE)
         if (seconds := self.without_beat * self.interval) > patience:
             return f"it has shown no sign of life for {seconds:.0f} s"

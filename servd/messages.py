@@ -141,8 +141,11 @@ ToEngine = Attach | EngineCoreRequest | AbortRequests | ResetPrefixCache | Sleep
 # ---- core -> api ----
 
 
+STALLED = "stalled"  # phase of an EngineStatus
+
+
 class EngineStatus(Message, tag=True):
-    """Progress of start-up."""
+    """Progress of start-up. From the engine's parent: STALLED, it is hung and will be killed."""
 
     phase: str  # e.g. "loading weights"
     progress: float = 0.0  # 0 to 1 within the phase

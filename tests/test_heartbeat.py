@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from servd.heartbeat import Heartbeat, Watchdog, make_file
+from servd.heartbeat import STOPPED_PATIENCE, Heartbeat, Watchdog, make_file
 
 
 def looks(watch: Watchdog, count: int) -> list[str | None]:
@@ -67,3 +67,16 @@ def test_a_step_is_hung_only_beyond_its_own_limit():
     assert watch.look() == "a step has taken 11 s, more than 10 s"
     heartbeat.rest()
     assert not any(looks(watch, 100)), "an idle engine takes no steps"
+
+
+def test_a_process_is_hung_as_soon_as_a_signal_keeps_it_stopped_whatever_it_does():
+    """Even while it loads, and long before a missing beat would tell."""
+    is_stopped = False
+    watch = Watchdog(Heartbeat(), 0.2, patience=1000.0, is_stopped=lambda: is_stopped)
+    for _ in range(5):  # a shell that stops and continues a job: never for so long
+        is_stopped = True
+        assert looks(watch, round(STOPPED_PATIENCE / 0.2) - 1) == [None, None]
+        is_stopped = False
+        assert watch.look() is None
+    is_stopped = True
+    assert looks(watch, 3)[-1] == "a signal has stopped it (SIGSTOP)"

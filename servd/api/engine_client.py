@@ -23,6 +23,7 @@ from servd.config import Config
 from servd.core.client import EngineCoreClient
 from servd.errors import EngineDead, EngineError
 from servd.messages import (
+    STALLED,
     AbortRequests,
     EngineAudit,
     EngineCoreOutput,
@@ -75,6 +76,7 @@ class EngineClient:
     on_report: Callable[[], None]  # called whenever the engine's messages have been read
 
     def __post_init__(self) -> None:
+        self.is_stalled = False  # found hung by its parent, which is about to kill it
         status = EngineStatus("starting the engine")
         self.status: EngineStatus | EngineReady | EngineDeadMessage = status
         self.stats = SchedulerStats()
@@ -156,6 +158,9 @@ class EngineClient:
 
     def progress(self) -> Progress:
         """Whether the engine makes progress on the requests of this process."""
+        if self.is_stalled:
+            reason = "the engine is hung and is being replaced"
+            return Progress(STALLED, STALLED, len(self.running), reason=reason)
         if self.is_asleep:  # no steps until the model is loaded
             return Progress("ready", "asleep", len(self.running))
         looked_at = [*islice(self.running.values(), REQUESTS_LOOKED_AT)]
@@ -238,6 +243,8 @@ class EngineClient:
                 self.metrics.observe_ready(message, self.config)
                 self.recovery.engine_ready()  # before new requests
                 self.on_change(self)
+            case EngineStatus(phase=phase) if phase == STALLED:
+                self.is_stalled = True  # requests wait as they do for a restart
             case EngineStatus():
                 self.status = message
 
@@ -249,6 +256,7 @@ class EngineClient:
             lost = [self.running[each].timeline for each in open_ids]
             self.tracer.lose_engine(lost, self.rank)
         self.status = EngineStatus("restarting")
+        self.is_stalled = False
         self.metrics.observe_restarts(message.incarnation)
         guilty = self.recovery.engine_died(message.incarnation, message.computing)
         outputs: list[EngineCoreOutput] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import socket
@@ -10,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from servd import hf
@@ -116,6 +118,7 @@ class EngineSupervisor:
     ipc_dir: str  # folder of the engine's sockets
     on_exit: Callable[[Child], None]  # called from another thread when it has ended
     place: int = 0  # among the engines of this host
+    on_hung: Callable[[EngineSupervisor], None] = lambda _: None  # called before it is killed
 
     def __post_init__(self) -> None:
         config = self.config
@@ -132,21 +135,22 @@ class EngineSupervisor:
         self.child: EngineProcess | None = None
         # A process for the next start that has imported torch, which is half of the time.
         self.standby: EngineProcess | None = None
+        self.standby_at = -math.inf  # when the last one was started
         parallel = config.parallel
         self.prepares = parallel.executor or "uniproc", str(parallel.num_workers)
         self.deaths = Deaths(config.server)
 
     def start(self, started_at: float) -> None:
         """Start the next engine; `started_at` is when the wait for it began."""
-        if self.standby is not None and self.standby.exit_code is not None:
-            self.standby.stop(0)
-            self.standby = None
+        self._drop_bad_standby()
         self.standby = self.standby or self._new_process()
         was_asleep = self.child is not None and self.child.heartbeat.is_asleep
         self.child, self.standby = self.standby, None
         self.child.start(self.config, self.spec, started_at, self.number, was_asleep)
         patience = self.config.server.engine_hang_timeout
-        self.watch = Watchdog(self.child.heartbeat, LOOK_INTERVAL, patience)
+        has_workers = self.config.parallel.num_workers > 1
+        is_stopped = partial(self.child.is_stopped, has_workers)
+        self.watch = Watchdog(self.child.heartbeat, LOOK_INTERVAL, patience, is_stopped)
         self.reason = ""
         self.child.on_exit(self.on_exit)
 
@@ -157,9 +161,28 @@ class EngineSupervisor:
         if reason := self.watch.look():
             logger.error("%s: hung: %s: stacks of its threads follow", self.name, reason)
             self.reason = f"{self.label} was hung: {reason}"
+            self.on_hung(self)
             self.child.kill_hung()
-        elif self.standby is None and self.deaths.most and self.watch.seconds_ready > STANDBY_DELAY:
-            self.standby = self._new_process(self.prepares)
+            return
+        self._drop_bad_standby()
+        has_delay = self.watch.seconds_ready <= STANDBY_DELAY
+        if self.standby is None and self.deaths.most and not has_delay:
+            waited = time.monotonic() - self.standby_at
+            if waited >= STANDBY_DELAY:  # one that cannot start must not be started all the time
+                self.standby_at = time.monotonic()
+                self.standby = self._new_process(self.prepares)
+
+    def _drop_bad_standby(self) -> None:
+        """End a standby process that could not become the engine."""
+        if self.standby is None:
+            return
+        if self.standby.exit_code is None:
+            if not self.standby.is_stopped():
+                return
+            self.standby.process.kill()
+        logger.warning("%s: the standby process has ended or was stopped: replaced", self.name)
+        self.standby.stop(0)  # reaps it
+        self.standby = None
 
     def _new_process(self, prepares: Sequence[str] = ()) -> EngineProcess:
         devices = devices_of(self.place, self.config.parallel)

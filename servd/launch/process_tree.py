@@ -34,7 +34,7 @@ from servd.ipc import Keys, tcp_address
 from servd.join import read_token, terms_of
 from servd.launch.engine_supervisor import LOOK_INTERVAL, Deaths, EngineSupervisor, newest_engine
 from servd.lora import AdapterFiles, parse_module
-from servd.messages import EngineDead, EngineRestarting
+from servd.messages import STALLED, EngineDead, EngineRestarting, EngineStatus
 from servd.relay import Addresses, Head
 from servd.resolve import Decision
 
@@ -163,7 +163,9 @@ class ProcessTree:
         for place, folder in enumerate(self.folders):
             os.makedirs(folder, mode=0o700, exist_ok=True)
             if place < num_here:
-                one = EngineSupervisor(self.config, self.spec, folder, self.events.put, place)
+                one = EngineSupervisor(
+                    self.config, self.spec, folder, self.events.put, place, self.tell_stalled
+                )
                 self.engines.append(one)
             else:
                 self.elsewhere[place] = 0
@@ -220,7 +222,7 @@ class ProcessTree:
         for inbox in self.inboxes(client):
             self.outboxes[inbox] = ipc.Outbox(f"ipc://{inbox}")  # messages wait for its start
         heartbeat = make_file()
-        self.watches[name] = Watchdog(Heartbeat(heartbeat), LOOK_INTERVAL, API_PATIENCE)
+        heart = Heartbeat(heartbeat)
         start = StartAPIServer(
             self.config,
             self.spec,
@@ -243,6 +245,7 @@ class ProcessTree:
         child = Child(name, API_MODULE, start, descriptors, env)
         os.close(heartbeat)
         self.clients[name] = client
+        self.watches[name] = Watchdog(heart, LOOK_INTERVAL, API_PATIENCE, child.is_stopped)
         child.on_exit(self.events.put)
         return child
 
@@ -382,7 +385,11 @@ class ProcessTree:
         self.api_servers[place] = self.start_api_server(child.name, waits)
         return None
 
-    def tell(self, folder: str, message: EngineDead | EngineRestarting) -> None:
+    def tell_stalled(self, engine: EngineSupervisor) -> None:
+        """Tell API servers that an engine is hung, until it is restarted."""
+        self.tell(engine.ipc_dir, EngineStatus(STALLED, 0.0, engine.number))
+
+    def tell(self, folder: str, message: EngineDead | EngineRestarting | EngineStatus) -> None:
         """Send a message to all API servers, also attached ones, as the engine of a folder."""
         for inbox, outbox in self.outboxes.items():
             if inbox.parent == Path(folder):

@@ -9,7 +9,7 @@ import pytest
 import servd
 from servd.api import engine_client
 from servd.api.progress import Unfinished, progress
-from servd.messages import EngineDead, EngineReady, EngineStatus
+from servd.messages import STALLED, EngineDead, EngineReady, EngineStatus
 from servd.tracing import StepRecord, now_ns
 from tests.api.harness import Served, serve, until
 
@@ -53,6 +53,20 @@ async def test_from_loading_to_ready_to_dead(path):
         await until(lambda: not served.async_llm.is_ready)
         dead = await served.http.get(path)
         assert (dead.status_code, dead.json()) == (503, {"status": "dead", "reason": "killed"})
+
+
+async def test_an_engine_that_its_parent_found_hung_is_stalled_until_it_restarts(served: Served):
+    served.engine.tell(EngineStatus(STALLED))
+    await until(lambda: served.async_llm.progress().status == "stalled")
+    health = await served.http.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "stalled")
+    waiting = asyncio.create_task(served.http.post("/v1/completions", json={"prompt": "a"}))
+    served.engine.die()
+    await until(lambda: served.async_llm.is_restarting)
+    assert (await served.http.get("/health")).json()["status"] == "restarting"
+    served.engine.revive()
+    assert (await waiting).status_code == 200
+    assert (await served.http.get("/health")).json()["status"] == "ready"
 
 
 async def test_idle_a_long_prompt_and_decoding(served: Served):

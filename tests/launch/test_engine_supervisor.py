@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import queue
 import shutil
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import psutil
 import pytest
 
 from servd import launch
@@ -62,6 +66,77 @@ def test_the_next_engine_has_imported_what_takes_long_before_it_is_needed(ipc_di
         engines.next_incarnation()
         engines.start(time.monotonic())
         assert engines.child not in (second, third), "a standby that died is not used"
+    finally:
+        engines.stop(60)
+
+
+def supervisor(ipc_dir: str, ended: queue.SimpleQueue[Child]) -> EngineSupervisor:
+    config, spec, _ = launch.find_and_resolve(Config.load({"executor": "fake"}))
+    engines = EngineSupervisor(config, spec, ipc_dir, ended.put)
+    engines.start(time.monotonic())
+    return engines
+
+
+def look_until(engines: EngineSupervisor, is_so: Callable[[], bool], wanted: str) -> int:
+    """Look as the parent does; returns how often."""
+    deadline = time.monotonic() + 60
+    for count in itertools.count():
+        if is_so():
+            return count
+        assert time.monotonic() < deadline, wanted
+        engines.look()
+        time.sleep(0.05)
+    raise AssertionError
+
+
+def test_an_engine_that_a_signal_stops_is_replaced_at_once(ipc_dir, monkeypatch):
+    monkeypatch.setattr(module, "STANDBY_DELAY", 0.0)
+    ended: queue.SimpleQueue[Child] = queue.SimpleQueue()
+    engines = supervisor(ipc_dir, ended)
+    told: list[EngineSupervisor] = []
+    engines.on_hung = told.append
+    try:
+        first = engines.child
+        assert first
+        look_until(engines, lambda: first.heartbeat.is_ready, "it is not ready")
+        first.process.send_signal(signal.SIGSTOP)
+        count = look_until(engines, lambda: bool(engines.reason), "it is not noticed")
+        assert count * module.LOOK_INTERVAL <= 1.0
+        assert told == [engines]
+        assert ended.get(timeout=60) is first
+        assert engines.handle_exit() is None and "SIGSTOP" in engines.reason
+    finally:
+        engines.stop(60)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("is_needed", [False, True])
+def test_a_standby_that_could_not_become_the_engine_is_replaced(
+    ipc_dir, monkeypatch, signum: signal.Signals, is_needed: bool
+):
+    monkeypatch.setattr(module, "STANDBY_DELAY", 0.0)
+    ended: queue.SimpleQueue[Child] = queue.SimpleQueue()
+    engines = supervisor(ipc_dir, ended)
+    try:
+        first, bad = engines.child, look_until_prepared(engines)
+        assert first
+        bad.process.send_signal(signum)
+        if signum == signal.SIGKILL:
+            os.waitid(os.P_PID, bad.process.pid, os.WEXITED | os.WNOWAIT)
+        else:
+            os.waitid(os.P_PID, bad.process.pid, os.WSTOPPED | os.WNOWAIT)
+        if is_needed:
+            first.process.kill()
+            assert ended.get(timeout=60) is first
+            assert engines.handle_exit() is None
+            engines.next_incarnation()
+            engines.start(time.monotonic())
+            assert engines.child is not bad
+            ready = engines.child
+            look_until(engines, lambda: ready.heartbeat.is_ready, "no engine")
+        else:
+            look_until(engines, lambda: engines.standby not in (None, bad), "no other standby")
+        assert not psutil.pid_exists(bad.process.pid), "no zombie is left"
     finally:
         engines.stop(60)
 
