@@ -71,6 +71,20 @@ def read_keys(access: AccessConfig) -> list[Key]:
     return keys
 
 
+def check_new_keys(access: AccessConfig) -> None:
+    """Check the keys that are to replace those in use.
+
+    Raises:
+        ConfigError: see `read_keys`, or the file would let nobody in.
+    """
+    keys = read_keys(access)
+    if access.api_key_file is not None and all(key.has_expired for key in keys):
+        raise ConfigError(
+            f"--api-key-file {access.api_key_file} has no valid key, which would lock out"
+            " everybody: add one with `servd key`, or stop the server"
+        )
+
+
 def tls_context(access: AccessConfig) -> ssl.SSLContext | None:
     """The SSL context of new connections; None without TLS.
 

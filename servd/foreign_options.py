@@ -188,7 +188,7 @@ def translate(name: str, value: Any) -> tuple[str, Any]:
     if isinstance(value, list) and len(value) == 1 and str(value[0]).startswith("["):
         try:
             value = json.loads(value[0])  # as vLLM writes `--allowed-origins`
-        except ValueError:
+        except (ValueError, TypeError):
             pass  # rejected later
     return name, value
 

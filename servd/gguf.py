@@ -25,6 +25,8 @@ ARCHITECTURES = {
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
 }
+# What values of another kind than expected, or out of range, make of the code that uses them.
+DAMAGED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, struct.error)
 STRING, ARRAY = 8, 9
 MAX_LENGTH = 1 << 22  # values in a list: each takes up to 100 bytes once it is read
 MAX_DIMS = 4
@@ -67,7 +69,7 @@ class Header:
             with self._data:
                 self._at = 0
                 self._read()
-        except (OSError, ValueError, struct.error, LookupError, ArithmeticError) as error:
+        except (OSError, *DAMAGED) as error:
             raise ModelNotFound(
                 f"{path} cannot be read as GGUF, it may be cut off or damaged: {error}"
             ) from None
@@ -157,7 +159,7 @@ def as_folder(path: Path) -> Path:
     try:
         config = config_of(header)
         files = {"config.json": config, "tokenizer_config.json": tokenizer_config(header)}
-    except (KeyError, IndexError, TypeError, ZeroDivisionError) as error:
+    except DAMAGED as error:
         raise ModelNotFound(f"{path}: its metadata is incomplete or wrong: {error!r}") from None
     num_layers = len({name.split(".")[1] for name in header.tensors if name.startswith("blk.")})
     if num_layers != config["num_hidden_layers"]:
@@ -187,7 +189,7 @@ def config_of(header: Header) -> dict[str, Any]:
     """
     values, tensors = header.metadata, header.tensors
     arch = values.get("general.architecture")
-    if arch not in ARCHITECTURES:
+    if arch not in [*ARCHITECTURES]:
         raise UnsupportedModel(
             f"{header.path}: GGUF of architecture {arch!r} is not supported, only "
             f"{', '.join(ARCHITECTURES)}: serve the original checkpoint"
@@ -261,14 +263,18 @@ def write_tokenizer(folder: Path) -> Path:
     """
     values = Header(folder / WEIGHTS).metadata
     model, pre = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.pre", "gpt-2")
-    if model != "gpt2" or pre not in CUTS:
+    if model != "gpt2" or pre not in [*CUTS]:
         raise ModelNotFound(
             f"{(folder / WEIGHTS).resolve()} has a tokenizer {model!r} with pre-tokenizer {pre!r}; "
             f"known are gpt2 with {', '.join(CUTS)}: name the original's with --tokenizer FOLDER"
         )
+    try:
+        tokenizer = _byte_level_bpe(values, CUTS[pre], pre)
+    except DAMAGED as error:
+        raise ModelNotFound(f"{folder}: its tokenizer is incomplete or wrong: {error!r}") from None
     file = folder / "tokenizer.json"
     with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf8") as scratch:
-        json.dump(_byte_level_bpe(values, CUTS[pre], pre), scratch)
+        json.dump(tokenizer, scratch)
     os.replace(scratch.name, file)
     return file
 

@@ -108,7 +108,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelNotFound(
             f"{path.parent} has no {path.name}; is it a Hugging Face model folder?"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelNotFound(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelNotFound(f"{path} must hold a JSON object")

@@ -304,6 +304,10 @@ def test_config_file_formats_say_the_same(tmp_path, name, text):
         ("c.json", "[1]", "table"),
         ("c.ini", "a=1", r"\.toml, \.yaml or \.json"),
         ("c.toml", None, "No such file"),
+        ("c.toml", "a = " + "[" * 100_000, "nested too deeply"),
+        ("c.json", "[" * 100_000, "nested too deeply"),
+        ("c.yaml", "a: " + "[" * 3000, "nesting depth"),
+        ("c.yaml", "a: &a [*a]", "Circular reference"),
     ],
 )
 def test_a_config_file_that_cannot_be_used_is_named_with_the_reason(tmp_path, name, text, reason):
@@ -312,3 +316,8 @@ def test_a_config_file_that_cannot_be_used_is_named_with_the_reason(tmp_path, na
     with pytest.raises(ConfigError, match=reason) as error:
         read_config_file(str(tmp_path / name))
     assert "\n" not in str(error.value)
+
+
+def test_a_list_of_lists_is_no_value_of_another_programs_option():
+    with pytest.raises(ConfigError, match="allowed"):
+        Config.load({"allowed_origins": [["x"]]})

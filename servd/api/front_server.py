@@ -17,7 +17,7 @@ import uvicorn
 import uvloop
 
 from servd import hf
-from servd.access import load_certificates, tls_context
+from servd.access import check_new_keys, load_certificates, tls_context
 from servd.api.auth import Keys
 from servd.api.front import create_front
 from servd.api.http_protocol import Connections, settings
@@ -141,6 +141,7 @@ def reload(
     try:
         config = read_config()
         adapters_in(config.lora)
+        check_new_keys(config.access)
         keys.load(config.access)
         if tls is not None:
             load_certificates(tls, config.access)

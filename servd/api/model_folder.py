@@ -76,7 +76,7 @@ class ModelFolder:
                 name.encode()
                 found[name] = _read(name, path)
                 self._refused.pop(path, None)
-            except (ConfigError, OSError, UnicodeEncodeError) as error:
+            except Exception as error:  # whatever is in one entry, the others are served
                 if str(error) != why:
                     logger.warning("%r is not served: %s", name, error)
                 self._refused[path] = _mtime(path), str(error)
@@ -103,7 +103,12 @@ def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
     """
     for path in folder.iterdir():
         if path.name.startswith(HUB):
-            if (snapshot := _snapshot(path)) is not None:
+            try:
+                snapshot = _snapshot(path)
+            except (OSError, ValueError) as error:  # such as a ref that is no text
+                logger.warning("%r is not served: its refs cannot be read: %s", path.name, error)
+                continue
+            if snapshot is not None:
                 yield path.name.removeprefix(HUB).replace("--", "/"), snapshot
         elif _is_model(path):
             yield path.name.removesuffix(".gguf"), path
@@ -124,6 +129,7 @@ def _snapshot(repository: Path) -> Path | None:
     that of main if there are several branches.
     """
     refs = sorted(repository.glob("refs/*"), key=lambda ref: ref.name != "main")
+    refs = [ref for ref in refs if ref.is_file()]  # refs/refs/pr are pull requests
     found = [repository / "snapshots" / ref.read_text().strip() for ref in refs]
     return next(filter(_is_model, found), None)
 

@@ -116,10 +116,13 @@ def read_config_file(path: str) -> dict[str, Any]:
                 options = json.loads(text)
             case ".yaml" | ".yml":
                 options = msgspec.yaml.decode(text.encode())
+                json.dumps(options, skipkeys=True, default=str)  # an anchor may contain itself
             case _:
                 raise ConfigError(f"--config {path}: the name must end in .toml, .yaml or .json")
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except RecursionError:
+        raise ConfigError(f"--config {path}: nested too deeply") from None
     except (ValueError, msgspec.DecodeError) as error:
         raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
     if not isinstance(options, dict):

@@ -21,7 +21,7 @@ from types import FrameType
 import msgspec
 
 from servd import hf, ipc, log
-from servd.access import read_keys, tls_context
+from servd.access import check_new_keys, read_keys, tls_context
 from servd.adapter_store import AdapterStore
 from servd.api import routing
 from servd.child import Child
@@ -311,7 +311,8 @@ class ProcessTree:
         self.reload_is_due = False
         try:
             new = self.read_config()
-            check_access(new.access)
+            check_new_keys(new.access)
+            tls_context(new.access)
             if (new.access.ssl_certfile is None) != (self.config.access.ssl_certfile is None):
                 raise ConfigError("--ssl-certfile: TLS begins and ends only with a restart")
             if self.config.lora.enable_lora and not self.config.server.attach:

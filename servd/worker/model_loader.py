@@ -322,7 +322,7 @@ def _check_archive(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError) as error:
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
         raise OSError(f"{error}: save it with a torch of after 2020") from None
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED:

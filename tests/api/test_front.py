@@ -466,6 +466,11 @@ async def test_what_is_no_request_is_not_the_servers_fault(tmp_path: Path, body:
         assert answer.status_code == 400, answer.text
 
 
+# Its alignment is a text.
+ODD_GGUF = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 17) + b"general.alignment"
+ODD_GGUF += struct.pack("<IQ", 8, 1) + b"x"
+
+
 async def test_a_folder_that_cannot_be_served_is_left_out(tmp_path: Path):
     async with front(tmp_path, "one") as (http, _):
         for name in (b"dangling", b"\xff"):
@@ -473,6 +478,13 @@ async def test_a_folder_that_cannot_be_served_is_left_out(tmp_path: Path):
             folder.mkdir()
             (folder / "config.json").write_text(json.dumps(CONFIG))
         (tmp_path / "dangling" / "model.safetensors").symlink_to("nowhere")
+        (tmp_path / "nested").mkdir()
+        (tmp_path / "nested" / "config.json").write_text("[" * 100_000)
+        (tmp_path / "a.gguf").write_bytes(ODD_GGUF)
+        for name, ref in (("pull", "refs/pr/1"), ("bytes", "main"), ("long", "main")):
+            file = tmp_path / f"models--org--{name}" / "refs" / ref
+            file.parent.mkdir(parents=True)
+            file.write_bytes({"pull": b"abc", "bytes": b"\xff\xfe", "long": b"a" * 5000}[name])
         listed = await http.get("/v1/models")
         assert [card["id"] for card in listed.json()["data"]] == ["one"]
 

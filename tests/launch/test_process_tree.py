@@ -157,6 +157,22 @@ def test_tls_begins_and_ends_only_with_a_restart(tree, reader, tmp_path: Path, c
     assert "nothing has changed" in caplog.text and tree.config.access.ssl_certfile
 
 
+@pytest.mark.parametrize("text", ["", "# nobody", "expired"])
+def test_a_file_of_no_valid_keys_does_not_replace_the_keys(
+    tree, reader, tmp_path: Path, caplog, text
+):
+    file = tmp_path / "keys.toml"
+    reader.options |= {"api_key_file": str(file), "log_level": "debug"}
+    entry = f'[[keys]]\nname = "a"\nsha256 = "{"0" * 64}"\n'
+    file.write_text(entry + "expires = 2020-01-01T00:00:00Z" if text == "expired" else text)
+    tree.reload()
+    assert "has no valid key" in caplog.text and "nothing has changed" in caplog.text
+    assert tree.config.observability.log_level == "info"
+    file.write_text(entry)
+    tree.reload()
+    assert tree.config.observability.log_level == "debug"
+
+
 def test_adapters_are_read_again(tmp_path: Path, caplog):
     def entries(**seeds: int) -> list[str]:
         return [f"{name}={write_adapter(tmp_path / name, each)}" for name, each in seeds.items()]

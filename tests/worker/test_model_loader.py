@@ -121,6 +121,9 @@ MADE_UP: dict[str, Callable[[Path], Any]] = {
     "of long ago": lambda path: torch.save(
         {"a": torch.ones(4)}, path, _use_new_zipfile_serialization=False
     ),
+    "a name that is no text": lambda path: path.write_bytes(
+        path.read_bytes().replace(b"data.pkl", b"d\xfda.pkl")
+    ),
     "cut off": lambda path: path.write_bytes(path.read_bytes()[:-100]),
 }
 

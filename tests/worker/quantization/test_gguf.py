@@ -18,6 +18,7 @@ gguf = pytest.importorskip("gguf")
 from servd import hf  # noqa: E402
 from servd.api.tokenizer import Tokenizer  # noqa: E402
 from servd.errors import ConfigError, ModelNotFound, UnsupportedModel  # noqa: E402
+from servd.gguf import Header  # noqa: E402
 from servd.worker import dry_run  # noqa: E402
 from servd.worker.cpu_model_runner import CPUModelRunner  # noqa: E402
 from tests.worker.driver import Driver, config_for  # noqa: E402
@@ -149,6 +150,34 @@ def test_what_cannot_be_read_is_refused_by_name(tiny_llama: Path, tmp_path: Path
         hf.find_model(f"{tmp_path}:gguf")
     with pytest.raises(ModelNotFound, match=r"it has a\.gguf: name that file"):
         hf.weight_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("llama.attention.head_count", "x"),
+        ("general.architecture", ["llama"]),
+        ("split.count", "2"),
+        ("tokenizer.ggml.eos_token_id", "x"),
+        ("tokenizer.ggml.tokens", 5),
+        ("tokenizer.ggml.merges", 3),
+        ("tokenizer.ggml.pre", ["x"]),
+        ("tokenizer.ggml.token_type", [3]),
+    ],
+)
+def test_metadata_of_another_kind_is_refused_in_words(
+    tiny_llama: Path, tmp_path: Path, key: str, value: Any, monkeypatch: pytest.MonkeyPatch
+):
+    path = write_gguf(tmp_path / "a.gguf", tiny_llama)
+    begin = Header.__init__
+
+    def init(self: Header, path: Path) -> None:
+        begin(self, path)
+        self.metadata[key] = value
+
+    monkeypatch.setattr(Header, "__init__", init)
+    with pytest.raises((ModelNotFound, UnsupportedModel)):
+        Tokenizer.load(str(hf.find_model(str(path))))
 
 
 @pytest.mark.parametrize("share", [0.001, 0.02, 0.5, 0.999])
