@@ -62,6 +62,13 @@ def setup(process: str, options: ObservabilityConfig) -> None:
     set_level(options)
 
 
+def resolve_access_log(options: ObservabilityConfig) -> str:
+    """Return --access-log, with `auto` decided by whether the log goes to a terminal."""
+    if options.access_log != "auto":
+        return options.access_log
+    return "requests" if sys.stderr.isatty() else "off"
+
+
 def set_level(options: ObservabilityConfig) -> None:
     """Set the level from `options`."""
     logging.getLogger("servd").setLevel(options.log_level.upper())

@@ -167,6 +167,7 @@ class WorkerReady(Message, tag=True):
     kv_windows: tuple[int | None, ...] = (None,)
     # With --enable-lora: (inputs, outputs) of each layer that adapters may change.
     adaptable: dict[str, tuple[int, int]] = {}
+    warning: str = ""  # why it is slower than it could be, and the remedy
 
 
 class EngineReady(Message, tag=True):

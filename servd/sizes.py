@@ -36,6 +36,12 @@ def format_bytes(number: int) -> str:
     return f"{number}B"
 
 
+def advise_more_memory(lacking: int, quantization: str | None) -> str:
+    """Say what helps a model that does not fit by so many bytes."""
+    smaller = "" if quantization else ", or try --quantization int8"
+    return f"{format_bytes(lacking)} more memory, or a higher --tensor-parallel-size{smaller}"
+
+
 class MemorySizes(msgspec.Struct, frozen=True, kw_only=True):
     """Device memory that each rank needs, in bytes."""
 

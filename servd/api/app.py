@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.routing import request_response
 
 import servd
+from servd import log
 from servd.adapter_store import AdapterStore
 from servd.api import console
 from servd.api.adapters import Adapters
@@ -68,7 +69,8 @@ def create_app(
     """
     keys = Keys(config.access)
     open_paths = OPEN_PATHS | (console.open_paths() if config.server.console else set())
-    access_log, origins = config.observability.access_log, config.access.allowed_origins
+    access_log = log.resolve_access_log(config.observability)
+    origins = config.access.allowed_origins
     tracer, loop, metrics = async_llm.tracer, async_llm.loop, async_llm.metrics
     middleware = [Middleware(RequestContext, tracer, loop, metrics, access_log, origins)]
     if keys.are_needed:

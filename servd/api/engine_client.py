@@ -172,7 +172,10 @@ class EngineClient:
         budget = self.config.scheduler.max_num_batched_tokens or 0
         steps = self.tracer.latest_steps(STEPS_LOOKED_AT, self.rank)
         num_others = len(self.running) - len(looked_at)
-        return progress(unfinished, steps, budget, now_ns(), num_others)
+        found = progress(unfinished, steps, budget, now_ns(), num_others)
+        if isinstance(self.status, EngineReady) and self.status.worker.warning:
+            found.warning = self.status.worker.warning
+        return found
 
     def _receive(self) -> None:
         if self._reading_on is None:  # closed meanwhile

@@ -28,6 +28,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from servd import log
 from servd.api import console
 from servd.api.app import answer_error, cross_origin
 from servd.api.auth import OPEN_PATHS, ApiKeyAuth, Keys
@@ -268,7 +269,8 @@ async def _disconnected(receive: Receive) -> None:
 
 def create_front(config: Config, servers: ModelServers, keys: Keys) -> Starlette:
     """Create the application with its middleware for ids, limits, keys and errors."""
-    access_log, origins = config.observability.access_log, config.access.allowed_origins
+    access_log = log.resolve_access_log(config.observability)
+    origins = config.access.allowed_origins
     context = Middleware(RequestContext, Tracer(), FairLoop(), None, access_log, origins)
     middleware = [context]
     if keys.are_needed:

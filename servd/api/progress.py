@@ -32,6 +32,7 @@ class Progress(msgspec.Struct):
     seconds_since_step: float | msgspec.UnsetType = msgspec.UNSET
     expected_seconds: float | msgspec.UnsetType = msgspec.UNSET  # of the running step, at most
     reason: str | msgspec.UnsetType = msgspec.UNSET
+    warning: str | msgspec.UnsetType = msgspec.UNSET  # why the engine is slower than it could be
     # With several engines: the progress of each, by rank; the fields above combine all that are up.
     engines: list[str] | msgspec.UnsetType = msgspec.UNSET
 

@@ -24,7 +24,7 @@ import msgspec
 import uvicorn
 import uvloop
 
-from servd import log
+from servd import log, pooling
 from servd.access import load_certificates, tls_context
 from servd.adapter_store import AdapterStore
 from servd.api.app import create_app
@@ -85,6 +85,24 @@ class LoopLag:
             self.worst, self.next_warning = 0.0, now + LAG_WARNING_INTERVAL
 
 
+def first_steps(url: str, config: Config, is_causal: bool) -> list[str]:
+    """Lines for whoever reads that the server is ready: console, a first request, documentation."""
+    lines: list[str] = []
+    curl = "curl"
+    if url.startswith("unix:"):
+        curl += f" --unix-socket {url.removeprefix('unix:')}"
+        url = "http://localhost"
+    elif config.server.console:
+        lines.append(f"console: {url}/")
+    if config.access.needs_keys:
+        curl += " -H 'authorization: Bearer KEY'"
+    path = "chat/completions" if is_causal else "embeddings"
+    body = '{"messages": [{"role": "user", "content": "Hello"}]}' if is_causal else '{"input": "a"}'
+    lines.append(f"try: {curl} {url}/v1/{path} -H 'content-type: application/json' -d '{body}'")
+    lines.append(f"docs: {url}/docs")
+    return lines
+
+
 class Server(uvicorn.Server):
     """uvicorn that drains on SIGTERM, fails what is left, and ends when the engine is dead."""
 
@@ -127,6 +145,11 @@ class Server(uvicorn.Server):
             self.lag = LoopLag(self.async_llm.metrics)  # not to warn about this
             if self.start_message.url:
                 logger.info("ready at %s", self.start_message.url)
+                start = self.start_message
+                for line in first_steps(
+                    start.url, start.config, pooling.read(start.spec).is_causal
+                ):
+                    logger.info("%s", line)
                 tell_systemd("READY=1")
         if self.admission.drained_at is not None and self.admission.hands_over:
             self.leave_port()

@@ -12,7 +12,7 @@ from servd.cli import _options
 from servd.config import Config
 from servd.errors import ConfigError
 from servd.kv_layout import KVLayout
-from servd.sizes import MemoryPlan, format_bytes
+from servd.sizes import MemoryPlan, advise_more_memory, format_bytes
 
 WORKER = "servd.worker"
 LENGTHS = (256, 1024, 4096, 16384, 65536)
@@ -102,11 +102,10 @@ class Report:
         """What to lower, or could be raised."""
         sizes, length, seqs = self.plan.sizes, self.max_model_len, self.max_num_seqs
         if self.for_kv_cache < 0:
-            lacking, rows = format_bytes(-self.for_kv_cache), sizes.requests + sizes.step
+            rows = sizes.requests + sizes.step
             if self.plan.free > sizes.persistent - sizes.requests and seqs > 1:
                 return [f"lower --max-num-seqs: {seqs} requests take {format_bytes(rows)}"]
-            smaller = "" if self.config.model.quantization else ", or try --quantization int8"
-            return [f"{lacking} more memory, or a higher --tensor-parallel-size{smaller}"]
+            return [advise_more_memory(-self.for_kv_cache, self.config.model.quantization)]
         if self.plan.shortage:
             return [self.plan.shortage]
         each = self.layout.blocks(length) * sizes.kv_per_block

@@ -20,12 +20,12 @@ class ObservabilityConfig(Section, frozen=True):
         about("json: one object per line, with the ids of the request and of its W3C trace."),
     ] = "text"
     access_log: Annotated[
-        Literal["off", "requests", "all"],
+        Literal["auto", "off", "requests", "all"],
         about(
-            "A line for each answer, without what was asked and said. requests: not for health "
-            "checks and metrics."
+            "Log a line for each answer, without what was asked and said. requests: not for health "
+            "checks and metrics. auto: requests if the log goes to a terminal, else off."
         ),
-    ] = "off"
+    ] = "auto"
     enable_log_requests: Annotated[
         bool,
         about(

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from servd.config import Config
 from servd.errors import NotEnoughMemory
 from servd.hf import ModelSpec
-from servd.sizes import MemoryPlan, MemorySizes, format_bytes
+from servd.sizes import MemoryPlan, MemorySizes, advise_more_memory, format_bytes
 from servd.worker import model_loader
 from servd.worker.cpu_model_runner import CPUModelRunner, kv_cache_share
 from servd.worker.device import available_memory, name_of
@@ -111,14 +111,43 @@ def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
     )
 
 
-def compare(runner: ModelRunner) -> None:
-    """Log the memory of a loaded runner beside the expected sizes."""
-    config = runner.config.replace(attention_backend=runner.backend_name)
+def predict(runner: ModelRunner) -> MemorySizes | None:
+    """The sizes of a runner that has not loaded its model; None if they cannot be known."""
+    config = runner.config
+    if runner.device.type == "cuda":
+        config = config.replace(attention_backend="torch_sdpa")
     try:
-        planned = _sizes(load(type(runner), config, runner.spec, runner.device, runner.parallel))
-    except Exception as error:  # a report must never stop a server
+        return _sizes(load(type(runner), config, runner.spec, runner.device, runner.parallel))
+    except Exception as error:  # loading says what is wrong, and a plan must never stop a server
         log.warning("no plan to compare memory with: %r", error)
-        return
+        return None
+
+
+def check_fits(runner: ModelRunner, sizes: MemorySizes) -> None:
+    """Compare what a runner will need with what is free, before it loads for minutes.
+
+    Raises:
+        NotEnoughMemory: the model, or the KV cache that is asked for, is larger than that.
+    """
+    cache = runner.config.cache
+    if runner.device.type == "cuda":
+        meter = CudaMeter(runner.device)
+        free = int(meter.total * cache.gpu_memory_utilization) - meter.taken() + meter.held()
+    else:
+        free = available_memory()
+    where = f"{format_bytes(max(free, 0))} of memory are free on {name_of(runner.device)}"
+    if sizes.persistent > free:
+        lacking = advise_more_memory(sizes.persistent - free, runner.config.model.quantization)
+        needed = format_bytes(sizes.persistent)
+        raise NotEnoughMemory(f"the model takes {needed}, and {where}: it needs {lacking}")
+    if (asked := cache.kv_cache_memory) is not None and asked > free:
+        raise NotEnoughMemory(
+            f"--kv-cache-memory {format_bytes(asked)}: {where}: lower it, or leave it out"
+        )
+
+
+def compare(runner: ModelRunner, planned: MemorySizes) -> None:
+    """Log the memory of a loaded runner beside the expected sizes."""
     pairs = {
         "weights": (planned.weights + planned.adapters, runner.weights_bytes),
         "KV cache per block": (planned.kv_per_block, runner.bytes_per_block),

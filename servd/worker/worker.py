@@ -26,6 +26,7 @@ from servd.worker.device import (
 )
 from servd.worker.gpu_model_runner import GPUModelRunner
 from servd.worker.model_runner import AsyncOutput, ModelRunner
+from servd.worker.ops import native
 from servd.worker.parallel import Parallel
 from servd.worker.pipeline_stage import Stage
 from servd.worker.self_check import SelfCheck
@@ -86,6 +87,12 @@ class Worker:
         """
         start = time.monotonic()
         self.self_check = SelfCheck(self)
+        planned = None
+        if self.parallel.rank == 0 and self.runner.spec.folder not in self.compared:
+            self.compared.add(self.runner.spec.folder)
+            planned = dry_run.predict(self.runner)
+        if planned is not None:
+            dry_run.check_fits(self.runner, planned)
         self.progress("loading weights", 0.0)
         self.runner.load_model(lambda fraction: self.progress("loading weights", fraction))
         if self.runner.config.model.compile:
@@ -99,11 +106,13 @@ class Worker:
         for part in (self.runner.proposer, self.runner.adapters):
             if part is not None:
                 log.info("%s", part)
+        warning = native.explain_absence() if self.device.type == "cpu" else ""
+        if warning and self.parallel.rank == 0:
+            log.warning("%s", warning)
         self.progress("measuring memory", 0.0)
         num_blocks = self.runner.count_blocks()
-        if self.parallel.rank == 0 and self.runner.spec.folder not in self.compared:
-            self.compared.add(self.runner.spec.folder)
-            dry_run.compare(self.runner)
+        if planned is not None:
+            dry_run.compare(self.runner, planned)
         return WorkerReady(
             device=name_of(self.device),
             dtype=str(self.runner.dtype).removeprefix("torch."),
@@ -113,6 +122,7 @@ class Worker:
             kv_bytes_per_block=self.runner.bytes_per_block,
             kv_windows=self.runner.kv_windows,
             adaptable=self.runner.adapters.layers if self.runner.adapters else {},
+            warning=warning,
         )
 
     def allocate_kv_cache(self, num_blocks: int) -> None:

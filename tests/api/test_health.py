@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 import servd
@@ -67,6 +68,15 @@ async def test_an_engine_that_its_parent_found_hung_is_stalled_until_it_restarts
     served.engine.revive()
     assert (await waiting).status_code == 200
     assert (await served.http.get("/health")).json()["status"] == "ready"
+
+
+async def test_why_the_engine_is_slow_is_said():
+    async with serve(is_ready=False) as served:
+        worker = msgspec.structs.replace(served.engine.worker, warning="no kernels: install g++")
+        served.engine.tell(EngineReady(worker, 4096, 16))
+        await until(lambda: served.async_llm.is_ready)
+        health = (await served.http.get("/health")).json()
+        assert (health["status"], health["warning"]) == ("ready", "no kernels: install g++")
 
 
 async def test_idle_a_long_prompt_and_decoding(served: Served):

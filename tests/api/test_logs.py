@@ -6,11 +6,13 @@ import io
 import json
 import logging
 import re
+import shlex
 
 import pytest
 
-from servd.config import ObservabilityConfig
-from servd.log import current_request, setup
+from servd.api.server import first_steps
+from servd.config import Config, ObservabilityConfig
+from servd.log import current_request, resolve_access_log, setup
 from tests.api.harness import serve
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -136,3 +138,39 @@ async def test_exemplars_lead_to_the_trace(parent):
     else:
         assert found == []
     assert TRACE not in plain
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_answers_are_logged_at_a_terminal_unless_told_otherwise(monkeypatch, is_terminal):
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal, raising=False)
+    found = {
+        choice: resolve_access_log(ObservabilityConfig(access_log=choice))
+        for choice in ("auto", "off", "all")
+    }
+    assert found == {"auto": "requests" if is_terminal else "off", "off": "off", "all": "all"}
+
+
+@pytest.mark.parametrize("options", [{}, {"api_key": ["k"]}, {"console": False}])
+async def test_the_lines_after_ready_can_be_used(options):
+    async with serve(**options) as served:
+        lines = first_steps("http://test", Config.load(options), is_causal=True)
+        found = dict(line.split(": ", 1) for line in lines)
+        assert ("console" in found) == options.get("console", True)
+        for name in found.keys() - {"try"}:
+            path = found[name].removeprefix("http://test")
+            assert (await served.http.get(path, headers={"accept": "text/html"})).status_code == 200
+        words = shlex.split(found["try"].replace("KEY", "k"))
+        headers = dict(words[i + 1].split(": ") for i, word in enumerate(words) if word == "-H")
+        [url] = [word for word in words if word.startswith("http")]
+        body = json.loads(words[words.index("-d") + 1]) | {"max_tokens": 1}
+        path = url.removeprefix("http://test")
+        assert (await served.http.post(path, json=body, headers=headers)).status_code == 200
+
+
+def test_a_request_of_an_encoder_over_a_socket():
+    lines = first_steps("unix:/run/a", Config.load({}), is_causal=False)
+    assert not any(line.startswith("console") for line in lines)
+    words = shlex.split(lines[0])
+    assert words[words.index("--unix-socket") + 1] == "/run/a"
+    assert "http://localhost/v1/embeddings" in words

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from servd import plugins
-from servd.errors import ModelNotFound, UnsupportedModel
+from servd.errors import ModelNotFound, NotEnoughMemory, UnsupportedModel
 from servd.hf import DEMO_FOLDER, read_spec
 from servd.worker import dry_run
 from servd.worker.calibration import quantize
@@ -168,11 +168,36 @@ def test_the_engine_logs_what_differs_from_the_plan(tmp_path: Path, caplog, monk
     (line,) = [m for m in caplog.messages if m.startswith("planned: ")]
     assert "weights" in line and "took" not in line
     caplog.clear()
+    planned = dry_run.predict(worker.runner)
+    assert planned
     worker.runner.weights_bytes += 1 << 20
-    dry_run.compare(worker.runner)
+    dry_run.compare(worker.runner, planned)
     (line,) = [m for m in caplog.messages if m.startswith("planned: ")]
     assert line.count("took") == 1 and "MiB" in line
     caplog.clear()
     (folder / "model.safetensors").unlink()
-    dry_run.compare(worker.runner)
+    assert dry_run.predict(worker.runner) is None
     assert "no plan to compare" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("free", "options", "message"),
+    [
+        (
+            100_000,
+            {},
+            "the model takes .*KiB.* 97.7KiB of memory are free on .*--quantization int8",
+        ),
+        (10_000, {"quantization": "int8"}, "more memory, or a higher --tensor-parallel-size$"),
+        (16 << 30, {"kv_cache_memory": 900 << 30}, "--kv-cache-memory 900GiB: 16GiB .* lower it"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_it_is_loaded(
+    tmp_path: Path, monkeypatch, free: int, options: dict[str, Any], message: str
+):
+    folder = make_checkpoint(tmp_path, "llama", CASES["llama"]["untied"])
+    monkeypatch.setattr(dry_run, "available_memory", lambda: free)
+    worker = Worker(config_for(folder, **options), read_spec(folder), 0, lambda *_: None)
+    monkeypatch.setattr(worker.runner, "load_model", lambda _: pytest.fail("it loads"))
+    with pytest.raises(NotEnoughMemory, match=message):
+        worker.load_model()

@@ -233,6 +233,17 @@ def library() -> Library | None:
     return None
 
 
+def explain_absence() -> str:
+    """Say what it costs that there is no library, and what to do; empty if there is one."""
+    if library() is not None or os.environ.get(SWITCH) == "off":
+        return ""
+    if not any(FOLDER.glob("_*.so")):
+        why = "servd was installed without a C++ compiler: install g++, then servd again"
+    else:
+        why = "none of the CPU kernels can be used here: install servd again"
+    return f"computing is 18 to 34 times slower than it could be, by torch alone: {why}"
+
+
 def set_num_threads(num_threads: int) -> None:
     """For all kernels from now on; at first one for each CPU. torch's threads are others."""
     if library() is not None:

@@ -262,6 +262,22 @@ def test_a_library_without_the_table_of_kernels_is_not_used(
     native.library.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("switch", "is_built", "remedy"),
+    [("", False, r"install g\+\+"), ("", True, "install servd again"), ("off", False, "^$")],
+)
+def test_what_it_costs_to_have_no_kernels_is_said_unless_it_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: str, is_built: bool, remedy: str
+):
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    monkeypatch.setenv(native.SWITCH, switch)
+    if is_built:
+        shutil.copy(_ctypes.__file__, tmp_path / "_generic.so")
+    native.library.cache_clear()
+    assert re.search(remedy, native.explain_absence())
+    native.library.cache_clear()
+
+
 def test_kernels_that_are_asked_for_and_not_there_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
