@@ -99,7 +99,7 @@ def first_steps(url: str, config: Config, is_causal: bool) -> list[str]:
     path = "chat/completions" if is_causal else "embeddings"
     body = '{"messages": [{"role": "user", "content": "Hello"}]}' if is_causal else '{"input": "a"}'
     lines.append(f"try: {curl} {url}/v1/{path} -H 'content-type: application/json' -d '{body}'")
-    lines.append(f"docs: {url}/docs")
+    lines.append(f"docs: {url}/docs" + (" (with a key)" if config.access.needs_keys else ""))
     return lines
 
 
@@ -143,12 +143,11 @@ class Server(uvicorn.Server):
             gc.collect()
             gc.freeze()  # modules, routes and tokenizer stay
             self.lag = LoopLag(self.async_llm.metrics)  # not to warn about this
-            if self.start_message.url:
-                logger.info("ready at %s", self.start_message.url)
-                start = self.start_message
-                for line in first_steps(
-                    start.url, start.config, pooling.read(start.spec).is_causal
-                ):
+            start = self.start_message
+            if start.url:
+                logger.info("ready at %s", start.url)
+                is_causal = pooling.read(start.spec).is_causal
+                for line in first_steps(start.url, start.config, is_causal):
                     logger.info("%s", line)
                 tell_systemd("READY=1")
         if self.admission.drained_at is not None and self.admission.hands_over:

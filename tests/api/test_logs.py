@@ -158,8 +158,11 @@ async def test_the_lines_after_ready_can_be_used(options):
         found = dict(line.split(": ", 1) for line in lines)
         assert ("console" in found) == options.get("console", True)
         for name in found.keys() - {"try"}:
-            path = found[name].removeprefix("http://test")
-            assert (await served.http.get(path, headers={"accept": "text/html"})).status_code == 200
+            path, _, with_key = found[name].removeprefix("http://test").partition(" ")
+            headers = {"accept": "text/html"}
+            if with_key:
+                headers["authorization"] = "Bearer k"
+            assert (await served.http.get(path, headers=headers)).status_code == 200
         words = shlex.split(found["try"].replace("KEY", "k"))
         headers = dict(words[i + 1].split(": ") for i, word in enumerate(words) if word == "-H")
         [url] = [word for word in words if word.startswith("http")]
