@@ -150,5 +150,9 @@ class UnsupportedModel(ConfigError):
     """The architecture in config.json has no file in servd/worker/models/."""
 
 
+class DifferentTokens(UnsupportedModel):
+    """servd computes other tokens than transformers, and the cause is not known."""
+
+
 class NotEnoughMemory(ConfigError):
     """Weights or KV cache do not fit; the message has the numbers in both directions."""

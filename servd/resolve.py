@@ -371,12 +371,23 @@ def _whole_prompts(config: Config, spec: ModelSpec) -> dict[str, Decision]:
     """Resolve options for an encoder.
 
     Raises:
-        ConfigError: --model-impl has no encoders.
+        ConfigError: --model-impl has no encoders, or an option is for models that write.
     """
     if config.model.model_impl == "transformers":
         raise ConfigError(
             f"--model-impl transformers has no encoders, and {spec.model_type} is one: leave it out"
         )
+    server = config.server
+    for is_asked, flag, what in (
+        (config.model.speculative_config, "--speculative-config", "drafts tokens"),
+        (server.tool_call_parser not in (None, "none"), "--tool-call-parser", "finds tool calls"),
+        (server.reasoning_parser not in (None, "none"), "--reasoning-parser", "finds reasoning"),
+    ):
+        if is_asked:
+            raise ConfigError(
+                f"{flag} {what} in what a model writes, and {spec.model_type} is an encoder, which"
+                " writes nothing: leave it out"
+            )
     why = f"tokens of {spec.model_type} see those after them"
     decided = {
         name: Decision(False, why) for name in ("enable_prefix_caching", "enable_chunked_prefill")

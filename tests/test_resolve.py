@@ -147,7 +147,8 @@ def test_nothing_that_a_later_stage_needs_is_left_open(machine):
         "default_chat_template_kwargs", "override_generation_config",
         "models_dir", "models_memory", "sleep_idle_seconds",
         "ipc_dir", "speculative_config", "spec_method", "spec_model", "spec_tokens",
-        "api_key_file", "long_prefill_token_threshold", "otlp_traces_endpoint", "ssl_ca_certs",
+        "access_log", "api_key_file",
+        "long_prefill_token_threshold", "otlp_traces_endpoint", "ssl_ca_certs",
         "ssl_certfile", "ssl_ciphers", "ssl_keyfile", "batch_dir", "lora_dir", "max_cpu_loras",
         "kv_cache_dir", "kv_offloading_size", "kv_events_config", "lora_dtype",
         "cpu_activation_dtype", "max_log_len", "record_trace", "join_token_file",
@@ -331,6 +332,14 @@ def test_an_encoder_computes_prompts_whole():
         decide(kv_offloading_size=1)
     with pytest.raises(ConfigError, match="--model-impl transformers has no encoders"):
         decide(model_impl="transformers")
+    for option, value in (
+        ("speculative_config", "ngram"), ("tool_call_parser", "hermes"),
+        ("reasoning_parser", "deepseek_r1"),
+    ):  # fmt: skip
+        flag = option.replace("_", "-")
+        with pytest.raises(ConfigError, match=f"--{flag} .* bert is an encoder.*: leave it out"):
+            decide(**{option: value})
+    assert decide(tool_call_parser="none") == config.replace(tool_call_parser="none")
 
 
 def test_several_engines_need_devices_and_api_servers_of_their_own():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from servd.config import Config
-from servd.errors import NotEnoughMemory
+from servd.errors import ConfigError, NotEnoughMemory
 from servd.hf import ModelSpec
 from servd.sizes import MemoryPlan, MemorySizes, advise_more_memory, format_bytes
 from servd.worker import model_loader
@@ -118,7 +118,9 @@ def predict(runner: ModelRunner) -> MemorySizes | None:
         config = config.replace(attention_backend="torch_sdpa")
     try:
         return _sizes(load(type(runner), config, runner.spec, runner.device, runner.parallel))
-    except Exception as error:  # loading says what is wrong, and a plan must never stop a server
+    except ConfigError:  # loading reports it
+        return None
+    except Exception as error:  # a plan must never stop a server
         log.warning("no plan to compare memory with: %r", error)
         return None
 

@@ -22,7 +22,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from servd.errors import UnsupportedModel
+from servd.errors import DifferentTokens, UnsupportedModel
 from servd.hf import ModelSpec, read_json
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.attention import ForwardContext
@@ -135,7 +135,7 @@ class TransformersForCausalLM(nn.Module):
             max_model_len = spec.max_model_len or spec.max_position_embeddings
             layers, linears = inspect(self.hf, spec.num_layers, max_model_len)
         except UnsupportedModel as error:
-            raise UnsupportedModel(
+            raise type(error)(
                 f"{spec.architecture or spec.model_type} cannot run in servd: {error}"
             ) from error
         for name, calls in layers.items():
@@ -238,7 +238,7 @@ def build(spec: ModelSpec) -> Any:
             "upgrade transformers if it is new; code that comes with a checkpoint is not run"
         ) from error
     if type(model).__name__ in DIFFERENT:
-        raise UnsupportedModel("its tokens are not those of transformers, for an unknown cause")
+        raise DifferentTokens("its tokens are not those of transformers, for an unknown cause")
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -43,6 +43,14 @@ HEEDLESS = {
 }
 CONTEXT: ContextVar[tuple[Any, Tensor]] = ContextVar("CONTEXT")  # see `context`
 
+# Why a model cannot run without values in its tensors, by what torch and transformers say of it.
+REASONS = {
+    "Cannot copy out of meta tensor": "decides by the values of tensors what it computes",
+    "cannot be called on meta tensors": "decides by the values of tensors what it computes",
+    "expected scalar type": "computes its attention in another type than the rest",
+    "Attention mask should be of size": "makes attention masks of its own",
+}
+
 
 class Notes:
     """In the place of the context, before there are weights: what each module asks for."""
@@ -343,8 +351,12 @@ def _note(model: Any) -> tuple[dict[str, list[Attention]], set[str]]:
     except UnsupportedModel:
         raise
     except Exception as error:  # others wrote this code
-        where = f"{inside_of[-1]}: " * bool(inside_of[-1])
-        raise UnsupportedModel(where + first_line(error)) from error
+        where = inside_of[-1] or "the model"
+        reason = next((why for text, why in REASONS.items() if text in str(error)), None)
+        if reason is None:
+            error.add_note(f"in {where}, while servd looked for its attention: a bug of servd")
+            raise
+        raise UnsupportedModel(f"{where} {reason}") from error
     if notes.found and {id(positions), id(placed)} <= watch.unused:
         raise UnsupportedModel("it takes no positions, and counts tokens by itself")
     only_products = {name for name, linear in linears.items() if id(linear.weight) in watch.unused}
