@@ -28,11 +28,9 @@ class InvariantMatrix:
         self.product = product
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Form`."""
         return self.product(x, self.weight, bias)
 
     def rows(self, index: Tensor) -> Tensor:
-        """See `Form`."""
         return F.embedding(index, self.weight)
 
 

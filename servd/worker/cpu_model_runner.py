@@ -81,7 +81,6 @@ class CPUModelRunner(ModelRunner):
         return ProgramRunner(forward, max_num_rows, tables.tables.shape[1], tables.num_groups)
 
     def make_chain(self, drafter: Drafter, max_num_rows: int, max_num_tokens: int) -> Chain:
-        """See ModelRunner."""
         chain = super().make_chain(drafter, max_num_rows, max_num_tokens)
         if (passes := self.make_programs(drafter.begin, max_num_tokens)) is None:
             return chain

@@ -44,24 +44,20 @@ class CudaMeter:
         self.total = torch.cuda.mem_get_info(device)[1]
 
     def allocated(self) -> int:
-        """See Meter."""
         return torch.cuda.memory_allocated(self.device)
 
     def peak(self) -> int:
-        """See Meter."""
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
 
     def taken(self) -> int:
-        """See Meter."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         return self.total - torch.cuda.mem_get_info(self.device)[0]
 
     def held(self) -> int:
-        """See Meter."""
         return torch.cuda.memory_reserved(self.device)
 
 

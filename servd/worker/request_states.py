@@ -153,7 +153,6 @@ class RequestStates:
     def tails(
         self, slots: torch.Tensor, columns: torch.Tensor, places: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """See `AttentionBatch.tails`."""
         if self.tree is None or places is None:
             return None
         return self.block_tables.slot_mapping(slots.unsqueeze(-1), self.tree.tails(columns, places))

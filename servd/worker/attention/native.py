@@ -142,7 +142,6 @@ class Backend(AttentionBackend[Metadata]):
     def attend(
         self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        """See ops/cpu/attention.cpp."""
         spec, tables, tails = self.spec, metadata.block_tables, metadata.tails
         size = spec.value_dim or spec.head_dim
         keys, values = kv_cache if spec.value_dim is None else (kv_cache[0], None)

@@ -89,6 +89,5 @@ class Backend(AttentionBackend[Metadata]):
     def attend(
         self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        """See `PagedAttention`."""
         batch, plan, work = metadata.batch, metadata.plan, metadata.work
         return self.attention(q, kv_cache, batch, plan, work, scale, self.spec.soft_cap, sinks)

@@ -118,7 +118,6 @@ class _Rounding:
         return None if weight.shape[1] % self.group_size else tensor
 
     def round(self, name: str, weight: Tensor, moments: Tensor, drift: Tensor) -> Tensor:
-        """See `walk.Round`."""
         if (tensor := self.tensor_of(name, weight)) is None:
             return weight
         bits = mixed.WIDE if name in self.wide else self.bits

@@ -113,7 +113,6 @@ def _in_order(moments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def bits_each(bits: int, group_size: int, is_symmetric: bool) -> float:
-    """See `Codes.bits_each`."""
     return bits + (16 if is_symmetric else 16 + bits) / group_size
 
 

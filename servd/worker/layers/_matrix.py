@@ -75,11 +75,9 @@ class Dense:
         self.weight, self.nbytes = weight, weight.nbytes
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Form`."""
         return F.linear(x, self.weight, bias)
 
     def rows(self, index: Tensor) -> Tensor:
-        """See `Form`."""
         return F.embedding(index, self.weight)
 
 
@@ -91,7 +89,6 @@ class Stacked:
         self.nbytes = sum(form.nbytes for form in forms)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Form`."""
         biases = [None] * len(self.forms) if bias is None else bias.split(self.num_rows)
         parts = zip(self.forms, biases, strict=True)
         return torch.cat([form.multiply(x, b) for form, b in parts], dim=1)

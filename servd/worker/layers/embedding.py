@@ -35,7 +35,6 @@ class Table(Matrix):
     """A weight with a row per token of the vocabulary."""
 
     def reform(self, make: MakeForm) -> None:
-        """See `Matrix`."""
         super().reform(make._replace(dense=make.table or make.dense))
 
 

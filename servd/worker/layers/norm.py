@@ -41,7 +41,6 @@ class OffsetWeight(Weight):
     def load(
         self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
     ) -> None:
-        """See `Weight`."""
         assert isinstance(tensor, Tensor)
         super().load(tensor.float() + 1.0, part, copy)
 

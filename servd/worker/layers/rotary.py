@@ -36,7 +36,6 @@ class Rotary(nn.Module):
 
     @staticmethod
     def rope_parameters(spec: ModelSpec) -> dict[str, Any]:
-        """See `rope_parameters`."""
         return rope_parameters(spec)
 
     def forward(self, positions: Tensor) -> Rotation:

@@ -80,7 +80,6 @@ class AdaptedMatrix:
         return out
 
     def rows(self, index: Tensor) -> Tensor:
-        """See `Form`."""
         return self.base.rows(index)
 
     def shares(self, part: int | None, a: Tensor, b: Tensor) -> list[tuple[int, Tensor, Tensor]]:

@@ -29,7 +29,6 @@ class Gemma2Attention(LlamaAttention):
 
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
-        """See LlamaAttention."""
         window = config.get("sliding_window", 4096) if is_sliding(config, layer, 2) else None
         return {
             "scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
@@ -54,7 +53,6 @@ class Gemma2Layer(LlamaLayer):
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """See LlamaLayer."""
         x, residual = self.input_layernorm.add(x, residual)
         x = self.post_attention_layernorm(self.self_attn(x, rotation, ctx))
         x, residual = self.pre_feedforward_layernorm.add(x, residual)

@@ -50,7 +50,6 @@ class Gemma3Attention(LlamaAttention):
 
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
-        """See LlamaAttention."""
         sliding = is_sliding(config, layer, config.get("sliding_window_pattern", 6))
         return {
             "scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
@@ -59,7 +58,6 @@ class Gemma3Attention(LlamaAttention):
 
     @property
     def norms(self) -> Norms:
-        """See LlamaAttention."""
         return self.q_norm, self.k_norm
 
     def forward(self, x: Tensor, rotation: Any, ctx: ForwardContext) -> Tensor:

@@ -30,13 +30,11 @@ class GptOssAttention(LlamaAttention):
 
     @staticmethod
     def biases(config: dict[str, Any]) -> tuple[bool, bool]:
-        """See LlamaAttention."""
         bias = config.get("attention_bias", True)
         return bias, bias
 
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
-        """See LlamaAttention."""
         window = config.get("sliding_window", 128) if is_sliding(config, layer, 2) else None
         return {"sliding_window": window, "has_sinks": True}
 
@@ -49,7 +47,6 @@ class ClampedGate(Gate):
         self.alpha, self.limit = alpha, limit
 
     def forward(self, x: Tensor) -> Tensor:
-        """See Gate."""
         gate, up = x.chunk(2, dim=-1)
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
@@ -61,7 +58,6 @@ class GptOssLayer(LlamaLayer):
     attention = GptOssAttention
 
     def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> SparseMoE:
-        """See LlamaLayer."""
         config = spec.config
         alpha, limit = config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0)
         return experts_of(spec, parallel, ClampedGate(alpha, limit), bias=True)

@@ -18,7 +18,6 @@ class GraniteAttention(LlamaAttention):
 
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
-        """See LlamaAttention."""
         return {"scale": config.get("attention_multiplier", 1.0)}
 
 
@@ -35,7 +34,6 @@ class GraniteLayer(LlamaLayer):
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """See LlamaLayer."""
         x, residual = self.input_layernorm.add(x, residual)
         x = self.scale(self.self_attn(x, rotation, ctx), self.factor)
         x, residual = self.post_attention_layernorm.add(x, residual)

@@ -66,7 +66,6 @@ class GteModel(BertModel):
         """There is no table."""
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """See BertModel."""
         return self.rotary(positions)
 
     def convert(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -21,7 +21,6 @@ class MixtralAttention(MistralAttention):
 
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
-        """See MistralAttention."""
         return {"sliding_window": config.get("sliding_window")}
 
 
@@ -48,7 +47,6 @@ class MixtralLayer(MistralLayer):
     attention = MixtralAttention
 
     def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> SparseMoE:
-        """See LlamaLayer."""
         return experts_of(spec, parallel, spec.config.get("hidden_act", "silu"))
 
 

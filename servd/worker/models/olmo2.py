@@ -51,7 +51,6 @@ class Olmo2Layer(LlamaLayer):
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """See LlamaLayer."""
         add = self.post_attention_layernorm.ops.scale
         stream = x if residual is None else add(x, 1.0, residual)
         x = self.post_attention_layernorm(self.self_attn(stream, rotation, ctx))

@@ -18,7 +18,6 @@ class Phi3Rotary(Rotary):
 
     @staticmethod
     def rope_parameters(spec: ModelSpec) -> dict[str, Any]:
-        """See `rope_parameters`."""
         rope = rope_parameters(spec)
         original = spec.config.get("original_max_position_embeddings")
         if rope["rope_type"] in ("su", "yarn"):
@@ -31,7 +30,6 @@ class Phi3Attention(LlamaAttention):
 
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
-        """See LlamaAttention."""
         return {"sliding_window": config.get("sliding_window")}
 
 

@@ -25,7 +25,6 @@ class Qwen3Attention(LlamaAttention):
 
     @property
     def norms(self) -> Norms:
-        """See LlamaAttention."""
         return self.q_norm, self.k_norm
 
 

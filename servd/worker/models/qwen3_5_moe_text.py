@@ -21,7 +21,6 @@ class Qwen3_5MoeLayer(Qwen3NextLayer):
     linear = Qwen3_5DeltaNet
 
     def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        """See LlamaLayer."""
         config = spec.config | {"norm_topk_prob": True}
         return super().feed_forward(replace(spec, config=config), layer, parallel)
 

@@ -26,7 +26,6 @@ class Qwen3_5DeltaNet(GatedDeltaNet):
         )
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """See GatedDeltaNet."""
         gate = self.in_proj_z(x).unflatten(-1, (-1, self.value_dim))
         return self.in_proj_qkv(x), gate, self.in_proj_b(x), self.in_proj_a(x)
 
@@ -37,7 +36,6 @@ class Qwen3_5Layer(Qwen3NextLayer):
     linear = Qwen3_5DeltaNet
 
     def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        """See LlamaLayer."""
         return LlamaMLP(spec, parallel)
 
 

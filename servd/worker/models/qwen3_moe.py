@@ -20,7 +20,6 @@ class Qwen3MoeLayer(Qwen3Layer):
     experts: ClassVar[type[SparseMoE]] = SparseMoE
 
     def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        """See LlamaLayer."""
         config = spec.config
         is_dense = layer in (config.get("mlp_only_layers") or ())
         if is_dense or (layer + 1) % config.get("decoder_sparse_step", 1):

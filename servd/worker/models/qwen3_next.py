@@ -40,7 +40,6 @@ class Qwen3NextRotary(Rotary):
 
     @staticmethod
     def rope_parameters(spec: ModelSpec) -> dict[str, Any]:
-        """See `rope_parameters`."""
         share = spec.config.get("partial_rotary_factor", 0.25)
         return {"partial_rotary_factor": share} | rope_parameters(spec)
 
@@ -257,14 +256,12 @@ class Qwen3NextLayer(Qwen3MoeLayer):
         self.is_linear = is_linear[layer]
 
     def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        """See LlamaLayer."""
         made = super().feed_forward(spec, layer, parallel)
         return made.share(spec, parallel) if isinstance(made, SharedMoE) else made
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """See LlamaLayer."""
         x, residual = self.input_layernorm.add(x, residual)
         mixed = self.linear_attn(x, ctx) if self.is_linear else self.self_attn(x, rotation, ctx)
         x, residual = self.post_attention_layernorm.add(mixed, residual)

@@ -29,7 +29,6 @@ class SmolLM3Attention(LlamaAttention):
 
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
-        """See LlamaAttention."""
         types = config.get("layer_types")
         sliding = not has_positions(config, layer)
         if types:
@@ -38,7 +37,6 @@ class SmolLM3Attention(LlamaAttention):
         return {"sliding_window": config.get("sliding_window") if is_used else None}
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
-        """See LlamaAttention."""
         return super().forward(x, rotation if self.has_positions else None, ctx)
 
 

@@ -299,7 +299,6 @@ def begin_decode(
     tables: Tensor,
     block_size: int,
 ) -> None:
-    """See `Ops.begin_decode`."""
     call(
         "begin_decode", step, step.shape[1], seq_lens, token_ids, *token_ids.shape, num_computed,
         tables, *tables.shape, block_size,
@@ -307,7 +306,6 @@ def begin_decode(
 
 
 def embed(index: Tensor, table: Tensor) -> Tensor:
-    """See `Ops.embed`."""
     if not _fits(table):
         return reference.embed(index, table)
     out = torch.empty(len(index), table.shape[1])
@@ -318,7 +316,6 @@ def embed(index: Tensor, table: Tensor) -> Tensor:
 def rotation(
     positions: Tensor, inv_freq: Tensor, magnitude: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """See `Ops.rotation`."""
     if dtype != torch.float32:
         return reference.rotation(positions, inv_freq, magnitude, dtype)
     positions = positions.contiguous()
@@ -330,7 +327,6 @@ def rotation(
 def rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """See `Ops.rms_norm`."""
     if not _fits(residual, weight) or x.dtype != torch.float32:
         return reference.rms_norm(x, residual, weight, eps)
     return _norm(0, x, residual, weight, None, eps)
@@ -339,7 +335,6 @@ def rms_norm(
 def layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """See `Ops.layer_norm`."""
     if not _fits(residual, weight, bias) or x.dtype != torch.float32:
         return reference.layer_norm(x, residual, weight, bias, eps)
     return _norm(1, x, residual, weight, bias, eps)
@@ -401,7 +396,6 @@ def look_up(index: Tensor, table: Tensor) -> Tensor:
 
 
 def scale(x: Tensor, factor: float, residual: Tensor | None = None) -> Tensor:
-    """See `Ops.scale`."""
     if not _fits(x, residual):
         return reference.scale(x, factor, residual)
     out = torch.empty(x.shape)
@@ -410,7 +404,6 @@ def scale(x: Tensor, factor: float, residual: Tensor | None = None) -> Tensor:
 
 
 def activate(x: Tensor, name: str) -> Tensor:
-    """See `Ops.activate`."""
     if not _fits(x):
         return reference.activate(x, name)
     out, size = torch.empty(x.shape), x.shape[-1]
@@ -419,7 +412,6 @@ def activate(x: Tensor, name: str) -> Tensor:
 
 
 def gate(x: Tensor, name: str) -> Tensor:
-    """See `Ops.gate`."""
     if not _fits(x):
         return reference.gate(x, name)
     out = torch.empty(x.shape[0], x.shape[1] // 2)
@@ -428,7 +420,6 @@ def gate(x: Tensor, name: str) -> Tensor:
 
 
 def route(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
-    """See `Ops.route`."""
     if not _fits(logits):
         return reference.route(logits, top_k, renormalize)
     num_tokens, num_experts = logits.shape
@@ -445,7 +436,6 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
 
 
 def combine(y: Tensor, routing: Routing) -> Tensor:
-    """See `Ops.combine`."""
     if not _fits(y):
         return reference.combine(y, routing)
     places = routing.places
@@ -455,7 +445,6 @@ def combine(y: Tensor, routing: Routing) -> Tensor:
 
 
 def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> None:
-    """See `Ops.add_low_rank`."""
     a, b = factors.a, factors.b
     if not _fits(out) or x.dtype != torch.float32:
         return reference.add_low_rank(out, x, factors, places)

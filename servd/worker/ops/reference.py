@@ -32,7 +32,6 @@ def begin_decode(
     tables: Tensor,
     block_size: int,
 ) -> None:
-    """See `Ops.begin_decode`."""
     slots, columns, _, rows, places, blocks = step[:NUM_GIVEN].unbind()
     tables[rows, places] = blocks.int()
     known = num_computed[slots]
@@ -47,27 +46,23 @@ def begin_decode(
 
 
 def embed(index: Tensor, table: Tensor) -> Tensor:
-    """See `Ops.embed`."""
     return F.embedding(index, table)
 
 
 def rotation(
     positions: Tensor, inv_freq: Tensor, magnitude: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """See `Ops.rotation`."""
     angles = torch.outer(positions.float(), inv_freq)
     return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
 
 
 def scale(x: Tensor, factor: float, residual: Tensor | None = None) -> Tensor:
-    """See `Ops.scale`."""
     return x * factor if residual is None else torch.add(residual, x, alpha=factor)
 
 
 def rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """See `Ops.rms_norm`."""
     x = x if residual is None else x + residual
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps), x
 
@@ -75,18 +70,15 @@ def rms_norm(
 def layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """See `Ops.layer_norm`."""
     x = x if residual is None else x + residual
     return F.layer_norm(x, weight.shape, weight, bias, eps), x
 
 
 def activate(x: Tensor, name: str) -> Tensor:
-    """See `Ops.activate`."""
     return ACTIVATIONS[name](x)
 
 
 def gate(x: Tensor, name: str) -> Tensor:
-    """See `Ops.gate`."""
     first, second = x.chunk(2, dim=-1)
     return ACTIVATIONS[name](first) * second
 
@@ -103,7 +95,6 @@ class Routing(NamedTuple):
 
 
 def route(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
-    """See `Ops.route`."""
     weights, experts = logits.float().softmax(dim=-1).topk(top_k)
     if renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -120,13 +111,11 @@ def placed(experts: Tensor, weights: Tensor, num_experts: int) -> Routing:
 
 
 def combine(y: Tensor, routing: Routing) -> Tensor:
-    """See `Ops.combine`."""
     chosen = y[routing.places.long()].float()  # [num_tokens, top_k, size]
     return (chosen * routing.weights.unsqueeze(2)).sum(dim=1).to(y.dtype)
 
 
 def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> None:
-    """See `Ops.add_low_rank`."""
     max_rank, ends = factors.b.shape[1], factors.part_ends.tolist()
     for place, (a, b) in enumerate(zip(factors.a, factors.b, strict=True)):
         hidden = (x @ a.to(x.dtype)).masked_fill((places != place).unsqueeze(1), 0)

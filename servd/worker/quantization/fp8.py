@@ -69,7 +69,6 @@ class Fp8Matrix:
         self.nbytes = self.weight.nbytes + self.scale.nbytes
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Form`."""
         # A compiler fuses the plain one with the norm or the gate before it.
         rounded, scale = round_rows(x) if torch.compiler.is_compiling() else self.round_rows(x)
         by_row = F.ScalingType.RowWise
@@ -88,7 +87,6 @@ class Fp8Matrix:
         return out if bias is None else out + bias
 
     def rows(self, index: Tensor) -> Tensor:
-        """See `Form`."""
         return self.weight[index].float() * self.scale[index]
 
 

@@ -42,7 +42,6 @@ class Int8Matrix:
         self.nbytes = weight.nbytes + scale.nbytes
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Form`."""
         if x.device.type == "cpu" and len(x) <= MAX_PACKED_ROWS:
             out = torch.ops.aten._weight_int8pack_mm(x, self.weight, self.scale)
         else:
@@ -50,5 +49,4 @@ class Int8Matrix:
         return out if bias is None else out + bias
 
     def rows(self, index: Tensor) -> Tensor:
-        """See `Form`."""
         return self.weight[index].to(self.scale.dtype) * self.scale[index].unsqueeze(1)

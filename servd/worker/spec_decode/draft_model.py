@@ -167,7 +167,6 @@ class DraftModelProposer(Proposer):
         return drafts
 
     def top(self, features: Tensor) -> Tensor:
-        """See `Drafter`."""
         return self.ops.shift(self.model.compute_logits(features), Shift())
 
     def advance(

@@ -276,7 +276,6 @@ class EagleProposer(Proposer):
         )
 
     def top(self, features: Tensor) -> Tensor:
-        """See `Drafter`."""
         return self.head.top(features)
 
     def advance(

@@ -143,7 +143,6 @@ class Eagle3Head(EagleHead):
         return hidden if self.aux is None else self.aux.of_step(len(hidden))
 
     def features(self, read: Tensor) -> Tensor:
-        """See `EagleHead`."""
         if self.aux is None:
             return read
         x = read
@@ -164,7 +163,6 @@ class Eagle3Head(EagleHead):
     def forward(
         self, token_ids: Tensor, features: Tensor, positions: Tensor, ctx: ForwardContext
     ) -> Tensor:
-        """See `EagleHead`."""
         features = super().forward(token_ids, features, positions, ctx)
         return self.norm(features) if self.norm_output else features
 
@@ -215,7 +213,6 @@ class Eagle3Proposer(EagleProposer):
         return aux is not None and aux.is_read
 
     def begin_step(self, batch: InputBatch) -> None:
-        """See `Proposer`."""
         if (aux := self.head.aux) is not None:
             aux.is_read = not (aux.is_native and batch.is_plain)
 

@@ -48,7 +48,6 @@ class MtpHead(EagleHead):
         self.rotary = model.model.rotary
 
     def make_layers(self, spec: ModelSpec, names: Set[str], target: Target) -> None:
-        """See `EagleHead`."""
         model: Any = target.model
         size, parallel, norm = spec.hidden_size, target.parallel, type(model.model.norm)
         self.fc = ReplicatedLinear(2 * size, size, parallel, bias=False)
@@ -76,11 +75,9 @@ class MtpHead(EagleHead):
                 yield f"{prefix}.self_attn.{part}", of_part
 
     def enter(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `EagleHead`."""
         return self.fc(torch.cat((self.enorm(embedded), self.hnorm(features)), dim=-1)), None
 
     def leave(self, x: Tensor, residual: Tensor) -> Tensor:
-        """See `EagleHead`."""
         return self.norm.add(x, residual)[0]
 
 
@@ -91,7 +88,6 @@ class MtpProposer(EagleProposer):
     rename = staticmethod(str)
 
     def find_folder(self, target: Target) -> str:
-        """See `EagleProposer`."""
         if not isinstance(target.model, LlamaForCausalLM):
             raise ConfigError(
                 f"--speculative-config: {target.spec.model_type} has no layers that method mtp "
@@ -100,12 +96,10 @@ class MtpProposer(EagleProposer):
         return target.spec.folder if self.config.model is None else super().find_folder(target)
 
     def find_names(self, folder: str) -> set[str]:
-        """See `EagleProposer`."""
         found = {rename(name, self.spec.num_layers) for name in tensor_shapes(folder)}
         return {name for name in found if name is not None}
 
     def check(self, names: Set[str]) -> None:
-        """See `EagleProposer`."""
         super().check(names)
         if not names:
             raise ConfigError(

@@ -45,7 +45,6 @@ def gate_kernel(x_ptr, out_ptr, size, NAME: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def activate(x: Tensor, name: str) -> Tensor:
-    """See `Ops.activate`."""
     x = x.contiguous()
     out = torch.empty_like(x)
     if x.numel():
@@ -54,7 +53,6 @@ def activate(x: Tensor, name: str) -> Tensor:
 
 
 def gate(x: Tensor, name: str) -> Tensor:
-    """See `Ops.gate`."""
     x = x.contiguous()
     size = x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], size)

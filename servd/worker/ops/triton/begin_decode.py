@@ -20,7 +20,6 @@ def begin_decode(
     tables: Tensor,
     block_size: int,
 ) -> None:
-    """See `Ops.begin_decode`."""
     assert step.is_contiguous() and token_ids.stride(1) == tables.stride(1) == 1
     if num_tokens := step.shape[1]:
         begin_decode_kernel[(1,)](

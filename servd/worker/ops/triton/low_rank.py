@@ -19,7 +19,6 @@ ROWS, COLUMNS, DEPTH = 16, 64, 64  # a tile's
 
 
 def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> None:
-    """See `Ops.add_low_rank`."""
     a, b = factors.a, factors.b
     (num_rows, k), (num_places, max_rank, n), width = x.shape, b.shape, a.shape[2]
     hidden = torch.empty(num_rows, width, dtype=torch.float32, device=x.device)

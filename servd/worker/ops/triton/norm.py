@@ -50,7 +50,6 @@ def rms_norm(
 def layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """See `Ops.layer_norm`."""
     return _norm(x, residual, weight, bias, eps)
 
 

@@ -11,7 +11,6 @@ from servd.worker.sample.shift import Shift
 
 
 def shift(logits: Tensor, changes: Shift) -> Tensor:
-    """See `SamplingOps.shift`."""
     if logits.dtype != torch.float32:  # which nothing changes
         logits = logits.float()
     if changes.biased is not None:
@@ -29,7 +28,6 @@ def shift(logits: Tensor, changes: Shift) -> Tensor:
 
 
 def choose(logits: Tensor, slots: Tensor, columns: Tensor, token_ids: Tensor) -> Tensor:
-    """See `SamplingOps.choose`."""
     if logits.dtype != torch.float32:
         logits = logits.float()
     chosen = torch.empty(len(logits), dtype=torch.int64)
@@ -42,7 +40,6 @@ def choose(logits: Tensor, slots: Tensor, columns: Tensor, token_ids: Tensor) ->
 
 
 def to_weights(logits: Tensor, peaks: Tensor, temperatures: Tensor) -> Tensor:
-    """See `SamplingOps.to_weights`."""
     weights = torch.empty(logits.shape)
     per_row = _contiguous(peaks, temperatures)
     call("to_weights", logits, logits.stride(0), *per_row, *logits.shape, weights)
@@ -50,21 +47,18 @@ def to_weights(logits: Tensor, peaks: Tensor, temperatures: Tensor) -> Tensor:
 
 
 def narrow(weights: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """See `SamplingOps.narrow`."""
     limits = torch.empty(len(weights))
     call("narrow", *_contiguous(weights, lowest, top_k, top_p), *weights.shape, limits)
     return limits
 
 
 def draw(weights: Tensor, lowest: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """See `SamplingOps.draw`."""
     token_ids = torch.empty(len(weights), dtype=torch.int64)
     call("draw", *_contiguous(weights, lowest, seeds, positions), *weights.shape, token_ids)
     return token_ids
 
 
 def score(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """See `SamplingOps.score`."""
     log_totals, ranks = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
     at = token_ids.contiguous()
     call("score", logits, logits.stride(0), at, *logits.shape, log_totals, ranks)

@@ -18,7 +18,6 @@ DIGITS = ((20, 11), (10, 10), (0, 10))
 
 
 def shift(logits: Tensor, changes: Shift) -> Tensor:
-    """See `SamplingOps.shift`."""
     if changes.biased is not None:
         add_biases(logits, changes.biased)
     if changes.bitmask is not None:
@@ -29,7 +28,6 @@ def shift(logits: Tensor, changes: Shift) -> Tensor:
 
 
 def choose(logits: Tensor, slots: Tensor, columns: Tensor, token_ids: Tensor) -> Tensor:
-    """See `SamplingOps.choose`."""
     best, chosen = logits.max(dim=-1)
     token_ids[slots, columns] = chosen.int()
     return torch.where(best < torch.inf, chosen, ~chosen)
@@ -53,13 +51,11 @@ def _penalize(logits: Tensor, penalized: Penalized) -> Tensor:
 
 
 def to_weights(logits: Tensor, peaks: Tensor, temperatures: Tensor) -> Tensor:
-    """See `SamplingOps.to_weights`."""
     # At most 0 before the division, so no temperature can overflow it.
     return (logits - peaks.unsqueeze(1)).div_(temperatures.unsqueeze(1)).exp_().mul_(WEIGHT_ONE)
 
 
 def narrow(weights: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """See `SamplingOps.narrow`."""
     weights = _at_least(weights, lowest)
     limits = lowest.clone()
     is_small = (top_k > 0) & (top_k <= MAX_SORTED)
@@ -139,7 +135,6 @@ def smallest_keeping(weights: Tensor, masses: Tensor, limits: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, lowest: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """See `SamplingOps.draw`."""
     cumulative = _at_least(weights, lowest).to(torch.int64).cumsum_(dim=-1)
     total = cumulative[:, -1]
     # < total: the largest u never rounds up to it.
@@ -149,7 +144,6 @@ def draw(weights: Tensor, lowest: Tensor, seeds: Tensor, positions: Tensor) -> T
 
 
 def score(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """See `SamplingOps.score`."""
     ranks = (logits > logits.gather(1, token_ids.unsqueeze(1))).sum(dim=-1) + 1
     return logits.logsumexp(dim=-1), ranks
 

@@ -23,7 +23,6 @@ def masses_of(weights_ptr, row, block, vocab, lowest, BLOCK: tl.constexpr):
 
 @triton.jit
 def splitmix64(state, index):
-    """See `uniform.py`."""
     z = state + (index + 1) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -63,7 +62,6 @@ def draw_kernel(
 
 
 def draw(weights: Tensor, lowest: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """See `SamplingOps.draw`."""
     num_rows, vocab = weights.shape
     num_blocks = triton.cdiv(vocab, BLOCK)
     masses = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=weights.device)

@@ -150,7 +150,6 @@ def narrow_kernel(
 
 
 def narrow(weights: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """See `SamplingOps.narrow`."""
     num_rows, vocab = weights.shape
     found = torch.empty(num_rows, CAPACITY, dtype=torch.int32, device=weights.device)
     out = torch.empty_like(lowest)

@@ -32,7 +32,6 @@ def score_kernel(
 
 
 def score(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """See `SamplingOps.score`."""
     num_rows, vocab = logits.shape
     log_sums = torch.empty(num_rows, triton.cdiv(vocab, BLOCK), device=logits.device)
     counts = torch.empty(log_sums.shape, dtype=torch.int32, device=logits.device)

@@ -65,12 +65,10 @@ def shift_kernel(
 
 
 def shift(logits: Tensor, changes: Shift) -> Tensor:
-    """See `SamplingOps.shift`."""
     return LAST - (best_of_blocks(logits, changes).amax(dim=-1) & 0xFFFFFFFF)
 
 
 def choose(logits: Tensor, slots: Tensor, columns: Tensor, token_ids: Tensor) -> Tensor:
-    """See `SamplingOps.choose`."""
     best = best_of_blocks(logits, Shift())
     (num_rows, num_blocks), chosen = best.shape, torch.empty_like(slots)
     choose_kernel[(num_rows,)](

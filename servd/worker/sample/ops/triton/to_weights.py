@@ -30,7 +30,6 @@ def to_weights_kernel(
 
 
 def to_weights(logits: Tensor, peaks: Tensor, temperatures: Tensor) -> Tensor:
-    """See `SamplingOps.to_weights`."""
     num_rows, vocab = logits.shape
     weights = torch.empty(num_rows, vocab, device=logits.device)
     to_weights_kernel[(num_rows, triton.cdiv(vocab, BLOCK))](
