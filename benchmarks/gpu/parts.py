@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -153,6 +154,8 @@ def measure_rival(device: str, is_tiny: bool, emit: Emit, limit_s: float = 100.0
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+    if device == "cpu" and find_spec("psutil") is None:
+        raise SystemExit("transformers' batching needs psutil on a CPU: pip install psutil")
     shape = shapes.tiny(shapes.QWEN3_06B) if is_tiny else shapes.QWEN3_06B
     options = {
         key: value

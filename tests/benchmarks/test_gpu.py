@@ -4,6 +4,7 @@ nothing else.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -168,3 +169,57 @@ def test_the_command_itself_says_so_too(monkeypatch: pytest.MonkeyPatch, capsys)
     monkeypatch.setattr(sys, "argv", ["benchmarks.gpu"])
     assert command.main() == 0
     assert "no NVIDIA GPU" in capsys.readouterr().out
+
+
+# Packages of servd that a bare GPU machine lacks; docs/gpu.md lists those that it has.
+LACKS = (
+    "fastapi", "gguf", "httptools", "llguidance", "multipart", "openai", "prometheus_client",
+    "psutil", "pydantic", "starlette", "uvicorn", "uvloop", "zmq",
+)  # fmt: skip
+WITHOUT = f"""
+import runpy
+import sys
+
+class Lacking:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {LACKS!r}:
+            return None
+        return self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = map(Lacking, sys.meta_path)
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def run_on_bare_machine(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a module, with arguments, where the packages of LACKS cannot be imported."""
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT, *command], cwd=ROOT, capture_output=True, text=True,
+        timeout=280,
+    )  # fmt: skip
+
+
+def test_a_bare_gpu_machine_collects_all_tests_of_the_makefile():
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    given = dict(re.findall(r"^(GPU_TESTS\w*) = (.*)$", makefile, flags=re.MULTILINE))
+    paths = ["tests/worker/test_kernels_compile.py", *" ".join(given.values()).split()]
+    assert "tests/worker/attention" in paths and "tests/worker/test_memory.py" in paths
+    options = ("-p", "no:cacheprovider", "-m", "not slow", "--collect-only", "-q")
+    done = run_on_bare_machine("pytest", *options, *paths)
+    assert done.returncode == 0, done.stdout[-3000:]
+    for path in paths:
+        assert f"\n{path}" in "\n" + done.stdout, f"{path} has no test there"
+
+
+@pytest.mark.parametrize("part", ["attention", "qwen3"])
+def test_a_bare_gpu_machine_measures(part: str):
+    done = run_on_bare_machine("benchmarks.gpu", "--tiny", "--part", part)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("FACTS ")

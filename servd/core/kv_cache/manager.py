@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from servd.config import CacheConfig
 from servd.core.kv_cache.block_hash import block_hash, root_hash
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.core.kv_cache.block_times import BlockTimes
-from servd.core.kv_cache.events import KVEvents
 from servd.core.kv_cache.pins import FOREVER, Pins
 from servd.core.kv_cache.tiers import Tiers
 from servd.core.request import Request, RequestStatus
@@ -16,6 +16,9 @@ from servd.core.step import Step
 from servd.messages import BlockCopies
 from servd.stats import SchedulerStats
 from servd.tracing import Mark, now_ns
+
+if TYPE_CHECKING:
+    from servd.core.kv_cache.events import KVEvents
 
 
 class KVCacheManager:
@@ -38,8 +41,12 @@ class KVCacheManager:
         self.num_holders = 0  # requests that have blocks
         self.tiers: Tiers | None = None
         self.num_swapped = 0  # requests that wait in RequestStatus.SWAPPED
-        self.events = None
+        self.events: KVEvents | None = None
         if (wanted := config.kv_events_config) and wanted.is_on:
+            from servd.core.kv_cache.events import (
+                KVEvents,
+            )  # here: it needs zmq, an engine does not
+
             self.events = KVEvents(wanted, self.pool, config.block_size)
         self.reading: set[Request] = set()  # waiting requests whose blocks come from a lower tier
         self._lost: dict[Request, str] = {}  # waiting requests that cannot get their blocks, why

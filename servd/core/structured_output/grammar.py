@@ -21,12 +21,12 @@ import json
 import re
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
-
-import llguidance
-from llguidance import LLMatcher, LLTokenizer
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from servd.params import StructuredOutput
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 # Limits on the work of one compilation and of one mask, and on the lexer states that a grammar
 # collects (0.4 to 0.7 kB each, so 14 MB in all). Most schemas have fewer than 500; strings with a
@@ -34,14 +34,13 @@ from servd.params import StructuredOutput
 # MAX_ITEMS, with the library's default ten times as long. The items of a row are among those of its
 # mask, which is refused earlier, so they need no smaller limit.
 MAX_ITEMS = 10_000
-LIMITS = llguidance.LLParserLimits(
-    initial_lexer_fuel=200_000,
-    step_lexer_fuel=100_000,
-    step_max_items=MAX_ITEMS,
-    max_items_in_row=MAX_ITEMS,
-    max_lexer_states=20_000,
-    verbose_errors=False,
-)
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": MAX_ITEMS,
+    "max_items_in_row": MAX_ITEMS,
+    "max_lexer_states": 20_000,
+}
 # White space between JSON tokens: one or two blanks, or a new line and its indentation. With any
 # white space allowed, models may write it until max_tokens.
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \t]{1,2}|[ \t]?\r?\n[ \t]{0,20}"}
@@ -158,11 +157,16 @@ class Matcher:
 
 
 def _compile(output: StructuredOutput, vocabulary: LLTokenizer) -> LLMatcher:
-    return LLMatcher(vocabulary, _source(output), log_level=0, limits=LIMITS)
+    import llguidance  # here: an engine runs without it until a request has a grammar
+
+    limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
+    return llguidance.LLMatcher(vocabulary, _source(output), log_level=0, limits=limits)
 
 
 def _source(output: StructuredOutput) -> str:
     """The grammar in llguidance's own form."""
+    from llguidance import LLMatcher, grammar_from  # here: see `_compile`
+
     match output.kind:
         case "json":
             return LLMatcher.grammar_from_json_schema(output.value, defaults=JSON_OPTIONS)
@@ -177,7 +181,7 @@ def _source(output: StructuredOutput) -> str:
             # A terminal: as alternatives of a rule, thousands would be beyond MAX_ITEMS.
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case "grammar":
-            return _bound_white_space(llguidance.grammar_from("grammar", output.value))
+            return _bound_white_space(grammar_from("grammar", output.value))
 
 
 def _bound_white_space(lark: str) -> str:
@@ -200,12 +204,12 @@ def _add_options(found: re.Match[str]) -> str:
 
 # Parts of the library's error messages -> messages for clients.
 EXCEEDED = {
-    "too many states": f"it has too many states, more than {LIMITS.max_lexer_states}",
+    "too many states": f"it has too many states, more than {LIMITS['max_lexer_states']}",
     "Too many items": f"it allows too much at once: more than {MAX_ITEMS} parser items",
     "Current row has": f"it allows too much at once: more than {MAX_ITEMS} parser items",
     "too many expressions": (
         "its regular expressions are too complex: a token takes more than "
-        f"{LIMITS.step_lexer_fuel} steps to follow; use fewer or smaller repetitions"
+        f"{LIMITS['step_lexer_fuel']} steps to follow; use fewer or smaller repetitions"
     ),
 }
 

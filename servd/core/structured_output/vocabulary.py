@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from llguidance import LLTokenizer, TokenizerWrapper
+from typing import TYPE_CHECKING
 
 from servd.config import Config
 from servd.hf import ModelSpec, find_model, find_tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 
 def load_vocabulary(config: Config, spec: ModelSpec) -> LLTokenizer:
@@ -15,6 +18,8 @@ def load_vocabulary(config: Config, spec: ModelSpec) -> LLTokenizer:
         ConfigError: the tokenizer is not found.
         ValueError: it is neither byte-level, nor has it a token for every byte.
     """
+    from llguidance import LLTokenizer, TokenizerWrapper  # here: only grammars need it
+
     model = config.model
     folder = (
         str(find_model(model.tokenizer, download_dir=model.download_dir))

@@ -11,7 +11,6 @@ import string
 import threading
 from typing import Any
 
-import llguidance
 import pytest
 
 from servd.core.engine_core import EngineCore
@@ -286,7 +285,7 @@ def test_a_grammar_whose_states_are_used_up_for_good_ends_its_request_and_is_not
     """Its states are shared by all its outputs: at the limit, every later request would fail, for
     ever.
     """
-    monkeypatch.setattr(grammar, "LIMITS", llguidance.LLParserLimits(max_lexer_states=40))
+    monkeypatch.setattr(grammar, "LIMITS", {"max_lexer_states": 40})
     for name, value in options.items():
         monkeypatch.setattr(manager, name, value)
     digits = StructuredOutput("regex", "[0-9]{200}")
@@ -323,7 +322,7 @@ def test_outputs_go_on_where_their_grammar_has_all_states_that_it_may_have(
     monkeypatch, depth, num_blocks
 ):
     reference = Driver(make_engine(), *branching(16)).run()
-    monkeypatch.setattr(grammar, "LIMITS", llguidance.LLParserLimits(max_lexer_states=200))
+    monkeypatch.setattr(grammar, "LIMITS", {"max_lexer_states": 200})
     compiled = []
     compile_one = manager.GrammarManager._compile
     monkeypatch.setattr(
@@ -344,7 +343,7 @@ def test_a_grammar_that_compiles_for_long_is_not_compiled_again_while_all_wait(m
     """Neither for outputs in the making nor for requests that wait; for those that come later, in a
     thread.
     """
-    monkeypatch.setattr(grammar, "LIMITS", llguidance.LLParserLimits(max_lexer_states=200))
+    monkeypatch.setattr(grammar, "LIMITS", {"max_lexer_states": 200})
     monkeypatch.setattr(cache, "RECOMPILE_LIMIT", 0.0)
     compile_one, threads = manager.GrammarManager._compile, []
 

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from servd.config import Config
 from servd.core.executor import Executor
@@ -25,15 +26,16 @@ from servd.core.kv_cache.tiers.disk import Disk
 from servd.core.kv_cache.tiers.host import Host
 from servd.core.kv_cache.tiers.identity import identity
 from servd.core.kv_cache.tiers.mover import Mover
-from servd.core.kv_cache.tiers.remote import Exchange, Reader
 from servd.errors import ConfigError
 from servd.hf import ModelSpec
-from servd.ipc import Keys
 from servd.join import read_token
 from servd.messages import BlockCopies, BlockCopy, WorkerReady
 from servd.sizes import format_bytes
 from servd.stats import SchedulerStats, TierStats
 from servd.tracing import StepRecord
+
+if TYPE_CHECKING:
+    from servd.core.kv_cache.tiers.remote import Exchange, Reader
 
 logger = logging.getLogger("servd.engine")
 
@@ -392,6 +394,9 @@ def load(config: Config, spec: ModelSpec, worker: WorkerReady, executor: Executo
     disk = root and Disk(root, int(cache.kv_cache_dir_size * GIB), identify)
     exchange = None
     if (transfer := cache.kv_transfer_config) is not None:
+        from servd.core.kv_cache.tiers.remote import Exchange  # here: it needs zmq
+        from servd.ipc import Keys
+
         exchange = Exchange(transfer, Keys(read_token(config)), identify)
     tiers = Tiers(Host(num_slots, slot_bytes), disk, cache.block_size, exchange)
     tiers.measure(executor)

@@ -8,12 +8,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from servd.core.kv_cache.tiers.cost import Cost
 from servd.core.kv_cache.tiers.disk import Disk
 from servd.core.kv_cache.tiers.host import Host
-from servd.core.kv_cache.tiers.remote import Exchange, Reader
 from servd.tracing import now_ns
+
+if TYPE_CHECKING:
+    from servd.core.kv_cache.tiers.remote import Exchange, Reader
 
 NUM_THREADS = 2  # for files, and as many for peers
 PAUSE = 0.005  # seconds between looks at files that are read while there is nothing else to do
