@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
 import torch
 
@@ -87,14 +88,28 @@ class GPUModelRunner(ModelRunner):
                 self._capture(self.graphs, size)
                 yield size
 
+    @cached_property
+    def can_capture(self) -> bool:
+        """Whether steps can be graphs. A warning, logged once, says why not."""
+        if self.config.model.enforce_eager:
+            return False
+        reason = ""
+        if not self.backend.supports_graphs:
+            reason = f"attention backend {self.backend_name} cannot be captured"
+        elif not all(
+            getattr(each, "is_capturable", True) for _, each in self.model.named_modules()
+        ):
+            reason = (
+                "quantized experts are multiplied one by one, and the host has to know how many"
+                " tokens each of them has; without --quantization they are one kernel"
+            )
+        if reason:
+            log.warning("no CUDA graphs: %s", reason)
+        return not reason
+
     def make_graphs(self) -> GraphRunner | None:
         """A runner of CUDA graphs; None if switched off, or with a backend that has none."""
-        if self.config.model.enforce_eager:
-            return None
-        if not self.backend.supports_graphs:
-            log.warning(
-                "no CUDA graphs: attention backend %s cannot be captured", self.backend_name
-            )
+        if not self.can_capture:
             return None
         num_weights = self.weights_bytes // self.dtype.itemsize
         self.states.inputs.reserve(self.max_num_samples)

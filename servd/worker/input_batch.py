@@ -400,7 +400,8 @@ def captured_attention(states: RequestStates, columns: Columns) -> AttentionBatc
     """The same in a form that a graph can capture (see `Backend`)."""
     num_rows = len(columns.slots)
     if states.tree is not None:
-        return decode_attention(states, columns.slots, columns.columns, columns.step[PLACE])
+        places = columns.step[PLACE]
+        return decode_attention(states, columns.slots, columns.columns, places, is_captured=True)
     longest = np.full(num_rows, states.max_model_len, dtype=np.int64)
     return columns_attention(states, columns, np.ones_like(longest), longest)
 
@@ -410,13 +411,14 @@ def decode_attention(
     slots: torch.Tensor,
     columns: torch.Tensor,
     places: torch.Tensor | None = None,
+    is_captured: bool = False,
 ) -> AttentionBatch:
-    """The attention of one token per row, see `InputBatch.tokens`, in a form that a graph can
-    capture (see `Backend`); on a CPU, with lengths that are exact.
+    """Return the attention of one token per row, see `InputBatch.tokens`, in a form that a graph
+    can capture (see `Backend`). On a CPU, lengths are exact unless it is captured.
     """
     num_rows, tables = len(slots), states.block_tables
     positions = states.positions(columns, places)
-    if positions.device.type == "cpu":
+    if positions.device.type == "cpu" and not is_captured:
         seq_lens = positions.numpy() + 1
     else:
         seq_lens = np.full(num_rows, states.max_model_len, dtype=np.int64)

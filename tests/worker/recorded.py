@@ -1,18 +1,22 @@
 """GPUModelRunner on a CPU: operations recorded with their addresses and run again, as a CUDA graph
-does.
+does. Stricter than a GPU: within a capture it refuses what would read from or wait for a device.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import weakref
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
+import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -20,7 +24,49 @@ from servd.worker.attention import AttentionBatch, torch_sdpa
 from servd.worker.attention import native as _native  # noqa: F401 - keeps the library it imports
 from servd.worker.cpu_model_runner import CPUModelRunner
 from servd.worker.gpu_model_runner import GPUModelRunner
+from servd.worker.layers import experts
+from servd.worker.layers.experts import grouped_form
+from servd.worker.models import deepseek_v2
 from tests.parity.families import LLAMA
+
+
+class NotCapturable(RuntimeError):
+    """A capture met what reads a device's numbers, or makes a tensor of the host's."""
+
+
+# By their names: methods of tensors, and functions of torch.
+OF_THE_HOST = {
+    "__bool__", "__float__", "__index__", "__int__", "allclose",
+    "argwhere", "as_tensor", "asarray", "cpu", "equal", "from_numpy", "frombuffer", "item",
+    "masked_select", "new_tensor", "nonzero", "numpy", "pin_memory", "tensor", "tolist", "unique",
+    "unique_consecutive",
+}  # fmt: skip
+# Operations of aten, which what is no call of a function in torch comes to.
+WAIT = {
+    "_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "lift_fresh",
+    "masked_select", "nonzero", "unique_consecutive", "unique_dim",
+}  # fmt: skip
+
+
+# By id: tensors that are in host memory where the others are on a device.
+ON_HOST = weakref.WeakValueDictionary[int, torch.Tensor]()
+
+
+class Strict(TorchFunctionMode):
+    """Refuses calls that a CUDA graph cannot capture."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in OF_THE_HOST and not (args and ON_HOST.get(id(args[0])) is args[0]):
+            raise NotCapturable(f"{name} within a capture")
+        if name in ("__getitem__", "__setitem__") and _has_host_indices(args[1]):
+            raise NotCapturable("an index from the host within a capture")
+        return func(*args, **(kwargs or {}))
+
+
+def _has_host_indices(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, list | np.ndarray) for part in parts)
 
 
 class Recorder(TorchDispatchMode):
@@ -31,16 +77,32 @@ class Recorder(TorchDispatchMode):
         self.calls: list[tuple[Any, ...]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in WAIT or _waits(name, args, kwargs or {}):
+            raise NotCapturable(f"{func} within a capture")
         out = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, out))
         return out
 
 
+def _waits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the size of the result is known to the device alone."""
+    if name in ("index", "index_put", "index_put_"):
+        return any(each is not None and each.dtype == torch.bool for each in args[1])
+    if name == "repeat_interleave" and isinstance(args[-1], torch.Tensor):
+        return kwargs.get("output_size") is None
+    return False
+
+
 def record(run: Callable[[], None]) -> Callable[[], None]:
     """What it returns runs the operations of `run`, not its Python: what came from the host stays
     as it was.
+
+    Raises:
+        NotCapturable: a CUDA graph could not be made of it.
     """
-    with Recorder() as recorder:
+    refuse = Mock(side_effect=NotCapturable("from_numpy within a capture"))
+    with patch.object(torch, "from_numpy", refuse), Strict(), Recorder() as recorder:
         run()
 
     def replay() -> None:
@@ -75,22 +137,22 @@ class GraphBackend(torch_sdpa.Backend):
         seq_lens = metadata.seq_lens_device[rows]
         positions = seq_lens - starts[rows + 1] + tokens  # of each token in its row
         shape = (len(q), -1, self.spec.num_kv_heads, self.spec.head_dim)
-        groups = self.spec.num_heads // self.spec.num_kv_heads
-        parts = kv_cache[:, metadata.block_tables[rows]].view(2, *shape)
+        parts = kv_cache[:, metadata.block_tables[rows]].view(len(kv_cache), *shape).to(q.dtype)
         if metadata.tails is not None:
             numbers = torch.arange(-metadata.tails.shape[1], 0) + seq_lens[:, None]
-            tails = kv_cache.flatten(1, 2)[:, metadata.tails[rows]]
+            tails = kv_cache.flatten(1, 2)[:, metadata.tails[rows]].to(q.dtype)
             parts[:, tokens[:, None], numbers.clamp(min=0)] = tails
-        # [tokens, keys, heads, head_dim] each
-        keys, values = parts.repeat_interleave(groups, 3)
-        scores = torch.einsum("rhd,rkhd->rhk", q, keys) * scale
-        at = torch.arange(keys.shape[1])
+        at = torch.arange(parts.shape[2])
         hidden = at > positions[:, None]
         if self.spec.sliding_window is not None:
             hidden |= at <= positions[:, None] - self.spec.sliding_window
-        values = values.masked_fill(hidden[:, :, None, None], 0)  # may be NaN, of others
-        weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
-        out = torch.einsum("rhk,rkhd->rhd", weights, values)
+        parts = parts.masked_fill(hidden[..., None, None], 0)  # may be NaN, of others
+        # [tokens, heads, keys, head_dim] each
+        keys = parts[0].transpose(1, 2)
+        values = parts[-1].transpose(1, 2)[..., -(self.spec.value_dim or self.spec.head_dim) :]
+        mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill(hidden, -torch.inf)
+        mask = mask[:, None, None]
+        out = self._attention(q.unsqueeze(2), keys, values, mask, scale, sinks).squeeze(2)
         return out.masked_fill(is_padding[:, None, None], torch.nan)  # anything
 
 
@@ -104,15 +166,40 @@ class RecordedRunner(GPUModelRunner):
     def load_model(self, progress: Callable[[float], None]) -> None:
         super().load_model(progress)
         self.backend = GraphBackend(self.backend.spec)
+        for matrix in self.adapters.matrices if self.adapters else ():
+            ON_HOST[id(matrix.factors.part_ends)] = matrix.factors.part_ends
 
     def recorder(self):
         return record
+
+
+class ExpertsOnDevice(experts.OneByOne):
+    """Stands for the kernel that a GPU has for experts that are not quantized."""
+
+    is_capturable = True
+
+    def multiply(self, x, index, starts):
+        rows = x if index is None else x[index]
+        numbers = torch.arange(len(rows))
+        outputs = []
+        for matrix, start, end in zip(self.matrices, starts, starts[1:], strict=False):
+            is_own = (numbers >= start) & (numbers < end)
+            outputs.append(torch.where(is_own.unsqueeze(1), matrix.product(rows), 0))
+        return torch.stack(outputs).sum(0)
+
+
+def grouped_form_on_device(matrices):
+    """As `grouped_form` does on a GPU."""
+    is_quantized = any(matrix.form for matrix in matrices)
+    return grouped_form(matrices) if is_quantized else ExpertsOnDevice(matrices)
 
 
 def use_recorded_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers on a CPU get a RecordedRunner. What is not an operation of torch cannot be recorded,
     so it is off.
     """
+    for module in (experts, deepseek_v2):
+        monkeypatch.setattr(module, "grouped_form", grouped_form_on_device)
     monkeypatch.setattr("servd.worker.worker.CPUModelRunner", RecordedRunner)
     if find_spec("servd.worker.ops.native"):
         monkeypatch.setattr("servd.worker.ops.native.library", lambda: None)

@@ -25,6 +25,8 @@ from servd.worker.parallel import Parallel
 class GroupedForm(Protocol):
     """How the matrices of several experts are multiplied."""
 
+    is_capturable: bool  # in a CUDA graph: it asks the device for nothing
+
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
         """Multiply row `index[r]` (or r, if None) of x [n, in] by the matrix of the expert of row
         r, which has the rows starts[expert] to starts[expert + 1]. int32 [num_rows] and
@@ -35,6 +37,8 @@ class GroupedForm(Protocol):
 
 class OneByOne:
     """Expert by expert: slow, for forms without a grouped kernel."""
+
+    is_capturable = False
 
     def __init__(self, matrices: Sequence[Matrix]) -> None:
         self.matrices = matrices
@@ -68,6 +72,7 @@ class WithBiases:
 
     def __init__(self, form: GroupedForm, biases: Sequence[Tensor]) -> None:
         self.form = form
+        self.is_capturable = form.is_capturable
         self.biases = torch.stack(tuple(biases))  # [num_experts, out]
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
@@ -191,6 +196,11 @@ class SparseMoE(nn.Module):
         if self.parallel.rank == 0 or self.parallel.has_whole_experts:
             second = WithBiases(second, biases[1])
         return WithBiases(first, biases[0]), second
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph can hold this layer."""
+        return all(form.is_capturable for form in self.grouped)
 
     def route(self, x: Tensor) -> Routing:
         """The experts of tokens [num_tokens, hidden]."""

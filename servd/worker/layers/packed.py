@@ -160,6 +160,8 @@ class Stacked(Packed):
 class ExpertMatrices:
     """Experts' matrices of one shape and type; each multiplies its own rows, all in one call."""
 
+    is_capturable = True
+
     def __init__(self, matrices: Sequence[PackedMatrix] | Sequence[GroupedMatrix]) -> None:
         self.matrices = matrices  # keeps the memory that the tables point to
         first = matrices[0]

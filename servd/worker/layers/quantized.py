@@ -52,14 +52,20 @@ class Quantized:
         order = None if columns is None or columns.is_meta else tuple(columns.tolist())
         return self.codes.dtype, self.scale.dtype, has_offset, self.group_size, self.table, order
 
-    def dequantize(self) -> Tensor:
-        """Float32 [out, in]: what the format says that the weights are."""
-        codes, table = self.codes, self.table
-        values = (
-            codes.float()
-            if table is None
-            else codes.new_tensor(table, dtype=torch.float32)[codes.int()]
-        )
+    def table_on_device(self) -> Tensor | None:
+        """Return the table, float32 [16], where the codes are."""
+        if self.table is None:
+            return None
+        return self.codes.new_tensor(self.table, dtype=torch.float32)
+
+    def dequantize(self, table: Tensor | None = None) -> Tensor:
+        """Return what the format says that the weights are, float32 [out, in].
+
+        Args:
+            table: what `table_on_device` returned, for CUDA graphs, which cannot hold the call.
+        """
+        table = self.table_on_device() if table is None else table
+        values = self.codes.float() if table is None else table[self.codes.int()]
         weights = values * self._spread(self.scale)
         if self.offset is not None:
             weights += self._spread(self.offset)
@@ -139,13 +145,14 @@ class QuantizedMatrix:
 
     def __init__(self, quantized: Quantized, dtype: torch.dtype) -> None:
         self.quantized, self.dtype = quantized, dtype
+        self.table = quantized.table_on_device()
         self.nbytes = quantized.nbytes
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See `Form`."""
-        return F.linear(x, self.quantized.dequantize().to(x.dtype), bias)
+        return F.linear(x, self.quantized.dequantize(self.table).to(x.dtype), bias)
 
     def rows(self, index: Tensor) -> Tensor:
         """See `Form`."""
         chosen = self.quantized.map(lambda x: x[index])
-        return chosen.dequantize().to(self.dtype)
+        return chosen.dequantize(self.table).to(self.dtype)

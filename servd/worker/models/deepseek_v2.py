@@ -42,6 +42,11 @@ class OfHeads(nn.Module):
         """The matrices as one grouped product, as of experts."""
         return grouped_form([*self.weights])
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph can hold this layer."""
+        return self.grouped.is_capturable
+
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, heads, in] -> [num_tokens, heads, out]."""
         num_tokens, num_heads, _ = x.shape
