@@ -17,7 +17,7 @@ import msgspec
 
 from servd.tracing import Mark, StepRecord
 
-MAX_SPANS = 400  # a span shorter than this fraction of the whole is merged into its neighbor
+MAX_SPANS = 400  # of a request; if there are more, those of a cause are put together
 MAX_STEPS = 512  # the longest are kept
 STALL_FACTOR, LEAST_STALL = 5, 50_000_000  # times what a step should take, and nanoseconds beyond
 NEVER = 1 << 62  # number of a step
@@ -352,14 +352,33 @@ class _Explainer:
             self.spans.append(Span(cause, begin, end, step, step))
 
     def _drawn(self) -> list[Span]:
-        """The spans, with those too short to be visible merged."""
-        if len(self.spans) <= MAX_SPANS:
-            return self.spans
-        least = (self.spans[-1].end_ns - self.spans[0].begin_ns) // MAX_SPANS
-        drawn: list[Span] = []
-        for span in self.spans:
-            if drawn and (span.end_ns - span.begin_ns < least or span.cause == drawn[-1].cause):
-                drawn[-1].end_ns, drawn[-1].last_step = span.end_ns, span.last_step
-            else:
-                drawn.append(msgspec.structs.replace(span))
+        """Return the spans, put together by cause within stretches of time if there are many."""
+        drawn = self.spans
+        num_stretches = MAX_SPANS
+        while len(drawn) > MAX_SPANS:
+            drawn = _put_together(self.spans, num_stretches)
+            num_stretches //= 2
         return drawn
+
+
+def _put_together(spans: Sequence[Span], num_stretches: int) -> list[Span]:
+    """Return one span for each cause in each stretch, so that a cause keeps its time."""
+    least = (spans[-1].end_ns - spans[0].begin_ns) // num_stretches
+    found: list[Span] = []
+    stretch: dict[str, Span] = {}
+    begin = spans[0].begin_ns
+    for span in spans:
+        known = stretch.get(span.cause)
+        if known is None:
+            stretch[span.cause] = msgspec.structs.replace(span)
+        else:
+            known.end_ns += span.end_ns - span.begin_ns
+            known.last_step = max(known.last_step, span.last_step)
+        if span.end_ns - begin >= least or span is spans[-1]:
+            for each in stretch.values():
+                each.end_ns += begin - each.begin_ns
+                each.begin_ns = begin
+                begin = each.end_ns
+            found += stretch.values()
+            stretch = {}
+    return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -245,12 +247,26 @@ def test_thousands_of_short_spans_are_drawn_as_few():
     steps = [step(i, 4 + 2 * i, 6 + 2 * i, {"b": 10} if i % 2 else None) for i in range(num)]
     marks = marks_of(("queued", 4), ("scheduled", 4, 0), ("first_token", 6, 0), end=2 * num)
     found = account(marks, steps, "own")
-    assert len(found.spans) <= MAX_SPANS + 1
+    assert len(found.spans) <= MAX_SPANS
     assert found.num_steps > 4000 and len(found.steps) == 512
     assert_contiguous(found)
 
 
+def test_the_time_of_a_cause_is_drawn_in_full_though_all_of_its_spans_are_short():
+    """Steps of 14 ms with 1 ms between them, 500 times: the steps are most of it."""
+    steps = [step(i, 4 + 15 * i, 18 + 15 * i) for i in range(500)]
+    marks = marks_of(("queued", 4), ("scheduled", 4, 0), ("first_token", 18, 0), end=7504)
+    found = account(marks, steps, "own")
+    drawn = sum(each.end_ns - each.begin_ns for each in found.spans if each.cause == "decode")
+    assert drawn == found.causes["decode"] > 0.9 * (found.end_ns - found.begin_ns)
+
+
 def assert_contiguous(found: Account) -> None:
+    """And what is drawn of each cause is its time."""
+    drawn: Counter[str] = Counter({"unaccounted": 0})
+    for span in found.spans:
+        drawn[span.cause] += span.end_ns - span.begin_ns
+    assert drawn == found.causes
     at = found.begin_ns
     for span in found.spans:
         assert span.begin_ns == at < span.end_ns
@@ -270,10 +286,10 @@ MARKS = st.lists(
 )
 
 
-@given(MARKS, STEPS)
-def test_the_shares_add_up_to_the_whole_and_none_is_negative(marks, parts):
-    """Whatever the marks and the steps are: some may be lost, or come in any order."""
-    begin, end, steps = 0, 0, []
+def steps_of(parts) -> list[StepRecord]:
+    """Steps as of STEPS, some in flight with the one before."""
+    begin = end = 0
+    steps = []
     for number, (wait, duration, prefills, drafts, accepted, waits_for) in enumerate(parts):
         begin = max(begin, end - 5) + wait
         end = max(end, begin) + duration
@@ -281,6 +297,24 @@ def test_the_shares_add_up_to_the_whole_and_none_is_negative(marks, parts):
             step(number, begin, end, prefills, num_drafts=drafts,
                  num_accepted=min(accepted, drafts), waits_for=waits_for)
         )  # fmt: skip
+    return steps
+
+
+@given(STEPS, st.integers(len(CAUSES), 60))
+def test_many_spans_keep_the_time_of_their_causes(parts, most):
+    steps = steps_of(parts * 50)
+    end = max((each.harvested_ns // MS for each in steps), default=0) + 9
+    marks = marks_of(("queued", 0), ("scheduled", 0, 0), ("first_token", 1, 0), end=end)
+    with patch("servd.account.MAX_SPANS", most):
+        found = account(marks, steps, "own")
+    assert len(found.spans) <= most
+    assert_contiguous(found)
+
+
+@given(MARKS, STEPS)
+def test_the_shares_add_up_to_the_whole_and_none_is_negative(marks, parts):
+    """Whatever the marks and the steps are: some may be lost, or come in any order."""
+    steps = steps_of(parts)
     taken = sorted((Mark(stage, at * MS, number) for stage, at, number in marks),
                    key=lambda mark: mark.at_ns)  # fmt: skip
     found = account(taken, steps, "own")
