@@ -273,4 +273,15 @@ class GPUModelRunner(ModelRunner):
         copied = [part.to_host() for part in parts]
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))
-        return copied, done.synchronize
+
+        def wait() -> None:
+            torch.cuda.set_device(self.device)  # each thread has its own, at first device 0
+            done.synchronize()
+
+        return copied, wait
+
+    def drop_graphs(self) -> None:
+        """See ModelRunner."""
+        if self.graphs is not None:
+            self.graphs.graphs.clear()
+            self.graphs.heads.clear()

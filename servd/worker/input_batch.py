@@ -460,17 +460,15 @@ def _of_groups(
     last token of each row.
     """
     tables, (last_slots, last_columns, last_places) = states.block_tables, last
-    rows, last_rows = tables.other_groups + slots, tables.other_groups + last_slots  # [others, n]
-    mappings = tables.slot_mapping(rows, columns)
-    blocks = tables.tables[last_rows, : batch.block_tables.shape[1]]
-    tails = states.tails(last_rows, last_columns, last_places)
-    return replace(
-        batch,
-        others=[
-            replace(
-                batch, slot_mapping=mappings[number], block_tables=blocks[number],
-                tails=None if tails is None else tails[number],
-            )
-            for number in range(len(rows))
-        ],
-    )  # fmt: skip
+    others = []
+    for first_row in tables.other_groups:
+        last_rows = first_row + last_slots
+        # Tensors of their own, not rows of one: Triton compiles kernels again for other alignments.
+        other = replace(
+            batch,
+            slot_mapping=tables.slot_mapping(first_row + slots, columns),
+            block_tables=tables.tables[last_rows, : batch.block_tables.shape[1]],
+            tails=states.tails(last_rows, last_columns, last_places),
+        )
+        others.append(other)
+    return replace(batch, others=others)

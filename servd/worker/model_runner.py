@@ -458,6 +458,9 @@ class ModelRunner(ABC):
         """Changes of options that would free `missing` bytes, e.g. "lower --max-num-seqs to 4"."""
         return []
 
+    def drop_graphs(self) -> None:  # noqa: B027 - only a GPU has them
+        """Free captured steps; none may run afterwards."""
+
     @abstractmethod
     def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
         """Start copying a step's output to the host; returns the copies, and what awaits them."""

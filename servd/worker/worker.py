@@ -159,6 +159,7 @@ class Worker:
 
     def shutdown(self) -> None:
         """Leave the process group, and free memory and threads for a process that goes on."""
+        self.runner.drop_graphs()  # first: NCCL waits for ever for graphs that hold its kernels
         self.parallel.close()
         if self.parallel.size * self.parallel.num_stages == 1:
             # The runner is in reference cycles, which take the garbage collector 0.1 s.

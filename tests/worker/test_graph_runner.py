@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
+import weakref
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +23,10 @@ from servd.messages import AbortRequests, EngineCoreRequest
 from servd.params import SamplingParams
 from servd.speculative import MAX_FORCED_TOKENS
 from servd.worker.decode_inputs import DecodeInputs
+from servd.worker.gpu_model_runner import GPUModelRunner
 from servd.worker.graph_runner import GraphRunner, GraphSize, decode_sizes, mixed_sizes
+from servd.worker.input_batch import decode_attention
+from servd.worker.request_states import RequestStates
 from servd.worker.sample.sampler import Sampler
 from tests.core.engines import Log
 from tests.parity.families import CASES, make_checkpoint
@@ -361,6 +367,56 @@ def test_a_backend_that_cannot_be_captured_serves_without(
     driver = Driver(config_for(folder, load_format="dummy"))
     assert driver.worker.runner.graphs is None
     assert "no CUDA graphs: attention backend" in caplog.text
+
+
+def test_graphs_are_dropped_before_the_group_of_ranks_is_left(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """NCCL waits for kernels of its own that graphs hold."""
+    worker = Driver(config_for(folder, load_format="dummy")).worker
+    graphs = worker.runner.graphs
+    held = weakref.ref(next(iter(graphs.graphs.values())))
+    left = []
+
+    def leave() -> None:
+        left.append((len(graphs.graphs), len(graphs.heads), held()))
+
+    monkeypatch.setattr(type(worker.parallel), "close", lambda self: leave())
+    assert held() is not None
+    worker.shutdown()
+    assert left == [(0, 0, None)]
+
+
+def test_the_thread_that_waits_for_a_step_uses_the_device_of_its_rank(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A thread begins with device 0, whatever its process uses."""
+    calls: list[tuple[str, int]] = []
+
+    def note(what: str, *_: object) -> None:
+        calls.append((what, threading.get_ident()))
+
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: note("wait"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: note(str(device)))
+    runner = SimpleNamespace(device=torch.device("cuda", 1))
+    _, wait = GPUModelRunner.to_host(runner, [])  # pyright: ignore[reportArgumentType]
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    assert [what for what, _ in calls] == ["cuda:1", "wait"]
+    assert {where for _, where in calls} == {thread.ident}
+
+
+def test_tensors_of_groups_of_layers_are_aligned_whatever_the_number_of_rows():
+    """Triton compiles a kernel again for a pointer that is not a multiple of 16 bytes."""
+    states = RequestStates(4, 64, 4, torch.device("cpu"), vocab_size=100)
+    states.block_tables.arrange(3)
+    for num_rows in (1, 2, 3):
+        rows = torch.zeros(num_rows, dtype=torch.int64)
+        for other in decode_attention(states, rows, rows).others:
+            assert other.slot_mapping.data_ptr() % 16 == other.block_tables.data_ptr() % 16 == 0
 
 
 def test_a_failing_capture_names_the_way_out(folder: Path, monkeypatch: pytest.MonkeyPatch):
