@@ -70,7 +70,21 @@ def main() -> int:
     parser.add_argument(
         "--tiny", action="store_true", help="tiny models on a CPU, to test the measurement"
     )
+    parser.add_argument(
+        "--facts", nargs="*", choices=["environment", "family", "sampling"],
+        help="print one line of JSON per fact instead: what starts, and with which tokens",
+    )  # fmt: skip
+    parser.add_argument("--fact", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="of --facts")
     arguments = parser.parse_args()
+    if arguments.facts is not None or arguments.fact is not None:
+        from benchmarks.gpu import first
+
+        if arguments.fact is not None:
+            first.run_item(arguments.device, arguments.fact)
+        else:
+            first.run_all(arguments.device, arguments.facts or [])
+        return 0
     device = "cpu" if arguments.tiny else "cuda"
     if arguments.part:
         from benchmarks.gpu import parts

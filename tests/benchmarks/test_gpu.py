@@ -4,6 +4,7 @@ nothing else.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -169,6 +170,17 @@ def test_the_command_itself_says_so_too(monkeypatch: pytest.MonkeyPatch, capsys)
     monkeypatch.setattr(sys, "argv", ["benchmarks.gpu"])
     assert command.main() == 0
     assert "no NVIDIA GPU" in capsys.readouterr().out
+
+
+def test_first_facts_are_lines_of_json_though_one_fails(capfd):
+    from benchmarks.gpu import first
+
+    first.run_item("cpu", ["environment"])
+    first.run_item("cpu", ["family", "llama", {"quantization": "int4"}])
+    first.run_item("cpu", ["family", "nobody's", {}])
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("FACT ")]
+    environment, family, failed = (json.loads(line.removeprefix("FACT ")) for line in lines)
+    assert environment["torch"] and family["equal"] == 1.0 and "KeyError" in failed["failed"]
 
 
 # Packages of servd that a bare GPU machine lacks; docs/gpu.md lists those that it has.
