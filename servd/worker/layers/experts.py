@@ -44,7 +44,6 @@ class OneByOne:
         self.matrices = matrices
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
-        """See `GroupedForm`."""
         rows, bounds = x if index is None else x[index], starts.tolist()
         first = self.matrices[0]
         out = x.new_empty(len(rows), first.rows_of(len(first.part_shapes) - 1).stop)
@@ -76,7 +75,6 @@ class WithBiases:
         self.biases = torch.stack(tuple(biases))  # [num_experts, out]
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
-        """See `GroupedForm`."""
         out = self.form.multiply(x, index, starts)
         rows = torch.arange(len(out), dtype=starts.dtype, device=starts.device)
         return out.add_(self.biases[torch.bucketize(rows, starts[1:-1], right=True)])
@@ -86,7 +84,6 @@ class RouterMatrix(Matrix):
     """Is never quantized: small errors would choose other experts."""
 
     def reform(self, make: MakeForm) -> None:
-        """See `Matrix`."""
         is_native = self.device.type == "cpu" and native.library() is not None
         super().reform(MakeForm(packed.PackedMatrix if is_native else lambda _: None))
 

@@ -85,7 +85,6 @@ class PackedMatrix(Packed):
         call("matmul", *given, out, out.stride(0), out.shape[1])
 
     def rows(self, index: Tensor) -> Tensor:
-        """See `Packed`."""
         index = index.contiguous()
         out = torch.empty(len(index), self.shape[1])
         given = self.type, self.num_terms, self.packed, self.scale
@@ -124,7 +123,6 @@ class GroupedMatrix(Packed):
         )  # fmt: skip
 
     def rows(self, index: Tensor) -> Tensor:
-        """See `Packed`."""
         index = index.contiguous()
         out = torch.empty(len(index), self.shape[1])
         call(
@@ -184,7 +182,6 @@ class ExpertMatrices:
         return None
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
-        """See `GroupedForm`."""
         x, first = x.contiguous(), self.matrices[0]
         if isinstance(first, PackedMatrix) and first.is_spread:
             x = spread(x)

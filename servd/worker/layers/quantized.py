@@ -149,10 +149,8 @@ class QuantizedMatrix:
         self.nbytes = quantized.nbytes
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Form`."""
         return F.linear(x, self.quantized.dequantize(self.table).to(x.dtype), bias)
 
     def rows(self, index: Tensor) -> Tensor:
-        """See `Form`."""
         chosen = self.quantized.map(lambda x: x[index])
         return chosen.dequantize(self.table).to(self.dtype)

@@ -28,7 +28,6 @@ class ExpertMatrices:
         self.addresses = torch.tensor(addresses, device=matrices[0].device)
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
-        """See `GroupedForm`."""
         (out_features, size), num_experts = self.matrices[0].shape, len(self.matrices)
         num_rows = len(x) if index is None else len(index)
         out = x.new_empty(num_rows, out_features)
