@@ -27,11 +27,6 @@ GPU_TESTS = tests/worker/attention tests/worker/ops tests/worker/quantization te
 GPU_TESTS_ALONE = tests/worker/test_memory.py tests/worker/test_gpu_model_runner.py
 GPU_PYTEST = PYTHONPATH=.gpu timeout 470 $(GPU_PYTHON) -m pytest -m 'not slow' --durations=10
 
-# Beside each other: those of whole servers mostly wait, so that two processes of them and two that compute are enough for
-# two CPUs.
-SERVERS = $(wildcard tests/integration/test_[a-e]*.py)
-SERVERS2 = $(filter-out $(SERVERS),$(wildcard tests/integration/test_*.py))
-ROOMS = tests/api tests/core tests/demo_model tests/parity
 # What tells most within a minute: no server, no model, no long property test. Those of the commands run after pyright,
 # beside the others.
 FAST = --ignore=tests/core/structured_output tests/core $(filter-out tests/test_docs.py tests/test_llm.py tests/test_messages.py,$(wildcard tests/test_*.py))
@@ -51,13 +46,7 @@ serve: $(VENV)/.servd ## Serve MODEL (a Hugging Face id or a folder) on HOST:POR
 	$(BIN)/servd serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(VENV)/.dev ## Run the tests in four processes, or with ARGS what it says
-	@if [ -n "$(ARGS)" ]; then exec $(BIN)/python -m pytest $(ARGS); fi; \
-	logs=$$(mktemp -d); processes=; \
-	run() { name=$$1; shift; $(BIN)/python -m pytest "$$@" >$$logs/$$name 2>&1 & processes="$$processes $$!"; }; \
-	run rooms $(ROOMS); run servers $(SERVERS); run servers2 $(SERVERS2); \
-	$(BIN)/python -m pytest $(patsubst %,--ignore=%,tests/integration $(ROOMS)); failed=$$?; \
-	for process in $$processes; do wait $$process || failed=1; done; \
-	cat $$logs/*; rm -rf $$logs; exit $$failed
+	@$(if $(ARGS),$(BIN)/python -m pytest $(ARGS),$(BIN)/python -m tools.run_tests)
 
 test-unit: $(VENV)/.dev ## Run the tests that start no server
 	$(BIN)/python -m pytest --ignore=tests/integration $(ARGS)

@@ -1,0 +1,80 @@
+"""Run the tests in four processes beside each other and show how far each of them is.
+
+`make test` runs it. Tests of whole servers mostly wait, so that two processes of them and two that
+compute are enough for two CPUs.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ["tests/api", "tests/core", "tests/demo_model", "tests/parity"]
+SERVERS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/integration/test_*.py"))
+FIRST_SERVERS = [path for path in SERVERS if Path(path).name < "test_f"]
+GROUPS = {
+    "rooms": ROOMS,
+    "servers a-e": FIRST_SERVERS,
+    "servers f-z": [path for path in SERVERS if path not in FIRST_SERVERS],
+    "others": [f"--ignore={path}" for path in ("tests/integration", *ROOMS)],
+}
+LOG_SECONDS = 20.0  # between two lines where the output is no terminal
+
+
+def percent(log: Path) -> int:
+    """Return how much of its tests a process of pytest has run, from what it printed."""
+    found = re.findall(rb"\[ *(\d+)%\]", log.read_bytes()[-2000:])
+    return int(found[-1]) if found else 0
+
+
+class Progress:
+    """One line: rewritten on a terminal, repeated elsewhere."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.shown = 0.0
+        self.is_terminal = sys.stdout.isatty()
+
+    def show(self, logs: dict[str, Path]) -> None:
+        """Print the line if it is time to."""
+        now = time.monotonic()
+        if not self.is_terminal and now - self.shown < LOG_SECONDS:
+            return
+        self.shown = now
+        parts = [f"{name} {percent(log)} %" for name, log in logs.items()]
+        line = f"{now - self.began:4.0f} s: {', '.join(parts)}"
+        print(f"\r{line}\x1b[K" if self.is_terminal else line, end="", flush=True)
+        if not self.is_terminal:
+            print(flush=True)
+
+
+def main() -> int:
+    """Return 0 if all tests passed."""
+    with tempfile.TemporaryDirectory() as folder:
+        logs = {name: Path(folder, name) for name in GROUPS}
+        processes = {}
+        for name, arguments in GROUPS.items():
+            with logs[name].open("wb") as log:
+                command = [sys.executable, "-m", "pytest", *arguments]
+                processes[name] = subprocess.Popen(
+                    command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+                )
+        progress = Progress()
+        try:
+            while any(process.poll() is None for process in processes.values()):
+                progress.show(logs)
+                time.sleep(0.5)
+        finally:
+            codes = [process.wait() for process in processes.values()]
+            for name, log in logs.items():
+                print(f"\n== {name}\n{log.read_text(errors='replace')}", end="", flush=True)
+    return int(any(codes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
