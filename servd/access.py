@@ -39,7 +39,6 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def has_expired(self) -> bool:
-        """Whether the key is no longer valid."""
         return self.expires is not None and datetime.now(UTC) >= self.expires
 
 

@@ -41,7 +41,6 @@ class AdapterStore:
 
     @classmethod
     def beside(cls, ipc_dir: str) -> AdapterStore:
-        """The store of the processes that have their sockets in a folder."""
         return cls(Path(ipc_dir, "adapters"))
 
     def named(self) -> dict[str, Adapter]:
@@ -57,7 +56,6 @@ class AdapterStore:
         return last[1]
 
     def clear(self) -> None:
-        """Remove the adapters of a server that has ended."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def load(
@@ -104,7 +102,6 @@ class AdapterStore:
         return adapter
 
     def use(self, name: str) -> Adapter | None:
-        """The adapter of this name, for a request."""
         if (adapter := self.named().get(name)) is not None and adapter.is_on_demand:
             self._touch([adapter])
         return adapter

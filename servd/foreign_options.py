@@ -221,7 +221,6 @@ def remedy(flag: str, known: Iterable[str], listed: str) -> str:
 
 
 def unknown(name: str, known: Iterable[str]) -> ConfigError:
-    """The error for an unknown option."""
     flag = f"--{name.replace('_', '-')}"
     flags = [f"--{each.replace('_', '-')}" for each in known]
     return ConfigError(f"unknown option {flag}; {remedy(flag, flags, 'see `servd serve --help`')}")

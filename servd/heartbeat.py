@@ -34,7 +34,6 @@ class Heartbeat:
         self.numbers[BEAT] += 1
 
     def get_ready(self) -> None:
-        """Start-up is over."""
         self.numbers[READY] = 1
 
     def sleep(self, is_asleep: bool) -> None:
@@ -47,7 +46,6 @@ class Heartbeat:
         self.numbers[LIMIT] = limit
 
     def rest(self) -> None:
-        """There is nothing to do."""
         self.numbers[LIMIT] = 0
 
     def compute(self, prompts: Collection[str]) -> None:
@@ -66,12 +64,10 @@ class Heartbeat:
 
     @property
     def is_ready(self) -> bool:
-        """Whether start-up is over."""
         return bool(self.numbers[READY])
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the engine sleeps."""
         return bool(self.numbers[ASLEEP])
 
 

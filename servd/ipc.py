@@ -389,7 +389,6 @@ class Publisher:
         self._socket.send_multipart([self._topic, number, data], zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Close the endpoints."""
         self._socket.close()
         self._context.term()
 

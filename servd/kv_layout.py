@@ -40,7 +40,6 @@ class KVLayout(msgspec.Struct, frozen=True):
         return min(num_blocks, (num_read - 2) // self.block_size + 2)
 
     def blocks(self, num_tokens: int, num_new: int | None = None) -> int:
-        """The same for all groups."""
         return sum(self.most(window, num_tokens, num_new) for window in self.windows)
 
     def num_tokens(self, num_blocks: int, each: int) -> int:

@@ -70,5 +70,4 @@ def resolve_access_log(options: ObservabilityConfig) -> str:
 
 
 def set_level(options: ObservabilityConfig) -> None:
-    """Set the level from `options`."""
     logging.getLogger("servd").setLevel(options.log_level.upper())

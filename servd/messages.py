@@ -372,17 +372,14 @@ class SchedulerOutput(Message, tag=True):
 
     @property
     def slots(self) -> list[int]:
-        """Slots of all rows."""
         return [*self.decodes.slots, *(row.slot for row in self.scheduled)]
 
     @property
     def num_rows(self) -> int:
-        """Number of requests in the step."""
         return len(self.decodes.slots) + len(self.scheduled)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed in this step, over all requests."""
         return len(self.decodes.slots) + sum(s.num_tokens for s in self.scheduled)
 
 
@@ -441,13 +438,11 @@ class ModelRunnerOutput(Message, tag=True):
     decoded: list[int] = []  # the token of each of SchedulerOutput.decodes
 
     def tokens_of(self, row: int) -> list[int]:
-        """The sampled tokens of a row."""
         other = row - len(self.decoded)
         return [self.decoded[row]] if other < 0 else self.sampled_token_ids[other]
 
     @property
     def rows(self) -> list[list[int]]:
-        """The sampled tokens of each row."""
         return [*([token_id] for token_id in self.decoded), *self.sampled_token_ids]
 
 

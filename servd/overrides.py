@@ -105,7 +105,6 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kind_of(rope: Mapping[str, Any], default: str = "default") -> str:
-    """Its scaling."""
     return str(rope.get("rope_type") or rope.get("type") or default)
 
 

@@ -20,7 +20,6 @@ class DraftStats(Stats):
     num_accepted_tokens_per_pos: list[int] = []
 
     def count(self, num_tokens: int, num_accepted: int) -> None:
-        """Count a row with drafts."""
         per_pos = self.num_accepted_tokens_per_pos
         per_pos += [0] * (num_tokens - len(per_pos))
         for position in range(num_accepted):

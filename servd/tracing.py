@@ -115,7 +115,6 @@ class Pace(NamedTuple):
 
     @classmethod
     def of(cls, steps: Sequence[StepRecord]) -> Pace:
-        """The pace of these steps."""
         took = [(step.harvested_ns - step.started_ns, step) for step in steps]
         return cls(
             max((ns for ns, _ in took), default=0),

@@ -132,7 +132,6 @@ class AsyncLLM:
 
     @property
     def is_restarting(self) -> bool:
-        """Whether all engines are restarting."""
         return all(engine.recovery.is_restarting for engine in self.engines)
 
     @property
@@ -382,7 +381,6 @@ class AsyncLLM:
                 chosen.recovery.send([request_id])
 
     def progress(self) -> Progress:
-        """Whether the engines make progress on the requests of this process."""
         return combine([engine.progress() if engine.is_ready else None for engine in self.engines])
 
     def fail(self, error: EngineError) -> None:

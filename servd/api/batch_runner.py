@@ -95,7 +95,6 @@ class BatchRunner:
 
     @property
     def is_draining(self) -> bool:
-        """Whether this server starts no more lines."""
         return self.admission.drained_at is not None
 
     async def _keep_running(self, one: OpenBatch) -> None:

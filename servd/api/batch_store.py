@@ -84,11 +84,9 @@ class Shelf:
             os.replace(temporary, path)
 
     def content(self, file: FileObject) -> Path:
-        """The path of a file's content."""
         return self.folder / file.id
 
     def results(self, batch: Batch) -> Path:
-        """The path of a batch's results so far."""
         return self.folder / f"{batch.id}.results"
 
     def check_room(self, num_bytes: int = 0) -> None:
@@ -170,7 +168,6 @@ class Shelf:
         return file
 
     def delete_file(self, file: FileObject) -> None:
-        """Delete a file."""
         for path in (self.folder / f"{file.id}.json", self.content(file)):
             path.unlink(missing_ok=True)
 
@@ -224,7 +221,6 @@ class OpenBatch:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether its client has cancelled it."""
         return self.marker.with_suffix(".cancel").exists()
 
     def end(self) -> None:
@@ -247,7 +243,6 @@ class BatchStore:
         self.uploads: Counter[str] = Counter()  # by owner
 
     def of(self, owner: str) -> Shelf:
-        """The files and batches of the API key of this name."""
         return Shelf(self, owner)
 
     def take(self, running: Mapping[str, int], most: int) -> list[OpenBatch]:

@@ -113,11 +113,9 @@ class BeamSearch:
         return choices or [whole]
 
     def requests(self) -> list[Prepared]:
-        """One-token requests for all running beams."""
         return [self._request(index) for index in range(len(self.running))]
 
     def answers(self, tokenizer: Tokenizer) -> list[CompletionOutput]:
-        """The best finished beams, best first."""
         return [self._answer(tokenizer, i, beam) for i, beam in enumerate(self.finished)]
 
     def advance(self, logprobs: list[TokenLogprobs]) -> None:

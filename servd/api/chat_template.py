@@ -203,7 +203,6 @@ class _Budget(msgspec.Struct):
             raise jinja2.TemplateError(f"it takes more than {MAX_SECONDS:g} s")
 
     def write(self, value: Any) -> Any:
-        """Count what `{{ ... }}` writes."""
         if isinstance(value, str):
             self.num_chars -= len(value)
             if self.num_chars < 0:

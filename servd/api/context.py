@@ -68,7 +68,6 @@ class Context(msgspec.Struct, frozen=True):
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt plus output, in tokens."""
         return self.async_llm.processor.max_model_len
 
     async def find_model(self, asked: str | None) -> tuple[str, Adapter | None]:
@@ -94,7 +93,6 @@ class Context(msgspec.Struct, frozen=True):
 
 
 def context_of(request: Request) -> Context:
-    """The server's context."""
     return request.app.state.context
 
 
@@ -253,7 +251,6 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
 def json_response(
     value: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """A JSON response from a msgspec struct or plain data."""
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 

@@ -27,12 +27,10 @@ class Vectors(msgspec.Struct):
 
     @property
     def usage(self) -> EmbeddingUsage:
-        """The usage for the response."""
         return EmbeddingUsage(self.num_prompt_tokens, self.num_prompt_tokens)
 
     @property
     def num_numbers(self) -> int:
-        """Total length of all vectors."""
         return sum(map(len, self.data)) // 4
 
 

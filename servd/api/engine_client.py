@@ -108,7 +108,6 @@ class EngineClient:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it serves requests."""
         return isinstance(self.status, EngineReady)
 
     @property

@@ -16,11 +16,9 @@ class ForcedCallsParser(ToolParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """No model writes this by itself."""
         return False
 
     def body(self) -> Steps[None]:
-        """Read the whole output."""
         yield from self.reader.space()
         yield from self.attempt(self.json_calls())
         yield from self.rest()

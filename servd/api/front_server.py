@@ -91,7 +91,6 @@ class Server(uvicorn.Server):
     """uvicorn, but it returns after a signal so that the models' servers are stopped, too."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """First signal: finish open requests. Second: exit now."""
         self.force_exit = self.should_exit
         self.should_exit = True
 

@@ -121,7 +121,6 @@ class HttpProtocol(HttpToolsProtocol):
                 oldest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is closed."""
         self.shared.idle.pop(self, None)
         self._stop_read_timer()
         self._stop_write_timer()
@@ -202,7 +201,6 @@ class HttpProtocol(HttpToolsProtocol):
         return parser.should_upgrade() and parser.get_method() != b"CONNECT"
 
     def on_headers_complete(self) -> None:
-        """The head is complete."""
         if self._is_read_again:
             return
         self.num_unparsed = self.num_body_bytes = self.num_chunks = 0
@@ -240,7 +238,6 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The body is complete."""
         if self._is_read_again:
             return
         self._is_in_body = False
@@ -263,7 +260,6 @@ class HttpProtocol(HttpToolsProtocol):
             self._watch_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP, or stopped the parser."""
         self._refuse(400, self._problem or msg)
 
     def _watch_reading(self) -> None:

@@ -146,7 +146,6 @@ class Reader(msgspec.Struct):
             yield
 
     def space(self) -> Steps[str]:
-        """Consume white space."""
         return (yield from self.run(_SPACE))
 
     def piece(self, *markers: str) -> Steps[tuple[str, str]]:

@@ -89,7 +89,6 @@ class TalliedHistogram(Histogram):
         values.clear()
 
     def bucket_of(self, value: float) -> str:
-        """The label of a value's bucket."""
         return floatToGoString(self._upper_bounds[bisect_left(self._upper_bounds, value)])
 
 
@@ -222,7 +221,6 @@ class Metrics:
         self.state.max_loras = config.lora.num_places
 
     def observe_restarts(self, count: int) -> None:
-        """Record how often the engine was restarted."""
         self.state.num_restarts = count
 
     def observe_answer(self, handler: str, method: str, status: int, seconds: float) -> None:

@@ -22,8 +22,6 @@ WEIGHT_SUFFIXES = (".safetensors", ".gguf")
 
 
 class Model(msgspec.Struct, frozen=True):
-    """A model in the folder."""
-
     name: str
     path: Path  # the argument of `servd serve`: a folder or a GGUF file
     max_model_len: int
@@ -32,7 +30,6 @@ class Model(msgspec.Struct, frozen=True):
 
     @property
     def is_there(self) -> bool:
-        """Whether it has not been deleted."""
         return _is_model(self.path)
 
 

@@ -44,17 +44,14 @@ class ModelServer:
 
     @property
     def runs(self) -> bool:
-        """Whether its processes run."""
         return self.child is not None and self.child.exit_code is None
 
     @property
     def has_weights(self) -> bool:
-        """Whether it may hold weights in memory."""
         return self.runs and self.is_awake
 
     @property
     def may_serve(self) -> bool:
-        """Whether it can take a request now."""
         return self.state == "awake" and not self.is_leaving
 
     @property

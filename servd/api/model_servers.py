@@ -88,7 +88,6 @@ class ModelServers:
 
     @property
     def there(self) -> list[ModelServer]:
-        """The servers whose models are still in the folder."""
         return [server for server in self.servers.values() if server.model.is_there]
 
     async def find(self, name: str | None) -> ModelServer:

@@ -45,7 +45,6 @@ BOUNDS = {
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """The page: every operation with its parameters, body and responses, then every schema."""
     return "".join(_page(document))
 
 

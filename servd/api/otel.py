@@ -75,7 +75,6 @@ class Spans:
 
     @classmethod
     def to(cls, endpoint: str) -> Spans:
-        """Export to an OTLP collector, as protobuf over HTTP."""
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
 
     def begin(self, headers: Mapping[str, str]) -> RequestSpan:

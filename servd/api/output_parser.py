@@ -89,7 +89,6 @@ class OutputParser:
 
     @property
     def is_in_call(self) -> bool:
-        """Whether the arguments of the last call are not whole yet."""
         return self._open_call is not None
 
     @property

@@ -62,11 +62,9 @@ class OutputProcessor:
         return {choice.index: choice.token_ids.tolist() for choice in choices}
 
     def is_open(self, request_id: str) -> bool:
-        """Whether a request has choices that have not ended."""
         return request_id in self._engine_ids
 
     def open_ids(self) -> set[str]:
-        """The engine's ids of all choices that have not ended."""
         return set(self._choices)
 
     def owner(self, engine_id: str) -> tuple[str, int] | None:
@@ -105,7 +103,6 @@ class OutputProcessor:
             del self._engine_ids[choice.request_id]
 
     def _delta(self, choice: _Choice, steps: list[EngineCoreOutput]) -> CompletionOutput:
-        """The delta of a choice from its outputs of some steps."""
         one, detokenizer = choice.prepared, choice.detokenizer
         if detokenizer is None:
             detokenizer = choice.detokenizer = Detokenizer(

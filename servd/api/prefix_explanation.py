@@ -101,7 +101,6 @@ class Sought(msgspec.Struct):
 
     @classmethod
     def of(cls, timeline: Timeline) -> Self:
-        """The search for a request."""
         return cls(
             timeline.owner, timeline.id, timeline.prompt.tobytes(), timeline.salt, timeline.engine,
             first(timeline.marks, "scheduled") or 0, timeline.cache_number,

@@ -55,12 +55,10 @@ class Prepared(msgspec.Struct, kw_only=True):
 
     @property
     def request_id(self) -> str:
-        """Id of the prompt."""
         return self.request.request_id
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """Token ids of the prompt."""
         return self.request.prompt_token_ids
 
 

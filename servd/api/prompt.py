@@ -30,12 +30,10 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the model sees."""
         return self.tool_options.tools if self.tool_options else None
 
     @property
     def continued(self) -> str:
-        """The beginning of the answer, which the client has written."""
         return str(self.messages[-1].get("content") or "") if self.continue_final_message else ""
 
 
@@ -56,8 +54,6 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt of a request."""
-
     content: str | list[int] | Chat | Pair
     request_id: str = ""  # unique among those running; may be empty if it is only tokenised
     param: str = "prompt"  # the field of the request that holds it, for errors

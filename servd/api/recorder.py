@@ -41,8 +41,6 @@ class ServerLine(msgspec.Struct):
 
 
 class StepLine(msgspec.Struct, array_like=True, gc=False):
-    """A step."""
-
     engine: int
     started_ns: int
     harvested_ns: int
@@ -96,7 +94,6 @@ class Recorder:
 
     @classmethod
     def of(cls, config: Config) -> Recorder | None:
-        """The one that is configured."""
         path = config.observability.record_trace
         return cls(path, config) if path is not None else None
 
@@ -137,7 +134,6 @@ class Recorder:
             log.warning("--record-trace: %s", error.strerror)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._file)
 
     def _line(

@@ -93,7 +93,6 @@ class Recovery:
         self.send([self._tried] if self._tried is not None else [])
 
     def num_tokens(self) -> dict[str, int]:
-        """Output tokens so far of each open request."""
         return {
             request_id: sum(map(len, outputs.values()))
             for request_id in self.running

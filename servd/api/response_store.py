@@ -29,7 +29,6 @@ class Stored(msgspec.Struct):
 
     @property
     def is_running(self) -> bool:
-        """Whether it is being generated in the background."""
         return self.task is not None and not self.task.done()
 
     @property
@@ -58,7 +57,6 @@ class ResponseStore:
 
     @property
     def running(self) -> list[Stored]:
-        """Responses being generated in the background."""
         return [stored for stored in self._stored.values() if stored.is_running]
 
     def check_room(self) -> None:

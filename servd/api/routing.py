@@ -156,7 +156,6 @@ class Router:
         self._recent[rank] += recent
 
     def learn(self, num_tokens: float) -> None:
-        """Update the expected output length with that of a finished request."""
         self.expected_output += LEARNING_RATE * (num_tokens - self.expected_output)
 
     def forget(self, rank: int) -> None:

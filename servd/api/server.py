@@ -197,7 +197,6 @@ class Server(uvicorn.Server):
             await asyncio.wait([task])
 
     def background_tasks(self) -> set[asyncio.Task[None]]:
-        """Tasks of background responses."""
         return {
             stored.task
             for store in self.context.responses.values()

@@ -42,7 +42,6 @@ class ListRequests(msgspec.Struct, tag=True):
     count: int
 
     async def answered_by(self, server: Siblings) -> list[RequestSummary]:
-        """What this server knows."""
         tracer = server.async_llm.tracer
         find = tracer.longest if self.order == "slowest" else tracer.latest
         inquiries = tracer.inquiries(find(self.owner, self.count))
@@ -100,7 +99,6 @@ class FindOthers(Sought, tag=True):
     answer: ClassVar[Any] = Others
 
     async def answered_by(self, server: Siblings) -> Others:
-        """What this server knows."""
         timelines = server.async_llm.tracer.of_owner(self.owner)
         size = sum(CHARS_PER_STEP + len(each.prompt) for each in timelines)
 
@@ -118,7 +116,6 @@ class ListSteps(msgspec.Struct, tag=True):
     count: int
 
     async def answered_by(self, server: Siblings) -> list[StepRecord]:
-        """What this server has heard of."""
         tracer = server.async_llm.tracer
         return [step for each in [*tracer.steps] for step in tracer.latest_steps(self.count, each)]
 
@@ -131,7 +128,6 @@ class WriteMetrics(msgspec.Struct, tag=True):
     answer: ClassVar[Any] = Report
 
     async def answered_by(self, server: Siblings) -> Report:
-        """What this server has heard of."""
         server.async_llm.metrics.write()
         return server.async_llm.metrics.report()
 
@@ -160,7 +156,6 @@ class Siblings:
             self.path = None
 
     async def list_requests(self, question: ListRequests) -> list[RequestSummary]:
-        """The requests of all siblings."""
         own = await question.answered_by(self)
         found = chain(own, *await self.ask_others(question))
         key = attrgetter("wall_ms") if question.order == "slowest" else _recency

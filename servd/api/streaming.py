@@ -17,7 +17,6 @@ KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients ignore and proxies 
 
 
 def event(payload: bytes) -> bytes:
-    """Frame one JSON document, which holds no raw newline, as a server-sent event."""
     return b"data: " + payload + b"\n\n"
 
 

@@ -99,17 +99,14 @@ class Tokenizer:
 
     @property
     def bos_token(self) -> str | None:
-        """The begin-of-sequence token as text."""
         return self.special_tokens.get("bos_token")
 
     @property
     def eos_token(self) -> str | None:
-        """The end-of-sequence token as text."""
         return self.special_tokens.get("eos_token")
 
     @property
     def eos_token_id(self) -> int | None:
-        """Id of `eos_token`."""
         return self._backend.token_to_id(self.eos_token) if self.eos_token else None
 
     @property

@@ -33,7 +33,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
     parser = Parser(prog="servd", description="An OpenAI-compatible serving daemon.")
     parser.add_argument("--version", action="version", version=f"servd {__version__}")
     add_commands(parser, __name__)
@@ -129,5 +128,4 @@ def with_dashes(word: str) -> str:
 
 
 def wide(prog: str) -> argparse.HelpFormatter:
-    """Help in two columns, with room for long flags."""
     return argparse.HelpFormatter(prog, max_help_position=34, width=100)

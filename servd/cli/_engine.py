@@ -40,7 +40,6 @@ class Clock:
         self.ns = 1_000_000_000  # 0 means "not yet" in many places
 
     def now_ns(self) -> int:
-        """The time."""
         return self.ns
 
 
@@ -76,20 +75,16 @@ class Copier(Executor):
         self.clock, self.block_ns = clock, block_ns
 
     def start(self) -> WorkerReady:
-        """Nobody asks."""
         raise NotImplementedError
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
-        """Take the time."""
         assert scheduled.copies is not None
         self.clock.ns += round(self.block_ns * len(scheduled.copies.copies))
 
     def sample_tokens(self, bitmask: object = None) -> Copier:
-        """It is done."""
         return self
 
     def result(self) -> ModelRunnerOutput:
-        """Nothing is computed."""
         return ModelRunnerOutput([])
 
     def shutdown(self) -> None:
@@ -133,7 +128,6 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it does nothing."""
         return self.until == NEVER
 
     def wake(self) -> bool:

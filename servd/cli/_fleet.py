@@ -104,12 +104,10 @@ Load = Callable[[int], int]
 
 
 def round_robin(fleet: Fleet, places: range, load: Load, line: RequestLine) -> int:
-    """One after the other."""
     return places[fleet.num_requests % len(places)]
 
 
 def at_random(fleet: Fleet, places: range, load: Load, line: RequestLine) -> int:
-    """Any."""
     return places[fleet.random.randrange(len(places))]
 
 

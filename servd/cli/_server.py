@@ -89,5 +89,4 @@ def own_server(options: dict[str, Any]) -> Iterator[Connect]:
 
 
 def key_of(options: dict[str, Any]) -> str | None:
-    """The first API key, if any."""
     return next(iter(options.get("api_key", [])), None)

@@ -20,8 +20,6 @@ SYSTEM_PROMPTS = 64  # of the whole fleet; the first is the most popular
 
 @dataclass(frozen=True)
 class Recording:
-    """What is in a file."""
-
     requests: list[RequestLine]  # by arrival
     steps: list[StepLine]
     server: ServerLine | None

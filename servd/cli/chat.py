@@ -22,7 +22,6 @@ DIM, PLAIN = "\033[2m", "\033[0m"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Flags of this command."""
     parser.add_argument("--system", metavar="TEXT", help="system message")
     _client.add_options(parser)
 

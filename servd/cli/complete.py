@@ -9,7 +9,6 @@ from servd.cli import _client
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Flags of this command."""
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue")
     _client.add_options(parser)
 

@@ -95,7 +95,6 @@ class Report:
         self.for_kv_cache = plan.free - plan.sizes.persistent - plan.sizes.step  # at most
 
     def fit(self, length: int) -> int:
-        """How many requests of this many tokens the KV cache holds."""
         return self.plan.num_blocks // self.layout.blocks(length)
 
     def advice(self) -> list[str]:
@@ -146,7 +145,6 @@ class Report:
         }
 
     def text(self, lengths: list[int]) -> str:
-        """For a person."""
         plan, sizes, size = self.plan, self.plan.sizes, self.config.parallel.num_workers
         budget, lora = self.config.scheduler.max_num_batched_tokens, self.config.lora
         per_token = format_bytes(self.kv_bytes_per_token)

@@ -17,7 +17,6 @@ ROW = 512  # tokens that are computed together, if the model can
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Flags of this command."""
     parser.add_argument("model", metavar="MODEL", help="a folder or the name of a model on the hub")
     parser.add_argument("--to", choices=BITS, required=True, help="type of the matrices")
     parser.add_argument(

@@ -139,7 +139,6 @@ def ask(client: Client, text: str, raw: bool, max_tokens: int) -> tuple[list[Cal
 
 
 def _candidates(choice: dict[str, Any]) -> list[list[tuple[str, float]]]:
-    """Of each token in a chunk, itself first."""
     logprobs = choice.get("logprobs") or {}
     if "tokens" in logprobs:  # of a completion
         found = zip(
@@ -245,7 +244,6 @@ def _bytes(told: dict[str, Any]) -> str:
 
 
 def shorten(ids: list[int]) -> str:
-    """The first of them."""
     return str(ids[:MOST_IDS])[:-1] + (", ...]" if len(ids) > MOST_IDS else "]")
 
 

@@ -149,12 +149,10 @@ def requests_of(
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Those of the fleet that are on the command line."""
     return {name: getattr(arguments, name) for name in OPTIONS if hasattr(arguments, name)}
 
 
 def is_changed(arguments: argparse.Namespace) -> bool:
-    """Whether anything is asked for but a recording as it was."""
     return bool(
         given_options(arguments)
         or arguments.num_blocks

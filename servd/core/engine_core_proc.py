@@ -417,7 +417,6 @@ def start_executor(
 
 
 def prepare(executor: str = "", num_workers: str = "0") -> None:
-    """See `Executor.prepare`, of the executor of this name."""
     if executor:
         plugins.load(EXECUTORS, executor, "Executor").prepare(int(num_workers))
 

@@ -23,7 +23,6 @@ class Outputs:
         return self._messages.setdefault(client, EngineCoreOutputs([]))
 
     def add(self, client: int, output: EngineCoreOutput) -> None:
-        """Add an output of one of a client's requests."""
         self.report_to(client).outputs.append(output)
 
     def reject(self, request: EngineCoreRequest, error: str) -> None:

@@ -24,8 +24,6 @@ from servd.tracing import Mark, now_ns
 
 
 class RequestStatus(Enum):
-    """Stages of a request."""
-
     WAITING = auto()
     SWAPPED = auto()  # waits after a preemption, and its blocks go to lower tiers
     RUNNING = auto()
@@ -57,7 +55,6 @@ def failure(request_id: str, marks: list[Mark], error: str, step: int = -1) -> E
 
 @lru_cache
 def _token_set(*token_ids: int) -> frozenset[int]:
-    """One set for all requests that end with the same tokens."""
     return frozenset(token_ids)
 
 
@@ -175,7 +172,6 @@ class Request:
         return request
 
     def as_new(self) -> NewRequest:
-        """The message that tells the workers of a request which has just got its slot."""
         return NewRequest(
             slot=self.slot,
             token_ids=self.token_ids.copy(),
@@ -190,7 +186,6 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens that are known."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -200,7 +195,6 @@ class Request:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Known tokens and placeholders that are not scheduled yet."""
         return self.num_tokens - self.num_computed_tokens
 
     def forced_drafts(self, token_ids: list[int]) -> list[int]:

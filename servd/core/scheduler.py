@@ -167,7 +167,6 @@ class Scheduler:
 
     @property
     def is_background(self) -> bool:
-        """Whether all running requests are of lower lanes."""
         return bool(self.running) and self.running[0].order[0] > 0
 
     @property
@@ -437,7 +436,6 @@ class Scheduler:
                 self._end(each, error, step.record.step)
 
     def _end(self, request: Request, error: str, step: int = -1) -> None:
-        """End a request with an error."""
         self._finish(request)
         self._stats.num_failed += 1
         self.outputs.add(request.client, failure(request.request_id, request.marks, error, step))

@@ -108,7 +108,6 @@ class Step(msgspec.Struct):
 
     @property
     def all_requests(self) -> list[Request]:
-        """The requests of all rows."""
         return self.decoding + self.requests
 
     def row(self, index: int) -> tuple[Request, ScheduledRequest]:
@@ -156,12 +155,10 @@ class StepLog:
 
     @property
     def pace(self) -> Pace:
-        """How long the latest steps took."""
         return Pace.of(list(islice(reversed(self._records), NEWS_INTERVAL)))
 
     @property
     def clients(self) -> Iterable[int]:
-        """Clients that have been given any records."""
         return self._num_given.keys()
 
     def news(self, client: int) -> list[StepRecord]:

@@ -201,7 +201,6 @@ class EngineSupervisor:
                 child.stop(timeout)
 
     def set_incarnation(self, number: int) -> None:
-        """Set the number of the next engine."""
         if self.child is None:
             self.first = number
         self.number = number

@@ -52,7 +52,6 @@ class EngineMember(Member):
         super().__init__(head_address(engine.config), join, where, *args, identity=own)
 
     def begin(self, welcome: Welcome) -> None:
-        """Start the engine, or restart it."""
         self.engine.set_incarnation(welcome.incarnation)
         self.engine.start(time.monotonic())
 
@@ -67,7 +66,6 @@ class EngineMember(Member):
         return Left(self.engine.reason, child.heartbeat.computing())
 
     def end(self) -> None:
-        """Stop the engine if it runs, whatever it is doing."""
         if self.engine.child is not None and self.engine.child.exit_code is None:
             self.engine.terminate()
             self.engine.discard(ENGINE_STOP_TIMEOUT)

@@ -71,7 +71,6 @@ def has_terminal() -> bool:
 
 
 def url_of(listener: socket.socket, access: AccessConfig) -> str:
-    """The URL of the server."""
     if listener.family == socket.AF_UNIX:
         return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
@@ -86,7 +85,6 @@ def head_address(config: Config) -> str:
 
 
 def addresses_of(folders: Mapping[int, str]) -> Addresses:
-    """Addresses in the folders of engines, by rank."""
     return Addresses(
         lambda rank, number: engine_address(folders[rank], number),
         lambda rank, client: ipc.address(folders[rank], f"client-{client}"),
@@ -256,11 +254,9 @@ class ProcessTree:
         return [*(engine.number for engine in self.engines), *self.elsewhere.values()]
 
     def inboxes(self, client: int) -> list[Path]:
-        """Sockets on which an API server receives from each engine."""
         return [Path(folder, f"client-{client}") for folder in self.folders]
 
     def engine_of(self, event: Event) -> EngineSupervisor | None:
-        """The engine whose process has ended, if it is one."""
         return next((engine for engine in self.engines if engine.child is event), None)
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:

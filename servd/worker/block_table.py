@@ -48,11 +48,9 @@ class BlockTables:
         self.tables[self.num_rows - 1 :: self.num_rows] = block_id
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Number of blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def clear(self, slot: int) -> None:
-        """Remove all blocks of a slot."""
         self.num_blocks[slot] = 0
 
     def append(self, slot: int, block_ids: list[int]) -> None:

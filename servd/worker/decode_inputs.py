@@ -77,7 +77,6 @@ class DecodeInputs:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the host can read the buffer."""
         return self.device.type == "cpu"
 
     def pad(self, block_id: int) -> None:
@@ -146,11 +145,9 @@ class DecodeInputs:
         step[:num_inputs, :num_tokens] = tokens
 
     def clear(self, size: int) -> None:
-        """Write a step of padding only."""
         self.columns(size).step[:NUM_GIVEN] = self.padding_d
 
     def size_for(self, num_tokens: int) -> int:
-        """The padded size of a step."""
         return self.sizes[bisect_left(self.sizes, num_tokens)] if self.sizes else num_tokens
 
     def _next_buffer(self) -> tuple[np.ndarray, Tensor, Any]:

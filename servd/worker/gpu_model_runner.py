@@ -145,7 +145,6 @@ class GPUModelRunner(ModelRunner):
         return self.run(input_ids, positions, mixed_attention(states, tokens, ends))
 
     def choose(self, hidden: torch.Tensor, columns: Columns) -> torch.Tensor:
-        """Sample in a graph, if the forward pass was one."""
         graphs, chosen = self.graphs, None
         if graphs is not None and hidden.data_ptr() == graphs.hidden.data_ptr():
             chosen = graphs.chosen_of(columns)
@@ -180,7 +179,6 @@ class GPUModelRunner(ModelRunner):
         return self.memory_use.available - self.bytes_per_block  # the block of padding
 
     def more_memory(self, missing: int) -> list[str]:
-        """See ModelRunner."""
         return self.memory_use.remedies(missing) if self.memory_use else []
 
     def _profile(self, meter: Meter) -> MemoryUse:
@@ -281,7 +279,6 @@ class GPUModelRunner(ModelRunner):
         return copied, wait
 
     def drop_graphs(self) -> None:
-        """See ModelRunner."""
         if self.graphs is not None:
             self.graphs.graphs.clear()
             self.graphs.heads.clear()

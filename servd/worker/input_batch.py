@@ -233,7 +233,6 @@ class InputBatch:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each row of the attention computes one token."""
         return len(self.attention_rows.query_lens) == self.tokens.shape[1]
 
     @cached_property
@@ -243,7 +242,6 @@ class InputBatch:
 
     @property
     def samples_all(self) -> bool:
-        """Whether a token is sampled after every token of the step."""
         return len(self.sample_host_slots) == self.tokens.shape[1]
 
     @cached_property

@@ -31,11 +31,9 @@ class Failures:
         return cls({row: failed[slot] for row, slot in slots if slot in failed})
 
     def to_host(self) -> Failures:
-        """They are on the host."""
         return self
 
     def write(self, output: ModelRunnerOutput) -> None:
-        """End these requests."""
         output.errors = self.errors
 
 

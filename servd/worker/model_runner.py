@@ -72,7 +72,6 @@ class AsyncOutput:
     times_ns: Sequence[int] = ()  # until it was launched
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for the step, and return its output."""
         self.wait()
         num_decodes, num_others = self.num_rows
         output = ModelRunnerOutput([[] for _ in range(num_others)], decoded=[-1] * num_decodes)
@@ -119,7 +118,6 @@ class ModelRunner(ABC):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Type of activations."""
         return self.dtype
 
     # ---- start-up ----

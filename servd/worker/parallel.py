@@ -53,12 +53,10 @@ class Parallel:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether it has the embedding."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether it has the head."""
         return self.stage == self.num_stages - 1
 
     def own_layers(self, num_layers: int) -> range:

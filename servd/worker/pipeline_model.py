@@ -31,11 +31,9 @@ class Arrived(nn.Module):
         self.stream = torch.empty(0, hidden_size)
 
     def make_room(self, max_num_tokens: int) -> None:
-        """Allocate for the largest step."""
         self.stream = self.stream.new_zeros(max_num_tokens, self.stream.shape[1])
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """[num_tokens] -> [num_tokens, hidden]."""
         return self.stream[: len(input_ids)]
 
 
@@ -43,7 +41,6 @@ class Nothing(nn.Module):
     """Replaces terms added to the embedding, such as positions: the stream has them already."""
 
     def forward(self, _: Tensor) -> None:
-        """Adds nothing."""
         return
 
 
@@ -64,7 +61,6 @@ class NoHead(nn.Module):
         self.vocab_size = vocab_size
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab]."""
         return hidden.new_zeros(len(hidden), self.vocab_size)
 
 

@@ -184,13 +184,11 @@ class ChainRunner(Chain):
         self.programs: dict[tuple[int, int], tuple[np.ndarray, list[Program]]] = {}
 
     def run(self, first: Pass) -> Tensor:
-        """See `Chain`."""
         if first.rows is not None:
             return super().run(first)
         return self.passes(*first.inputs(self.states))[torch.as_tensor(first.last)]
 
     def __call__(self, first: Pass, slots: Any, positions: Any, columns: Any) -> Tensor:
-        """See `Chain`."""
         if self.passes.is_recordable and len(positions):
             try:
                 return self._run(first, slots, positions, columns)
@@ -365,5 +363,4 @@ class Program:
         self.results = results
 
     def run(self) -> None:
-        """Make the calls."""
         native.loaded_library().run(self.calls)

@@ -158,7 +158,6 @@ class CountTokensRequest(TranslatedRequest):
         return self.thinking is not None and self.thinking["type"] != "disabled"
 
     def ignored(self) -> list[str]:
-        """Fields, and values of fields, that have no effect here."""
         used = {"type", "budget_tokens"} if self.keeps_budget and self.thinks else {"type"}
         names = {f"thinking.{name}" for name in (self.thinking or {}).keys() - used}
         others = (self.output_config or {}).keys() - {"format", "effort"}
@@ -216,7 +215,6 @@ class MessagesRequest(CountTokensRequest):
     service_tier: str | None = None  # as in a chat
 
     def chat_fields(self) -> dict[str, Any]:
-        """Fields of a chat request."""
         fields = {
             "max_completion_tokens": self.max_tokens,
             "service_tier": self.service_tier,
@@ -234,7 +232,6 @@ class LimitedMessagesRequest(MessagesRequest):
     keeps_budget = True
 
     def chat_fields(self) -> dict[str, Any]:
-        """Fields of a chat request."""
         budget = (self.thinking or {}).get("budget_tokens") if self.thinks else None
         return super().chat_fields() | ({} if budget is None else {"thinking_token_budget": budget})
 

@@ -243,7 +243,6 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
         return self
 
     def ignored(self) -> list[str]:
-        """Fields, and values of fields, that have no effect here."""
         use = self.tool_options
         functions = [tool["function"] for tool in use.tools] if use else []
         idle = idle_strict(functions, bool(use and use.forced))

@@ -41,7 +41,6 @@ class ChatBatchRequest(RequestBody):
         return self
 
     def ignored(self) -> list[str]:
-        """Fields that have no effect here: those that have none in a chat."""
         return self._chat(0).ignored()
 
     def chats(self) -> list[ChatCompletionRequest]:

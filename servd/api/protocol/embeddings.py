@@ -60,7 +60,6 @@ class VectorRequest(PooledRequest):
         return self
 
     def ignored(self) -> list[str]:
-        """Fields of the body that have no effect here."""
         idle = (
             ("add_generation_prompt", "chat_template_kwargs")
             if self.messages is None

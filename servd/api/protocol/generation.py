@@ -281,7 +281,6 @@ class GenerationRequest(StructuredRequest):
         return self
 
     def ignored(self) -> list[str]:
-        """Fields of the body, and of its stream options, that have no effect here."""
         options = set(self.stream_options or ()) - set(StreamOptions.__annotations__)
         names = set(self.model_extra or ()) - set(UNSUPPORTED)  # here those are neutral
         idle = IDLE_WITH_BEAMS if self.use_beam_search else ONLY_WITH_BEAMS

@@ -225,7 +225,6 @@ class ResponsesRequest(TranslatedRequest):
         return self
 
     def ignored(self) -> list[str]:
-        """Fields, and values of fields, that have no effect here."""
         names = {f"include.{name}" for name in {*(self.include or ())} - {LOGPROBS, ENCRYPTED}}
         names |= {f"text.{name}" for name in (self.text or {}).keys() - {"format"}}
         options = (self.stream_options or {}).items()

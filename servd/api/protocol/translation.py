@@ -37,7 +37,6 @@ class TranslatedRequest(RequestBody):
     stream: bool | None = None
 
     def ignored(self) -> list[str]:
-        """Fields of the body that have no effect here."""
         return sorted(set(super().ignored()) - EXTENSIONS)
 
     def as_chat(self, fields: dict[str, Any]) -> ChatCompletionRequest:

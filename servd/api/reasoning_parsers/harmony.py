@@ -33,13 +33,11 @@ class Parser(ReasoningParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """Whether a chat template writes reasoning on its channel."""
         return cls.start_tag in template
 
     has_content: bool = field(default=False, init=False)
 
     def parse(self) -> Steps[None]:
-        """Read the whole output."""
         reader = self.reader
         if self.is_reasoning:
             yield from self._reasoning(*ENDS)

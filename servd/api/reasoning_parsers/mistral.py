@@ -6,7 +6,5 @@ from servd.api.reasoning_parser import ReasoningParser
 
 
 class Parser(ReasoningParser):
-    """As for `<think>`, with Mistral's tags."""
-
     start_tag = "[THINK]"
     end_tag = "[/THINK]"

@@ -6,7 +6,5 @@ from servd.api.reasoning_parser import ReasoningParser
 
 
 class Parser(ReasoningParser):
-    """As for `<think>`, with Seed's tags."""
-
     start_tag = "<seed:think>"
     end_tag = "</seed:think>"

@@ -111,12 +111,10 @@ class ResponseBuilder(ABC):
 
     @property
     def size(self) -> int:
-        """Approximate number of tokens in the body."""
         return self.num_output_tokens
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """Log-probabilities of the prompts in the body."""
         return 0
 
     def check_logprobs(self, num_tokens: int) -> None:
@@ -233,7 +231,6 @@ class ResponseBuilder(ABC):
                 self.num_cached_tokens[prompt] = max(self.num_cached_tokens[prompt], num_cached)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """All frames of a stream."""
         async with self.outputs() as outputs:
             async for output in outputs:
                 self.count(output)
@@ -276,7 +273,6 @@ class ResponseBuilder(ABC):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
         return sum(len(one.prompt_token_ids) for one in self.prepared)
 
     def parser_of(self, index: int) -> OutputParser:

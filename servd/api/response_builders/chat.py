@@ -64,11 +64,9 @@ class ChatBuilder(ChunkBuilder):
         return chunks
 
     def usage_chunk(self) -> ChatCompletionChunk:
-        """Usage, no choices."""
         return self._chunk([], self.usage())
 
     def whole(self) -> ChatCompletion:
-        """The body of an answer that is not streamed."""
         prompt_token_ids, prompt_text = self._prompt()
         return ChatCompletion(
             self.id,

@@ -34,7 +34,6 @@ class ChunkBuilder(ResponseBuilder):
     """Several choices of one or more prompts, each in pieces or whole."""
 
     def start(self) -> None:
-        """Set up the choices."""
         self.created = int(time.time())
         self.encode = msgspec.json.Encoder().encode
         server = self.async_llm.processor.config.server
@@ -46,12 +45,10 @@ class ChunkBuilder(ResponseBuilder):
 
     @property
     def size(self) -> int:
-        """Approximate number of tokens and log-probabilities in the body."""
         return self.num_prompt_logprobs + self.num_output_tokens * max(self.num_logprobs_each, 1)
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """Log-probabilities of the prompts in the body."""
         k = self.params.prompt_logprobs
         return 0 if k is None else self.n * self.num_prompt_tokens * (k + 1)
 
@@ -69,14 +66,12 @@ class ChunkBuilder(ResponseBuilder):
         self.drafts += output.drafts
 
     def frames_of(self, output: CompletionOutput) -> bytes:
-        """The chunks of an output."""
         frames = b""
         for chunk in self.chunks(output):
             frames += event(self.encode(chunk))
         return frames
 
     def last_frame(self) -> bytes:
-        """Usage and timings, if the client asked for them."""
         if not (self.include_usage or self.asked.timings_per_token):
             return b""
         chunk = self.usage_chunk()
@@ -86,7 +81,6 @@ class ChunkBuilder(ResponseBuilder):
         return event(self.encode(chunk))
 
     def add(self, output: CompletionOutput) -> None:
-        """Append to the choice."""
         self.choices[output.index].add(output)
 
     def usage(self) -> Usage:
@@ -146,7 +140,6 @@ class ChunkBuilder(ResponseBuilder):
         return bool(output.text or output.finish_reason or (output.token_ids and asked_for_tokens))
 
     def token_name(self, token_id: int) -> str:
-        """The name of a token in log-probabilities."""
         return (
             f"token_id:{token_id}"
             if self.asked.return_tokens_as_token_ids

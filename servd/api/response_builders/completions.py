@@ -23,7 +23,6 @@ class CompletionBuilder(ChunkBuilder):
     asked: CompletionRequest
 
     def start(self) -> None:
-        """Set up the choices."""
         super().start()
         self.num_logprobs, self.echo = self.asked.logprobs, bool(self.asked.echo)
         skips = self.params.skip_special_tokens
@@ -40,11 +39,9 @@ class CompletionBuilder(ChunkBuilder):
         return [self._completion([self._choice(output, is_first)], self.chunk_usage())]
 
     def usage_chunk(self) -> Completion:
-        """Usage, no choices."""
         return self._completion([], self.usage())
 
     def whole(self) -> Completion:
-        """The body of an answer that is not streamed."""
         choices = self.choices
         for choice in choices:  # only the first of n scores the prompt
             choice.prompt_logprobs = choices[choice.index - choice.index % self.n].prompt_logprobs

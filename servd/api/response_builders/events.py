@@ -76,11 +76,9 @@ class EventBuilder(ResponseBuilder):
 
     @property
     def parser(self) -> OutputParser:
-        """The only choice's."""
         return self.parser_of(0)
 
     def events_of(self, output: CompletionOutput) -> Iterator[Event]:
-        """Add an output to the body."""
         if not self.has_begun:
             self.has_begun = True
             yield from self.begin()
@@ -90,20 +88,16 @@ class EventBuilder(ResponseBuilder):
             yield from self.finish(output)
 
     def frames_of(self, output: CompletionOutput) -> bytes:
-        """The events of an output."""
         return encode(self.events_of(output))
 
     def add(self, output: CompletionOutput) -> None:
-        """As for a stream."""
         for _ in self.events_of(output):
             pass
 
     def whole(self) -> msgspec.Struct:
-        """The body."""
         return self.response
 
     def error_frame(self, reply: ErrorReply) -> bytes:
-        """The event of this API."""
         return encode(self.fail(reply))
 
 

@@ -89,7 +89,6 @@ class TextOffsets:
     def logprobs(
         self, positions: list[TokenLogprobs], result: CompletionLogprobs | None = None
     ) -> CompletionLogprobs:
-        """The same for the next tokens of the output, after those in `result`."""
         result = result or CompletionLogprobs([], [], [], [])
         for position in positions:
             token_id = position.token_ids[0]

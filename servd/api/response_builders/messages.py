@@ -46,13 +46,11 @@ class MessageBuilder(EventBuilder):
         self.json = ""  # its input so far
 
     def begin(self) -> Iterator[Event]:
-        """The message, without content."""
         self.response.usage = self._usage()
         yield {"type": "message_start", "message": self.response}
         yield PING
 
     def change(self, delta: Delta) -> Iterator[Event]:
-        """More of the open block, or a new one."""
         match delta:
             case Content(text=text):
                 yield from self._text(text)
@@ -77,7 +75,6 @@ class MessageBuilder(EventBuilder):
         yield self._delta({"type": "text_delta", "text": text})
 
     def finish(self, output: CompletionOutput) -> Iterator[Event]:
-        """Why it stopped, and the usage."""
         if not self.response.content:
             yield from self._text("")  # clients read the first block
         yield from self._close()
@@ -96,7 +93,6 @@ class MessageBuilder(EventBuilder):
         yield {"type": "message_stop"}
 
     def fail(self, reply: ErrorReply) -> Iterator[Event]:
-        """The error itself."""
         yield msgspec.json.decode(reply.body)
 
     def _usage(self) -> MessageUsage:

@@ -82,7 +82,6 @@ class ResponsesBuilder(EventBuilder):
         yield self._event("response.queued", response=self.response)
 
     def begin(self) -> Iterator[Event]:
-        """The response, without output."""
         is_new = self.response.status == "in_progress"
         self.response.status = "in_progress"
         if is_new:
@@ -90,12 +89,10 @@ class ResponsesBuilder(EventBuilder):
         yield self._event("response.in_progress", response=self.response)
 
     def events_of(self, output: CompletionOutput) -> Iterator[Event]:
-        """Add an output to the body."""
         self.logprobs += output.logprobs or ()
         yield from super().events_of(output)
 
     def change(self, delta: Delta) -> Iterator[Event]:
-        """More of the open item, or a new one."""
         match delta:
             case Content(text=text):
                 yield from self._content(text)
@@ -122,7 +119,6 @@ class ResponsesBuilder(EventBuilder):
         yield from self._text(text, logprobs=logprobs)
 
     def finish(self, output: CompletionOutput) -> Iterator[Event]:
-        """How it ended, and the usage."""
         if not self.response.output:
             yield from self._content("")  # clients read the first item
         is_cut = output.finish_reason in CUT_OFF

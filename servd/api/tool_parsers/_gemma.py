@@ -26,11 +26,9 @@ class GemmaParser(ToolParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """What is around a string, and what is before a call."""
         return cls.markers[0] in template and cls.markers[2] in template
 
     def body(self) -> Steps[None]:
-        """Read the whole output."""
         yield from self.rest(self.markers[0], call=self._call)
 
     def _call(self) -> Steps[bool]:

@@ -106,7 +106,6 @@ def quoted(text: str) -> str:
 
 
 def json_rule(schema: Any) -> str:
-    """JSON that obeys a schema."""
     return f"%json {json.dumps(schema)}"
 
 

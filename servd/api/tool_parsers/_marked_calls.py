@@ -20,7 +20,6 @@ class MarkedCallsParser(ToolParser):
         """Read a call after its first marker, and its end; returns whether it was well formed."""
 
     def body(self) -> Steps[None]:
-        """Read the whole output."""
         yield from self.rest(self.markers[0], call=self._calls)
 
     def _calls(self) -> Steps[bool]:

@@ -21,11 +21,9 @@ class MarkedJsonParser(ToolParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """What comes before."""
         return any(begin in template for begin in cls.begins)
 
     def body(self) -> Steps[None]:
-        """Read the whole output."""
         yield from self.rest(*self.begins, call=self._calls)
 
     def _calls(self) -> Steps[bool]:

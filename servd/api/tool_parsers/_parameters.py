@@ -43,7 +43,6 @@ class ParametersParser(ToolParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """The opening tag."""
         return cls.markers[0] in template
 
     @classmethod
@@ -71,7 +70,6 @@ class ParametersParser(ToolParser):
         return rules
 
     def body(self) -> Steps[None]:
-        """Read the whole output."""
         begins = filter(None, (self.markers[0], self.function[0]))
         yield from self.rest(*begins, call=self._call)
 
@@ -80,7 +78,6 @@ class ParametersParser(ToolParser):
         return (yield from self.reader.until(self.function[1]))
 
     def parameter_name(self) -> Steps[str | None]:
-        """The same of an argument."""
         return (yield from self.reader.until(self.parameter[1]))
 
     def _call(self) -> Steps[bool]:

@@ -32,11 +32,9 @@ class Parser(MarkedCallsParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """The marker of a call."""
         return CALL_BEGIN in template
 
     def call(self) -> Steps[bool]:
-        """Read name, arguments and end marker."""
         reader = self.reader
         name = yield from reader.until(SEPARATOR)
         yield from reader.space()

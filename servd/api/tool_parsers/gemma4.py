@@ -6,6 +6,4 @@ from servd.api.tool_parsers._gemma import GemmaParser
 
 
 class Parser(GemmaParser):
-    """As FunctionGemma, with other tokens."""
-
     markers = ("<|tool_call>", "<tool_call|>", '<|"|>')

@@ -25,17 +25,14 @@ class Parser(ParametersParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """The tag of a key."""
         return KEY in template
 
     def function_name(self) -> Steps[str | None]:
-        """Read the name, after which there must be a tag."""
         name = yield from self.reader.run(_NAME)
         yield from self.reader.space()
         return name if (yield from self.reader.peek()) == "<" else None
 
     def parameter_name(self) -> Steps[str | None]:
-        """Read the key, and the tag of its value."""
         name = yield from self.reader.until(KEY_END)
         yield from self.reader.space()
         return name if (yield from self.reader.accept(VALUE)) else None

@@ -36,11 +36,9 @@ class Parser(ToolParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """The markers of a header."""
         return CHANNEL in template and MESSAGE in template
 
     def body(self) -> Steps[None]:
-        """Read the whole output."""
         if (yield from self.reader.accept(RECIPIENT)):
             yield from self.attempt(self._call())
         elif self.reader.taken:

@@ -24,7 +24,6 @@ class Parser(ToolParser):
         return OPEN in template and "arguments" in template and not is_another
 
     def body(self) -> Steps[None]:
-        """Read the whole output."""
         yield from self.rest(OPEN, call=self._call)
 
     def _call(self) -> Steps[bool]:

@@ -17,11 +17,9 @@ class Parser(ToolParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """The markers of an action and of its kind."""
         return OPEN in template and PLUGIN in template
 
     def body(self) -> Steps[None]:
-        """Read the whole output."""
         yield from self.rest(OPEN, call=self._call)
 
     def _call(self) -> Steps[bool]:

@@ -35,7 +35,6 @@ class Parser(MarkedCallsParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """The marker of a call."""
         return ARGUMENTS_BEGIN in template or CALLS_BEGIN in template
 
     def new_id(self) -> str:
@@ -46,7 +45,6 @@ class Parser(MarkedCallsParser):
         return self.head
 
     def call(self) -> Steps[bool]:
-        """Read name, arguments and end marker."""
         reader = self.reader
         self.head = ((yield from reader.until(ARGUMENTS_BEGIN)) or "").strip()
         name = _HEAD.fullmatch(self.head)

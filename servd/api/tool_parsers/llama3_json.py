@@ -24,7 +24,6 @@ class Parser(ToolParser):
         return "[func_name1(" not in template and (TAG in template or example in template)
 
     def body(self) -> Steps[None]:
-        """Read the whole output."""
         yield from self.reader.space()
         if (yield from self.reader.peek()) == "{":
             yield from self.attempt(self._calls())

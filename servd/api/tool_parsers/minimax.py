@@ -24,7 +24,6 @@ class Parser(ToolParser):
         return LINE in template.replace("\\n", "\n")
 
     def body(self) -> Steps[None]:
-        """Read the whole output."""
         yield from self.rest(OPEN, call=self._calls)
 
     def _calls(self) -> Steps[bool]:

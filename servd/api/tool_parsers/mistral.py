@@ -32,7 +32,6 @@ class Parser(ToolParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """The tag."""
         return TAG in template
 
     def new_id(self) -> str:
@@ -40,7 +39,6 @@ class Parser(ToolParser):
         return "".join(random.choices(string.ascii_letters + string.digits, k=9))
 
     def body(self) -> Steps[None]:
-        """Read the whole output."""
         yield from self.rest(TAG, call=self._calls)
 
     def _calls(self) -> Steps[bool]:

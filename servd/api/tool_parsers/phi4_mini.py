@@ -21,5 +21,4 @@ class Parser(MarkedJsonParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """The tag around tools, or the word."""
         return "<|/tool|>" in template or f"{WORD}[" in template

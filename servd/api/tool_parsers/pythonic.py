@@ -61,7 +61,6 @@ class Parser(ToolParser):
         return [*rules, f'{rule}_first{len(properties)}: ""', f'{rule}_more{len(properties)}: ""']
 
     def body(self) -> Steps[None]:
-        """Read the whole output."""
         yield from self.reader.space()
         yield from self.reader.accept(START)
         yield from self.reader.space()

@@ -6,5 +6,4 @@ from servd.cli import add_commands
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The measurements, one file each."""
     add_commands(parser, __name__)

@@ -100,7 +100,6 @@ def _add_file_options(parser: argparse.ArgumentParser) -> None:
 
 
 def about_tokens(text: str) -> int:
-    """About how many tokens a text has."""
     return len(text) // CHARS_PER_TOKEN
 
 

@@ -30,7 +30,6 @@ class Record:
 
     @property
     def ttft(self) -> float:
-        """Time to first token."""
         return self.chunks[0] - self.started
 
     @property
@@ -42,7 +41,6 @@ class Record:
 
     @property
     def itl(self) -> list[float]:
-        """Times between chunks."""
         return [after - before for before, after in itertools.pairwise(self.chunks)]
 
 

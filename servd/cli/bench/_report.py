@@ -81,7 +81,6 @@ def _number(value: float) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The flag of every measurement."""
     parser.add_argument("--json", metavar="FILE", help="write the figures to a file")
 
 
@@ -110,7 +109,6 @@ def as_vllm(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_json(file: str | Path, summary: Mapping[str, Any]) -> None:
-    """The summary with full precision."""
     Path(file).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf8")
 
 

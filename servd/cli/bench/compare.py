@@ -20,7 +20,6 @@ FIGURES = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Flags of this command."""
     for name in ("a", "b"):
         parser.add_argument(
             f"--{name}", required=True, metavar="COMMAND", help=f"starts server {name}"

@@ -19,13 +19,11 @@ PHASES = ("schedule", "prepare", "forward", "sample", "update", "ipc")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Flags of this command."""
     _report.add_options(parser)
     _engine.add_options(parser, batch=32, input_len=32, output_len=64)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print."""
     llm = _engine.make_llm(arguments)
     port = llm.engine.port
     assert isinstance(port, InProcess)

@@ -12,7 +12,6 @@ from servd.params import SamplingParams
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Flags of this command."""
     parser.add_argument(
         "--repeats", type=int, default=5, metavar="N", help="measured runs [%(default)s]"
     )
@@ -21,7 +20,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print."""
     llm = _engine.make_llm(arguments)
     prompts = _data.make_prompts(arguments)
     params = [

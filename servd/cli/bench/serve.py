@@ -25,7 +25,6 @@ NEEDLESS: dict[str, dict[str, Any]] = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Flags of this command."""
     _client.add_server_options(parser)
     parser.add_argument("--host", metavar="NAME", help="with --port, in place of --url")
     parser.add_argument("--port", type=int, metavar="N", help="with --host, in place of --url")

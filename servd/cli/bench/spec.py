@@ -24,7 +24,6 @@ LEAST_SECONDS = 1.0  # per run: shorter ones vary by more than drafts gain
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Flags of this command."""
     _report.add_options(parser)
     parser.add_argument("--plot", metavar="FILE", help="draw the speed-up (.svg, .png)")
     parser.add_argument(

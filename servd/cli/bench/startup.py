@@ -16,7 +16,6 @@ from servd.errors import ServdError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Flags of this command."""
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="starts [%(default)s]")
     parser.add_argument(
         "--port", type=int, default=8765, metavar="N", help="for the servers [%(default)s]"
@@ -31,7 +30,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print."""
     options = [*shlex.split(arguments.serve), "--port", str(arguments.port)]
     command = [sys.executable, "-m", "servd", "serve", *options]
     url = f"http://127.0.0.1:{arguments.port}"

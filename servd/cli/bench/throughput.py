@@ -10,13 +10,11 @@ from servd.params import SamplingParams
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Flags of this command."""
     _report.add_options(parser)
     _engine.add_options(parser, batch=64, input_len=128, output_len=64)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print."""
     llm = _engine.make_llm(arguments)
     prompts = _data.make_prompts(arguments, more=1)
     params = [

@@ -105,7 +105,6 @@ class WorkerMember(Member):
         self.worker = Child(f"worker-{self.rank}", module, start, env=env)
 
     def left(self) -> Left | None:
-        """The others wait for it in vain."""
         if self.worker is None or self.worker.exit_code is None:
             return None
         return Left(f"{self.worker.name} ended with exit code {self.worker.exit_code}")

@@ -134,7 +134,6 @@ class Done:
     value: Any
 
     def result(self) -> Any:
-        """What it returned."""
         return self.value
 
 
@@ -142,7 +141,6 @@ class AtOnce:
     """The stream of a device that the host waits for."""
 
     def submit(self, call: Callable[..., Any], /, *args: Any) -> Done:
-        """Call it now."""
         return Done(call(*args))
 
 
@@ -191,20 +189,17 @@ class FakeExecutor(executor.Executor):
         )
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
-        """Launch the forward pass."""
         if self.launched is not None:
             raise RuntimeError("execute_model was called twice without sample_tokens")
         self.launched = self.stream.submit(self._forward, scheduled)
 
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> executor.PendingOutput:
-        """Launch sampling."""
         if self.launched is None:
             raise RuntimeError("sample_tokens was called without execute_model")
         launched, self.launched = self.launched, None
         return self.stream.submit(lambda: self._sample(launched.result(), bitmask))
 
     def shutdown(self) -> None:
-        """End the device's thread."""
         if isinstance(self.stream, ThreadPoolExecutor):
             self.stream.shutdown()
 

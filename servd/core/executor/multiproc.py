@@ -66,7 +66,6 @@ class MultiProcExecutor(executor.Executor):
             cls.standby.append(worker)
 
     def start(self) -> WorkerReady:
-        """Start the processes and load the model on all of them."""
         standby = {worker.name: worker for worker in self.standby}
         self.standby.clear()
         for rank in range(self.config.parallel.num_workers):
@@ -99,7 +98,6 @@ class MultiProcExecutor(executor.Executor):
         return f"file://{self.folder}/rendezvous" if several else None
 
     def address_of(self, rank: int) -> str:
-        """Where a worker listens."""
         return address(self.folder, f"worker-{rank}")
 
     def start_message(self, rank: int) -> StartWorker:
@@ -108,7 +106,6 @@ class MultiProcExecutor(executor.Executor):
         return StartWorker(self.config, self.spec, rank, inbox, outbox, self.meeting_point)
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
-        """Send the step to the workers."""
         if self.is_launched:
             raise RuntimeError("execute_model was called twice without sample_tokens")
         self.is_launched = True
@@ -141,7 +138,6 @@ class MultiProcExecutor(executor.Executor):
         return output
 
     def shutdown(self) -> None:
-        """Stop the workers and remove the sockets."""
         if self.is_stopping:
             return
         self.is_stopping = True

@@ -15,7 +15,6 @@ class NodesExecutor(RemoteExecutor):
 
     @property
     def num_here(self) -> int:
-        """Workers of each host."""
         return self.config.parallel.num_workers // self.config.parallel.nnodes
 
     @property
@@ -25,7 +24,6 @@ class NodesExecutor(RemoteExecutor):
         return tcp_address(parallel.master_addr or "", parallel.master_port + 1)
 
     def start(self) -> WorkerReady:
-        """Wait for all hosts."""
         parallel, terms = self.config.parallel, partial(terms_of, self.config, self.spec)
         at = tcp_address(parallel.master_addr or "", parallel.master_port)
         self.listen(at, terms, Keys(read_token(self.config)))

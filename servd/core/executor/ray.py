@@ -75,7 +75,6 @@ class RayExecutor(RemoteExecutor):
 
     @property
     def meeting_point(self) -> str:
-        """On the host of the first worker."""
         return self.ray.get(self.actors[0].meeting_point.remote())
 
     def start(self) -> WorkerReady:
@@ -136,7 +135,6 @@ class RayExecutor(RemoteExecutor):
             self.lose(f"an actor of Ray has ended: {error}")
 
     def shutdown(self) -> None:
-        """Give the bundles back."""
         super().shutdown()
         for actor in self.actors:
             self.ray.kill(actor)

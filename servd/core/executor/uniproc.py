@@ -19,11 +19,9 @@ class UniProcExecutor(executor.Executor):
 
     @classmethod
     def prepare(cls, num_workers: int) -> None:
-        """Import torch."""
         import_ahead([WORKER_MODULE])
 
     def start(self) -> WorkerReady:
-        """Load the model into this process."""
         worker_class = importlib.import_module(WORKER_MODULE).Worker
         self.worker = worker_class(self.config, self.spec, 0, self.progress)
         ready: WorkerReady = self.worker.load_model()
@@ -32,15 +30,12 @@ class UniProcExecutor(executor.Executor):
         return ready
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
-        """Launch the forward pass."""
         self.worker.execute_model(scheduled)
 
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> executor.PendingOutput:
-        """Launch sampling."""
         return self.worker.sample_tokens(bitmask)
 
     def shutdown(self) -> None:
-        """Free the device."""
         if self.worker is not None:
             self.worker.shutdown()
             self.worker = None

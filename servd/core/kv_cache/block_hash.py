@@ -32,5 +32,4 @@ def of_group(block_hash: bytes, group: int) -> bytes:
 
 
 def is_of_other_group(block_hash: bytes) -> bool:
-    """Whether a hash is of a group other than the first."""
     return len(block_hash) > len(NO_KEYS)

@@ -41,7 +41,6 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that can be found, owned or free."""
         return len(self._block_of_hash)
 
     def take(self, num_blocks: int) -> list[int]:
@@ -85,7 +84,6 @@ class BlockPool:
             self.evicted_at_ns.pop(block_hash, None)
 
     def find(self, block_hash: bytes) -> int | None:
-        """The block that holds this content, owned or free."""
         return self._block_of_hash.get(block_hash)
 
     def find_prefix(self, hashes: Iterable[bytes]) -> list[int]:

@@ -108,7 +108,6 @@ class KVEvents:
             self._publisher.send(msgspec.msgpack.encode(Batch(time.time(), events, self.rank)))
 
     def close(self) -> None:
-        """Close the sockets."""
         self._publisher.close()
 
     def _new(self, blocks: Sequence[int], first: int, end: int) -> Iterable[tuple[int, int]]:

@@ -43,7 +43,6 @@ class GroupedKVCacheManager(KVCacheManager):
         self.num_groups = len(layout.windows)
 
     def connect(self, tiers: Tiers | None) -> None:
-        """See KVCacheManager; there are no lower tiers."""
         assert tiers is None, "workers make one group of all layers where tiers are asked for"
 
     def max_tokens(self, longest: int) -> int:

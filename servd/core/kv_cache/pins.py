@@ -28,7 +28,6 @@ class Pins:
 
     @property
     def blocks(self) -> Iterable[int]:
-        """The pinned blocks."""
         return self._ends.keys()
 
     def room(self, blocks: Iterable[int], end_ns: int) -> int:
@@ -72,6 +71,5 @@ class Pins:
                 self.pool.release([block])
 
     def clear(self) -> None:
-        """Unpin all."""
         self.drop([*self._ends])
         self._queue.clear()

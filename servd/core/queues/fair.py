@@ -43,7 +43,6 @@ class Account:
 
     @property
     def is_active(self) -> bool:
-        """Whether its owner has waiting or running requests."""
         return self.num_running > 0 or self.num_waiting > 0
 
     def counter(self, step: int) -> float:
@@ -93,7 +92,6 @@ class WaitingQueue:
         self._latest: dict[int, Account] = {}  # by lane: account of the request started last
 
     def __len__(self) -> int:
-        """Number of waiting requests."""
         return len(self._class_of) + len(self.adapters.aside)
 
     def __bool__(self) -> bool:
@@ -124,7 +122,6 @@ class WaitingQueue:
         return options.lane, priority, next(self._arrivals)
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
         if not self.adapters.admits(request):
             self.adapters.set_aside(request, self._step)
             return
@@ -196,7 +193,6 @@ class WaitingQueue:
         return request.num_uncomputed_tokens > self.long_prompt
 
     def has_long(self, lane: int) -> bool:
-        """Whether long prompts wait in a lane."""
         return self._first(lane, only_long=True) is not None
 
     def head(self, partial: Sequence[Request] = ()) -> Request:

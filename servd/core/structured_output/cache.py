@@ -17,7 +17,6 @@ Key = tuple[str, str]  # kind and value
 
 
 def key_of(output: StructuredOutput) -> Key:
-    """Key of a structured output: equal ones share a grammar."""
     return output.kind, output.value
 
 

@@ -192,17 +192,14 @@ class GrammarManager:
     # ---- before a request runs ----
 
     def waiting(self) -> Iterator[EngineCoreRequest]:
-        """Requests that wait for a grammar."""
         return chain.from_iterable(self._compiling.values())
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that wait for a grammar."""
         return sum(map(len, self._compiling.values()))
 
     @property
     def is_compiling(self) -> bool:
-        """Whether requests wait for a grammar."""
         return bool(self._compiling)
 
     def warm_up(self) -> None:

@@ -83,7 +83,6 @@ class Backend(AttentionBackend[Metadata]):
         return None
 
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
-        """The kernels read the batch's own tensors."""
         return Metadata(batch, self.attention.plan(batch), self.attention.work(batch))
 
     def attend(

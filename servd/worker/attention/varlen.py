@@ -74,7 +74,6 @@ class Backend(AttentionBackend[Metadata]):
         return None if importlib.util.find_spec(FA3_MODULE) else "needs the package flash-attn-3"
 
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
-        """The kernel reads the batch's own tensors."""
         return Metadata(batch, int(batch.query_lens.max()), int(batch.seq_lens.max()))
 
     def attend(

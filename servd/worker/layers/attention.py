@@ -146,7 +146,6 @@ class Attention(nn.Module):
 
 
 def attention_layers(model: Loadable) -> list[Attention]:
-    """All attention layers, in order."""
     return [module for _, module in model.named_modules() if isinstance(module, Attention)]
 
 

@@ -26,7 +26,6 @@ class Packed:
         self.shape = shape
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """float32 [n, in] -> [n, out]."""
         out = torch.empty(x.shape[0], self.shape[0])
         self.multiply_into(out, x, bias)
         return out
@@ -41,7 +40,6 @@ class Packed:
         raise NotImplementedError
 
     def rows(self, index: Tensor) -> Tensor:
-        """int64 [n] -> float32 [n, in]."""
         raise NotImplementedError
 
 

@@ -36,7 +36,6 @@ class Quantized:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the matrix, as if it were not quantized."""
         return self.codes.shape
 
     @property

@@ -28,7 +28,6 @@ class State(nn.Module):
 
     @property
     def num_columns(self) -> int:
-        """Numbers of a request."""
         return sum(shape.numel() for shape in self.shapes)
 
     def read(self, ctx: ForwardContext) -> list[Tensor]:

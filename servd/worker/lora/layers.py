@@ -97,7 +97,6 @@ class AdaptedMatrix:
         ]
 
     def _own(self, rows: Tensor, part: int) -> Tensor:
-        """This rank's outputs of a part."""
         return _whole(self.matrix.share(rows, part)) if self.matrix.shard_dim == 0 else rows
 
     def put(self, place: int, part: int, a: Tensor, b: Tensor) -> None:

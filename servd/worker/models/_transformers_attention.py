@@ -63,7 +63,6 @@ class Notes:
     def note(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
     ) -> Tensor:
-        """See `attend`."""
         name = self.names[module]
         scale = options.pop("scaling", None)
         soft_cap, sinks = options.pop("softcap", None), options.pop("s_aux", None)
@@ -116,7 +115,6 @@ class Probe:
     seen: tuple[Tensor, ...] = ()
 
     def note(self, module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-        """See `attend`."""
         self.seen = q, k, v
         return q.transpose(1, 2)
 
@@ -133,7 +131,6 @@ class Watch(TorchDispatchMode):
         return False  # see program_runner.OnlyViews
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs it."""
         self.unused -= {id(each) for each in tree_iter((args, kwargs))}
         return func(*args, **(kwargs or {}))
 
@@ -372,7 +369,6 @@ def _product(size: int, x: Tensor) -> Tensor:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of its message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -63,8 +63,6 @@ class FusedAttention(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """Gated."""
-
     gate_up_proj: Any
     down_proj: Any
     gate: Gate

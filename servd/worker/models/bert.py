@@ -52,7 +52,6 @@ class BertEmbeddings(nn.Module):
         self.LayerNorm = LayerNorm(size, spec.config.get("layer_norm_eps", 1e-12), parallel)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """[num_tokens] each -> [num_tokens, hidden]."""
         x = self.word_embeddings(input_ids & ~SECOND_TEXT)
         if self.token_type_embeddings is not None:
             types = (input_ids >= SECOND_TEXT).long().clamp(max=self.last_type)
@@ -74,7 +73,6 @@ class BertAttention(nn.Module):
         self.attention = Attention(0, num_heads, num_heads, spec.head_dim, scale, is_causal=False)
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden]."""
         return self.dense(self.attention(*self.qkv(x).chunk(3, dim=-1), ctx, rotation))
 
 
@@ -93,7 +91,6 @@ class BertLayer(nn.Module):
         self.act = Activation(spec.config.get("hidden_act", "gelu"))
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden]."""
         x = self.attention_norm.add(self.attention(x, rotation, ctx), x)[0]
         return self.mlp_norm.add(self.down(self.act(self.up(x))), x)[0]
 
@@ -141,7 +138,6 @@ class BertModel(nn.Module):
                 yield name, tensor
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """[num_tokens] each -> hidden states [num_tokens, hidden]."""
         x, rotation = self.embeddings(input_ids, positions), self.rotation(positions)
         for layer in self.layers:
             x = layer(x, rotation, ctx)

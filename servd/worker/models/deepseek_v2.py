@@ -39,12 +39,10 @@ class OfHeads(nn.Module):
 
     @cached_property
     def grouped(self) -> GroupedForm:
-        """The matrices as one grouped product, as of experts."""
         return grouped_form([*self.weights])
 
     @property
     def is_capturable(self) -> bool:
-        """Whether a CUDA graph can hold this layer."""
         return self.grouped.is_capturable
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,7 +90,6 @@ class DeepseekV2Attention(nn.Module):
         self.attention = Attention(layer, num_heads, 1, rope + latent, scale, value_dim=latent)
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden]."""
         if self.has_short_queries:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         else:
@@ -182,7 +179,6 @@ class DeepseekV2MoE(SparseMoE):
         return weights, weights, weights.unflatten(1, (self.num_groups, -1)).amax(dim=2)
 
     def route(self, x: Tensor) -> Routing:
-        """See `SparseMoE`."""
         if not self.is_grouped:
             return super().route(x)
         weights, scores, of_groups = self.score(self.gate(x).float())
@@ -197,7 +193,6 @@ class DeepseekV2MoE(SparseMoE):
         return placed(experts, weights, self.num_experts)
 
     def forward(self, x: Tensor) -> Tensor:
-        """See `SparseMoE`."""
         shared = self.shared_experts(x)
         return self.activation.ops.scale(super().forward(x), self.factor, shared)
 
@@ -209,15 +204,12 @@ class DeepseekV2Layer(LlamaLayer):
     experts: ClassVar[type[DeepseekV2MoE]] = DeepseekV2MoE
 
     def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        """See LlamaLayer."""
         if layer < spec.config.get("first_k_dense_replace", 0):
             return super().feed_forward(spec, layer, parallel)
         return self.experts(spec, parallel)
 
 
 class DeepseekV2ForCausalLM(LlamaForCausalLM):
-    """See DeepseekV2Layer."""
-
     layer = DeepseekV2Layer
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:

@@ -28,7 +28,6 @@ class DeepseekV3MoE(DeepseekV2MoE):
         self.gate.register_parameter("e_score_correction_bias", bias)
 
     def score(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See DeepseekV2MoE."""
         weights = logits.sigmoid()
         scores = weights + self.gate.get_parameter("e_score_correction_bias")
         groups = scores.unflatten(1, (self.num_groups, -1))
@@ -36,12 +35,8 @@ class DeepseekV3MoE(DeepseekV2MoE):
 
 
 class DeepseekV3Layer(DeepseekV2Layer):
-    """See DeepseekV3MoE."""
-
     experts = DeepseekV3MoE
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
-    """See DeepseekV3Layer."""
-
     layer = DeepseekV3Layer

@@ -68,8 +68,6 @@ class Gemma3Attention(LlamaAttention):
 
 
 class Gemma3Layer(Gemma2Layer):
-    """See Gemma3Attention."""
-
     attention = Gemma3Attention
 
 

@@ -64,8 +64,6 @@ class GptOssLayer(LlamaLayer):
 
 
 class GptOssForCausalLM(LlamaForCausalLM):
-    """See GptOssLayer."""
-
     layer: ClassVar[type[LlamaLayer]] = GptOssLayer
 
     def convert(

@@ -17,12 +17,8 @@ class MistralAttention(LlamaAttention):
 
 
 class MistralLayer(LlamaLayer):
-    """See MistralAttention."""
-
     attention = MistralAttention
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """See MistralAttention."""
-
     layer = MistralLayer

@@ -51,8 +51,6 @@ class MixtralLayer(MistralLayer):
 
 
 class MixtralForCausalLM(LlamaForCausalLM):
-    """See MixtralLayer."""
-
     layer = MixtralLayer
     packed: ClassVar[dict[str, tuple[str, int]]] = LlamaForCausalLM.packed | {
         "w1": ("gate_up_proj", 0),

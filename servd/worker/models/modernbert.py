@@ -40,7 +40,6 @@ def make_rotary(spec: ModelSpec, layer_type: str) -> Rotary:
 
 
 def norm(spec: ModelSpec, parallel: Parallel) -> LayerNorm:
-    """The norm of the stream."""
     config = spec.config
     eps, bias = config.get("norm_eps", 1e-5), config.get("norm_bias", False)
     return LayerNorm(spec.hidden_size, eps, parallel, bias=bias)
@@ -55,7 +54,6 @@ class ModernBertEmbeddings(nn.Module):
         self.norm = norm(spec, parallel)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """[num_tokens] -> [num_tokens, hidden]."""
         return self.norm.add(self.tok_embeddings(input_ids), None)[0]
 
 
@@ -74,7 +72,6 @@ class ModernBertAttention(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden]."""
         q, k, v = self.Wqkv(x).chunk(3, dim=-1)
         return self.Wo(self.attention(q, k, v, ctx, rotation))
 
@@ -91,13 +88,10 @@ class ModernBertMLP(nn.Module):
         self.gate = Gate(spec.config.get("hidden_activation", "gelu"))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden]."""
         return self.Wo(self.gate(self.Wi(x)))
 
 
 class ModernBertLayer(nn.Module):
-    """Attention and feed-forward; their outputs are added to the residual by the next norm."""
-
     def __init__(self, spec: ModelSpec, layer: int, layer_type: str, parallel: Parallel) -> None:
         super().__init__()
         self.layer_type = layer_type
@@ -114,7 +108,6 @@ class ModernBertLayer(nn.Module):
         rotations: dict[str, Rotation],
         ctx: ForwardContext,
     ) -> tuple[Tensor, Tensor]:
-        """What the next norm adds to the residual, and the residual; [num_tokens, hidden] each."""
         x, residual = (x, x) if self.attn_norm is None else self.attn_norm.add(x, residual)
         x, residual = self.mlp_norm.add(self.attn(x, rotations[self.layer_type], ctx), residual)
         return self.mlp(x), residual
@@ -146,7 +139,6 @@ class ModernBertModel(nn.Module):
             yield name.removeprefix("model."), tensor
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """[num_tokens] each -> hidden states [num_tokens, hidden]."""
         x, residual = self.embeddings(input_ids), None
         rotations = {layer_type: rotary(positions) for layer_type, rotary in self.rotaries.items()}
         for layer in self.layers:

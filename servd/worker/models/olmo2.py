@@ -24,7 +24,6 @@ class Olmo2Attention(LlamaAttention):
         self.k_norm = RMSNorm(spec.num_kv_heads * spec.head_dim, eps, parallel)
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """[num_tokens, heads, head_dim] each."""
         return self._norm(self.q_norm, q), self._norm(self.k_norm, k)
 
     def _norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
@@ -59,6 +58,4 @@ class Olmo2Layer(LlamaLayer):
 
 
 class Olmo2ForCausalLM(LlamaForCausalLM):
-    """See Olmo2Layer."""
-
     layer = Olmo2Layer

@@ -34,13 +34,9 @@ class Phi3Attention(LlamaAttention):
 
 
 class Phi3Layer(LlamaLayer):
-    """See Phi3Attention."""
-
     attention = Phi3Attention
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):
-    """See Phi3Rotary."""
-
     layer = Phi3Layer
     rotary = Phi3Rotary

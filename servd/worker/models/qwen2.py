@@ -15,13 +15,10 @@ class Qwen2Attention(LlamaAttention):
 
     @staticmethod
     def biases(config: dict[str, Any]) -> tuple[bool, bool]:
-        """Fixed by the architecture."""
         return True, False
 
 
 class Qwen2Layer(LlamaLayer):
-    """See Qwen2Attention."""
-
     attention = Qwen2Attention
 
 

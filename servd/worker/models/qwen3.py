@@ -29,8 +29,6 @@ class Qwen3Attention(LlamaAttention):
 
 
 class Qwen3Layer(LlamaLayer):
-    """See Qwen3Attention."""
-
     attention = Qwen3Attention
 
 

@@ -26,12 +26,9 @@ class Qwen3_5MoeLayer(Qwen3NextLayer):
 
 
 class Qwen3_5MoeForCausalLM(Qwen3NextForCausalLM):
-    """See Qwen3_5MoeLayer."""
-
     layer = Qwen3_5MoeLayer
 
     def convert(
         self, tensors: Iterator[tuple[str, Tensor | Quantized]]
     ) -> Iterator[tuple[str, Tensor | Quantized]]:
-        """Experts one by one."""
         return one_by_one(super().convert(tensors))

@@ -14,12 +14,9 @@ from servd.worker.parallel import Parallel
 
 
 class Qwen3_5DeltaNet(GatedDeltaNet):
-    """See GatedDeltaNet."""
-
     def make_projections(
         self, hidden: int, keys: int, values: int, num_values: int, parallel: Parallel
     ) -> None:
-        """The linear layers of `project`."""
         sizes = [keys, keys, values], [values], [num_values], [num_values]
         self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a = (
             ColumnParallelLinear(hidden, size, parallel, bias=False) for size in sizes
@@ -31,8 +28,6 @@ class Qwen3_5DeltaNet(GatedDeltaNet):
 
 
 class Qwen3_5Layer(Qwen3NextLayer):
-    """See Qwen3_5DeltaNet."""
-
     linear = Qwen3_5DeltaNet
 
     def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
@@ -40,6 +35,4 @@ class Qwen3_5Layer(Qwen3NextLayer):
 
 
 class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
-    """See Qwen3_5Layer."""
-
     layer = Qwen3_5Layer

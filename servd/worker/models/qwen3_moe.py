@@ -36,8 +36,6 @@ class Qwen3MoeLayer(Qwen3Layer):
 
 
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
-    """See Qwen3MoeLayer."""
-
     layer = Qwen3MoeLayer
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
@@ -47,7 +45,6 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     def convert(
         self, tensors: Iterator[tuple[str, Tensor | Quantized]]
     ) -> Iterator[tuple[str, Tensor | Quantized]]:
-        """Experts one by one."""
         return one_by_one(tensors, self.hidden_size)
 
 

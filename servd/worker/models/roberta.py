@@ -12,8 +12,6 @@ from servd.worker.parallel import Parallel
 
 
 class RobertaModel(BertModel):
-    """See BertModel."""
-
     @staticmethod
     def first_position(spec: ModelSpec) -> int:
         """After that of padding."""
@@ -36,5 +34,4 @@ class RobertaForSequenceClassification(RobertaModel):
         })  # fmt: skip
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """First tokens' [n, hidden] -> [n, num_labels]."""
         return self.classifier["out_proj"](self.classifier["dense"](hidden).tanh())

@@ -41,13 +41,9 @@ class SmolLM3Attention(LlamaAttention):
 
 
 class SmolLM3Layer(LlamaLayer):
-    """See SmolLM3Attention."""
-
     attention = SmolLM3Attention
 
 
 class SmolLM3ForCausalLM(LlamaForCausalLM):
-    """See SmolLM3Attention."""
-
     layer = SmolLM3Layer
     is_tied = True

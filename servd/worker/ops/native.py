@@ -362,7 +362,6 @@ def _norm(
 
 
 def can_add(x: Any, residual: Any) -> bool:
-    """Whether `add` takes them."""
     are_tensors = isinstance(x, Tensor) and isinstance(residual, Tensor)
     return are_tensors and x.shape == residual.shape and _fits(x, residual)
 

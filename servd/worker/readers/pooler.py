@@ -42,7 +42,6 @@ class Reader(readers.Reader):
         self.chunks: dict[int, list[Tensor]] = {}
 
     def add(self, request: NewRequest) -> None:
-        """A request enters its slot."""
         if not isinstance(request.params, PoolingParams):
             return
         is_all = request.params.pooling == "all"
@@ -58,7 +57,6 @@ class Reader(readers.Reader):
             self.chunks[request.slot] = []
 
     def remove(self, slot: int) -> None:
-        """The request leaves its slot."""
         self.params.pop(slot, None)
         self.chunks.pop(slot, None)
         self.sums.pop(slot, None)
@@ -115,7 +113,6 @@ class Reader(readers.Reader):
 
 
 def score_of(logits: Tensor, tokens: list[int]) -> Tensor:
-    """See `PoolingSpec.score_tokens`; [n, vocab] -> [n, 1]."""
     score, *others = logits[:, tokens].split(1, dim=1)
     return score - others[0] if others else score
 
@@ -162,11 +159,9 @@ class Pooled:
     vectors: Tensor  # [n, size] float32
 
     def to_host(self) -> Pooled:
-        """Start the copy to the host."""
         return replace(self, vectors=self.vectors.to("cpu", non_blocking=True))
 
     def write(self, output: ModelRunnerOutput) -> None:
-        """Add the finished vectors to the step's output."""
         found = {
             row: (p, vector[None])
             for (row, p), vector in zip(self.params.items(), self.vectors, strict=True)

@@ -27,13 +27,11 @@ class Reader(readers.Reader):
         self.asked: dict[int, tuple[int, int]] = {}  # slot -> (tokens in the prompt, k most likely)
 
     def add(self, request: NewRequest) -> None:
-        """A request enters its slot."""
         params = request.params
         if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
             self.asked[request.slot] = (request.num_prompt_tokens, params.prompt_logprobs)
 
     def remove(self, slot: int) -> None:
-        """The request leaves its slot."""
         self.asked.pop(slot, None)
 
     def read(self, hidden: Tensor, batch: InputBatch) -> PromptLogprobsPart | None:
@@ -85,11 +83,9 @@ class PromptLogprobsPart:
     slices: list[LogprobsTensors]  # all tokens of all parts, in order
 
     def to_host(self) -> PromptLogprobsPart:
-        """Start the copy to the host."""
         return PromptLogprobsPart(self.parts, [tensors.to_host() for tensors in self.slices])
 
     def write(self, output: ModelRunnerOutput) -> None:
-        """Add the scores to the step's output."""
         positions: list[TokenLogprobs] = []
         for tensors in self.slices:
             positions += [p for p in tensors.to_lists() if p is not None]

@@ -26,7 +26,6 @@ class Rows:
     chosen: Int64Array | None = None  # [n] index among all rows; None: these are all
 
     def subset(self, bit: int) -> Rows:
-        """The rows with this feature bit."""
         is_chosen = (self.uses & bit) != 0
         if is_chosen.all():
             return Rows(self.slots, self.positions, self.host_slots, self.uses)
@@ -41,13 +40,11 @@ class Rows:
         return slice(None) if self.chosen is None else upload(self.chosen, self.slots.device)
 
     def copy_of(self, logits: Tensor) -> Tensor:
-        """These rows of the logits."""
         index = self.index
         return logits.clone() if isinstance(index, slice) else logits[index]
 
     @property
     def host_index(self) -> Int64Array:
-        """The same on the host, int64 [n]."""
         return np.arange(len(self.host_slots)) if self.chosen is None else self.chosen
 
     def repeat(self, counts: Sequence[int] | int) -> Tensor:

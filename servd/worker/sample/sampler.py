@@ -59,7 +59,6 @@ class SamplerOutput:
         return ~(self.best.float().numpy()[:, 0] < np.inf)  # NaN counts as the maximum
 
     def to_host(self) -> SamplerOutput:
-        """Start the copy to the host."""
         return SamplerOutput(
             self.token_ids.to("cpu", non_blocking=True),
             self.logprobs and self.logprobs.to_host(),
@@ -153,11 +152,9 @@ class Sampler:
         return not (uses & self.stateful or params.structured_output)
 
     def is_plain(self, host_slots: npt.NDArray[np.int64]) -> bool:
-        """Whether all these requests are greedy and use no other feature."""
         return not self.uses[host_slots].any()
 
     def remove(self, slot: int) -> None:
-        """Remove the request of a slot."""
         self.uses[slot] = 0
 
     def __call__(

@@ -235,11 +235,9 @@ class Drafts:
     token_ids: Tensor  # [n, k] int64; -1: none
 
     def to_host(self) -> Drafts:
-        """Start the copy to the host."""
         return Drafts(self.rows, self.token_ids.to("cpu", non_blocking=True))
 
     def write(self, output: ModelRunnerOutput) -> None:
-        """Add what was drafted to the step's output."""
         for row, token_ids in zip(self.rows.tolist(), self.token_ids.tolist(), strict=True):
             output.draft_token_ids[row] = [each for each in token_ids if each >= 0]
 

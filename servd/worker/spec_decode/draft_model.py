@@ -78,7 +78,6 @@ class DraftModelProposer(Proposer):
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of a KV cache block in the draft's own layers."""
         return kv_cache.bytes_per_block(self.backend, self.model)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
@@ -151,7 +150,6 @@ class DraftModelProposer(Proposer):
         return Pass(input_ids, positions, slots, positions, (), last, attention_rows)
 
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:
-        """The likeliest tokens, one after the other."""
         drafts = slots.new_full((len(slots), num_drafts), -1)
         rows, most = np.flatnonzero(self.limits), int(self.limits.max(initial=0))
         if not most:
@@ -172,13 +170,11 @@ class DraftModelProposer(Proposer):
     def advance(
         self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch, features: Tensor
     ) -> Tensor:
-        """See `Drafter`; the model knows what came before."""
         return self.begin(token_ids, positions, attention)
 
     def begin(
         self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch, *read: Tensor
     ) -> Tensor:
-        """See `Drafter`; it reads nothing more."""
         ctx = ForwardContext(self.backend, attention, self.kv_caches)
         return self.model(token_ids, positions, ctx)
 

@@ -174,11 +174,9 @@ class EagleProposer(Proposer):
         self.interest = MOST_INTEREST
 
     def find_folder(self, target: Target) -> str:
-        """Where the head's checkpoint is."""
         return target.find_draft()
 
     def find_names(self, folder: str) -> set[str]:
-        """Those that the head's tensors have here."""
         return {self.rename(name) for name in tensor_shapes(folder)}
 
     def check(self, names: Set[str]) -> None:
@@ -205,11 +203,9 @@ class EagleProposer(Proposer):
 
     @property
     def bytes_per_block(self) -> int:
-        """Keys and values of its layers."""
         return kv_cache.bytes_per_block(self.backend, self.head)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """For the same blocks as the target's."""
         self.kv_caches = kv_cache.allocate(self.backend, self.head, num_blocks)
         max_num_seqs = self.states.max_num_seqs
         self.max_num_rows = (self.config.num_speculative_tokens + 1) * max_num_seqs

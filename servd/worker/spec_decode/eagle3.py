@@ -109,7 +109,6 @@ class Eagle3Head(EagleHead):
     """
 
     def make_layers(self, spec: ModelSpec, names: Set[str], target: Target) -> None:
-        """Those after the first are ordinary ones."""
         size, parallel, config = spec.hidden_size, target.parallel, spec.config
         eps = config.get("rms_norm_eps", 1e-6)
         self.aux: AuxHiddenStates | None = None
@@ -157,7 +156,6 @@ class Eagle3Head(EagleHead):
         return self.fc(x)
 
     def enter(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Apart."""
         return embedded, features
 
     def forward(

@@ -62,7 +62,6 @@ class MtpHead(EagleHead):
     def convert(
         self, tensors: Iterator[tuple[str, Tensor | Quantized]]
     ) -> Iterator[tuple[str, Tensor | Quantized]]:
-        """Those of its layer."""
         for name, tensor in tensors:
             if (found := rename(name, self.number)) is None:
                 continue

@@ -177,7 +177,6 @@ class Tiers:
         return slots
 
     def load(self, slot: int, block: int) -> None:
-        """Copy a claimed slot to a block."""
         self._copy(block, slot, to_device=True)
 
     def patience_ns(self, hashes: Sequence[bytes], peer: str = "") -> int:

@@ -75,11 +75,9 @@ class Disk:
             self.is_open.set()
 
     def has(self, block_hash: bytes) -> bool:
-        """Whether there is a file of this name."""
         return self._folder is not None and os.path.exists(self._path(block_hash))
 
     def wants(self, block_hash: bytes) -> bool:
-        """Whether it is worth to be written."""
         return block_hash not in self.known
 
     def read(self, block_hash: bytes, buffer: memoryview) -> bool:

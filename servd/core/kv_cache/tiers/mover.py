@@ -39,7 +39,6 @@ class Mover:
 
     @property
     def has_room(self) -> bool:
-        """Whether another slot may be written now."""
         return self.num_slots < self.max_slots
 
     def write(self, stores: Sequence[Disk | Exchange], slot: int, block_hash: bytes) -> None:

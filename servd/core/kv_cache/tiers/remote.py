@@ -38,8 +38,6 @@ class Ask(Message, tag=True):
 
 
 class Give(Message, tag=True):
-    """The answer."""
-
     block_hash: bytes
     block: bytes = b""  # behind a header; nothing, if it is not to be had
     why: str = ""
@@ -79,7 +77,6 @@ class Exchange:
 
     @property
     def num_blocks(self) -> int:
-        """That are kept for others."""
         return len(self._kept)
 
     def close(self) -> None:
@@ -102,7 +99,6 @@ class Exchange:
                     self._expected[each] = until
 
     def wants(self, block_hash: bytes) -> bool:
-        """Whether it is expected, and not here yet."""
         return block_hash in self._expected
 
     def write(self, block_hash: bytes, buffer: memoryview) -> None:
@@ -122,7 +118,6 @@ class Exchange:
                     self.num_bytes -= len(found[1])
 
     def clear(self) -> None:
-        """Keep nothing that is known now."""
         self.delete([*self._expected, *self._kept])
 
     def _trim(self) -> None:

@@ -151,7 +151,6 @@ class PagedAttention:
 
     @property
     def group(self) -> int:
-        """Query heads of a kv head."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -163,7 +162,6 @@ class PagedAttention:
 
     @property
     def tunings(self) -> tuple[Tuning, Tuning]:
-        """For decoding and for prompts."""
         return tunings(self.head_dim, self.dtype, self.device)
 
     @property
@@ -190,7 +188,6 @@ class PagedAttention:
         return Plan(num_tiles, num_splits, min(split_rows * queries, num_tokens))
 
     def work(self, batch: AttentionBatch) -> Tensor:
-        """The step's work list, on the device."""
         return work_list(
             batch.query_start_loc, batch.seq_lens_device, self.num_wanted, self.window,
             SPLIT_QUERIES=split_queries(self.group), TILE_QUERIES=self.tile_queries,

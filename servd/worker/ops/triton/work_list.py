@@ -52,7 +52,6 @@ def work_list_kernel(
     SPLIT_QUERIES: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr,
     MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program."""
     num_keys = tl.zeros([ROWS], tl.int32)
     for row in range(0, num_rows, ROWS):
         query_len, seq_len = _lengths_of(row, starts_ptr, seq_lens_ptr, num_rows, ROWS)
@@ -113,7 +112,6 @@ def row_of(piece, counts_ptr, num_rows):
 
 @triton.jit
 def first_key_of(first_position, WINDOW: tl.constexpr):
-    """First key that the token at this position sees."""
     return tl.maximum(first_position - WINDOW + 1, 0) if WINDOW is not None else first_position * 0
 
 

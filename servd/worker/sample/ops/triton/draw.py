@@ -15,7 +15,6 @@ BLOCK = 4096
 
 @triton.jit
 def masses_of(weights_ptr, row, block, vocab, lowest, BLOCK: tl.constexpr):
-    """Weights of one block of a row, as integers."""
     token = block * BLOCK + tl.arange(0, BLOCK)
     weights = tl.load(weights_ptr + row * vocab + token, mask=token < vocab, other=0.0)
     return tl.where(weights >= lowest, weights, 0.0).to(tl.int64)

@@ -20,7 +20,6 @@ CAPACITY = 2048  # weights that are kept in registers when so few are left to ch
 
 
 def bits_of(number: float) -> int:
-    """The bits of a float32, as an integer."""
     return struct.unpack("<i", struct.pack("<f", number))[0]
 
 
@@ -33,7 +32,6 @@ def load_bits(row_ptr, start, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def mass_of(bits):
-    """The weights as integers."""
     return bits.to(tl.float32, bitcast=True).to(tl.int64)
 
 
