@@ -119,12 +119,10 @@ class Child:
         return any(_read_stat(pid)[:1] == ["T"] for pid in pids)
 
     def wait(self, timeout: float) -> None:
-        """Until it has ended, at most `timeout` seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout)
 
     def terminate(self) -> None:
-        """Ask it to end (SIGTERM)."""
         if self.exit_code is None:
             self.process.terminate()
 
@@ -139,7 +137,6 @@ class Child:
                     os.kill(pid, signum)
 
     def stop(self, timeout: float) -> None:
-        """Ask it to end, and kill it after `timeout` seconds."""
         self.terminate()
         self.wait(timeout)
         if self.exit_code is None:

@@ -20,8 +20,6 @@ ENGINE_IS_DEAD = 3  # exit code of an API server whose engine reported its end
 
 
 class StartEngine(msgspec.Struct):
-    """Parameters of an engine process."""
-
     config: Config  # resolved
     spec: ModelSpec
     ipc_dir: str
@@ -33,8 +31,6 @@ class StartEngine(msgspec.Struct):
 
 
 class StartAPIServer(msgspec.Struct):
-    """Parameters of an API server."""
-
     config: Config  # resolved
     spec: ModelSpec
     reasons: dict[str, str]  # why options that servd chose have their values
@@ -52,14 +48,10 @@ class StartAPIServer(msgspec.Struct):
 
 
 class StartModel(msgspec.Struct):
-    """Parameters of the server of one of several models."""
-
     config: Config  # with --uds, not resolved
 
 
 class StartGrammarChecker(msgspec.Struct):
-    """Parameters of the grammar checker's process."""
-
     config: Config  # resolved
     spec: ModelSpec
     channel: int  # descriptor of a stream socket, inherited
@@ -74,8 +66,6 @@ class GrammarVerdict(Message):
 
 
 class StartWorker(msgspec.Struct):
-    """Parameters of a worker process."""
-
     config: Config  # resolved
     spec: ModelSpec
     rank: int  # of all workers

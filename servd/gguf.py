@@ -242,7 +242,6 @@ def _rotation(header: Header, of: Any) -> dict[str, Any]:
 
 
 def tokenizer_config(header: Header) -> dict[str, Any]:
-    """What tokenizer_config.json would say."""
     values = header.metadata
     tokens = values.get("tokenizer.ggml.tokens", [])
     config: dict[str, Any] = {}
@@ -282,7 +281,6 @@ def write_tokenizer(folder: Path) -> Path:
 def _byte_level_bpe(
     values: dict[str, Any], cuts: str | list[dict[str, Any]], pre: str
 ) -> dict[str, Any]:
-    """tokenizer.json."""
     tokens = values["tokenizer.ggml.tokens"]
     types = values.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}

@@ -71,7 +71,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return "linear_num_key_heads" in self.config
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of a token's keys and values in all layers."""
         numbers = 2 * self.num_kv_heads * self.head_dim
         if (latent := self.config.get("kv_lora_rank")) is not None:  # MLA caches only this
             numbers = latent + self.config["qk_rope_head_dim"]

@@ -114,7 +114,6 @@ class Inbox(Generic[T]):
             raise UnreadableMessage(data, str(error)) from None
 
     def close(self) -> None:
-        """Close and remove the socket file."""
         self.socket.close()
         if self.at.startswith("ipc://"):  # zmq leaves the file of a named socket behind
             Path(self.at.removeprefix("ipc://")).unlink(missing_ok=True)

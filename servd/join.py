@@ -80,8 +80,6 @@ class Carried(Message, tag=True):
 
 
 class Left(Message, tag=True):
-    """The process has ended."""
-
     reason: str
     computing: list[str] = []  # see EngineRestarting
 
@@ -90,15 +88,11 @@ ToHead = Join | Beat | Carried | Left
 
 
 class Welcome(Message, tag=True):
-    """The process may start."""
-
     incarnation: int  # its number
     start: bytes  # for a worker: StartWorker, without the fields that differ by worker
 
 
 class Refused(Message, tag=True):
-    """The process may not join."""
-
     reason: str
     is_final: bool  # retrying is useless
 

@@ -307,8 +307,6 @@ class NewRequest(Message):
 
 
 class ScheduledRequest(Message):
-    """What a step computes for one request."""
-
     slot: int
     num_tokens: int  # to compute, drafts included
     new_block_ids: list[int] = []  # appended to its block table
@@ -394,8 +392,6 @@ class GrammarBitmask(Message):
 
 
 class SampleTokens(Message, tag=True):
-    """Second half of a step."""
-
     bitmask: GrammarBitmask | None = None
 
 
@@ -416,8 +412,6 @@ ToWorker = LoadModel | AllocateKVCache | SchedulerOutput | SampleTokens | TakeTo
 
 
 class WorkerProgress(Message, tag=True):
-    """Start-up progress of the worker."""
-
     phase: str
     progress: float
 
@@ -447,8 +441,6 @@ class ModelRunnerOutput(Message, tag=True):
 
 
 class WorkerFailed(Message, tag=True):
-    """The worker cannot go on."""
-
     reason: str  # the traceback, or for a ConfigError its message
     is_config_error: bool = False
 

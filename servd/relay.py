@@ -63,7 +63,6 @@ class Relay(threading.Thread):
         self.closing = threading.Event()
 
     def run(self) -> None:
-        """Forward messages until `close`."""
         try:
             while not self.closing.is_set():
                 self.carry()
@@ -84,7 +83,6 @@ class Relay(threading.Thread):
                 yield None
 
     def close(self) -> None:
-        """End the thread and close its sockets."""
         self.closing.set()
         if self.is_alive():
             self.join()
@@ -233,7 +231,6 @@ class Head(Relay):
         return Remote(number, Inbox(self.addresses.process(rank, number), msgspec.Raw))
 
     def _pass_on(self, rank: int, client: int, carried: msgspec.Raw) -> None:
-        """Forward a message to a client, if it still exists."""
         at, key = self.addresses.client(rank, client), (rank, client)
         if key not in self.outboxes and os.path.exists(at.removeprefix("ipc://")):
             self.outboxes[key] = Outbox(at)

@@ -65,8 +65,6 @@ class MemorySizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How a device's memory is divided."""
-
     device: str
     dtype: str
     sizes: MemorySizes

@@ -29,7 +29,6 @@ class DraftStats(Stats):
         self.num_accepted_tokens += num_accepted
 
     def add(self, other: DraftStats) -> None:
-        """Add another count."""
         self.num_drafts += other.num_drafts
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens

@@ -132,7 +132,6 @@ def _with_path(endpoint: Endpoint) -> Endpoint:
 
 
 def cross_origin(access: AccessConfig) -> Middleware:
-    """CORS for --allowed-origins."""
     return Middleware(
         CORSMiddleware,
         allow_origins=access.allowed_origins,

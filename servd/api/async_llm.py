@@ -103,7 +103,6 @@ class AsyncLLM:
         self._grammar_threads = FairThreads(NUM_GRAMMAR_THREADS, "grammar")
 
     def start(self) -> None:
-        """Start receiving from the engines on the running event loop."""
         for engine in self.engines:
             engine.start()
 
@@ -384,7 +383,6 @@ class AsyncLLM:
         return combine([engine.progress() if engine.is_ready else None for engine in self.engines])
 
     def fail(self, error: EngineError) -> None:
-        """End every open request with an error."""
         for engine in self.engines:
             engine.fail(error)
 

@@ -38,8 +38,6 @@ ON_BEHALF_OF = "servd.on_behalf_of"
 
 
 class Keys:
-    """The API keys of this server, as last read."""
-
     def __init__(self, access: AccessConfig) -> None:
         self.are_needed = access.needs_keys
         self.load(access)

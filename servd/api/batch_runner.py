@@ -55,8 +55,6 @@ PAUSE = 60.0  # seconds to wait after an error of the server itself
 
 @dataclass(eq=False)
 class BatchRunner:
-    """Runs the batches of a folder in one API server."""
-
     store: BatchStore  # shared with other servers
     app: ASGIApp  # handles the lines' requests
     keys: Keys  # whose owners' batches are run

@@ -47,7 +47,6 @@ class Shelf:
         self.folder = store.folder / hashlib.sha256(owner.encode()).hexdigest()[:32]
 
     def all(self, prefix: str, kind: type[T]) -> list[T]:
-        """All objects of a kind, oldest first."""
         found: list[T] = []
         for name in sorted(path.stem for path in self.folder.glob(f"{prefix}*.json")):
             with suppress(NotFound):  # removed meanwhile
@@ -75,7 +74,6 @@ class Shelf:
         return found
 
     def save(self, record: FileObject | Batch) -> None:
-        """Write a new or changed object."""
         path = self.folder / f"{record.id}.json"
         temporary = path.with_suffix(".tmp")
         with _new_file(temporary) as file:
@@ -224,7 +222,6 @@ class OpenBatch:
         return self.marker.with_suffix(".cancel").exists()
 
     def end(self) -> None:
-        """Mark it as finished."""
         for path in (self.marker, self.marker.with_suffix(".cancel")):
             path.unlink(missing_ok=True)
 

@@ -32,8 +32,6 @@ EarlyStopping = bool | Literal["never"]
 
 
 class Beam(msgspec.Struct, frozen=True):
-    """A candidate continuation."""
-
     token_ids: list[int]
     logprob: float  # sum over its tokens
     # Set once finished: the length-normalized score that beams are ranked by.

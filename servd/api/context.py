@@ -39,8 +39,6 @@ MAX_IGNORED = 32  # names in the header
 
 
 class Context(msgspec.Struct, frozen=True):
-    """Made once by `create_app`."""
-
     config: Config
     async_llm: AsyncLLM
     root: str  # the model's name on the hub; of a folder its served name, not its path

@@ -30,8 +30,6 @@ T = TypeVar("T")
 
 
 class Branch(msgspec.Struct):
-    """A place in a trie with several ways on."""
-
     path: list[int]  # tokens that lead to it
     members: dict[int, list[int]]  # next token -> the options that go on with it
     logprobs: dict[int, float] = {}  # by next token, as the model has them

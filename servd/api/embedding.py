@@ -20,8 +20,6 @@ from servd.params import CLASSIFY, PoolingParams
 
 
 class Vectors(msgspec.Struct):
-    """The vectors of the prompts, in order."""
-
     data: list[bytes]  # float32, little-endian
     num_prompt_tokens: int  # sum over all prompts
 

@@ -93,13 +93,11 @@ class EngineClient:
         self._deltas: Iterator[tuple[str, CompletionOutput, list[str]]] = iter(())
 
     def start(self) -> None:
-        """Start receiving on the running event loop."""
         self._reading_on = asyncio.get_running_loop()
         self._reading_on.add_reader(self.client.fileno(), self._receive)
         self._receive()  # the channel is edge-triggered
 
     def close(self) -> None:
-        """Stop receiving. The caller closes the channel."""
         for request_id in [*self.running]:
             self.end(request_id)
         if self._reading_on is not None:
@@ -146,17 +144,14 @@ class EngineClient:
         self.recovery.try_next()
 
     def fail(self, error: EngineError) -> None:
-        """End every open request with an error."""
         for running in self.running.values():
             running.stream.fail(error)
 
     def open_ids(self) -> set[str]:
-        """Engine ids of all its choices that have not ended."""
         ids = (i for each in self.running.values() for i in each.prepared.request.choice_ids)
         return {*filter(self.outputs.owner, ids)}
 
     def progress(self) -> Progress:
-        """Whether the engine makes progress on the requests of this process."""
         if self.is_stalled:
             reason = "the engine is hung and is being replaced"
             return Progress(STALLED, STALLED, len(self.running), reason=reason)

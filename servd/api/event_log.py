@@ -26,7 +26,6 @@ class EventLog:
         self._tell()
 
     def close(self) -> None:
-        """Mark the log as complete."""
         self._is_closed = True
         self._tell()
 

@@ -12,8 +12,6 @@ from servd.api.tool_parsers._grammar import moved, parameters_of
 
 
 class ForcedCallsParser(ToolParser):
-    """Reads what `calls_schema` allows."""
-
     @classmethod
     def matches(cls, template: str) -> bool:
         return False

@@ -102,7 +102,6 @@ class Front:
         return json_response({"status": "ready"})
 
     async def list_models(self, request: Request) -> Response:
-        """All models that the folder has now, and their adapters."""
         await self.servers.scan()
         cards = [*map(_card, self.servers.there), *await self.servers.adapters()]
         return json_response({"object": "list", "data": cards})
@@ -122,7 +121,6 @@ class Front:
         return json_response(SleepState(not server.has_weights))
 
     async def is_sleeping(self, request: Request) -> Response:
-        """Whether a model holds no weights."""
         server = await self.servers.find(read(request, b"").model)
         return json_response(SleepState(not server.has_weights))
 

@@ -106,7 +106,6 @@ class HttpProtocol(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None  # while the client does not read
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """A client has connected."""
         super().connection_made(transport)
         self.flow = TimedFlow(transport, self.blocked)
         self.shared.idle[self] = None
@@ -134,7 +133,6 @@ class HttpProtocol(HttpToolsProtocol):
     # ---- clients that send slowly, or too much ----
 
     def data_received(self, data: bytes) -> None:
-        """Parse data from the client."""
         if self._has_refused:
             return
         self._unread = data
@@ -249,7 +247,6 @@ class HttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
-        """The response is written, at least to the transport's buffer."""
         super().on_response_complete()
         if self.pipeline or self.transport.is_closing():
             return
@@ -328,12 +325,10 @@ class HttpProtocol(HttpToolsProtocol):
     # ---- clients that do not read ----
 
     def pause_writing(self) -> None:
-        """The write buffer is full."""
         super().pause_writing()
         self._watch_writing()
 
     def resume_writing(self) -> None:
-        """The write buffer has room again."""
         self._stop_write_timer()
         super().resume_writing()
 

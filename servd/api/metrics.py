@@ -75,7 +75,6 @@ class TalliedHistogram(Histogram):
         self.values: list[float] = []  # observed since the last `flush`
 
     def flush(self) -> None:
-        """Pass the buffered values to the library."""
         if not (values := self.values):
             return
         values.sort()
@@ -146,7 +145,6 @@ class Families:
             self.sleeping.labels(operation)
 
     def write(self) -> None:
-        """Publish the responses' times."""
         answers, self.answers = self.answers, defaultdict(list)
         for (handler, method, status), seconds in answers.items():
             self.http_requests.labels(handler, method, str(status)).inc(len(seconds))

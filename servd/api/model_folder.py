@@ -34,8 +34,6 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class AdapterFolder(msgspec.Struct, frozen=True):
-    """A LoRA adapter on disk."""
-
     name: str
     folder: Path
     base: str  # the base model that its config names; "" if none

@@ -56,7 +56,6 @@ class ModelServer:
 
     @property
     def state(self) -> str:
-        """Its state, as shown to users."""
         if not self.runs:
             return "stopped"
         if not self.is_awake:
@@ -64,7 +63,6 @@ class ModelServer:
         return "awake" if self.loading_since is None else "loading"
 
     async def connect(self, path: str) -> None:
-        """Open a channel to the Unix socket of its server."""
         if self.http is not None:
             await self.http.aclose()
         transport = httpx.AsyncHTTPTransport(uds=path, limits=httpx.Limits(max_connections=None))
@@ -102,8 +100,6 @@ class ModelServer:
 
 
 class Visit:
-    """A request that is passed to a server."""
-
     def __init__(self, server: ModelServer) -> None:
         assert server.http is not None
         self.server, self.http = server, server.http

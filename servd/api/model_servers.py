@@ -296,12 +296,10 @@ class ModelServers:
         return stopping
 
     async def close(self) -> None:
-        """Stop all servers and start no more."""
         self._is_closed = True
         await asyncio.gather(*(self._stop(server) for server in self.servers.values()))
 
     def reload(self, config: Config) -> None:
-        """Pass the reloadable options to all servers."""
         self.config = config
         for server in self.servers.values():
             if server.runs and server.child is not None:

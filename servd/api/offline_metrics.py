@@ -57,7 +57,6 @@ class OfflineMetrics:
         self.running: dict[str, tuple[SamplingParams, list[ChoiceTimes]]] = {}  # by request
 
     def begin(self, prepared: Prepared) -> None:
-        """A request is sent."""
         if prepared.part_of:
             return
         now, num_tokens = now_ns(), len(prepared.prompt_token_ids)
@@ -78,7 +77,6 @@ class OfflineMetrics:
                 self.running[found[0]][1][found[1]].add(output)
 
     def observe(self, request_id: str, delta: CompletionOutput) -> None:
-        """A choice goes on, or ends."""
         if request_id not in self.running:
             return
         params, choices = self.running[request_id]
@@ -93,7 +91,6 @@ class OfflineMetrics:
             del self.running[request_id]
 
     def read(self) -> list[Metric]:
-        """All that is known now."""
         self.metrics.write()
         found: dict[tuple[str, str], Metric] = {}
         for family in self.metrics.registry.collect():

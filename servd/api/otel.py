@@ -86,7 +86,6 @@ class Spans:
         return RequestSpan(span, self._tracer, self._worker)
 
     def close(self) -> None:
-        """Export the rest, unless the collector takes too long."""
         self._worker.shutdown()
         last = threading.Thread(target=self._provider.shutdown, daemon=True)
         last.start()

@@ -17,8 +17,6 @@ from servd.params import StructuredOutput
 
 
 class ExpectedOutput(msgspec.Struct, frozen=True):
-    """What the output of one request may consist of."""
-
     structured_output: StructuredOutput | None = None
     reasoning_parser: type[ReasoningParser] | None = None
     is_reasoning: bool = False  # the output begins inside the reasoning
@@ -83,7 +81,6 @@ class OutputParser:
         return deltas
 
     def finish(self) -> list[Delta]:
-        """The rest, after the last text."""
         deltas = self._sort(self._reasoning.finish()) if self._reasoning else []
         return deltas + (self._select(self._tools.finish()) if self._tools else [])
 
@@ -93,7 +90,6 @@ class OutputParser:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of the reasoning so far, without its tags."""
         open_spans = self._reasoning.spans[self._num_spans :] if self._reasoning else []
         return self._num_reasoning_tokens + sum(self._num_tokens(*span) for span in open_spans)
 

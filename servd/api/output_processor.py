@@ -15,8 +15,6 @@ from servd.outputs import CompletionOutput
 
 
 class _Choice(msgspec.Struct):
-    """A running choice of a request."""
-
     prepared: Prepared
     request_id: str
     index: int

@@ -132,7 +132,6 @@ class Sought(msgspec.Struct):
 
 
 def common_length(a: array[int], b: array[int]) -> int:
-    """The length of the common prefix of two prompts."""
     low, high = 0, min(len(a), len(b))
     while low < high:  # the first `low` are alike, more than `high` are not
         middle = (low + high + 1) // 2

@@ -44,8 +44,6 @@ PROMPT_ONLY = SamplingParams(max_tokens=0, temperature=0.0, ignore_eos=True)
 
 
 class Prepared(msgspec.Struct, kw_only=True):
-    """A validated prompt and its engine request."""
-
     prompt: str | None  # None if given as token ids
     params: SamplingParams  # with seed and max_tokens filled in; PROMPT_ONLY for PoolingParams
     request: EngineCoreRequest

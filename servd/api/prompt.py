@@ -19,8 +19,6 @@ class ToolOptions(msgspec.Struct, frozen=True):
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation, which the chat template turns into text."""
-
     # As in the OpenAI API; the content may be a string, null, or a list of text parts.
     messages: list[dict[str, Any]]
     tool_options: ToolOptions | None = None  # None: the model sees no tools

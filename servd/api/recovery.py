@@ -114,7 +114,6 @@ class Recovery:
         ]
 
     def send(self, request_ids: Iterable[str]) -> None:
-        """Send requests with their tokens so far."""
         for request_id in request_ids:
             running, outputs = self.running[request_id], self.outputs.outputs(request_id)
             running.sent_ns = now_ns()

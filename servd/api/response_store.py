@@ -122,8 +122,6 @@ class ResponseStore:
 
 
 class ResponseStores(dict[str, ResponseStore]):
-    """Stores by owner, created on first use."""
-
     def __init__(self, max_responses: int, keys: Keys) -> None:
         super().__init__()
         self.max_responses = max_responses

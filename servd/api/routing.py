@@ -151,7 +151,6 @@ class Router:
         return routed
 
     def add_work(self, rank: int, tokens: float, recent: float) -> None:
-        """Add to an engine's pending work and to its recent tokens."""
         self._work[rank] += tokens
         self._recent[rank] += recent
 

@@ -98,8 +98,6 @@ def _num_logprobs(delta: CompletionOutput) -> int:
 
 
 class Running(msgspec.Struct):
-    """A prompt in the engine."""
-
     prepared: Prepared
     timeline: Timeline
     stream: DeltaStream

@@ -205,7 +205,6 @@ class Server(uvicorn.Server):
         }
 
     def reload(self, config: Config) -> None:
-        """Apply the options that may change at run time."""
         log.set_level(config.observability)
         try:
             self.context.keys.load(config.access)
@@ -240,7 +239,6 @@ def within_file_limit(config: ServerConfig) -> ServerConfig:
 
 
 def spans_of(options: ObservabilityConfig) -> Spans | None:
-    """The exporter of OpenTelemetry spans, if one is configured."""
     if options.otlp_traces_endpoint is None:
         return None
     from servd.api.otel import Spans
@@ -249,7 +247,6 @@ def spans_of(options: ObservabilityConfig) -> Spans | None:
 
 
 def background(context: Context) -> Iterator[Coroutine[Any, Any, None]]:
-    """Background tasks of the server."""
     if context.batches is not None:
         yield context.batches.run()
     if files := context.config.cache.pin_prefix:
@@ -259,7 +256,6 @@ def background(context: Context) -> Iterator[Coroutine[Any, Any, None]]:
 
 
 async def serve(start: StartAPIServer) -> int:
-    """Run the server; return the process's exit code."""
     config, spec = start.config, start.spec
     listener = socket.socket(fileno=start.listener)
     own = identity(config, spec)
@@ -320,7 +316,6 @@ async def serve(start: StartAPIServer) -> int:
 
 
 def main() -> None:
-    """Entry point of `python -m servd.api.server`."""
     start = read_start(StartAPIServer, reloads.put)
     log.setup(start.name, start.config.observability)
     faulthandler.register(SHOW_STACKS, all_threads=True)

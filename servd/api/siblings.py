@@ -149,7 +149,6 @@ class Siblings:
         self._server = await asyncio.start_unix_server(self._serve, path)
 
     def close(self) -> None:
-        """Stop answering."""
         if self._server is not None and self.path is not None:
             self._server.close()
             self.path.unlink(missing_ok=True)
@@ -162,19 +161,16 @@ class Siblings:
         return sorted(found, key=key, reverse=True)[: question.count]
 
     async def find_timeline(self, question: FindTimeline) -> RequestTimeline | None:
-        """The explanation from the sibling that has the request."""
         if (own := await question.answered_by(self)) is not None:
             return own
         return next(filter(None, await self.ask_others(question)), None)
 
     async def list_steps(self, question: ListSteps) -> list[StepRecord]:
-        """The steps that any sibling knows."""
         steps = chain(await question.answered_by(self), *await self.ask_others(question))
         by_start = {(step.started_ns, step.engine): step for step in steps}
         return [by_start[start] for start in sorted(by_start)][-question.count :]
 
     async def ask_others(self, question: Question) -> list[Any]:
-        """The replies of all siblings that give one."""
         if self.path is None:
             return []
         others = [path for path in self.path.parent.glob("api-*") if path != self.path]

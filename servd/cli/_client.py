@@ -23,7 +23,6 @@ REOPEN = (ConnectionError, http.client.ImproperConnectionState)
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
-    """Flags that name a running server."""
     parser.add_argument(
         "--url",
         "--base-url",
@@ -68,8 +67,6 @@ def connect(arguments: argparse.Namespace) -> tuple[Client, dict[str, Any]]:
 
 
 class Answer(NamedTuple):
-    """A response of the server."""
-
     status: int
     request_id: str | None
     body: Any  # parsed if it is JSON
@@ -142,7 +139,6 @@ class Client:
         return Answer(reply.status, reply.headers.get("x-request-id"), content)
 
     def is_healthy(self) -> bool:
-        """Whether the server answers and its model is ready."""
         try:
             return self.send("GET", "/health").status == 200
         except (OSError, http.client.HTTPException):
@@ -210,7 +206,6 @@ class UnixConnection(http.client.HTTPConnection):
         self.path = path
 
     def connect(self) -> None:
-        """Open the socket."""
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.connect(self.path)
 

@@ -35,7 +35,6 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def of_step(
         self, tokens: float, rows: float, context: float, pairs: float, was_idle: bool = False
     ) -> float:
-        """A step's time."""
         took = self.step + self.row * rows + self.token * tokens
         if was_idle:
             took += self.idle + self.idle_token * tokens

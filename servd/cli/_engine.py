@@ -34,8 +34,6 @@ FAR = 1 << 40  # tokens: no limit
 
 
 class Clock:
-    """Virtual nanoseconds."""
-
     def __init__(self) -> None:
         self.ns = 1_000_000_000  # 0 means "not yet" in many places
 

@@ -112,7 +112,6 @@ def at_random(fleet: Fleet, places: range, load: Load, line: RequestLine) -> int
 
 
 def least(fleet: Fleet, places: range, load: Load, line: RequestLine) -> int:
-    """Where fewest requests are open, the next of those."""
     first = fleet.num_requests % len(places)
     return min([*places[first:], *places[:first]], key=load)
 
@@ -210,7 +209,6 @@ class Fleet:
         self.num_requests = 0
 
     def run(self, lines: Iterable[RequestLine], on_progress: Callable[[int], None]) -> Tally:
-        """Replay requests, in order of arrival."""
         with virtual_time(self.clock), no_collection():
             held: deque[RequestLine] = deque()
             zero = None

@@ -66,7 +66,6 @@ def add_needless(parser: argparse.ArgumentParser) -> None:
 
 
 def add_option(group: Any, name: str) -> None:
-    """Add the flag of an option to a parser or a group of it."""
     _, option = options_by_name()[name]
     kind, metas = plain(option.type)
     description = next(meta.description for meta in metas if meta.description).replace("%", "%%")

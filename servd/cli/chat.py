@@ -27,7 +27,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Talk until /exit or the end of input."""
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # gives input() line editing and history
 
@@ -59,7 +58,6 @@ class Conversation:
         self.reset(system)
 
     def reset(self, system: str | None) -> None:
-        """Start a new conversation."""
         self.system = system
         self.messages = [{"role": "system", "content": system}] if system else []
 

@@ -35,8 +35,6 @@ Status = Literal["ok", "warning", "failed"]
 
 
 class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a check found."""
-
     name: str
     status: Status
     text: str
@@ -96,7 +94,6 @@ def check_folders(config: Config) -> Iterator[Finding]:
 
 
 def check_limits(config: Config) -> Iterator[Finding]:
-    """Limits of the system on a process."""
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = config.server.max_connections + 64  # -1 is no limit
     remedy = f"docker run --ulimit nofile={needed}, or --max-connections {max(files - 64, 1)}"

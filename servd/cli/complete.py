@@ -14,7 +14,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the continuation as it comes."""
     client, options = _client.connect(arguments)
     for chunk in client.stream("/v1/completions", {"prompt": arguments.prompt, **options}):
         for choice in chunk["choices"]:

@@ -17,7 +17,6 @@ from servd.errors import ConfigError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Name and rights of the key."""
     parser.add_argument("name", metavar="NAME", help="who gets it")
     parser.add_argument(
         "--scopes",
@@ -30,7 +29,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print both parts of a new key."""
     secret = f"sk-{secrets.token_urlsafe(32)}"
     entry = {"name": arguments.name, "sha256": hash_key(secret.encode())}
     entry["scopes"] = arguments.scopes

@@ -98,7 +98,6 @@ class Report:
         return self.plan.num_blocks // self.layout.blocks(length)
 
     def advice(self) -> list[str]:
-        """What to lower, or could be raised."""
         sizes, length, seqs = self.plan.sizes, self.max_model_len, self.max_num_seqs
         if self.for_kv_cache < 0:
             rows = sizes.requests + sizes.step

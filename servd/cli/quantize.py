@@ -44,7 +44,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write it, and say what it costs."""
     output = Path(arguments.output or f"{Path(arguments.model).name}-{arguments.to}")
     if output.exists():
         raise ConfigError(f"{output} exists already: name another folder with --output")

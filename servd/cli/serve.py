@@ -18,7 +18,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal or the death of a process ends it."""
     import servd.launch  # --help needs none of it
 
     if "api_key" in arguments:

@@ -55,7 +55,6 @@ MOST_IDS = 12
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """A prompt, and every option of `servd serve`."""
     parser.usage = "%(prog)s PROMPT [MODEL] [OPTION ...]"
     parser.add_argument("prompt", metavar="PROMPT", help="a message to the model")
     parser.add_argument("--raw", action="store_true", help="text to continue, without a template")
@@ -68,7 +67,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask, and print or write."""
     options = _options.load_options(arguments)
     Config.load(options)  # a wrong option is named before anything is started
     prompt, raw, max_tokens = arguments.prompt, arguments.raw, arguments.max_tokens
@@ -248,7 +246,6 @@ def shorten(ids: list[int]) -> str:
 
 
 def draw(calls: Iterable[Call], prefix: str = "") -> Iterator[str]:
-    """Lines for a terminal."""
     calls = [*calls]
     for call in calls:
         branch, beside = ("└─ ", "   ") if call is calls[-1] else ("├─ ", "│  ")

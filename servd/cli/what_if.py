@@ -30,7 +30,6 @@ MANY = 5000  # requests beyond which the progress is shown
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The requests, the costs of steps, the fleet."""
     parser.usage = "%(prog)s [TRACE] [OPTION ...]"
     add = parser.add_argument
     add("trace", nargs="?", metavar="TRACE", help="a file of --record-trace, or of that shape")
@@ -208,7 +207,6 @@ def simulate(
 
 
 def figures(fleet: Fleet) -> dict[str, float]:
-    """What became of the requests of a simulation."""
     tally, seconds = fleet.tally, (fleet.tally.ended_ns - fleet.tally.began_ns) / 1e9
     busy = [engine.busy_ns / 1e9 for engine in fleet.engines]
     mean = sum(busy) / len(busy)
@@ -232,7 +230,6 @@ def figures(fleet: Fleet) -> dict[str, float]:
 
 
 def measured(requests: Sequence[RequestLine]) -> dict[str, float]:
-    """The same, of a recording."""
     done = [each for each in requests if each.finished]
     begin = min(each.timestamp + each.sent for each in done)
     seconds = (max(each.timestamp + each.finished for each in done) - begin) / 1000
@@ -261,7 +258,6 @@ def _common(seconds: float, num_prompt: int, num_output: int, count: int) -> dic
 
 
 def spread(name: str, nanoseconds: Iterable[float]) -> dict[str, float]:
-    """Mean and percentiles in milliseconds."""
     values = sorted(nanoseconds)
     if not values:
         return {}

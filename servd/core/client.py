@@ -82,6 +82,5 @@ class EngineCoreClient:
         return self.inbox.fileno()
 
     def close(self) -> None:
-        """Close both ends."""
         self.outbox.close()
         self.inbox.close()

@@ -78,7 +78,6 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do anything."""
         return self.scheduler.has_work
 
     def handle(self, message: ToEngine | Compiled) -> None:

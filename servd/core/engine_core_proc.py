@@ -73,7 +73,6 @@ class StartupClock:
         self.seconds: dict[str, float] = {}
 
     def enter(self, phase: str) -> None:
-        """Begin a phase, if it is not the current one."""
         if phase != self.phase:
             now = time.monotonic()
             self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self.since
@@ -81,14 +80,10 @@ class StartupClock:
 
 
 class ClientGone(msgspec.Struct):
-    """The process of an API server has died."""
-
     client: int
 
 
 class Attached(NamedTuple):
-    """A client, and the socket to it."""
-
     client: Attach
     outbox: Outbox
 
@@ -149,14 +144,12 @@ class EngineCoreProc:
             time.sleep(BEAT_INTERVAL)
 
     def progress(self, phase: str, fraction: float) -> None:
-        """Send the progress of start-up to all clients."""
         if phase != self.clock.phase:
             logger.info("%s", phase)
         self.clock.enter(phase)
         self.outputs.put((None, EngineStatus(phase, fraction, self.start.incarnation)))
 
     def load(self) -> EngineCore:
-        """Bring up executor and engine, reporting progress."""
         config, spec = self.start.config, self.start.spec
         executor, worker = self.start_executor(config, self.progress)
         engine = EngineCore(config, spec, executor, worker)
@@ -275,7 +268,6 @@ class EngineCoreProc:
         self.say_asleep(False)
 
     def say_asleep(self, is_asleep: bool) -> None:
-        """Tell all clients, present and future."""
         assert self.ready is not None
         self.ready = msgspec.structs.replace(self.ready, is_asleep=is_asleep)
         self.heartbeat.sleep(is_asleep)

@@ -59,7 +59,6 @@ class Acceptance:
         self.num_asked += num_asked > 0
 
     def forget(self, memory: float) -> None:
-        """Let what was counted weigh less."""
         self.num_kept *= memory
         self.num_tried *= memory
         self.num_found *= memory

@@ -10,8 +10,6 @@ from servd.tracing import Mark, now_ns
 
 
 class Outputs:
-    """Collects outputs until `take`."""
-
     def __init__(self) -> None:
         self._messages: dict[int, EngineCoreOutputs] = {}  # by client
 
@@ -40,6 +38,5 @@ class Outputs:
                 message.decoded = tokens
 
     def take(self) -> dict[int, EngineCoreOutputs]:
-        """The messages, by client."""
         messages, self._messages = self._messages, {}
         return messages

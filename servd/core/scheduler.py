@@ -171,7 +171,6 @@ class Scheduler:
 
     @property
     def newest(self) -> StepRecord:
-        """Record of the step that `schedule` returned last."""
         return self._in_flight[-1].record
 
     def _make_room(self, step: Step) -> None:
@@ -441,7 +440,6 @@ class Scheduler:
         self.outputs.add(request.client, failure(request.request_id, request.marks, error, step))
 
     def _finish(self, request: Request) -> None:
-        """Forget a request, in any state, and free what it holds."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
         else:

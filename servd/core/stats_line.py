@@ -22,7 +22,6 @@ class StatsLine:
         self.drafts = DraftStats()
 
     def count(self, outputs: EngineCoreOutputs) -> None:
-        """Add the outputs of a step; log the line if it is due."""
         if self.num_tokens == 0:  # idle times are not part of the rate
             self.since = time.monotonic()
         self.num_tokens += len(outputs.decoded)

@@ -76,7 +76,6 @@ class Step(msgspec.Struct):
         return scheduled
 
     def launch(self, freed_slots: list[int]) -> SchedulerOutput:
-        """The message for the workers, when all rows are added."""
         if self.decoding:
             slots = [request.slot for request in self.decoding]
             computed = [request.num_computed_tokens - 1 for request in self.decoding]

@@ -29,7 +29,6 @@ class StepCost:
         self._sizes: set[int] = set()
 
     def forget(self) -> None:
-        """Begin anew."""
         self.weight = self.mean = 0.0  # of the seconds
         self.means: Vector = (0.0, 0.0, 0.0)  # of the three
         self.num_rows = 0  # of the last step

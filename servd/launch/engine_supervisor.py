@@ -189,7 +189,6 @@ class EngineSupervisor:
         return EngineProcess(self.ipc_dir, prepares, self.name, devices)
 
     def terminate(self) -> None:
-        """Ask the engine to end."""
         for child in (self.standby, self.child):
             if child is not None:
                 child.terminate()

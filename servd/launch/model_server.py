@@ -17,7 +17,6 @@ from servd.errors import ConfigError
 
 
 def main() -> None:
-    """Entry point of `python -m servd.launch.model_server`."""
     newest: list[Config] = []
 
     def reload(config: Config) -> None:

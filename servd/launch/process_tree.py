@@ -79,7 +79,6 @@ def url_of(listener: socket.socket, access: AccessConfig) -> str:
 
 
 def head_address(config: Config) -> str:
-    """Address at which other hosts join that of the API servers."""
     parallel = config.parallel
     return tcp_address(parallel.data_parallel_address or "", parallel.data_parallel_rpc_port)
 

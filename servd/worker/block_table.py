@@ -35,7 +35,6 @@ class BlockTables:
         self.pending: list[tuple[int, int, int]] = []  # slot, column, block id
 
     def arrange(self, num_groups: int) -> None:
-        """Allocate rows for so many groups."""
         if num_groups == 1:
             return
         self.num_groups = num_groups

@@ -29,8 +29,6 @@ def kv_cache_share(available: int, num_ranks: int) -> int:
 
 
 class CPUModelRunner(ModelRunner):
-    """Steps on a CPU."""
-
     programs: ProgramRunner | None = None  # set by allocate_kv_cache, where they can be used
     num_threads = 1  # of torch, for steps without a program; set by allocate_kv_cache
 
@@ -69,7 +67,6 @@ class CPUModelRunner(ModelRunner):
 
     @property
     def makes_programs(self) -> bool:
-        """Whether the forward pass can be recorded."""
         is_alone = self.parallel.size == 1
         return native.library() is not None and is_alone and not self.config.model.enforce_eager
 

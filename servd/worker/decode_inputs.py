@@ -80,7 +80,6 @@ class DecodeInputs:
         return self.device.type == "cpu"
 
     def pad(self, block_id: int) -> None:
-        """Let padding write to this block; see `BlockTables.pad`."""
         self.padding[BLOCK] = block_id
         self.padding_d = torch.tensor(self.padding, device=self.device)
 

@@ -53,7 +53,6 @@ class Pass:
     rows: AttentionRows | None  # of its attention; None: each token is one, and they are not many
 
     def inputs(self, states: RequestStates) -> tuple[Any, ...]:
-        """Arguments of `Drafter.begin`."""
         slots, columns = torch.as_tensor(self.slots), torch.as_tensor(self.columns)
         if self.rows is None:
             attention = decode_attention(states, slots, columns)

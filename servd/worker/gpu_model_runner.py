@@ -75,7 +75,6 @@ class GPUModelRunner(ModelRunner):
 
     @property
     def variants(self) -> list[bool]:
-        """Values of `variant` that there are graphs for."""
         return [False] if self.adapters is None else [False, True]
 
     def _capture_all(self) -> Iterator[GraphSize]:

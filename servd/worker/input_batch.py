@@ -279,7 +279,6 @@ class InputBatch:
 
     @cached_property
     def attention(self) -> AttentionBatch:
-        """What the attention backend builds its metadata from."""
         if self.columns is not None:
             rows = self.attention_rows
             return columns_attention(self.states, self.columns, rows.query_lens, rows.seq_lens)
@@ -317,8 +316,6 @@ def _find(
 
 @dataclass(frozen=True)
 class AttentionRows:
-    """The rows of a step as the attention sees them."""
-
     query_lens: np.ndarray  # int64 [num_rows], on the host
     seq_lens: np.ndarray  # int64 [num_rows], on the host: upper bounds
     ends: torch.Tensor | None  # int64 [num_rows]: index of the last token; None: each is a row

@@ -64,8 +64,6 @@ class LaunchedStep:
 
 @dataclass(frozen=True)
 class AsyncOutput:
-    """The output of one step, while it is copied to the host."""
-
     num_rows: tuple[int, int]  # see LaunchedStep
     parts: Sequence[StepPart] = ()  # on the host after `wait`
     wait: Callable[[], None] = lambda: None
@@ -190,7 +188,6 @@ class ModelRunner(ABC):
             model_loader.load_weights(self.model, folder, progress, make, load_format=form)
 
     def _make_adapters(self) -> Adapters | None:
-        """The LoRA adapters, if they are enabled."""
         if not self.config.lora.enable_lora:
             return None
         most = max(self.max_num_tokens, self.max_num_samples)

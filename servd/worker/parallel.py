@@ -76,7 +76,6 @@ class Parallel:
         return dist.isend(x, (self.stage + 1) * self.size + self.rank)
 
     def receive(self, x: torch.Tensor) -> None:
-        """Receive `x` from the stage before."""
         dist.recv(x, (self.stage - 1) * self.size + self.rank)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -111,6 +110,5 @@ class Parallel:
         return replace(self, rank=self.rank // num_copies, size=self.size // num_copies)
 
     def close(self) -> None:
-        """Leave the group."""
         if self.size * self.num_stages > 1 and dist.is_initialized():
             dist.destroy_process_group()

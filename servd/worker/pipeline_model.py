@@ -45,8 +45,6 @@ class Nothing(nn.Module):
 
 
 class Sum(nn.Module):
-    """Replaces the final norm."""
-
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The stream [num_tokens, hidden] for the next stage."""
         stream = residual.add(x)
@@ -54,8 +52,6 @@ class Sum(nn.Module):
 
 
 class NoHead(nn.Module):
-    """Replaces the head, for the memory profile."""
-
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
         self.vocab_size = vocab_size

@@ -43,7 +43,6 @@ class Stage:
         self.entered: dict[int, int] = {}  # slot -> step in which its request was added
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
-        """Launch this stage's part of a step."""
         self.step, self.slots = scheduled.step, scheduled.slots
         self.entered |= dict.fromkeys((new.slot for new in scheduled.new_requests), self.step)
         if self.arrived is not None and scheduled.num_tokens:

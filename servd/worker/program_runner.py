@@ -42,7 +42,6 @@ class Places:
         self.tails: np.ndarray | None = None
 
     def fill(self, group: AttentionBatch, num_rows: int) -> None:
-        """Copy the inputs of a step."""
         self.slot_mapping[:num_rows] = group.slot_mapping.numpy()
         tables = group.block_tables.numpy()
         self.block_tables[:num_rows, : tables.shape[1]] = tables
@@ -301,7 +300,6 @@ class Memory:
         self.users: list[weakref.ref[np.ndarray]] = []  # last user of each buffer
 
     def take(self, shape: tuple[int, ...], num_rows: int) -> Tensor:
-        """A buffer for a result of a step with `num_rows` rows."""
         size = int(np.prod(shape))
         capacity = -(-size // num_rows) * self.max_num_rows
         for index, buffer in enumerate(self.buffers):

@@ -63,7 +63,6 @@ class RequestStates:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the large tensors."""
         parts = self.token_ids, self.block_tables.tables, self.of_layers
         return sum(part.nbytes for part in parts if part is not None)
 
@@ -89,7 +88,6 @@ class RequestStates:
             self.block_tables.append(slot, [max(block, 0) for block in request.block_ids])
 
     def pad(self, block_id: int) -> None:
-        """Let padding write to this block."""
         self.block_tables.pad(block_id)
         self.inputs.pad(block_id)
 

@@ -134,7 +134,6 @@ class SelfCheck:
         )
 
     def _compute(self) -> list[np.ndarray]:
-        """Compute the prompts' vectors in one step of the worker."""
         runner, params = self.worker.runner, _params(self.files)
         new, scheduled, block, size = [], [], 0, runner.config.cache.block_size
         for slot, ids in enumerate(self.prompts):
@@ -165,7 +164,6 @@ def _pair(params: PoolingParams, ids: list[int]) -> PoolingParams:
 
 
 def _cached(spec: ModelSpec, load_format: str, length: int) -> Path:
-    """The path of the cached reference of these files."""
     folder = Path(spec.folder)
     files = [
         *weight_files(folder, load_format),

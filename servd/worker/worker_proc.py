@@ -88,7 +88,6 @@ class WorkerProc:
         return output
 
     def progress(self, phase: str, fraction: float) -> None:
-        """Report start-up progress, if this is the output rank."""
         if self.is_output_rank:
             self.answers.put(lambda: messages.WorkerProgress(phase, fraction))
 

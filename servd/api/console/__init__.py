@@ -30,8 +30,6 @@ HEADERS = {
 
 
 class File(msgspec.Struct, frozen=True):
-    """A file of the page, with the headers that it is sent with."""
-
     content: bytes
     headers: dict[str, str]
 

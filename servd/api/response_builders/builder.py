@@ -248,7 +248,6 @@ class ResponseBuilder(ABC):
                 yield b": receipt " + msgspec.json.encode(await self.receipt()) + b"\n\n"
 
     async def receipt(self) -> Receipt:
-        """What is needed to replay the finished response."""
         n = self.n
         prompts = [
             RepeatablePrompt(

@@ -31,8 +31,6 @@ NOTHING = ChoiceDelta()
 
 
 class ChatBuilder(ChunkBuilder):
-    """Shapes of a chat completion."""
-
     request_type = "chat_completions"
     asked: ChatCompletionRequest
 

@@ -84,7 +84,6 @@ class ChunkBuilder(ResponseBuilder):
         self.choices[output.index].add(output)
 
     def usage(self) -> Usage:
-        """Tokens so far."""
         num_prompt_tokens = self.num_prompt_tokens
         return Usage(
             prompt_tokens=num_prompt_tokens,
@@ -94,7 +93,6 @@ class ChunkBuilder(ResponseBuilder):
         )
 
     def timings(self) -> Timings | UnsetType:
-        """Timings so far, if the client asked for them."""
         if not self.asked.timings_per_token:
             return UNSET
         num_cached = sum(self.num_cached_tokens)
@@ -129,7 +127,6 @@ class ChunkBuilder(ResponseBuilder):
         return kv_transfer.answer(self.context.config, rank, self.id, self.num_prompt_tokens)
 
     def chunk_usage(self) -> Usage | None | UnsetType:
-        """The `usage` of an ordinary chunk, if the client asked for it."""
         if self.continuous_usage:
             return self.usage()
         return None if self.include_usage else UNSET

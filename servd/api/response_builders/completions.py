@@ -18,8 +18,6 @@ from servd.outputs import CompletionOutput
 
 
 class CompletionBuilder(ChunkBuilder):
-    """Shapes of a text completion."""
-
     asked: CompletionRequest
 
     def start(self) -> None:

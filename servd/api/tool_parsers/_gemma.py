@@ -67,7 +67,6 @@ class GemmaParser(ToolParser):
                 return bool(marker)
 
     def _items(self, has_keys: bool, depth: int) -> Steps[bool]:
-        """Read the items of an object or list, and its brackets."""
         reader, separator, close = self.reader, "", "}" if has_keys else "]"
         self.arguments((yield from reader.next()))
         while True:

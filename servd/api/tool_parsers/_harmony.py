@@ -42,12 +42,10 @@ def header(reader: Reader) -> Steps[str | None]:
 
 
 def channel(head: str) -> str:
-    """The channel that a header names, or ""."""
     found = _CHANNEL.search(head)
     return found[1] if found else ""
 
 
 def recipient(head: str) -> str:
-    """The function that a message is a call of, or ""."""
     found = _RECIPIENT.search(head)
     return found[1] if found else ""

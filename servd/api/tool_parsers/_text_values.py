@@ -146,7 +146,6 @@ def _reference(schema: Any) -> str | None:
 
 
 def _find(root: Any, reference: str) -> Any:
-    """What a reference stands for; None if that is not in `root`."""
     if not reference.startswith("#/"):
         return None
     for key in reference[2:].split("/"):

@@ -21,8 +21,6 @@ SHORTEST, LONGEST_PROMPT, LONGEST = 4, 1024, 2048
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request of a workload."""
-
     content: str | list[int]
     output_len: int  # tokens
 

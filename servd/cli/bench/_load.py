@@ -46,8 +46,6 @@ class Record:
 
 @dataclass(frozen=True)
 class Load:
-    """How requests are sent."""
-
     url: str  # the server's, without /v1
     model: str
     concurrency: int | None = None  # most requests at once; None: no limit

@@ -48,7 +48,6 @@ def summarise(records: Sequence[Record], seconds: float) -> dict[str, Any]:
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Mean and percentiles in milliseconds; empty without values."""
     if not seconds:
         return {}
     values = 1000 * np.asarray(seconds)
@@ -85,7 +84,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def show(summary: Mapping[str, Any], json_file: str | None) -> None:
-    """Print the table, and write the file if one is wanted."""
     print(table(summary))
     if json_file is not None:
         write_json(json_file, summary)

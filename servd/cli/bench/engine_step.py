@@ -52,7 +52,6 @@ class StepClock:
         self.num_tokens = 0
 
     def watch(self, port: InProcess) -> None:
-        """Wrap the calls of an engine."""
         engine = port.engine
         self.wrap(engine.scheduler, "schedule", "schedule")
         self.wrap(engine.scheduler, "update_from_output", "update")
@@ -63,7 +62,6 @@ class StepClock:
             self.wrap(worker.runner.model, "forward", "forward")
 
     def wrap(self, owner: Any, name: str, phase: str) -> None:
-        """Count the time of `owner.name` under `phase`."""
         call: Callable[..., Any] = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:

@@ -51,8 +51,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Figures:
-    """One line of the table."""
-
     method: str
     depth: int
     batch: int
@@ -65,7 +63,6 @@ class Figures:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure all, print the table and draw it."""
     figure = _report.new_figure() if arguments.plot else None
     keys = read_keys(_options.load_options(arguments).get("speculative_config", {}))
     prompts = _data.make_prompts(arguments, more=1)
@@ -96,7 +93,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def show(measured: Sequence[Figures], base: Mapping[int, float], rows: list[Figures]) -> None:
-    """Print lines of the table, and add them to `rows`."""
     for row in measured:
         row = replace(row, ratio=row.tokens_per_s / base[row.batch])
         rows.append(row)
@@ -118,7 +114,6 @@ class Watch:
         engine.step = self.step
 
     def step(self) -> dict[int, EngineCoreOutputs]:
-        """In place of the engine's."""
         outputs = self._step()
         for message in outputs.values():
             assert message.stats is not None

@@ -204,7 +204,6 @@ class FakeExecutor(executor.Executor):
             self.stream.shutdown()
 
     def _forward(self, scheduled: SchedulerOutput) -> SchedulerOutput:
-        """Update the rows and compute the scheduled tokens."""
         begin = now_ns()
         if scheduled.copies is not None:
             self._make(scheduled.copies)
@@ -224,7 +223,6 @@ class FakeExecutor(executor.Executor):
     def _sample(
         self, scheduled: SchedulerOutput, bitmask: GrammarBitmask | None
     ) -> ModelRunnerOutput:
-        """Append a token to every row that samples."""
         output, sampled = ModelRunnerOutput([]), []
         masks = _unpack(bitmask) if bitmask else {}
         for i, item in enumerate(scheduled.rows):

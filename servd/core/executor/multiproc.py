@@ -101,7 +101,6 @@ class MultiProcExecutor(executor.Executor):
         return address(self.folder, f"worker-{rank}")
 
     def start_message(self, rank: int) -> StartWorker:
-        """The message that configures a worker process."""
         inbox, outbox = self.address_of(rank), self.inbox.at
         return StartWorker(self.config, self.spec, rank, inbox, outbox, self.meeting_point)
 
@@ -167,7 +166,6 @@ class MultiProcExecutor(executor.Executor):
         return min(ready, key=lambda message: message.num_blocks)
 
     def _recv(self) -> FromWorker:
-        """The next message of any worker."""
         while True:
             has_ended = not self.ended.empty()
             message = self.inbox.recv(LAST_WORDS if has_ended else POLL_INTERVAL)

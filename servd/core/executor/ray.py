@@ -103,7 +103,6 @@ class RayExecutor(RemoteExecutor):
         return super().start()
 
     def _place(self) -> list[str]:
-        """Start the actors; returns the host of each."""
         ray, groups = self.ray, library("ray.util.placement_group")
         count = self.config.parallel.num_workers
         kind = "GPU" if self.config.parallel.device == "cuda" else "CPU"

@@ -36,7 +36,6 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `take` can hand out."""
         return len(self._blank) + len(self._cached)
 
     @property

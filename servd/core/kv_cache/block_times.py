@@ -22,7 +22,6 @@ class BlockTimes:
         self._evictions: list[BlockEviction] = []
 
     def begin(self, blocks: Iterable[int]) -> None:
-        """These blocks are allocated."""
         for block in blocks:
             self._times.pop(block, None)
             self._num_taken += 1
@@ -30,7 +29,6 @@ class BlockTimes:
                 self._times[block] = [now_ns()]
 
     def use(self, blocks: Iterable[int]) -> None:
-        """These blocks are found in the prefix cache."""
         for block in blocks:
             if times := self._times.get(block):
                 times.append(now_ns())
@@ -44,6 +42,5 @@ class BlockTimes:
             self._evictions.append(BlockEviction(now - times[0], now - times[-1], gaps))
 
     def news(self) -> list[BlockEviction]:
-        """Evictions since the last call."""
         news, self._evictions = self._evictions, []
         return news

@@ -100,7 +100,6 @@ class KVEvents:
             )
 
     def publish(self) -> None:
-        """Send the collected events."""
         if self._events:
             events, self._events = self._events, []
             if self.pool.num_cached == 0 and not isinstance(events[-1], AllBlocksCleared):

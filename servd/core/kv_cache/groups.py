@@ -76,7 +76,6 @@ class GroupedKVCacheManager(KVCacheManager):
         return self._held(self._find(hashes[: bisect_right(lengths, room, key=needed)], 1))
 
     def _num_cached(self, hashes: Sequence[bytes]) -> int:
-        """Blocks of the longest prefix that is cached."""
         most, before = len(hashes), -1
         while most != before:  # where it is shorter, groups with a window read other blocks
             before = most

@@ -211,16 +211,13 @@ class KVCacheManager:
 
     @property
     def has_copies(self) -> bool:
-        """Whether `take_copies` would return any."""
         return self.tiers is not None and self.tiers.has_copies
 
     def harvest(self, step: Step) -> None:
-        """A step is harvested, so its copies between tiers are made."""
         if self.tiers is not None:
             self.tiers.harvest(step.copies, step.record)
 
     def report(self, stats: SchedulerStats) -> None:
-        """Add the current statistics."""
         self.pins.end(self.pool.num_blocks, now_ns())
         stats.num_pinned = len(self.pins)
         stats.kv_cache_usage, stats.num_swapped = self.usage, self.num_swapped
@@ -318,7 +315,6 @@ class KVCacheManager:
             self.tiers.forget(request.block_hashes[request.num_adopted_blocks :])
 
     def close(self) -> None:
-        """Close the connections of events and tiers."""
         if self.tiers is not None:
             self.tiers.close()
         if self.events is not None:

@@ -111,7 +111,6 @@ class WaitingQueue:
         yield last, first, len(running)
 
     def begin_step(self) -> None:
-        """A step is about to be scheduled."""
         self._step += 1
         for request in self.adapters.review(self._step):
             self.add(request)
@@ -141,7 +140,6 @@ class WaitingQueue:
             heappush(backlog.heap, self._entry(account, was_served=False))
 
     def remove(self, request: Request) -> None:
-        """Remove a request, queued or set aside."""
         if request in self.adapters.aside:
             del self.adapters.aside[request]
             return
@@ -157,7 +155,6 @@ class WaitingQueue:
             self._classes.remove(its_class)
 
     def start(self, request: Request) -> None:
-        """A request leaves the queue for a slot."""
         lane, priority, is_long = self._class_of[request]
         self.remove(request)
         if (longer := self._backlogs.get((lane, priority, True))) is not None:
@@ -174,7 +171,6 @@ class WaitingQueue:
                     self.add(other)
 
     def stop(self, request: Request) -> None:
-        """A started request gives its slot back."""
         account = self._account(request)
         account.counter(self._step)
         account.num_running -= 1

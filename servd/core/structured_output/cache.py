@@ -41,7 +41,6 @@ class GrammarCache:
         return self._in_use.get(id(output))
 
     def add(self, key: Key, grammar: Grammar) -> None:
-        """Keep a newly compiled grammar."""
         self._recent[key] = grammar
         if len(self._recent) > MAX_GRAMMARS:
             self._recent.popitem(last=False)

@@ -88,7 +88,6 @@ class Grammar:
         self.mask_seconds = time.thread_time() - compiled
 
     def matcher(self) -> Matcher:
-        """A matcher at the beginning of an output."""
         copy = self._origin.deep_copy()
         return Matcher(copy, self._mask_size, self.first_mask, self.first_forced)
 
@@ -109,7 +108,6 @@ class Matcher:
         self._forced = forced  # the next tokens, as far as is known
 
     def copy(self) -> Matcher:
-        """Another matcher in the same state."""
         copy = self._matcher.deep_copy()
         return Matcher(copy, self._mask_size, self._first_mask, self._forced)
 
@@ -164,7 +162,6 @@ def _compile(output: StructuredOutput, vocabulary: LLTokenizer) -> LLMatcher:
 
 
 def _source(output: StructuredOutput) -> str:
-    """The grammar in llguidance's own form."""
     from llguidance import LLMatcher, grammar_from  # here: see `_compile`
 
     match output.kind:

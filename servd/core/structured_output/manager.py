@@ -69,8 +69,6 @@ class Compiled:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A running request with a grammar."""
-
     grammar: Grammar | None
     matcher: Matcher | None  # None after an error
     starts_after: Sequence[int]  # not empty: the grammar has not begun
@@ -87,7 +85,6 @@ class Row:
     last_turn: int = 0  # see GrammarManager.choose_idle
 
     def accept(self, token_id: int) -> None:
-        """Process a sampled token."""
         if self.starts_after:
             self.latest = (*self.latest, token_id)[-len(self.starts_after) :]
             if self.latest == tuple(self.starts_after):
@@ -203,7 +200,6 @@ class GrammarManager:
         return bool(self._compiling)
 
     def warm_up(self) -> None:
-        """Start loading the vocabulary, which the first grammar needs."""
         if self._vocabulary is None:
             self._vocabulary = self._submit(partial(load_vocabulary, self.config, self.spec))
 

@@ -23,8 +23,6 @@ WORKSPACE_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Metadata:
-    """A step's metadata that is not in the wrapper's plan."""
-
     slot_mapping: Tensor
 
 

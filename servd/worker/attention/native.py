@@ -93,7 +93,6 @@ class Backend(AttentionBackend[Metadata]):
         return (2, num_blocks, spec.num_kv_heads, size)
 
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
-        """Nothing to compute."""
         query_lens, seq_lens = torch.from_numpy(batch.query_lens), torch.from_numpy(batch.seq_lens)
         tables = batch.block_tables.contiguous()
         return Metadata(batch.slot_mapping, query_lens, seq_lens, tables, batch.tails)

@@ -143,7 +143,6 @@ class Backend(AttentionBackend[Metadata]):
     def attend(
         self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        """Run each group."""
         blocks = kv_cache.flatten(2)  # [1 or 2, num_blocks, block_size * kv_heads * numbers of one]
         size = self.spec.value_dim or self.spec.head_dim
         out = q.new_empty(*q.shape[:2], size)

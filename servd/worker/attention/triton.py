@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Metadata:
-    """The step's batch, and the number and bounds of its pieces."""
-
     batch: AttentionBatch
     plan: Plan
     work: Tensor  # see work_list

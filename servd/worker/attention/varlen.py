@@ -24,8 +24,6 @@ NEEDED_PARAMETERS = {"block_table", "seqused_k", "window_size", "enable_gqa", "n
 
 @dataclass(frozen=True)
 class Metadata:
-    """The step's batch with its longest query and sequence."""
-
     batch: AttentionBatch
     max_query_len: int
     max_seq_len: int
@@ -79,7 +77,6 @@ class Backend(AttentionBackend[Metadata]):
     def attend(
         self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        """One kernel over all rows."""
         batch = metadata.batch
         out = self.kernel(
             q,

@@ -31,8 +31,6 @@ class Together:
 
 @dataclass(eq=False)
 class Chooser:
-    """Chooses among the matrices of a model."""
-
     model: Model  # as it was
     bits: int  # of most of the matrices
     group_size: int  # columns that share a scale

@@ -69,8 +69,6 @@ class MakeForm(NamedTuple):
 
 
 class Dense:
-    """A plain tensor."""
-
     def __init__(self, weight: Tensor) -> None:
         self.weight, self.nbytes = weight, weight.nbytes
 
@@ -115,7 +113,6 @@ class Matrix(Weight):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in memory, on this rank."""
         return self.nbytes if self.form is None else self.form.nbytes
 
     def load(
@@ -147,7 +144,6 @@ class Matrix(Weight):
         self.missing.discard(part)
 
     def reform(self, make: MakeForm) -> None:
-        """Convert the matrix to the form that `make` gives it."""
         form = self._stack(make) if self.quantized else make.dense(self.data)
         if form is not None:
             self.form, self.data = form, torch.empty(0)

@@ -31,8 +31,6 @@ def padded_rows(vocab_size: int, device: torch.device) -> int:
 
 
 class Table(Matrix):
-    """A weight with a row per token of the vocabulary."""
-
     def reform(self, make: MakeForm) -> None:
         super().reform(make._replace(dense=make.table or make.dense))
 

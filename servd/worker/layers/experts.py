@@ -89,8 +89,6 @@ class RouterMatrix(Matrix):
 
 
 class Router(nn.Module):
-    """A logit for each expert."""
-
     def __init__(self, hidden_size: int, num_experts: int, parallel: Parallel, bias: bool) -> None:
         super().__init__()
         self.weight = RouterMatrix((num_experts, hidden_size), parallel)
@@ -102,8 +100,6 @@ class Router(nn.Module):
 
 
 class Expert(nn.Module):
-    """Weights of a gated feed-forward."""
-
     def __init__(self, hidden_size: int, size: int, parallel: Parallel, bias: bool) -> None:
         super().__init__()
         self.gate_up_proj = ColumnParallelLinear(hidden_size, [size, size], parallel, bias=bias)
@@ -111,8 +107,6 @@ class Expert(nn.Module):
 
 
 class Elsewhere(Weight):
-    """In place of a weight on another rank."""
-
     def __init__(self, shape: Sequence[int], parallel: Parallel) -> None:
         super().__init__(shape, parallel)
         self.missing.clear()
@@ -124,8 +118,6 @@ class Elsewhere(Weight):
 
 
 class ExpertElsewhere(nn.Module):
-    """In place of an expert on another rank."""
-
     def __init__(self, parallel: Parallel, bias: bool) -> None:
         super().__init__()
         for name in ("gate_up_proj", "down_proj"):
@@ -184,7 +176,6 @@ class SparseMoE(nn.Module):
 
     @cached_property
     def grouped(self) -> tuple[GroupedForm, GroupedForm]:
-        """The experts' first matrices, and their second ones."""
         first, second = (grouped_form([each.weight for each in layers]) for layers in self.layers)
         if self.gate.bias is None:
             return first, second

@@ -40,7 +40,6 @@ class Quantized:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
         tensors = (self.codes, self.scale, self.offset, self.columns)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 

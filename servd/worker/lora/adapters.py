@@ -90,7 +90,6 @@ class Adapters:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the places."""
         return sum(matrix.nbytes - matrix.base.nbytes for matrix in self.matrices)
 
     def add(self, request: NewRequest) -> None:
@@ -119,7 +118,6 @@ class Adapters:
         self.place_of_slot[request.slot] = place
 
     def _place(self, adapter: Adapter) -> int:
-        """Where an adapter is; it is put there if need be."""
         for place, digest in self.places.items():
             if digest == adapter.digest:
                 return place
@@ -141,7 +139,6 @@ class Adapters:
             self.place_of_slot[slot] = -1
 
     def begin_step(self, batch: InputBatch) -> None:
-        """The rows of the step that is computed next."""
         places = self.place_of_slot[batch.host_slots]
         self.rows.is_active = bool((places >= 0).any())
         if self.rows.is_active:

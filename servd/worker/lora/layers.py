@@ -109,7 +109,6 @@ class AdaptedMatrix:
         self.factors.ranks[place, part] = rank
 
     def clear(self, place: int) -> None:
-        """Nothing is added for a place."""
         if self.factors.ranks[place].any():
             self.factors.ranks[place] = 0
             self.factors.a[place].zero_()

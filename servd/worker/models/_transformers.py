@@ -51,8 +51,6 @@ WHOLE = {
 
 
 class Linear(nn.Linear):
-    """With servd's product."""
-
     weight: Matrix  # pyright: ignore[reportIncompatibleVariableOverride]
     servd_ranks: Parallel | None = None  # each has a slice of the inputs
 

@@ -62,8 +62,6 @@ class BertEmbeddings(nn.Module):
 
 
 class BertAttention(nn.Module):
-    """Bidirectional multi-head self-attention."""
-
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
         size, num_heads = spec.hidden_size, parallel.share(spec.num_heads)
@@ -130,7 +128,6 @@ class BertModel(nn.Module):
         return None
 
     def convert(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Rename the checkpoint's tensors."""
         for name, tensor in tensors:
             if not name.startswith(UNUSED):
                 for old, new in self.names.items():
@@ -144,7 +141,6 @@ class BertModel(nn.Module):
         return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """No token follows: [n, hidden] -> [n, 1]."""
         return hidden.new_zeros(len(hidden), 1)
 
 

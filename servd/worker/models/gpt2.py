@@ -36,8 +36,6 @@ class GPT2Attention(nn.Module):
 
 
 class GPT2MLP(nn.Module):
-    """Feed-forward."""
-
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
         size = spec.config.get("n_inner") or 4 * spec.hidden_size
@@ -71,8 +69,6 @@ class GPT2Layer(nn.Module):
 
 
 class GPT2Model(nn.Module):
-    """Token and position embeddings, layers, final norm."""
-
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
         self.wte = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
@@ -90,8 +86,6 @@ class GPT2Model(nn.Module):
 
 
 class GPT2LMHeadModel(nn.Module):
-    """The whole model, with the names of the checkpoint."""
-
     packed: ClassVar[dict[str, tuple[str, int]]] = {}
     # Causal masks of old checkpoints.
     ignored: ClassVar[tuple[str, ...]] = (".attn.bias", ".attn.masked_bias")

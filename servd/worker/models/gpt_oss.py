@@ -53,8 +53,6 @@ class ClampedGate(Gate):
 
 
 class GptOssLayer(LlamaLayer):
-    """Has experts in every layer."""
-
     attention = GptOssAttention
 
     def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> SparseMoE:

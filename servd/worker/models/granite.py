@@ -14,8 +14,6 @@ from servd.worker.parallel import Parallel
 
 
 class GraniteAttention(LlamaAttention):
-    """Has a scale of its own."""
-
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
         return {"scale": config.get("attention_multiplier", 1.0)}

@@ -82,8 +82,6 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    """Gated feed-forward."""
-
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
         size, bias = spec.config["intermediate_size"], spec.config.get("mlp_bias", False)
@@ -124,8 +122,6 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Embedding, layers, final norm."""
-
     def __init__(
         self, spec: ModelSpec, layer: type[LlamaLayer], rotary: nn.Module, parallel: Parallel
     ) -> None:
@@ -144,8 +140,6 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """The whole model, with the names of the checkpoint."""
-
     layer: ClassVar[type[LlamaLayer]] = LlamaLayer
     rotary: ClassVar[type[Any]] = Rotary
     packed: ClassVar[dict[str, tuple[str, int]]] = {

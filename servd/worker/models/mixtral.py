@@ -42,8 +42,6 @@ def experts_of(
 
 
 class MixtralLayer(MistralLayer):
-    """Has experts in every layer."""
-
     attention = MixtralAttention
 
     def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> SparseMoE:

@@ -77,8 +77,6 @@ class ModernBertAttention(nn.Module):
 
 
 class ModernBertMLP(nn.Module):
-    """Gated feed-forward."""
-
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
         size, inner = spec.hidden_size, spec.config["intermediate_size"]
@@ -146,7 +144,6 @@ class ModernBertModel(nn.Module):
         return self.final_norm.add(x, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """No token follows: [n, hidden] -> [n, 1]."""
         return hidden.new_zeros(len(hidden), 1)
 
 
@@ -166,7 +163,6 @@ class ModernBertPredictionHead(nn.Module):
         self.norm = norm(spec, parallel)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, hidden] -> [n, hidden]."""
         return self.norm.add(self.act(self.dense(x)), None)[0]
 
 

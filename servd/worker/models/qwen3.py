@@ -33,8 +33,6 @@ class Qwen3Layer(LlamaLayer):
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
-    """Full attention in every layer."""
-
     layer = Qwen3Layer
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:

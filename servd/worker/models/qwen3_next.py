@@ -117,7 +117,6 @@ class GatedDeltaNet(nn.Module):
     def make_projections(
         self, hidden: int, keys: int, values: int, num_values: int, parallel: Parallel
     ) -> None:
-        """The linear layers of `project`."""
         sizes = [2 * (keys + values)], [2 * num_values]
         self.in_proj_qkvz, self.in_proj_ba = (
             ColumnParallelLinear(hidden, size, parallel, bias=False) for size in sizes
@@ -224,7 +223,6 @@ class SharedMoE(SparseMoE):
     """Experts and a gated shared expert for all tokens."""
 
     def share(self, spec: ModelSpec, parallel: Parallel) -> SharedMoE:
-        """Add the shared expert's output."""
         size = spec.config["shared_expert_intermediate_size"]
         spec = replace(spec, config=spec.config | {"intermediate_size": size})
         self.shared_expert = LlamaMLP(spec, parallel)
@@ -236,8 +234,6 @@ class SharedMoE(SparseMoE):
 
 
 class Qwen3NextLayer(Qwen3MoeLayer):
-    """Linear or full attention, and experts or a feed-forward."""
-
     experts = SharedMoE
     linear: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
 

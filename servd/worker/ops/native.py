@@ -63,8 +63,6 @@ Argument = Tensor | float | None
 
 
 class Kernel(ctypes.Structure):
-    """An entry of the table in cpu/program.cpp."""
-
     _fields_ = (
         ("name", c_char_p),
         ("types", c_char_p),

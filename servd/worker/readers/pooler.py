@@ -145,14 +145,11 @@ class Dense:
             raise ModelNotFound(f"{file} cannot be read: {error}") from None
 
     def __call__(self, vectors: Tensor) -> Tensor:
-        """[n, in] -> [n, out]."""
         return self.activation(F.linear(vectors, self.weight, self.bias))
 
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """Vectors of one step."""
-
     # Row of the step -> [num_prompt_tokens, hidden].
     by_token: dict[int, tuple[PoolingParams, Tensor]]
     params: dict[int, PoolingParams]  # row of the step -> what its row of `vectors` becomes

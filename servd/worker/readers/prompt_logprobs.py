@@ -76,8 +76,6 @@ class Reader(readers.Reader):
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobsPart:
-    """What one step adds to the prompts' scores."""
-
     # Index in the step, index in the prompt of the first token, tokens.
     parts: list[tuple[int, int, int]]
     slices: list[LogprobsTensors]  # all tokens of all parts, in order

@@ -21,8 +21,6 @@ class Biased:
 
 @dataclass(frozen=True, slots=True)
 class Penalized:
-    """The rows of a step that use penalties."""
-
     rows: Tensor | slice  # their index in the step
     slots: Tensor  # [rows] int64
     counts: Tensor  # [max_num_seqs, vocab] int32: times that each token was output, plus IN_PROMPT

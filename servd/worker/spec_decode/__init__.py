@@ -42,8 +42,6 @@ Draft = TypeVar("Draft", bound=Loadable)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The model that is drafted for, on this rank."""
-
     config: Config  # resolved
     spec: ModelSpec
     model: Model

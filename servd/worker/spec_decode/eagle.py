@@ -38,7 +38,6 @@ INTEREST_MEMORY, MOST_INTEREST, LEAST_INTEREST = 0.98, 40.0, 5.0
 
 
 def rename(name: str) -> str:
-    """The name here of a checkpoint's tensor."""
     name = name.removeprefix("model.").replace("fusion_fc.", "fc.", 1)
     for layer in ("midlayer.", "transformer."):  # EAGLE 3; EAGLE 1 in *speculators* format
         if name.startswith(layer):
@@ -87,7 +86,6 @@ class EagleHead(nn.Module):
             self.compute_logits = self.lm_head.logits
 
     def make_layers(self, spec: ModelSpec, names: Set[str], target: Target) -> None:
-        """What `forward` goes through."""
         size, parallel = spec.hidden_size, target.parallel
         self.fc = ReplicatedLinear(2 * size, size, parallel, bias="fc.bias" in names)
         self.layers = nn.ModuleList(
@@ -137,7 +135,6 @@ class EagleHead(nn.Module):
 
 
 def embedding_of(target: Target) -> Callable[[Tensor], Tensor]:
-    """The target's token embedding."""
     parts = (part for _, part in target.model.named_modules())
     return next(part.forward for part in parts if isinstance(part, VocabEmbedding))
 

@@ -80,8 +80,6 @@ class Eagle3Attention(LlamaAttention):
 
 
 class Eagle3Layer(LlamaLayer):
-    """Norms embeddings and features, each for itself."""
-
     attention = Eagle3Attention
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
@@ -192,8 +190,6 @@ def aux_layers(spec: ModelSpec, target: Target) -> list[int]:
 
 
 class Eagle3Proposer(EagleProposer):
-    """EAGLE with another head."""
-
     head_class: ClassVar[type[EagleHead]] = Eagle3Head
     head: Eagle3Head
 

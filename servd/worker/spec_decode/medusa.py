@@ -42,7 +42,6 @@ NAMES = (
 
 
 def rename(name: str) -> str:
-    """The name here of a checkpoint's tensor."""
     name = name.removeprefix("medusa_heads.")
     for pattern, known in NAMES:
         if found := pattern.match(name):

@@ -41,7 +41,6 @@ class Text:
         self._key = END
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Add tokens at the end."""
         newest, key = self._newest, self._key
         for place, token_id in enumerate(token_ids, len(self.token_ids) + 1):
             key = (key << TOKEN_BITS | token_id) & KEY_MASK
@@ -91,8 +90,6 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is searched for a request."""
-
     text: Text
     num_prompt_tokens: int
     is_private: bool  # with a cache salt: it shares nothing with others, whom its speed would tell
@@ -142,7 +139,6 @@ class SuffixProposer(Proposer):
         newest.num_outputs += 1
 
     def _read(self, slot: int) -> Text:
-        """The text of a row, with what was sampled last."""
         text, known = self._rows[slot].text, int(self.states.num_computed[slot]) + 1
         text.extend(self.states.token_ids[slot, len(text.token_ids) : known].tolist())
         return text

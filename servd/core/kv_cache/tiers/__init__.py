@@ -357,7 +357,6 @@ class Tiers:
         return [told] * (owned != known)
 
     def close(self) -> None:
-        """Give other engines nothing more."""
         if self.exchange is not None:
             self.exchange.close()
 

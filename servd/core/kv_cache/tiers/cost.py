@@ -17,13 +17,11 @@ class Cost:
         self.count = 0.0
 
     def add(self, ns: float, count: int) -> None:
-        """So many took so long together."""
         self.ns = self.ns * FADING + ns
         self.count = self.count * FADING + count
 
     @property
     def each(self) -> float:
-        """0 if there was none."""
         return self.ns / self.count if self.count else 0.0
 
 

@@ -81,7 +81,6 @@ class Mover:
             yield moved
 
     def wait(self) -> None:
-        """For something to be done, a little."""
         if self._news.wait(PAUSE):
             self._news.clear()
 

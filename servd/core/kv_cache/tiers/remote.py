@@ -31,8 +31,6 @@ DOWN = 1.0  # seconds for which nobody asks a peer that did not answer
 
 
 class Ask(Message, tag=True):
-    """Give me a block."""
-
     identity: bytes  # of model and layout, see `identity`
     block_hash: bytes
 
@@ -88,7 +86,6 @@ class Exchange:
     # ---- what others ask for ----
 
     def expect(self, hashes: Iterable[bytes]) -> None:
-        """These are going to be asked for, and to be written."""
         until = time.monotonic() + self.extra.keep
         with self._lock:
             for each in hashes:
@@ -110,7 +107,6 @@ class Exchange:
         self._trim()
 
     def delete(self, block_hashes: Sequence[bytes]) -> None:
-        """What these say may be wrong."""
         with self._lock:
             for each in block_hashes:
                 self._expected.pop(each, None)
@@ -140,7 +136,6 @@ class Exchange:
             self._warn("the weights cannot be read", error)
 
     def _serve(self, listener: Listener[Ask]) -> None:
-        """In a thread, until `close`."""
         waiting: list[tuple[float, bytes, Ask]] = []  # until when, who, for what
         while not self._is_closed.is_set():
             wait([listener], PAUSE if waiting else IDLE)

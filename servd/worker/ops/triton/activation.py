@@ -28,7 +28,6 @@ def function(x, NAME: tl.constexpr):
 
 @triton.jit
 def activate_kernel(x_ptr, out_ptr, count, NAME: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """One program per BLOCK numbers."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, function(x, NAME), mask=at < count)
@@ -36,7 +35,6 @@ def activate_kernel(x_ptr, out_ptr, count, NAME: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def gate_kernel(x_ptr, out_ptr, size, NAME: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per token and BLOCK columns."""
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first_ptr = x_ptr + token * 2 * size + column
     first = tl.load(first_ptr, mask=column < size, other=0.0).to(tl.float32)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 @triton.jit
 def round_rows_kernel(x_ptr, rounded_ptr, scale_ptr, size, x_stride, BLOCK: tl.constexpr):
-    """One program per row of size <= BLOCK."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     valid = column < size

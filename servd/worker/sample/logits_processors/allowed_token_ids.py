@@ -15,8 +15,6 @@ from servd.worker.sample.shift import Shift
 
 
 class Processor(LogitsProcessor):
-    """Keeps a bitmask per slot."""
-
     order = 40
     example = {"allowed_token_ids": [0]}
 

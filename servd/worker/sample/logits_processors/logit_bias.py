@@ -15,8 +15,6 @@ from servd.worker.sample.shift import Biased, Shift
 
 
 class Processor(LogitsProcessor):
-    """Keeps the entries of each slot."""
-
     order = 30
     example = {"logit_bias": {0: 1.0}}
 

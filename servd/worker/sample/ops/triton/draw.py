@@ -30,7 +30,6 @@ def splitmix64(state, index):
 
 @triton.jit
 def block_masses_kernel(weights_ptr, lowest_ptr, masses_ptr, vocab, BLOCK: tl.constexpr):
-    """One program per row and BLOCK tokens."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     masses = masses_of(weights_ptr, row, block, vocab, tl.load(lowest_ptr + row), BLOCK)
     tl.store(masses_ptr + row * tl.num_programs(1) + block, tl.sum(masses, axis=0))

@@ -111,7 +111,6 @@ def narrow_kernel(
     weights_ptr, lowest_ptr, top_k_ptr, top_p_ptr, found_ptr, out_ptr, vocab,
     ONE: tl.constexpr, UNIT: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr, found_ptr = weights_ptr + row * vocab, found_ptr + row * CAPACITY
     lowest, k, p = tl.load(lowest_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)

@@ -83,7 +83,6 @@ def choose_kernel(
     best_ptr, slots_ptr, columns_ptr, token_ids_ptr, chosen_ptr, num_blocks, token_stride,
     LAST: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: the best of its blocks."""
     row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
     found = tl.load(best_ptr + row * num_blocks + block, mask=block < num_blocks, other=-(2**63))
     best = tl.max(found, axis=0)
