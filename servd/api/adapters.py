@@ -51,7 +51,6 @@ class Adapters:
         return await self._load(name, at, "keep")
 
     def listed(self) -> list[Adapter]:
-        """Loaded adapters, and those in --lora-dir that requests can name."""
         found, is_ready = dict(self.store.named()), self.async_llm.is_ready
         for path in sorted(self.folder.glob(f"*/{CONFIG}")) if self.folder else ():
             at, name = path.parent, path.parent.name

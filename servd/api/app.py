@@ -156,7 +156,6 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 
 def _what_was_meant(request: Request) -> str:
-    """A hint for clients with a wrong base URL, by the path that they ask for."""
     path, known = request.scope["path"], {getattr(each, "path", "") for each in request.app.routes}
     if path.startswith("/v1/v1/"):
         return ": the base URL of this client ends without /v1"

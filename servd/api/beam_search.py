@@ -83,7 +83,6 @@ class BeamSearch:
         return answers
 
     async def _step(self, async_llm: AsyncLLM, deadline: float | None) -> list[TokenLogprobs]:
-        """The top log-probabilities of the next token of each running beam."""
         requests = self.requests()
         likely: dict[int, TokenLogprobs] = {}
         async with aclosing(async_llm.generate(requests, deadline)) as outputs:

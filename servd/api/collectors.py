@@ -29,6 +29,7 @@ class EngineState(msgspec.Struct):
     max_loras: int = 0  # 0: there are no adapters
 
     def samples(self) -> Iterator[tuple[str, float, dict[str, str]]]:
+        """Names, values, and additional labels."""
         stats = self.stats
         yield "vllm:num_requests_running", stats.num_running, {}
         yield "vllm:num_requests_waiting", stats.num_waiting + stats.num_deferred, {}

@@ -122,7 +122,6 @@ class EngineClient:
         return (self.config.scheduler.max_num_seqs or 0) - max(reported, len(self.open_ids()))
 
     def end(self, request_id: str) -> None:
-        """Forget a prompt, if this engine has it, and abort its unfinished choices."""
         running = self.running.pop(request_id, None)
         self.watched.discard(request_id)  # also if another engine has it now
         if running is None:

@@ -88,7 +88,6 @@ class FairThreads:
             loop.call_soon_threadsafe(self._leave, client)
 
     def _start_next(self) -> None:
-        """Give free threads to clients in turn, except those that have their share."""
         while self._num_free and (client := self._next_client()) is not None:
             self._num_free -= 1
             self._running[client] = self._running.get(client, 0) + 1
@@ -96,7 +95,6 @@ class FairThreads:
             self._waiting.move_to_end(client)
 
     def _next_client(self) -> str | None:
-        """The first client with waiting work and fewer threads than its share."""
         for client, turns in list(self._waiting.items()):
             while turns and turns[0].done():  # cancelled
                 turns.popleft()

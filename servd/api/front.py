@@ -266,7 +266,6 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def create_front(config: Config, servers: ModelServers, keys: Keys) -> Starlette:
-    """Create the application with its middleware for ids, limits, keys and errors."""
     access_log = log.resolve_access_log(config.observability)
     origins = config.access.allowed_origins
     context = Middleware(RequestContext, Tracer(), FairLoop(), None, access_log, origins)

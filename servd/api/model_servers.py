@@ -120,7 +120,6 @@ class ModelServers:
         return server if server and server.model.is_there else None
 
     async def adapters(self) -> list[ModelCard]:
-        """The adapters of all models, as running servers report or others will load them."""
         if not self.config.lora.enable_lora:
             return []
         there = self.there

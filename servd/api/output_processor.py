@@ -55,7 +55,6 @@ class OutputProcessor:
         return engine_ids
 
     def outputs(self, request_id: str) -> dict[int, list[int]]:
-        """Output token ids so far of a request's unfinished choices, by index."""
         choices = [self._choices[engine_id] for engine_id in self._engine_ids.get(request_id, ())]
         return {choice.index: choice.token_ids.tolist() for choice in choices}
 

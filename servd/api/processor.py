@@ -277,7 +277,6 @@ class Processor:
     def _complete_pooling(
         self, prompt: Prompt, params: PoolingParams, options: RequestOptions
     ) -> tuple[Prompt, PoolingParams]:
-        """Fill in the defaults of the model's files, and tokenise a pair of texts."""
         params, pair = self.pooling.complete(params), prompt.content
         if self.pooling.score_tokens and not isinstance(pair, list):
             return score_template.chat_of(prompt, self.pooling, self.tokenizer, options), params

@@ -79,7 +79,6 @@ class Recovery:
         self.try_next()
 
     def try_next(self) -> None:
-        """Send the next suspect if the last one has got a token, or has ended."""
         if not self.is_trying or self.is_restarting:
             return
         num_tokens = self.num_tokens()

@@ -251,7 +251,6 @@ class Fleet:
             clock.ns = max(clock.ns, end)
 
     def _send(self, line: RequestLine) -> None:
-        """A request reaches the server's API process, which sends it to an engine."""
         tally, clock, self.num_requests = self.tally, self.clock, self.num_requests + 1
         limit = self.engines[0].scheduler.max_model_len
         tally.began_ns = tally.began_ns or clock.ns
@@ -340,7 +339,6 @@ class Fleet:
         return decoding
 
     def _compare(self, hashes: list[bytes], chosen: int) -> None:
-        """Count what the chosen engine has in its cache, and what another has more."""
         num_blocks = len(hashes)
 
         def most_cached(ranks: Iterable[int], most: int) -> int:

@@ -161,7 +161,6 @@ class Call(msgspec.Struct):
     calls: list[Call] = []
 
     def add(self, way: list[str], seconds: float, text: str) -> None:
-        """Put a call where its way leads, and its time into all calls on it."""
         call = self
         for name in way:
             if not call.calls or call.calls[-1].name != name:

@@ -81,7 +81,6 @@ class EngineCore:
         return self.scheduler.has_work
 
     def handle(self, message: ToEngine | Compiled) -> None:
-        """Process a message from a client, or from `grammars.on_compiled`."""
         match message:
             case EngineCoreRequest():
                 for request in message.choices():
@@ -144,6 +143,5 @@ class EngineCore:
         return self.scheduler.take_outputs(grammars.num_waiting)
 
     def _harvest(self) -> None:
-        """Wait for the oldest step in flight, and update the requests with its output."""
         result = self.in_flight.popleft().result()
         self.scheduler.update_from_output(result, self.grammars.advance(result))

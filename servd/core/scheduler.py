@@ -174,7 +174,6 @@ class Scheduler:
         return self._in_flight[-1].record
 
     def _make_room(self, step: Step) -> None:
-        """Preempt running requests for the next waiting one, as far as the policy says."""
         for victim in self.waiting.outranked(self.running):
             self.running.remove(victim)
             self._preempt(victim, step.record)
@@ -294,7 +293,6 @@ class Scheduler:
         return new_block_ids
 
     def _admit(self, step: Step, request: Request, cached: list[int], now: int) -> None:
-        """Give a request a slot and its cached blocks, and announce it to the workers."""
         self.waiting.start(request)
         self.kv_cache.adopt(request, cached)
         request.slot = self.free_slots.pop()

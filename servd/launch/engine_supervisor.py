@@ -141,7 +141,6 @@ class EngineSupervisor:
         self.deaths = Deaths(config.server)
 
     def start(self, started_at: float) -> None:
-        """Start the next engine; `started_at` is when the wait for it began."""
         self._drop_bad_standby()
         self.standby = self.standby or self._new_process()
         was_asleep = self.child is not None and self.child.heartbeat.is_asleep

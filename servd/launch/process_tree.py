@@ -302,7 +302,6 @@ class ProcessTree:
         return code
 
     def reload(self) -> None:
-        """Read the options again, and have the children apply those that may change."""
         self.reload_is_due = False
         try:
             new = self.read_config()

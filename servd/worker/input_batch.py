@@ -237,7 +237,6 @@ class InputBatch:
 
     @cached_property
     def drafting_rows(self) -> np.ndarray:
-        """Indices of the rows that want drafts for the next step, int64 [n], on the host."""
         return np.flatnonzero(self.max_new_drafts)
 
     @property
@@ -316,6 +315,8 @@ def _find(
 
 @dataclass(frozen=True)
 class AttentionRows:
+    """The rows of a step as the attention sees them."""
+
     query_lens: np.ndarray  # int64 [num_rows], on the host
     seq_lens: np.ndarray  # int64 [num_rows], on the host: upper bounds
     ends: torch.Tensor | None  # int64 [num_rows]: index of the last token; None: each is a row

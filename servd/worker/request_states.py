@@ -56,7 +56,6 @@ class RequestStates:
         self.is_tree = np.zeros(max_num_seqs + 1, dtype=bool)  # by slot, on the host
 
     def make_room(self, num_columns: int) -> None:
-        """Allocate the recurrent state of layers, `num_columns` numbers per request."""
         if num_columns:
             shape, device = (len(self.token_ids), num_columns), self.token_ids.device
             self.of_layers = torch.empty(shape, dtype=torch.float32, device=device)
@@ -156,7 +155,6 @@ class RequestStates:
         return self.block_tables.slot_mapping(slots.unsqueeze(-1), self.tree.tails(columns, places))
 
     def write_drafts(self, scheduled: list[ScheduledRequest]) -> None:
-        """Store the engine's drafts after the known tokens of their rows."""
         drafts = [
             (row.slot, row.num_tokens - row.num_drafts + offset, token_id)
             for row in scheduled

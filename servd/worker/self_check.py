@@ -47,7 +47,6 @@ LEAST_LOGIT = 5.0  # a typical large logit
 
 
 def prompts(spec: ModelSpec, limit: int) -> list[list[int]]:
-    """Random prompts of at most `limit` tokens in all, the same every time."""
     draw, pad = random.Random(0), spec.config.get("pad_token_id")
     lengths = [min(length, limit // len(LENGTHS)) for length in LENGTHS]
     ids = [

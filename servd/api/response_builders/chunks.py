@@ -150,7 +150,6 @@ class ChunkBuilder(ResponseBuilder):
         return self.tokenizer.decode(prepared.prompt_token_ids, skip_special_tokens=False)
 
     def prompt_logprobs(self, output: CompletionOutput) -> PromptLogprobs | UnsetType:
-        """What `prompt_logprobs` asks for; `output` is the first choice of its prompt."""
         k = self.asked.prompt_logprobs
         if k is None:
             return UNSET

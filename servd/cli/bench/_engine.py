@@ -20,7 +20,6 @@ def add_options(
 
 
 def make_llm(arguments: argparse.Namespace, **overrides: Any) -> LLM:
-    """The engine in this process, without prefix caching unless asked for."""
     options = _options.load_options(arguments) | overrides
     options.setdefault("enable_prefix_caching", False)
     return LLM(**options)

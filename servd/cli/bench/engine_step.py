@@ -44,8 +44,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class StepClock:
-    """Times the parts of every step by wrapping the calls between them."""
-
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.steps: list[float] = []
@@ -74,7 +72,6 @@ class StepClock:
         setattr(owner, name, timed)
 
     def step(self, port: InProcess) -> None:
-        """One step of the engine, and its outputs through the wire format."""
         started = time.perf_counter()
         outputs = port.engine.step()
         self.steps.append(time.perf_counter() - started)

@@ -154,7 +154,6 @@ def measure(
 
 
 def generate(llm: LLM, prompts: Sequence[_data.Prompt], batch: int) -> list[list[int]]:
-    """Greedy outputs of full length, in batches of this many prompts."""
     texts: list[list[int]] = []
     for at in range(0, len(prompts), batch):
         part = prompts[at : at + batch]

@@ -100,7 +100,6 @@ class GroupedKVCacheManager(KVCacheManager):
         return NO_BLOCK if block is None else block
 
     def _firsts(self, position: int) -> list[int]:
-        """For each group, the first block that the token at `position` reads."""
         return [self.layout.first_read(position, window) for window in self.windows]
 
     def _num_lacking(self, request: Request, cached: Sequence[int]) -> int:

@@ -285,7 +285,6 @@ class KVCacheManager:
         request.num_registered_blocks = end
 
     def _register(self, request: Request, first: int, end: int) -> None:
-        """Register the hashes of blocks `first` to `end`, in all groups."""
         for at in range(first, end):
             self.pool.register(request.block_ids[at], request.block_hashes[at])
 

@@ -45,8 +45,6 @@ def main() -> None:
 
 
 def serve(start: StartGrammarChecker, channel: BufferedRWPair) -> None:
-    """Answer whether grammars are available at all, then try each one that comes."""
-
     def answer(error: str | None = None) -> None:
         channel.write(msgspec.json.encode(GrammarVerdict(error)) + b"\n")
         channel.flush()
@@ -112,7 +110,6 @@ def slowest_mask(grammar: Grammar, vocabulary: Any) -> float:
 
 
 def random_token(mask: bytes, draw: random.Random, closing: Sequence[int]) -> int:
-    """A random allowed token, often one that closes a bracket or string."""
     allowed = int.from_bytes(mask, "little")
     if draw.random() < 0.3 and (ends := [i for i in closing if allowed >> i & 1]):
         return draw.choice(ends)

@@ -60,8 +60,6 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Compiled:
-    """Message for the engine's thread: a grammar is compiled, or cannot be."""
-
     key: Key
     grammar: Grammar | None
     error: str | None = None

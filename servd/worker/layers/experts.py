@@ -67,8 +67,6 @@ def grouped_form(matrices: Sequence[Matrix]) -> GroupedForm:
 
 
 class WithBiases:
-    """Adds a bias for each expert."""
-
     def __init__(self, form: GroupedForm, biases: Sequence[Tensor]) -> None:
         self.form = form
         self.is_capturable = form.is_capturable

@@ -46,7 +46,6 @@ class State(nn.Module):
 
 
 def arrange(model: Loadable) -> int:
-    """Assign the states of a model their columns; returns the number of columns."""
     first = 0
     for _, module in model.named_modules():
         if isinstance(module, State):

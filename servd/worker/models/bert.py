@@ -94,8 +94,6 @@ class BertLayer(nn.Module):
 
 
 class BertModel(nn.Module):
-    """The encoder; embeddings are pooled from its last hidden states."""
-
     layer: ClassVar[type[BertLayer]] = BertLayer
     names: ClassVar[dict[str, str]] = NAMES
     # Values of config.json beside which there is code for no others.

@@ -19,6 +19,8 @@ from servd.worker.parallel import Parallel
 
 
 class GteLayer(BertLayer):
+    """Has a gated feed-forward."""
+
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__(spec, parallel)
         inner = spec.config["intermediate_size"]

@@ -59,6 +59,5 @@ class MixtralForCausalLM(LlamaForCausalLM):
     def convert(
         self, tensors: Iterator[tuple[str, Tensor | Quantized]]
     ) -> Iterator[tuple[str, Tensor | Quantized]]:
-        """Rename the checkpoint's tensors as in other models with experts."""
         for name, tensor in tensors:
             yield name.replace(".block_sparse_moe.", ".mlp."), tensor

@@ -112,8 +112,6 @@ class ModernBertLayer(nn.Module):
 
 
 class ModernBertModel(nn.Module):
-    """The encoder; embeddings are pooled from its last hidden states."""
-
     packed: ClassVar[dict[str, tuple[str, int]]] = {}
     ignored: ClassVar[tuple[str, ...]] = (
         "head.dense.weight", "head.dense.bias", "head.norm.weight", "head.norm.bias",

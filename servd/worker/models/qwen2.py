@@ -23,8 +23,6 @@ class Qwen2Layer(LlamaLayer):
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    """Full attention in every layer."""
-
     layer = Qwen2Layer
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:

@@ -23,6 +23,8 @@ class RobertaForMaskedLM(RobertaModel):
 
 
 class RobertaForSequenceClassification(RobertaModel):
+    """A head of two layers on the first token."""
+
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__(spec, parallel)
         size, labels = spec.hidden_size, num_labels(spec.config)

@@ -95,7 +95,6 @@ class Reader(readers.Reader):
         return pooled if pooled.by_token else None
 
     def _vector(self, slot: int, params: PoolingParams, chunk: Tensor, num_tokens: int) -> Tensor:
-        """[hidden] float32 of a prompt whose last chunk is [chunk, hidden]."""
         if params.pooling == "mean":
             return self.sums[slot] / num_tokens
         return (self.firsts[slot] if params.pooling == "cls" else chunk[-1]).float()

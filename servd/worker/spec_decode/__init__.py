@@ -42,6 +42,8 @@ Draft = TypeVar("Draft", bound=Loadable)
 
 @dataclass(frozen=True, slots=True)
 class Target:
+    """The model that is drafted for, on this rank."""
+
     config: Config  # resolved
     spec: ModelSpec
     model: Model
@@ -53,7 +55,6 @@ class Target:
     make_chain: Callable[[Drafter, int, int], Chain]
 
     def find_draft(self) -> str:
-        """The folder of the draft's checkpoint, which is downloaded if it has to be."""
         model = self.config.model
         draft = model.speculative_config
         assert draft is not None and draft.model is not None
@@ -76,7 +77,6 @@ class Target:
     def load(
         self, make: Callable[[], Draft], folder: str, rename: Callable[[str], str] = str
     ) -> Draft:
-        """Make a model that drafts, and fill it from a checkpoint; see `model_loader`."""
         spec, speculative = self.backend.spec, self.config.model.speculative_config
         assert speculative is not None
         with model_loader.defaults(spec.dtype, spec.device):

@@ -71,8 +71,6 @@ class AuxHiddenStates:
 
 
 class Eagle3Attention(LlamaAttention):
-    """Reads embeddings beside features."""
-
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__(spec, layer, parallel)
         bias, _ = self.biases(spec.config)
