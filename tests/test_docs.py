@@ -52,7 +52,7 @@ OTHER_FLAGS = {
     "--state-cache-gib", "--draft-vocab-size",  # the same
     "--temperature", "--num", "--seed",  # tools.train_speculator, tools.demo_model.corpus
     "--num-short",  # the latter
-    "--parts",  # benchmarks.gpu
+    "--parts", "--facts",  # benchmarks.gpu
     "--graphs",  # benchmarks.host
     "--parallel",  # llama-server
     "--methods", "--depths", "--batches",  # servd bench spec
