@@ -111,31 +111,33 @@ COMPLETIONS: dict[str, Any] = {
     "prompt": "hi", "echo": True, "logprobs": 2, "best_of": 2, "suffix": "x",
     "add_special_tokens": False,
 }  # fmt: skip
-EMBEDDINGS: dict[str, Any] = {
+# What servd reads of every body.
+EVERY: dict[str, Any] = {"timeout": 60, "priority": 1}
+EMBEDDINGS: dict[str, Any] = EVERY | {
     "model": "fake", "input": "hi", "encoding_format": "base64", "dimensions": 4, "pooling": "mean",
-    "normalize": False, "truncate_prompt_tokens": 1, "priority": 1, "user": "u",
+    "normalize": False, "truncate_prompt_tokens": 1, "user": "u",
     "service_tier": "flex", "messages": user("hi"), "add_special_tokens": False,
     "add_generation_prompt": True, "prompt_name": "query",
     "chat_template_kwargs": {"a": 1},
 }  # fmt: skip
 POOLING: dict[str, Any] = EMBEDDINGS | {"pooling": "all", "task": "token_embed"}
-SCORE: dict[str, Any] = {
+SCORE: dict[str, Any] = EVERY | {
     "model": "fake", "text_1": "a", "text_2": ["b", "c"], "pooling": "mean",
-    "truncate_prompt_tokens": 1, "priority": 1, "user": "u", "activation": True,
+    "truncate_prompt_tokens": 1, "user": "u", "activation": True,
     "service_tier": "flex", "mm_processor_kwargs": {"a": 1},
 }  # fmt: skip
-RERANK: dict[str, Any] = {
+RERANK: dict[str, Any] = EVERY | {
     "model": "fake", "query": "a", "documents": ["b", {"text": "c"}], "top_n": 1,
     "return_documents": False, "max_tokens_per_doc": 1, "max_tokens_per_query": 1,
-    "rank_fields": ["text"], "pooling": "mean", "truncate_prompt_tokens": 1, "priority": 1,
+    "rank_fields": ["text"], "pooling": "mean", "truncate_prompt_tokens": 1,
     "user": "u", "service_tier": "flex", "instruction": "be strict",
 }  # fmt: skip
-COHERE: dict[str, Any] = {
+COHERE: dict[str, Any] = EVERY | {
     "model": "fake", "texts": ["a"], "input_type": "search_query",
     "embedding_types": ["float", "base64", "binary"], "output_dimension": 4, "truncate": "START",
-    "max_tokens": 2, "priority": 1, "images": ["data:image/png;base64,AA"],
+    "max_tokens": 2, "images": ["data:image/png;base64,AA"],
 }  # fmt: skip
-RESPONSES: dict[str, Any] = OPENAI | {
+RESPONSES: dict[str, Any] = EVERY | OPENAI | {
     "model": "fake", "input": "hi", "instructions": "be kind", "max_output_tokens": 3,
     "temperature": 0.5, "top_p": 0.9, "top_logprobs": 2, "stream": True,
     "stream_options": {"include_obfuscation": False}, "store": True,
@@ -147,7 +149,7 @@ RESPONSES: dict[str, Any] = OPENAI | {
     "service_tier": "flex", "metadata": {"a": "b"}, "user": "u", "verbosity": "low",
     "background_options": {"a": 1}, "context_management": [{"type": "compaction"}],
 }  # fmt: skip
-MESSAGES: dict[str, Any] = {
+MESSAGES: dict[str, Any] = EVERY | {
     "model": "fake", "messages": user("hi"), "max_tokens": 3, "system": "be kind",
     "temperature": 0.5, "top_p": 0.9, "top_k": 5, "stop_sequences": ["x"], "stream": True,
     "tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "auto"},
@@ -155,7 +157,7 @@ MESSAGES: dict[str, Any] = {
     "service_tier": "flex", "output_config": {"effort": "low"}, "container": "c",
     "mcp_servers": [{"type": "url", "url": "http://x"}],
 }  # fmt: skip
-DECISIONS: dict[str, Any] = {
+DECISIONS: dict[str, Any] = EVERY | {
     "model": "fake", "input": "hi", "questions": [{"type": "predicate", "instructions": "a"}],
     "prompt_cache_key": "k", "safety_identifier": "s", "moderation": {"model": "m"},
 }  # fmt: skip

@@ -49,6 +49,7 @@ REASONS = {
     "cannot be called on meta tensors": "decides by the values of tensors what it computes",
     "expected scalar type": "computes its attention in another type than the rest",
     "Attention mask should be of size": "makes attention masks of its own",
+    "`alibi` is not supported": "has ALiBi, which servd's attention has not",
 }
 
 
