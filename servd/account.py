@@ -6,8 +6,8 @@ phase of the request, steps what the engine did during it.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from statistics import median, median_low
@@ -81,6 +81,20 @@ IN_ENGINE = {
     "preemption": ("preemption", "preemption", ""),
     "swapped": ("swapped", "swapped", ""),
 }
+# Stages of the header Server-Timing: each is the sum of these phases, and so of their spans.
+SUMMARY_STAGES = {
+    "prepare": (
+        "model_load", "parse", "adapter_load", "template", "tokenise", "grammar_check",
+        "event_loop", "arriving",
+    ),
+    "queue": (
+        "wake_up", "grammar_compile", "queued", "queue_adapters", "tier_read", "engine_restart",
+    ),
+    "prefill": ("prefilling",),
+    "decode": ("decoding", "preemption", "swapped"),
+    "write": ("ipc", "detokenise", "write", "slow_reader", "unaccounted"),
+}  # fmt: skip
+STAGE_OF = {phase: stage for stage, of_stage in SUMMARY_STAGES.items() for phase in of_stage}
 REPEATS = ("preemption", "engine_restart")  # phases after which tokens are computed again
 BY_START = attrgetter("started_ns")
 
@@ -175,21 +189,21 @@ def busy_times(steps: Sequence[StepRecord]) -> list[Busy]:
 
 def phases(marks: Sequence[Mark]) -> Iterator[tuple[str, int, int]]:
     """The phases of a request between its marks: a phase in the engine, or a cause outside it."""
-    seen: Counter[str] = Counter()
+    seen = defaultdict[str, int](int)
     for mark, following in pairwise(marks):
         if mark.stage == "engine_lost":  # the next one gets what is open as if it were new
             num_begun = seen["first_token"] - _num_ended(seen)
-            seen = Counter(first_token=max(num_begun, 0))
+            seen = defaultdict(int, first_token=max(num_begun, 0))
         seen[mark.stage] += 1
         yield _phase(seen, following.stage), mark.at_ns, following.at_ns
 
 
-def _num_ended(seen: Counter[str]) -> int:
+def _num_ended(seen: Mapping[str, int]) -> int:
     """The number of finished choices; the API process may finish one, too."""
     return max(seen["finished"], seen["returned"])
 
 
-def _phase(seen: Counter[str], following: str) -> str:
+def _phase(seen: Mapping[str, int], following: str) -> str:
     """The phase after the marks in `seen`; of a request with several choices or parts, that of the
     running one that is furthest.
     """

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
 from msgspec import UNSET
 
-from servd.account import CAUSES, OWN_WORK, Account, busy_times
+from servd.account import CAUSES, OWN_WORK, STAGE_OF, SUMMARY_STAGES, Account, busy_times, phases
 from servd.api.protocol.requests import (
     CauseShare,
     RequestSummary,
@@ -18,11 +19,12 @@ from servd.api.protocol.requests import (
     TimelineSpan,
     TimelineStep,
 )
-from servd.api.timeline import Inquiry, Timeline
+from servd.api.timeline import BY_TIME, Inquiry, Timeline
 from servd.tracing import Mark, StepRecord, first, now_ns, unix_time
 
 MAX_NEIGHBOURS = 16
 MAX_PROMPTS = 64  # of a request whose stages are combined
+MAX_MARKS = 20_000  # of a running request; more (a beam search) would stall the event loop
 SECOND = 1_000_000_000  # nanoseconds
 Ran = tuple[int, int]  # when a request started and stopped running; 0: it still runs
 QUEUES = ("queue_slots", "queue_blocks", "queue_budget", "queue_adapters")  # causes
@@ -182,9 +184,7 @@ def steps_of(records: list[StepRecord], origin: int) -> list[TimelineStep]:
 
 
 def _phases(record: StepRecord) -> dict[str, Any]:
-    """The worker's phases, or the engine's view of them if it reports none; with several workers
-    also each one's time of the forward pass.
-    """
+    """The worker's phases, or the engine's view of them if it reports none."""
     times = record.worker_ns
     if len(times) < 4:
         times = (record.scheduled_ns, record.scheduled_ns, record.executed_ns, record.harvested_ns)
@@ -199,27 +199,20 @@ def _phases(record: StepRecord) -> dict[str, Any]:
 
 
 def stage_ns(timelines: Iterable[Timeline]) -> dict[str, int]:
-    """Nanoseconds of each stage of a request with these prompts (of the first MAX_PROMPTS), as far
-    as their marks are known.
+    """Return nanoseconds by stage (of SUMMARY_STAGES, and `total`) of a request with these prompts,
+    the first MAX_PROMPTS of them. Until it is finished, it counts as being written.
     """
-    begun: dict[str, int] = {}
-    last: dict[str, int] = {}
-    for timeline in islice(timelines, MAX_PROMPTS):
-        for mark in timeline.marks:
-            begun[mark.stage] = min(mark.at_ns, begun.get(mark.stage, mark.at_ns))
-            last[mark.stage] = max(mark.at_ns, last.get(mark.stage, 0))
-    last.setdefault("finished", last.get("returned", 0))  # a stop string ended it
-    return {
-        name: max(end, begun[begin]) - begun[begin]
-        for name, begin, end in (
-            ("prepare", "received", begun.get("sent")),
-            ("queue", "queued", begun.get("scheduled")),
-            ("prefill", "scheduled", begun.get("first_token")),
-            ("decode", "first_token", last["finished"]),
-            ("total", "received", now_ns()),
-        )
-        if begin in begun and end
-    }
+    known = [*islice(timelines, MAX_PROMPTS)]
+    marks = sorted((mark for each in known for mark in each.marks), key=BY_TIME)
+    if not all(each.is_finished for each in known):
+        marks.append(Mark("written", now_ns()))
+        if len(marks) > MAX_MARKS:
+            return {"total": marks[-1].at_ns - marks[0].at_ns}
+    found = Counter[str]()
+    for phase, begin, end in phases(marks):
+        found[STAGE_OF[phase]] += end - begin
+    in_order = {stage: found[stage] for stage in SUMMARY_STAGES if stage in found}
+    return {**in_order, "total": found.total()}
 
 
 def server_timing(timelines: Iterable[Timeline]) -> str:

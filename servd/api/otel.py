@@ -21,7 +21,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 import servd
-from servd.account import phases
+from servd.account import STAGE_OF, phases
 from servd.api.explanation import stage_ns
 from servd.api.timeline import Timeline
 from servd.messages import FinishReason
@@ -32,19 +32,11 @@ MAX_PROMPTS = 16  # a request's first ones, whose phases are shown
 SECOND = 1e9  # nanoseconds
 # Phase of an account -> name of the span.
 SPANS = {
+    **STAGE_OF,
     "model_load": "model_load",
-    "parse": "prepare",
-    "adapter_load": "prepare",
-    "template": "prepare",
-    "tokenise": "prepare",
-    "grammar_check": "prepare",
     "wake_up": "wake_up",
     "grammar_compile": "grammar_compile",
-    "queued": "queue",
-    "queue_adapters": "queue",
     "tier_read": "tier_read",
-    "prefilling": "prefill",
-    "decoding": "decode",
     "preemption": "preempted",
     "swapped": "preempted",
     "engine_restart": "engine_restart",
@@ -130,10 +122,10 @@ class RequestSpan:
 
 def _children(timeline: Timeline) -> Iterator[tuple[str, int, int]]:
     """Names, begins and ends of the phases; phases of one name in a row are one."""
-    named = ((SPANS.get(phase, ""), begin, end) for phase, begin, end in phases(timeline.marks))
+    named = ((SPANS[phase], begin, end) for phase, begin, end in phases(timeline.marks))
     for name, group in groupby(named, lambda part: part[0]):
         parts = [*group]
-        if name and parts[-1][2] > parts[0][1]:
+        if parts[-1][2] > parts[0][1]:
             yield name, parts[0][1], parts[-1][2]
     if timeline.parsing_ns:
         yield "tool_parsing", timeline.parsed_from_ns, timeline.parsed_to_ns

@@ -57,7 +57,7 @@ async def test_a_request_is_a_span_in_its_clients_trace_with_its_phases_below(ex
     assert span.parent and f"{span.parent.span_id:016x}" == PARENT
     assert span.context.trace_state.get("a") == "b"
     assert answer.headers["traceresponse"] == f"00-{TRACE}-{span.context.span_id:016x}-01"
-    assert [part.name for part in parts] == ["prepare", "queue", "prefill", "decode"]
+    assert [part.name for part in parts] == ["prepare", "queue", "prefill", "decode", "write"]
     for part, before in zip(parts, [span, *parts], strict=False):
         assert part.parent and part.parent.span_id == span.context.span_id
         assert f"{part.context.trace_id:032x}" == TRACE

@@ -1,18 +1,22 @@
 """Timelines: marks of several processes in one order, and a bounded memory of finished requests."""
 
 import time
+from collections import Counter
 from threading import Event
 
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
+from servd.account import STAGE_OF, Span, phases
 from servd.api import timeline
-from servd.api.explanation import steps_of
+from servd.api.explanation import explain, server_timing, steps_of, trace_of
 from servd.api.protocol.requests import TimelineStep
-from servd.api.timeline import MAX_SLOWEST, MAX_STEPS, Timeline, Tracer
+from servd.api.timeline import MAX_SLOWEST, MAX_STEPS, Inquiry, Timeline, Tracer
 from servd.tracing import STAGES, Mark, StepRecord
 from tests.limits import WAIT_SECONDS
+from tests.test_account import MARKS, MS, STEPS
+from tests.test_account import steps_of as random_steps
 
 
 def mark(tracer: Tracer, request_id: str, stage: str, at_ns: int) -> None:
@@ -144,6 +148,73 @@ def test_a_step_tells_of_each_rank():
     assert one.rank_forward_ms is UNSET and two.rank_forward_ms == [20, 17]
     assert (one.prepare_ms, one.forward_ms, one.sample_ms) == (1, 20, 1)
     assert (two.prepare_ms, two.forward_ms, two.sample_ms) == (1, 20, 1)
+
+
+def stages_of(header: str) -> dict[str, float]:
+    parts = (part.split(";dur=") for part in header.split(", "))
+    return {name: float(ms) for name, ms in parts}
+
+
+def stage_of(span: Span, marks: list[Mark]) -> str:
+    """The stage in whose time a span is."""
+    [stage] = {
+        STAGE_OF[phase]
+        for phase, begin, end in phases(marks)
+        if begin < span.end_ns and span.begin_ns < end
+    }
+    return stage
+
+
+@given(MARKS, STEPS)
+def test_header_spans_causes_and_trace_tell_the_same_times(marks, parts):
+    """Times in the answers are rounded to microseconds, each begin and end of a span."""
+    taken = sorted(
+        (Mark(stage, at * MS, number) for stage, at, number in marks), key=lambda mark: mark.at_ns
+    )
+    finished = Timeline("own", marks=taken, is_finished=True)
+    inquiry = Inquiry(finished, taken, {0: random_steps(parts)})
+    header, account = stages_of(server_timing([finished])), inquiry.account()
+    total = header.pop("total")
+    assert total == sum(header.values()) == (taken[-1].at_ns - taken[0].at_ns) / MS
+
+    by_stage = Counter[str]()
+    for span in account.spans:
+        by_stage[stage_of(span, taken)] += span.end_ns - span.begin_ns
+    assert by_stage == Counter({stage: round(ms * MS) for stage, ms in header.items()})
+
+    told = explain(inquiry, {})
+    drawn, traced = Counter[str](), Counter[str]()
+    for span in told.spans:
+        drawn[span.cause] += span.end_ms - span.begin_ms
+    for event in trace_of(told)["traceEvents"]:
+        if event["ph"] == "X" and event["tid"] == 1:
+            traced[event["name"]] += event["dur"] / 1000
+    rounding = 0.001 * (len(told.spans) + 1)
+    for cause in told.causes:
+        for found in (drawn, traced):
+            assert abs(found[cause.cause] - cause.ms) <= rounding
+    assert told.wall_ms == total
+
+
+def test_the_stages_of_several_prompts_are_those_of_the_foremost_that_runs():
+    first, second = (
+        Timeline(
+            str(i),
+            marks=[
+                Mark(stage, at * MS)
+                for stage, at in (
+                    ("received", 0), ("sent", 3), ("queued", 4), ("scheduled", begin),
+                    ("first_token", begin + 10), ("finished", begin + 30),
+                    ("returned", begin + 31), ("done", 70),
+                )
+            ],
+            is_finished=True,
+        )
+        for i, begin in enumerate((4, 34))
+    )  # fmt: skip
+    assert stages_of(server_timing([first, second])) == {
+        "prepare": 4, "prefill": 20, "decode": 40, "write": 6, "queue": 0, "total": 70,
+    }  # fmt: skip
 
 
 def test_an_unknown_request_has_no_timeline():
