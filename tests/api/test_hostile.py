@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import time
 from collections import Counter
+from contextlib import suppress
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -13,6 +17,7 @@ from tests.api.harness import MODEL, output_text, serve, until
 from tests.api.hostile import Case, Hostile
 
 AT_ONCE = 16
+SHORT_TIMEOUT = 60.0  # seconds
 PATIENCE = 240.0  # seconds for an answer: a machine is slow, and a grammar may take its time
 
 
@@ -41,6 +46,28 @@ async def send(url: str, case: Case) -> int:
     return int(answer.split(maxsplit=2)[1]) if answer else 0
 
 
+def asked_timeout(case: Case) -> float:
+    """The seconds in which a request asks to be answered, by its body or its header."""
+    body: Any = None
+    with suppress(ValueError, RecursionError):
+        body = json.loads(case.content)
+    asked = body.get("timeout") if isinstance(body, dict) else None
+    if asked is None:
+        asked = case.headers.get("x-request-timeout", "inf")
+    with suppress(ValueError, TypeError, OverflowError):
+        return float(asked)
+    return math.inf
+
+
+def is_allowed(status: int, case: Case) -> bool:
+    """Whether a request may get this answer: 503 if the server is full, 507 if its disk is, and
+    504 if it asked for an answer within a short time.
+    """
+    if status == 504:
+        return asked_timeout(case) < SHORT_TIMEOUT
+    return status < 500 or status in (503, 507)
+
+
 async def attack(url: str, count: int, seed: int) -> Counter[tuple[str, int]]:
     """Send so many; returns how many of each kind got which status."""
     statuses: Counter[tuple[str, int]] = Counter()
@@ -50,8 +77,7 @@ async def attack(url: str, count: int, seed: int) -> Counter[tuple[str, int]]:
         for case in cases:
             status = await send(url, case)
             statuses[case.kind, status] += 1
-            allowed = (501, 503, 504) if "x-request-timeout" in case.headers else (501, 503)
-            assert status < 500 or status in allowed, (status, case)
+            assert is_allowed(status, case), (status, case)
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(AT_ONCE):
@@ -73,6 +99,20 @@ async def send_raw(url: str, count: int, seed: int) -> int:
         batch = [hostile.raw() for _ in range(min(AT_ONCE, count - begin))]
         await asyncio.gather(*map(client, batch))
     return answers
+
+
+@pytest.mark.parametrize(
+    ("timeout", "header", "is_right"),
+    [
+        ("1e-9", None, True), ("1", "100", True), ("null", "0.000001", True), ('"x"', "1", False),
+        ("100", "1", False), ("null", None, False), ("null", "nan", False),
+    ],
+)  # fmt: skip
+def test_504_is_an_answer_to_a_short_timeout_alone(timeout, header, is_right):
+    headers = {} if header is None else {"x-request-timeout": header}
+    case = Case("", "POST", "/v1/completions", f'{{"timeout": {timeout}}}'.encode(), headers)
+    assert is_allowed(504, case) is is_right
+    assert not is_allowed(500, case) and not is_allowed(501, case)
 
 
 SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]  # 60 to 400 s each, by the machine's load
