@@ -22,80 +22,6 @@ BOARDS = sorted(DOCKER.glob("grafana/boards/*.json"))
 OF_SCRAPES = {"job", "instance"}  # labels that Prometheus adds
 EQUAL = promql_parser.MatchOp.Equal
 RATES = {"rate", "irate", "increase"}
-CHOSEN = 'job=~"$job", model_name=~"$model_name", instance=~"$instance", engine=~"$engine"'
-# The forms that queries of vLLM's published boards have, and the metrics that each of them is asked
-# for: the names are those of all boards, the forms were read in the first parts of four of them (kv
-# cache, service status, speculative decoding, query statistics). C stands for CHOSEN, M for the
-# metric.
-OF_PUBLISHED_BOARDS = {
-    "histogram_quantile(0.95, sum by (le, model_name) (rate(M_bucket{C}[$__rate_interval])))": [
-        "vllm:e2e_request_latency_seconds", "vllm:inter_token_latency_seconds",
-        "vllm:time_to_first_token_seconds", "vllm:request_time_per_output_token_seconds",
-        "vllm:request_prompt_tokens", "vllm:request_generation_tokens",
-        "vllm:request_inference_time_seconds", "vllm:request_queue_time_seconds",
-        "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds",
-        "vllm:request_params_max_tokens", "vllm:request_params_n",
-        "vllm:request_max_num_generation_tokens", "vllm:request_num_preemptions",
-        "vllm:request_prefill_kv_computed_tokens", "vllm:iteration_tokens_total",
-        "vllm:kv_block_lifetime_seconds", "vllm:kv_block_idle_before_evict_seconds",
-        "vllm:kv_block_reuse_gap_seconds",
-    ],
-    "sum(increase(M_bucket{C}[$__rate_interval])) by (le)": [
-        "vllm:request_prompt_tokens", "vllm:request_generation_tokens",
-    ],
-    "sum(rate(M_sum{C}[$__rate_interval])) / (sum(rate(M_count{C}[$__rate_interval])) > 0)": [
-        "vllm:e2e_request_latency_seconds", "vllm:time_to_first_token_seconds",
-        "vllm:request_decode_time_seconds", "vllm:request_prefill_time_seconds",
-        "vllm:request_queue_time_seconds", "vllm:request_max_num_generation_tokens",
-    ],
-    "sum by (model_name) (rate(M_total{C}[$__rate_interval]))": [
-        "vllm:generation_tokens", "vllm:prompt_tokens", "vllm:prompt_tokens_cached",
-        "vllm:num_preemptions", "vllm:request_success", "vllm:spec_decode_num_drafts",
-        "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens",
-        "vllm:prefix_cache_hits", "vllm:prefix_cache_queries", "vllm:external_prefix_cache_hits",
-        "vllm:external_prefix_cache_queries", "vllm:kv_offload_load_bytes",
-        "vllm:kv_offload_store_bytes", "vllm:kv_offload_stores_skipped",
-        "vllm:corrupted_requests",
-    ],
-    "max by (instance, engine) (M{C})": [
-        "vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting",
-        "vllm:kv_offload_cpu_cache_usage_perc",
-    ],
-    "sum(rate(vllm:generation_tokens_total{C}[5m])) / (sum(avg_over_time(M{C}[5m])) > 0)"
-    " and on () count(M{C})": ["vllm:num_requests_running"],
-    "sum(M{C, reason=\"capacity\"}) + sum(M{C, reason=\"deferred\"})": [
-        "vllm:num_requests_waiting_by_reason",
-    ],
-    "sum by (stage) (M{C, stage=\"in_progress\"})": ["vllm:num_requests_kv_fetch_by_stage"],
-    "sum by (finished_reason) (increase(M_total{C, finished_reason=\"error\"}[5m]))": [
-        "vllm:request_success",
-    ],
-    "sum by (reason) (rate(M_total{C}[5m]))": ["vllm:admission_rejections"],
-    "sum by (source) (rate(M_total{C}[5m]))": [
-        "vllm:prompt_tokens_by_source", "vllm:prompt_tokens_cached_by_source",
-    ],
-    "sum by (position) (rate(M_total{C}[5m])) / on () group_left () "
-    "(sum(rate(vllm:spec_decode_num_drafts_total{C}[5m])) > 0)": [
-        "vllm:spec_decode_num_accepted_tokens_per_pos",
-    ],
-    "(2 - (max(M{C, sleep_state=\"awake\"}) == bool 0)) or vector(0)": ["vllm:engine_sleep_state"],
-    "max by (block_size, cache_dtype, num_gpu_blocks, kv_cache_size_tokens) (M{C})": [
-        "vllm:cache_config_info",
-    ],
-    "sum by (operation) (M)": ["vllm:sleep_mode_operations_in_flight"],
-    "histogram_quantile(0.9, sum by (le, operation) (rate(M_bucket[5m])))": [
-        "vllm:sleep_mode_operation_duration_seconds",
-    ],
-    "sum by (handler, status) (rate(M_total{status=~\"5..\"}[5m]))": ["http_requests"],
-    "histogram_quantile(0.9, sum by (le, handler) (rate(M_bucket[5m])))": [
-        "http_request_duration_seconds",
-    ],
-}  # fmt: skip
-PUBLISHED = [
-    form.replace("{C", f"{{{CHOSEN}").replace("M", metric)
-    for form, metrics in OF_PUBLISHED_BOARDS.items()
-    for metric in metrics
-]
 
 
 class Exported(NamedTuple):
@@ -194,11 +120,6 @@ def test_boards_ask_for_what_is_exported(board: Path, exported: dict[str, Export
     for variable in content["templating"]["list"]:
         name, label = re.findall(r"label_values\((.*), (.*)\)", variable["query"]["query"])[0]
         assert label in exported[name].labels
-
-
-def test_published_boards_work(exported: dict[str, Exported]):
-    assert len(PUBLISHED) > 60
-    assert {query: found for query in PUBLISHED if (found := problems(query, exported))} == {}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Names, texts and buckets of the metrics, as vLLM's dashboards know them."""
+"""Names, texts and buckets of the metrics: vLLM's where they mean the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of one API server, under vLLM's names, so that its dashboards work.
+"""Prometheus metrics of one API server, under vLLM's names where they mean the same.
 
 With several API servers the parent sets PROMETHEUS_MULTIPROC_DIR before it starts them;
 prometheus-client then keeps all values in files there, and /metrics of each server covers all.
