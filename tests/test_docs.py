@@ -59,7 +59,9 @@ OTHER_FLAGS = {
     "--lengths",  # servd plan
     "--raw", "--html", "--max-tokens",  # servd trace
     "--scopes", "--expires",  # servd key
-    "--seconds",  # benchmarks.soak
+    "--seconds", "--streams", "--interval",  # benchmarks.soak
+    "--layers",  # benchmarks.swap
+    "--a-url", "--b-url", "--rounds",  # servd bench compare
     "--shape", "--requests", "--rate", "--speed", "--costs", "--servers", "--balancing",
     "--routing", "--num-blocks",  # servd what-if
     "--to", "--calibrate", "--tokens", "--group-size", "--output", "--bits",  # servd quantize
