@@ -45,6 +45,7 @@ OTHER_FLAGS = {
     "--backend", "--sharegpt-output-len",  # of `servd bench serve`
     "--dataset-name", "--dataset-path", "--save-result", "--result-dir", "--result-filename",
     "--json", "--jsonl", "--plot", "--out",  # servd bench and benchmarks
+    "--extra-index-url", "--no-build-isolation", "--require-hashes", "--upgrade",  # pip
     "--no-deps", "--only-binary", "--python-version", "--implementation", "--platform",  # pip
     "--threads", "--work", "--base", "--examples", "--topics",  # tools.demo_model.train
     "--method", "--prompts", "--batch-tokens", "--num-drafts", "--learning-rate",  # the same
@@ -156,7 +157,8 @@ def test_the_table_of_rooms_names_their_libraries():
 
 
 def test_the_torch_version_is_the_same_everywhere():
-    places = ["Makefile", "README.md", "docker/Dockerfile.cpu", "docs/docker.md"]
+    images = ["docker/Dockerfile.cpu", "docker/Dockerfile.cuda"]
+    places = ["Makefile", "README.md", "docs/docker.md", *images]
     versions = {
         place: set(re.findall(r"torch==([\d.]+\d)", (ROOT / place).read_text())) for place in places
     }
