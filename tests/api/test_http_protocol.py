@@ -258,7 +258,7 @@ async def test_a_connection_that_has_yielded_counts_no_longer():
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    config = uvicorn.Config(until_disconnect, lifespan="off", log_config=None)
+    config = uvicorn.Config(until_disconnect, ws="none", lifespan="off", log_config=None)
     shared, state = Connections(ServerConfig(max_connections=2)), ServerState()
     for _ in range(5):
         late = HttpProtocol(shared, config=config, server_state=state, app_state={})
