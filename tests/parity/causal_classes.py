@@ -23,7 +23,8 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("initializer_range", "init_std"), 0.15),
     **dict.fromkeys(("dropout", "attention_dropout"), 0.0),
     "vocab_size": 199, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 7,
-    "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48, "rotary_dim": 8,
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), 32),
+    "moe_shared_expert_intermediate_size": 48, "rotary_dim": 8,
     "q_lora_rank": 24, "kv_lora_rank": 16,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
 }  # fmt: skip

@@ -289,7 +289,7 @@ def test_a_rank_has_its_share(tmp_path: Path, model_type: str, num_heads: int):
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("qwen2_moe", r"mlp\.experts.*: --tensor-parallel-size splits no experts"),
+        ("mixtral", r"mlp\.experts.*: --tensor-parallel-size splits no experts"),
         ("opt", "transformers has no plan for it"),
     ],
 )

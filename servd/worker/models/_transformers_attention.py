@@ -49,7 +49,7 @@ REASONS = {
     "cannot be called on meta tensors": "decides by the values of tensors what it computes",
     "expected scalar type": "computes its attention in another type than the rest",
     "Attention mask should be of size": "makes attention masks of its own",
-    "`alibi` is not supported": "has ALiBi, which servd's attention has not",
+    "`alibi` is not supported": "has ALiBi, which servd's attention cannot add",
 }
 
 
@@ -269,7 +269,7 @@ def inspect(
     lists = (m for m in model.named_modules() if isinstance(m[1], nn.ModuleList))
     for name, layers in (each for each in lists if len(each[1]) == num_layers):
         for number, layer in enumerate(layers):
-            if not any(module.startswith(f"{name}.{number}.") for module in found):
+            if not any(f"{module}.".startswith(f"{name}.{number}.") for module in found):
                 kinds = sorted({type(child).__name__ for child in layer.children()})
                 raise UnsupportedModel(
                     f"{name}.{number} ({', '.join(kinds)}) does not call attention through the "
