@@ -109,7 +109,7 @@ class ResponseStore:
         """The newest response to a request with this X-Request-Id."""
         for name in reversed(self._stored):
             unique_id = name.removeprefix("resp_")
-            if request_id in (unique_id, unique_id.rpartition("-")[0]):
+            if request_id in (unique_id, unique_id.rpartition("-")[0] or unique_id):
                 return name
         return None
 

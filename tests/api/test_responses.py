@@ -391,6 +391,9 @@ async def test_stored_responses(client: openai.AsyncOpenAI):
         "previous_response_not_found",
         "previous_response_id",
     )
+    await client.responses.create(model=MODEL, input="hi", max_output_tokens=3)
+    with pytest.raises(openai.BadRequestError, match="there is no response ''"):
+        await client.responses.create(model=MODEL, input="hi", previous_response_id="")
 
 
 async def test_a_server_that_stores_nothing():
