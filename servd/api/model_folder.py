@@ -63,18 +63,21 @@ class ModelFolder:
             OSError: the folder cannot be read.
         """
         found = {}
-        for name, path in sorted(_models_in(self.path)):
-            written, why = self._refused.get(path, (0.0, ""))
+        for name, entry in sorted(_models_in(self.path)):
+            written, why = self._refused.get(entry, (0.0, ""))
             try:
+                path = _snapshot(entry) if entry.name.startswith(HUB) else entry
+                if path is None:
+                    continue  # a download that is not complete
                 if path.suffix == ".gguf" and _mtime(path) == written:
                     continue  # unchanged; reading its header again may take a second
                 name.encode()
                 found[name] = _read(name, path)
-                self._refused.pop(path, None)
+                self._refused.pop(entry, None)
             except Exception as error:  # whatever is in one entry, the others are served
                 if str(error) != why:
                     logger.warning("%r is not served: %s", name, error)
-                self._refused[path] = _mtime(path), str(error)
+                self._refused[entry] = _mtime(entry), str(error)
         return found
 
 
@@ -98,13 +101,7 @@ def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
     """
     for path in folder.iterdir():
         if path.name.startswith(HUB):
-            try:
-                snapshot = _snapshot(path)
-            except (OSError, ValueError) as error:  # such as a ref that is no text
-                logger.warning("%r is not served: its refs cannot be read: %s", path.name, error)
-                continue
-            if snapshot is not None:
-                yield path.name.removeprefix(HUB).replace("--", "/"), snapshot
+            yield path.name.removeprefix(HUB).replace("--", "/"), path
         elif _is_model(path):
             yield path.name.removesuffix(".gguf"), path
         elif not path.name.startswith("."):

@@ -415,6 +415,9 @@ async def test_folders_in_folders_and_single_files(
     tiny = make_gguf(tmp_path / "tiny.gguf")
     async with front(tmp_path, "one") as (http, servers):
         (tmp_path / "torn.gguf").write_bytes(tiny[:100])
+        odd = tmp_path / "models--hub--odd" / "refs" / "main"
+        odd.parent.mkdir(parents=True)
+        odd.write_bytes(b"\xff")
         for _ in range(2):
             await http.get("/v1/models")
         listed = (await http.get("/v1/models")).json()["data"]
@@ -425,7 +428,7 @@ async def test_folders_in_folders_and_single_files(
         assert (await http.get("/v1/models/org/inner")).json()["state"] == "awake"
         assert servers.servers["tiny"].model.num_bytes == len(tiny)
         warned = [each for each in caplog.messages if "is not served" in each]
-        assert len(warned) == 1 and "torn" in warned[0]
+        assert len(warned) == 2 and "odd" in warned[0] and "torn" in warned[1]
 
 
 async def test_a_client_that_leaves_while_its_model_starts(tmp_path: Path):
