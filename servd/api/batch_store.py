@@ -275,16 +275,15 @@ class BatchStore:
         """Whether a file is not complete, and no process writes it."""
         name = path.name.partition(".")[0]
         is_content = path.name == name and name.startswith("file-")
-        is_complete = not is_content or path.with_suffix(".json").exists()
-        if is_complete and path.suffix not in (".tmp", ".new"):
+        if not is_content and path.suffix not in (".tmp", ".new"):
             return False
         number = name.removeprefix("file-").removeprefix("batch_")[:32]
         if (self.open / f"batch_{number}").exists():
             return False  # the batch's runner writes the file
-        lock = _lock(path)
-        if lock is not None:
-            lock.close()
-        return lock is not None
+        if (lock := _lock(path)) is None:
+            return False
+        with lock:  # its writer may have completed it just before
+            return not is_content or not path.with_suffix(".json").exists()
 
 
 def describe_file(name: str, filename: str, size: int, seconds: int = RETENTION) -> FileObject:

@@ -483,6 +483,23 @@ async def test_what_a_killed_server_left_of_uploads_is_removed_by_the_next_one(t
         assert len(await answers(client, batch.output_file_id)) == 2
 
 
+def test_an_upload_that_ends_during_the_sweep_stays(tmp_path, monkeypatch):
+    store = BatchStore(tmp_path)
+    (tmp_path / "key").mkdir()
+    content = tmp_path / "key" / f"file-{'1' * 32}"
+    content.write_text("x")
+    os.utime(content, (0, time.time() - 60))
+    lock = batch_store._lock
+
+    def lock_once_written(path):
+        content.with_suffix(".json").write_text("{}")
+        return lock(path)
+
+    monkeypatch.setattr(batch_store, "_lock", lock_once_written)
+    store.remove_old()
+    assert content.exists()
+
+
 async def test_a_batch_waits_for_room_on_a_full_disk_and_says_so(client, served, monkeypatch):
     monkeypatch.setattr(batch_runner, "PAUSE", 0.02)
     is_full, add = ["yes"], batch_runner.Results.add
