@@ -154,17 +154,18 @@ class HttpProtocol(HttpToolsProtocol):
 
         A client that waits for the answer and one that is gone look alike. So it is sent an interim
         response, which the one reads over, and for which the system of the other resets the
-        connection.
+        connection. HTTP/1.0 has none: its client counts as gone.
         """
         cycle = self._served
         is_waiting = cycle is not None and not cycle.response_started and not self._is_in_body
         if cycle is None or not is_waiting or self._has_refused:
             return False
+        if cycle.scope["http_version"] != "1.1":
+            return False
         if not self.transport.can_write_eof():  # TLS, which has no half of a connection
             return False
         self._has_eof = True
-        if cycle.scope["http_version"] == "1.1":
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._look_for_client()
         return True
 

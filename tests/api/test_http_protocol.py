@@ -125,10 +125,9 @@ LOOPS = pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_even
 
 @LOOPS
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_a_client_that_sends_no_more_gets_its_answer(loop, stream, version):
+def test_a_client_that_sends_no_more_gets_its_answer(loop, stream):
     body = json.dumps({"prompt": "a", "max_tokens": 50, "stream": stream}).encode()
-    request = completion(len(body)).replace(b"HTTP/1.1", f"HTTP/{version}".encode()) + body
+    request = completion(len(body)) + body
 
     async def run() -> None:
         async with serve() as served, listening(served.app) as url:
@@ -139,7 +138,7 @@ def test_a_client_that_sends_no_more_gets_its_answer(loop, stream, version):
                 said = await until_closed(client)
             assert said.count(b"HTTP/1.1 200 OK") == 1
             assert (b"data: [DONE]" if stream else output_text("a", 50).encode()) in said
-            assert said.count(b"HTTP/1.1 100") == (version == "1.1")
+            assert said.count(b"HTTP/1.1 100") == 1
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(run())
@@ -147,15 +146,17 @@ def test_a_client_that_sends_no_more_gets_its_answer(loop, stream, version):
 
 @LOOPS
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_is_gone_ends_its_request_at_once(loop, stream):
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])  # 1.0: nginx by default, and it has no 1xx
+def test_a_client_that_is_gone_ends_its_request_at_once(loop, stream, version):
     """Though the engine computes nothing that could be sent to it."""
     body = json.dumps({"prompt": "a", "max_tokens": 50, "stream": stream}).encode()
+    request = completion(len(body)).replace(b"HTTP/1.1", b"HTTP/" + version) + body
 
     async def run() -> None:
         async with serve() as served, listening(served.app) as url:
             served.engine.may_step.clear()
             with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
-                client.sendall(completion(len(body)) + body)
+                client.sendall(request)
                 await until(lambda: served.async_llm.num_unfinished)
             await until(lambda: not served.async_llm.num_unfinished)
             served.engine.may_step.set()
