@@ -158,7 +158,9 @@ docker: ## Build the images servd:cpu and servd:cuda
 # In an environment of their own, over one that has only what servd needs to run.
 build/audit/bin/pip-audit:
 	$(PYTHON) -m venv build/audit && build/audit/bin/pip -q install cyclonedx-bom pip-audit
-	$(PYTHON) -m venv build/runtime && build/runtime/bin/pip -q install .
+	$(PYTHON) -m venv build/runtime
+	build/runtime/bin/pip -q $(INSTALL_TORCH)
+	build/runtime/bin/pip -q $(LOCKED) -r requirements/serve.txt
 
 sbom: build/audit/bin/pip-audit ## Write build/sbom.json, the packages that servd runs with (CycloneDX)
 	build/audit/bin/cyclonedx-py environment --pyproject pyproject.toml -o build/sbom.json build/runtime
