@@ -106,6 +106,8 @@ check: format-check lint ## Check format, lint, types, import rules; run the fas
 COMPILE = build/lock/bin/pip-compile -q $(UPGRADE) --strip-extras --unsafe-package torch --no-annotate --no-header \
 	--no-emit-index-url --no-emit-find-links --no-emit-trusted-host --all-build-deps --extra otel
 UPGRADE =
+lock: export PIP_EXTRA_INDEX_URL += $(CPU_TORCH_INDEX)
+lock: export PIP_RETRIES = 1
 lock: build/lock/bin/pip-compile ## Lock what pyproject.toml asks for; UPGRADE=--upgrade takes the newest releases
 	$(COMPILE) --generate-hashes -o requirements/serve.txt pyproject.toml
 	$(COMPILE) --generate-hashes --extra dev -c requirements/serve.txt -o requirements/dev.txt pyproject.toml
@@ -185,8 +187,10 @@ $(VENV)/.torch: $(VENV)/.created
 		if $(HAS_GPU); then $(PIP) install $(TORCH); else $(PIP) $(INSTALL_TORCH); fi; }
 	@touch $@
 
+# If torch's index for CPUs could not be reached, the usual build lacks its CUDA libraries yet.
 $(VENV)/.serve: requirements/serve.txt $(VENV)/.torch
 	$(PIP) $(LOCKED) -r $<
+	@$(BIN)/python -c 'import torch' || $(PIP) install $(TORCH)
 	@touch $@
 
 # Compiles the kernels: once for `make serve` and `make test` together.
