@@ -63,10 +63,15 @@ def setup(process: str, options: ObservabilityConfig) -> None:
 
 
 def resolve_access_log(options: ObservabilityConfig) -> str:
-    """Return --access-log, with `auto` decided by whether the log goes to a terminal."""
+    """Return --access-log; `auto` is decided by whether the log goes to a terminal.
+
+    Of several models it is off: the gateway has a line for each request already.
+    """
     if options.access_log != "auto":
         return options.access_log
-    return "requests" if sys.stderr.isatty() else "off"
+    if os.environ.get(MODEL) or not sys.stderr.isatty():
+        return "off"
+    return "requests"
 
 
 def set_level(options: ObservabilityConfig) -> None:
