@@ -199,12 +199,13 @@ $(VENV)/.servd: pyproject.toml $(KERNELS) $(VENV)/.serve
 	$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
 
+# Of thousands of modules a few hundred are imported.
 $(VENV)/.dev: requirements/dev.txt $(VENV)/.servd
-	$(PIP) $(LOCKED) -r $<
+	$(PIP) $(LOCKED) --no-compile -r $<
 	@touch $@
 
 $(VENV)/.clients: requirements/clients.txt $(VENV)/.dev
-	$(PIP) $(LOCKED) -r $<
+	$(PIP) $(LOCKED) --no-compile -r $<
 	@touch $@
 
 .gpu: $(wildcard .whl/*.whl)
