@@ -26,10 +26,12 @@ GROUPS = {
 LOG_SECONDS = 20.0  # between two lines where the output is no terminal
 
 
-def percent(log: Path) -> int:
-    """Return how much of its tests a process of pytest has run, from what it printed."""
-    found = re.findall(rb"\[ *(\d+)%\]", log.read_bytes()[-2000:])
-    return int(found[-1]) if found else 0
+def progress_of(log: Path) -> str:
+    """Return how many tests a process of pytest has run, and their share once it printed one."""
+    text = log.read_bytes()
+    num_tests = sum(map(len, re.findall(rb"^[.FEsxX]+", text, re.MULTILINE)))
+    shares = re.findall(rb"\[ *(\d+)%\]", text)
+    return f"{num_tests} ({int(shares[-1])} %)" if shares else str(num_tests)
 
 
 class Progress:
@@ -46,7 +48,7 @@ class Progress:
         if not self.is_terminal and now - self.shown < LOG_SECONDS:
             return
         self.shown = now
-        parts = [f"{name} {percent(log)} %" for name, log in logs.items()]
+        parts = [f"{name} {progress_of(log)}" for name, log in logs.items()]
         line = f"{now - self.began:4.0f} s: {', '.join(parts)}"
         print(f"\r{line}\x1b[K" if self.is_terminal else line, end="", flush=True)
         if not self.is_terminal:
