@@ -15,7 +15,7 @@ from servd.api import (
 )
 from servd.api.protocol import completions, decisions, validation
 from servd.api.response_builders import events
-from servd.api.routes import pooling
+from servd.api.routes import files, pooling
 from servd.config import SchedulerConfig, ServerConfig
 from servd.core.structured_output import grammar
 
@@ -93,6 +93,7 @@ def tables() -> dict[str, list[Row]]:
         ],
         "Files and batches": [
             ("upload", size(batch_store.MAX_UPLOAD), "413"),
+            ("its `Content-Type`", f"{files.MAX_CONTENT_TYPE:,} characters", "400"),
             ("uploads of a key at the same time", f"{batch_store.MAX_UPLOADS}", "429"),
             ("files and batches of a key", f"{batch_store.MAX_OBJECTS:,}", "400"),
             ("their bytes, before an upload", size(batch_store.MAX_BYTES), "400"),

@@ -19,6 +19,7 @@ import httpx
 import openai
 import pytest
 from starlette.datastructures import UploadFile
+from starlette.requests import Request
 
 from servd import batch as batch_files
 from servd.access import hash_key
@@ -423,6 +424,15 @@ async def test_a_form_is_utf_8_or_refused_unread(served, charset):
     assert not [*served.app.state.context.batches.store.folder.glob("*/file-*")]
     for known in ("", "; charset=utf-8", ';charset="UTF-8"', "; charset=utf8 ; x=y"):
         assert (await upload(known)).status_code == 200
+
+
+@pytest.mark.parametrize("parameter", [";", ";a=b", ';a="', ";a*0=b"])
+async def test_a_long_content_type_is_refused_unread(served, monkeypatch, parameter):
+    """Time to read one grows with the square of its length, and the event loop waits meanwhile."""
+    monkeypatch.setattr(Request, "form", None)
+    content_type = "multipart/form-data; boundary=b" + parameter * 2_000
+    answer = await served.http.post("/v1/files", headers={"content-type": content_type})
+    assert answer.status_code == 400 and "Content-Type" in answer.json()["error"]["message"]
 
 
 def full_disk(*args: Any) -> None:

@@ -23,6 +23,7 @@ from servd.errors import InvalidRequest
 router = APIRouter()
 
 UTF_8 = re.compile(r"""; *charset=("utf-?8"|utf-?8) *(?=;|$)""", re.IGNORECASE)
+MAX_CONTENT_TYPE = 1024  # characters; the parser's time grows with the square of their number
 MIN_RETENTION = 3600  # seconds that a client may have a file kept, at the least
 
 
@@ -56,6 +57,10 @@ async def read_form(request: Request) -> AsyncIterator[FormData]:
     content_type = request.headers.get("content-type", "none")
     if not content_type.lower().startswith("multipart/form-data"):
         raise InvalidRequest(f"Content-Type must be multipart/form-data, got {content_type[:100]}")
+    if len(content_type) > MAX_CONTENT_TYPE:
+        raise InvalidRequest(
+            f"Content-Type has {len(content_type)} characters, its limit is {MAX_CONTENT_TYPE}"
+        )
     # The parser would decode with any codec of Python, and some take minutes for a megabyte.
     if len(UTF_8.findall(content_type)) != content_type.lower().count("charset"):
         raise InvalidRequest(
@@ -86,16 +91,11 @@ def kept_for(form: FormData) -> int:
         return RETENTION
     if anchor != "created_at":
         raise InvalidRequest("the `anchor` must be created_at", param="expires_after")
-    if (
-        not isinstance(text, str)
-        or not re.fullmatch(r"[0-9]{4,7}", text)
-        or (not MIN_RETENTION <= int(text) <= RETENTION)
-    ):
-        raise InvalidRequest(
-            f"`seconds` must be a whole number from {MIN_RETENTION} to {RETENTION}",
-            param="expires_after",
-        )
-    return int(text)
+    seconds = int(text) if isinstance(text, str) and re.fullmatch(r"[0-9]{4,7}", text) else 0
+    if not MIN_RETENTION <= seconds <= RETENTION:
+        why = f"`seconds` must be a whole number from {MIN_RETENTION} to {RETENTION}"
+        raise InvalidRequest(why, param="expires_after")
+    return seconds
 
 
 @router.get("/v1/files")
