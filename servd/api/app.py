@@ -91,7 +91,8 @@ def create_app(
         route.app = request_response(_with_path(route.endpoint))
     app.state.routes = routes
     app.router.routes += routes
-    model, name = config.model.model, config.model.served_model_name[0]
+    model = config.model.model
+    name = config.model.served_model_name[0]
     app.state.context = Context(
         config=config,
         async_llm=async_llm,

@@ -97,7 +97,8 @@ class BatchRunner:
 
     async def _keep_running(self, one: OpenBatch) -> None:
         with one.lock:
-            shelf, name = self.store.of(one.owner), one.marker.name
+            shelf = self.store.of(one.owner)
+            name = one.marker.name
             try:
                 await self._run(one, shelf)
             except OSError as error:  # such as a full disk

@@ -211,7 +211,8 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         Overloaded: see `AsyncLLM.offload`.
     """
     data = await request.body()
-    request.state.received_ns, request.state.num_bytes = now_ns(), len(data)
+    request.state.received_ns = now_ns()
+    request.state.num_bytes = len(data)
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise InvalidRequest(

@@ -180,7 +180,9 @@ class RequestContext:
             self.metrics.observe_answer(handler, scope["method"], status, seconds)
 
     def _end(self, scope: Scope, status: int, written: bool) -> None:
-        state, now, timelines = scope["state"], now_ns(), list[Timeline]()
+        state = scope["state"]
+        now = now_ns()
+        timelines: list[Timeline] = []
         if status >= 400 and not state["traced"] and "received_ns" in state:
             self._list_refused(scope)
         blocked = state.get("blocked", deque[Mark]())  # the connection's
@@ -199,7 +201,8 @@ class RequestContext:
     def _list_refused(self, scope: Scope) -> None:
         """Open a timeline for a request that was refused before it had one."""
         state = scope["state"]
-        name, path = state["unique_id"], scope["path"][:200]
+        name = state["unique_id"]
+        path = scope["path"][:200]
         marks = [Mark("received", state["received_ns"])]
         refused = Timeline(name, state["owner"], path, state.get("model", ""), marks)
         refused.http_id = state["request_id"]

@@ -130,7 +130,8 @@ class ModelServers:
         others = {server.name: server for server in there if server not in running}
         for adapter in adapters_in(self.config.lora).values():
             if (server := others.get(adapter.owner([s.name for s in there]) or "")) is not None:
-                name, length = adapter.name, server.model.max_model_len
+                name = adapter.name
+                length = server.model.max_model_len
                 card = ModelCard(name, adapter.created, name, length, parent=server.name)
                 found.append(card)
         return found

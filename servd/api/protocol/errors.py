@@ -94,7 +94,8 @@ def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply
                 "no space is left on the server's disk: delete files that you do not need "
                 "(DELETE /v1/files/ID), or ask its operator to make room"
             )
-            status, detail = 507, ErrorDetail(message, "server_error", code="storage_full")
+            status = 507
+            detail = ErrorDetail(message, "server_error", code="storage_full")
             headers["x-should-retry"] = "false"
         case HTTPException():  # raised by the router and by the body limit
             detail = ErrorDetail(error.detail, _type_of(error.status_code))

@@ -86,7 +86,8 @@ def _options(context: Context) -> Iterator[Option]:
     sections = msgspec.structs.asdict(context.config)
     for name, (section, field) in options_by_name().items():
         options = sections[section]
-        value, title = msgspec.structs.asdict(options)[name], title_of(type(options))
+        value = msgspec.structs.asdict(options)[name]
+        title = title_of(type(options))
         about = next((m.description for m in field.type.__metadata__ if m.description), "")
         default = field.default_factory() if field.default_factory is list else field.default
         source = "decided" if name in context.reasons else "given"

@@ -100,7 +100,8 @@ class Signature:
 
     @staticmethod
     def _test_of(parameter: re.Match[str], type: str) -> str:
-        name, null = parameter["name"], parameter["null"]
+        name = parameter["name"]
+        null = parameter["null"]
         dtype = f"DTYPES[{parameter['type']}]" if parameter["type"] else type
         if parameter["open"] == "[":
             size = f"{name}.is_contiguous() and {name}.numel()"
