@@ -63,15 +63,10 @@ def setup(process: str, options: ObservabilityConfig) -> None:
 
 
 def resolve_access_log(options: ObservabilityConfig) -> str:
-    """Return --access-log; `auto` is decided by whether the log goes to a terminal.
-
-    Of several models it is off: the gateway has a line for each request already.
-    """
+    """Return --access-log, with `auto` decided by whether the log goes to a terminal."""
     if options.access_log != "auto":
         return options.access_log
-    if os.environ.get(MODEL) or not sys.stderr.isatty():
-        return "off"
-    return "requests"
+    return "requests" if sys.stderr.isatty() else "off"
 
 
 def set_level(options: ObservabilityConfig) -> None:
