@@ -67,6 +67,7 @@ async def test_an_engine_that_its_parent_found_hung_is_stalled_until_it_restarts
     assert (await served.http.get("/health")).json()["status"] == "restarting"
     served.engine.revive()
     assert (await waiting).status_code == 200
+    await until(lambda: served.async_llm.is_ready)
     assert (await served.http.get("/health")).json()["status"] == "ready"
 
 

@@ -64,18 +64,21 @@ NODE = ("--headless", "--data-parallel-start-rank", "1")
 
 
 @pytest.mark.parametrize(
-    ("options", "max_tokens"),
+    ("options", "length"),
     [
-        (["--executor", "fake"], 4000),
-        pytest.param(["--device", "cpu", "--dtype", "float32"], 200, marks=pytest.mark.slow),
+        # Seconds of work, so that both engines are seen to compute at once.
+        (["--executor", "fake"], {"max_tokens": 8000, "n": 4}),
+        pytest.param(
+            ["--device", "cpu", "--dtype", "float32"], {"max_tokens": 200}, marks=pytest.mark.slow
+        ),
     ],
     ids=["fake", "float32"],
 )
 def test_engines_of_two_hosts_answer_as_one_though_a_host_dies(
-    start, long_llama, tmp_path, options, max_tokens
+    start, long_llama, tmp_path, options, length
 ):
     model = [] if "fake" in options else [str(long_llama)]
-    bodies = [{**body, "max_tokens": max_tokens} for body in BODIES]
+    bodies = [{**body, **length} for body in BODIES]
     shared = joining(tmp_path, *model, *options)
     head = start(*shared, *HEAD, wait=False)
     node = start(*shared, *NODE, wait=False)

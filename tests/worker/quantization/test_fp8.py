@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import kl_div
 
 from servd.errors import ConfigError, UnsupportedModel
 from servd.hf import DEMO_FOLDER
@@ -125,7 +126,7 @@ def test_outputs_are_close_to_those_without(
         driver.generate([slot], 2)  # a prompt, and a step of one token
         logits.append(driver.logits[slot][0].log_softmax(-1).cpu())
         assert driver.logits[slot][1].isfinite().all()
-    divergence = torch.nn.functional.kl_div(logits[1], logits[0], log_target=True, reduction="sum")
+    divergence = kl_div(logits[1], logits[0], log_target=True, reduction="sum")
     assert 0 < divergence < 3e-2
 
 
@@ -139,7 +140,7 @@ def test_a_checkpoint_of_16_bits_on_a_cpu_gets_the_tokens_of_torchs_attention(
     tensors = load_file(folder / "model.safetensors")
     tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     save_file(tensors, narrow / "model.safetensors", metadata={"format": "pt"})
-    tokens = []
+    drivers = []
     for backend in ("auto", "torch_sdpa"):
         driver = Driver(
             config_for(
@@ -150,8 +151,25 @@ def test_a_checkpoint_of_16_bits_on_a_cpu_gets_the_tokens_of_torchs_attention(
         slots = [driver.add(list(range(5, 5 + n))) for n in (3, 17, 40)]
         driver.generate(slots, 12)
         assert all(row.isfinite().all() for slot in slots for row in driver.logits[slot])
-        tokens.append([driver.tokens[slot] for slot in slots])
-    assert tokens[0] == tokens[1]
+        drivers.append(driver)
+    native, reference = drivers
+    for slot in slots:
+        steps = zip(
+            native.tokens[slot][-12:],
+            reference.tokens[slot][-12:],
+            native.logits[slot],
+            reference.logits[slot],
+            strict=True,
+        )
+        for got_token, wanted_token, got, wanted in steps:
+            # Another last bit of the attention may round an activation to the next number of e4m3.
+            got = got.log_softmax(-1)
+            wanted = wanted.log_softmax(-1)
+            assert kl_div(got, wanted, log_target=True, reduction="sum") < 3e-2
+            if got_token != wanted_token:  # only where the two were about equally likely
+                gap = wanted[wanted_token] - wanted[got_token]
+                assert gap <= 2 * (got - wanted).abs().max()
+                break
 
 
 FACTOR = 2.0**14  # keys and values of tiny models are about 1: beyond what e4m3 can hold
