@@ -342,6 +342,7 @@ class AsyncLLM:
             self.router.start_anew()
 
     def reset_prefix_cache(self) -> None:
+        """Empty the prefix caches of all engines, but for blocks in use."""
         for engine in self.engines:
             if engine.is_ready and not engine.is_asleep:  # others have none
                 engine.client.send(ResetPrefixCache())

@@ -98,6 +98,7 @@ class EngineClient:
         self._receive()  # the channel is edge-triggered
 
     def close(self) -> None:
+        """Stop receiving. The caller closes the channel."""
         for request_id in [*self.running]:
             self.end(request_id)
         if self._reading_on is not None:
@@ -122,6 +123,7 @@ class EngineClient:
         return (self.config.scheduler.max_num_seqs or 0) - max(reported, len(self.open_ids()))
 
     def end(self, request_id: str) -> None:
+        """Forget a prompt, if this engine has it, and abort its unfinished choices."""
         running = self.running.pop(request_id, None)
         self.watched.discard(request_id)  # also if another engine has it now
         if running is None:

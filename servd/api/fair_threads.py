@@ -54,6 +54,7 @@ class FairThreads:
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
+        """Start nothing more; running work is finished."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _check_room(self, client: str, limit: int) -> None:

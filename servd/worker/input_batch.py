@@ -237,6 +237,7 @@ class InputBatch:
 
     @cached_property
     def drafting_rows(self) -> np.ndarray:
+        """Indices of the rows that want drafts for the next step, int64 [n], on the host."""
         return np.flatnonzero(self.max_new_drafts)
 
     @property

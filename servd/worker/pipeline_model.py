@@ -34,6 +34,7 @@ class Arrived(nn.Module):
         self.stream = self.stream.new_zeros(max_num_tokens, self.stream.shape[1])
 
     def forward(self, input_ids: Tensor) -> Tensor:
+        """[num_tokens] -> [num_tokens, hidden]."""
         return self.stream[: len(input_ids)]
 
 
@@ -57,6 +58,7 @@ class NoHead(nn.Module):
         self.vocab_size = vocab_size
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n, vocab]."""
         return hidden.new_zeros(len(hidden), self.vocab_size)
 
 

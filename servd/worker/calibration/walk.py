@@ -173,6 +173,7 @@ class Model:
 
 
 def _input_of(module: nn.Module, layer: nn.Module, hidden: Tensor, call: Call) -> Tensor:
+    """[tokens, in]"""
     seen: list[Tensor] = []
 
     def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -24,6 +24,7 @@ class ReplicatedLinear(nn.Module):
         self.bias = Weight((out_features,), parallel) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """[num_tokens, in] -> [num_tokens, out]."""
         return self.weight.product(x, self.bias)
 
 

@@ -26,6 +26,7 @@ class Packed:
         self.shape = shape
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """float32 [n, in] -> [n, out]."""
         out = torch.empty(x.shape[0], self.shape[0])
         self.multiply_into(out, x, bias)
         return out
@@ -40,6 +41,7 @@ class Packed:
         raise NotImplementedError
 
     def rows(self, index: Tensor) -> Tensor:
+        """int64 [n] -> float32 [n, in]."""
         raise NotImplementedError
 
 

@@ -55,6 +55,7 @@ class Linear(nn.Linear):
     servd_ranks: Parallel | None = None  # each has a slice of the inputs
 
     def forward(self, input: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
         x = input.reshape(-1, input.shape[-1])
         if self.servd_ranks is None:
             out = self.weight.product(x, self.bias)

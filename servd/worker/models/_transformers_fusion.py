@@ -81,6 +81,7 @@ class FusedNorm(nn.Module):
     servd_eps: float
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> the same."""
         x = x if x.dim() == 3 else x.contiguous()
         return self.servd_ops.rms_norm(x, None, self.weight, self.servd_eps)[0]
 

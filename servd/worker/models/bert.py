@@ -52,6 +52,7 @@ class BertEmbeddings(nn.Module):
         self.LayerNorm = LayerNorm(size, spec.config.get("layer_norm_eps", 1e-12), parallel)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """[num_tokens] each -> [num_tokens, hidden]."""
         x = self.word_embeddings(input_ids & ~SECOND_TEXT)
         if self.token_type_embeddings is not None:
             types = (input_ids >= SECOND_TEXT).long().clamp(max=self.last_type)
@@ -71,6 +72,7 @@ class BertAttention(nn.Module):
         self.attention = Attention(0, num_heads, num_heads, spec.head_dim, scale, is_causal=False)
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
         return self.dense(self.attention(*self.qkv(x).chunk(3, dim=-1), ctx, rotation))
 
 
@@ -89,6 +91,7 @@ class BertLayer(nn.Module):
         self.act = Activation(spec.config.get("hidden_act", "gelu"))
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
         x = self.attention_norm.add(self.attention(x, rotation, ctx), x)[0]
         return self.mlp_norm.add(self.down(self.act(self.up(x))), x)[0]
 
@@ -133,12 +136,14 @@ class BertModel(nn.Module):
                 yield name, tensor
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """[num_tokens] each -> hidden states [num_tokens, hidden]."""
         x, rotation = self.embeddings(input_ids, positions), self.rotation(positions)
         for layer in self.layers:
             x = layer(x, rotation, ctx)
         return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
+        """No token follows: [n, hidden] -> [n, 1]."""
         return hidden.new_zeros(len(hidden), 1)
 
 

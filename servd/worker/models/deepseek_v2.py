@@ -46,6 +46,7 @@ class OfHeads(nn.Module):
         return self.grouped.is_capturable
 
     def forward(self, x: Tensor) -> Tensor:
+        """[num_tokens, heads, in] -> [num_tokens, heads, out]."""
         num_tokens, num_heads, _ = x.shape
         rows = x.transpose(0, 1).flatten(0, 1)
         starts = torch.arange(num_heads + 1, dtype=torch.int32, device=x.device) * num_tokens
@@ -89,6 +90,7 @@ class DeepseekV2Attention(nn.Module):
         self.attention = Attention(layer, num_heads, 1, rope + latent, scale, value_dim=latent)
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
         if self.has_short_queries:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         else:

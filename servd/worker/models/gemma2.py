@@ -78,5 +78,6 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
         self.cap = spec.config.get("final_logit_softcapping", self.logit_cap)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n, vocab]."""
         logits = super().compute_logits(hidden)
         return logits if self.cap is None else (logits / self.cap).tanh() * self.cap

@@ -31,6 +31,7 @@ class GPT2Attention(nn.Module):
         self.attention = Attention(layer, num_heads, num_heads, spec.head_dim, scale)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
         q, k, v = self.c_attn(x).chunk(3, dim=-1)
         return self.c_proj(self.attention(q, k, v, ctx))
 
@@ -48,6 +49,7 @@ class GPT2MLP(nn.Module):
         self.act = Activation(spec.config.get("activation_function", "gelu_new"))
 
     def forward(self, x: Tensor) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
         return self.c_proj(self.act(self.c_fc(x)))
 
 
@@ -63,6 +65,7 @@ class GPT2Layer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
+        """What the next norm adds to the residual, and the residual; [num_tokens, hidden] each."""
         x, residual = self.ln_1.add(x, residual)
         x, residual = self.ln_2.add(self.attn(x, ctx), residual)
         return self.mlp(x), residual
@@ -79,6 +82,7 @@ class GPT2Model(nn.Module):
         )
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """[num_tokens] each -> [num_tokens, hidden]."""
         x, residual = self.wte(input_ids), self.wpe(positions)
         for layer in self.h:
             x, residual = layer(x, residual, ctx)
@@ -102,7 +106,9 @@ class GPT2LMHeadModel(nn.Module):
             self.lm_head = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """[num_tokens] each -> hidden states [num_tokens, hidden]."""
         return self.transformer(input_ids, positions, ctx)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n, vocab]."""
         return self.lm_head.logits(hidden)

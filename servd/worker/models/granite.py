@@ -49,4 +49,5 @@ class GraniteForCausalLM(LlamaForCausalLM):
         self.logits_scaling = spec.config.get("logits_scaling", 1.0)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n, vocab]."""
         return super().compute_logits(hidden) / self.logits_scaling

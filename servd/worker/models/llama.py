@@ -73,6 +73,7 @@ class LlamaAttention(nn.Module):
         return q, k
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
         q, k, v = self.qkv_proj(x).split(self.qkv_proj.local_features, dim=-1)
         q, k = self.normalize(
             q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
@@ -93,6 +94,7 @@ class LlamaMLP(nn.Module):
         self.gate = Gate(config.get("hidden_activation") or config.get("hidden_act", "silu"))
 
     def forward(self, x: Tensor) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
         return self.down_proj(self.gate(self.gate_up_proj(x)))
 
 
@@ -132,6 +134,7 @@ class LlamaModel(nn.Module):
         self.norm = RMSNorm(spec.hidden_size, spec.config.get("rms_norm_eps", 1e-6), parallel)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """[num_tokens] each -> [num_tokens, hidden]."""
         x, residual = self.embed_tokens(input_ids), None
         rotation = self.rotary(positions)
         for layer in self.layers:
@@ -161,7 +164,9 @@ class LlamaForCausalLM(nn.Module):
             self.lm_head = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """[num_tokens] each -> hidden states [num_tokens, hidden]."""
         return self.model(input_ids, positions, ctx)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n, vocab]."""
         return self.lm_head.logits(hidden)

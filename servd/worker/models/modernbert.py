@@ -54,6 +54,7 @@ class ModernBertEmbeddings(nn.Module):
         self.norm = norm(spec, parallel)
 
     def forward(self, input_ids: Tensor) -> Tensor:
+        """[num_tokens] -> [num_tokens, hidden]."""
         return self.norm.add(self.tok_embeddings(input_ids), None)[0]
 
 
@@ -72,6 +73,7 @@ class ModernBertAttention(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
         q, k, v = self.Wqkv(x).chunk(3, dim=-1)
         return self.Wo(self.attention(q, k, v, ctx, rotation))
 
@@ -86,6 +88,7 @@ class ModernBertMLP(nn.Module):
         self.gate = Gate(spec.config.get("hidden_activation", "gelu"))
 
     def forward(self, x: Tensor) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
         return self.Wo(self.gate(self.Wi(x)))
 
 
@@ -106,6 +109,7 @@ class ModernBertLayer(nn.Module):
         rotations: dict[str, Rotation],
         ctx: ForwardContext,
     ) -> tuple[Tensor, Tensor]:
+        """What the next norm adds to the residual, and the residual; [num_tokens, hidden] each."""
         x, residual = (x, x) if self.attn_norm is None else self.attn_norm.add(x, residual)
         x, residual = self.mlp_norm.add(self.attn(x, rotations[self.layer_type], ctx), residual)
         return self.mlp(x), residual
@@ -135,6 +139,7 @@ class ModernBertModel(nn.Module):
             yield name.removeprefix("model."), tensor
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """[num_tokens] each -> hidden states [num_tokens, hidden]."""
         x, residual = self.embeddings(input_ids), None
         rotations = {layer_type: rotary(positions) for layer_type, rotary in self.rotaries.items()}
         for layer in self.layers:
@@ -142,6 +147,7 @@ class ModernBertModel(nn.Module):
         return self.final_norm.add(x, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
+        """No token follows: [n, hidden] -> [n, 1]."""
         return hidden.new_zeros(len(hidden), 1)
 
 
@@ -161,6 +167,7 @@ class ModernBertPredictionHead(nn.Module):
         self.norm = norm(spec, parallel)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[n, hidden] -> [n, hidden]."""
         return self.norm.add(self.act(self.dense(x)), None)[0]
 
 

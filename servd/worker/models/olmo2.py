@@ -24,6 +24,7 @@ class Olmo2Attention(LlamaAttention):
         self.k_norm = RMSNorm(spec.num_kv_heads * spec.head_dim, eps, parallel)
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """[num_tokens, heads, head_dim] each."""
         return self._norm(self.q_norm, q), self._norm(self.k_norm, k)
 
     def _norm(self, norm: RMSNorm, x: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ class Qwen3NextAttention(Qwen3Attention):
     query_parts, norm = 2, OffsetRMSNorm
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
         q, k, v = self.qkv_proj(x).split(self.qkv_proj.local_features, dim=-1)
         q, gate = q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
         out = self.attention(q.flatten(1), k, v, ctx, rotation, norms=self.norms)
@@ -230,6 +231,7 @@ class SharedMoE(SparseMoE):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden], the same on every rank."""
         return super().forward(x) + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
 
 

@@ -34,4 +34,5 @@ class RobertaForSequenceClassification(RobertaModel):
         })  # fmt: skip
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
+        """First tokens' [n, hidden] -> [n, num_labels]."""
         return self.classifier["out_proj"](self.classifier["dense"](hidden).tanh())

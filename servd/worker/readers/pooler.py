@@ -95,6 +95,7 @@ class Reader(readers.Reader):
         return pooled if pooled.by_token else None
 
     def _vector(self, slot: int, params: PoolingParams, chunk: Tensor, num_tokens: int) -> Tensor:
+        """[hidden] float32 of a prompt whose last chunk is [chunk, hidden]."""
         if params.pooling == "mean":
             return self.sums[slot] / num_tokens
         return (self.firsts[slot] if params.pooling == "cls" else chunk[-1]).float()
@@ -112,6 +113,7 @@ class Reader(readers.Reader):
 
 
 def score_of(logits: Tensor, tokens: list[int]) -> Tensor:
+    """See `PoolingSpec.score_tokens`; [n, vocab] -> [n, 1]."""
     score, *others = logits[:, tokens].split(1, dim=1)
     return score - others[0] if others else score
 
@@ -144,6 +146,7 @@ class Dense:
             raise ModelNotFound(f"{file} cannot be read: {error}") from None
 
     def __call__(self, vectors: Tensor) -> Tensor:
+        """[n, in] -> [n, out]."""
         return self.activation(F.linear(vectors, self.weight, self.bias))
 
 

@@ -45,6 +45,7 @@ class Rows:
 
     @property
     def host_index(self) -> Int64Array:
+        """The same on the host, int64 [n]."""
         return np.arange(len(self.host_slots)) if self.chosen is None else self.chosen
 
     def repeat(self, counts: Sequence[int] | int) -> Tensor:

@@ -17,6 +17,8 @@ FEW_ROWS, MANY_ROWS = 16, 64  # rows of a tile; the tensor cores multiply no few
 
 
 class ExpertMatrices:
+    """See `GroupedForm`; matrices [out, in] of one type, contiguous."""
+
     is_capturable = True
 
     def __init__(self, matrices: Sequence[Tensor]) -> None:
