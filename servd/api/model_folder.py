@@ -111,9 +111,14 @@ def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _is_model(path: Path) -> bool:
-    if path.suffix == ".gguf" and path.is_file():
-        return True
-    return (path / "config.json").is_file()
+    """Whether this is a model. What may not be looked at, as lost+found of a disk, is none."""
+    try:
+        if path.suffix == ".gguf" and path.is_file():
+            return True
+        return (path / "config.json").is_file()
+    except OSError as error:
+        logger.debug("%s is no model: %s", path, error)
+        return False
 
 
 def _snapshot(repository: Path) -> Path | None:

@@ -418,6 +418,16 @@ async def test_folders_in_folders_and_single_files(
         odd = tmp_path / "models--hub--odd" / "refs" / "main"
         odd.parent.mkdir(parents=True)
         odd.write_bytes(b"\xff")
+        is_file = Path.is_file
+
+        def is_file_if_allowed(path: Path) -> bool:
+            if "lost+found" in path.parts:
+                raise PermissionError(13, "Permission denied")
+            return is_file(path)
+
+        (tmp_path / "lost+found").mkdir()
+        (tmp_path / "org" / "lost+found").mkdir()
+        monkeypatch.setattr(Path, "is_file", is_file_if_allowed)
         for _ in range(2):
             await http.get("/v1/models")
         listed = (await http.get("/v1/models")).json()["data"]
