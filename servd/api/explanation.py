@@ -24,7 +24,7 @@ from servd.tracing import Mark, StepRecord, first, now_ns, unix_time
 
 MAX_NEIGHBOURS = 16
 MAX_PROMPTS = 64  # of a request whose stages are combined
-MAX_MARKS = 20_000  # of a running request; more (a beam search) would stall the event loop
+MAX_SUMMARY_MARKS = 20_000  # of a running request; more (a beam search) would stall the event loop
 SECOND = 1_000_000_000  # nanoseconds
 Ran = tuple[int, int]  # when a request started and stopped running; 0: it still runs
 QUEUES = ("queue_slots", "queue_blocks", "queue_budget", "queue_adapters")  # causes
@@ -203,11 +203,12 @@ def stage_ns(timelines: Iterable[Timeline]) -> dict[str, int]:
     the first MAX_PROMPTS of them. Until it is finished, it counts as being written.
     """
     known = [*islice(timelines, MAX_PROMPTS)]
+    is_running = not all(each.is_finished for each in known)
+    if is_running and sum(len(each.marks) for each in known) > MAX_SUMMARY_MARKS:
+        return {"total": now_ns() - min(each.begin_ns for each in known)}
     marks = sorted((mark for each in known for mark in each.marks), key=BY_TIME)
-    if not all(each.is_finished for each in known):
+    if is_running:
         marks.append(Mark("written", now_ns()))
-        if len(marks) > MAX_MARKS:
-            return {"total": marks[-1].at_ns - marks[0].at_ns}
     found = Counter[str]()
     for phase, begin, end in phases(marks):
         found[STAGE_OF[phase]] += end - begin
