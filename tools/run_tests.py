@@ -7,6 +7,7 @@ compute are enough for two CPUs.
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,24 +15,31 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ["tests/api", "tests/core", "tests/demo_model", "tests/parity"]
+PACKAGES = ["tests/api", "tests/core", "tests/demo_model", "tests/parity"]
 SERVERS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/integration/test_*.py"))
 FIRST_SERVERS = [path for path in SERVERS if Path(path).name < "test_f"]
 GROUPS = {
-    "rooms": ROOMS,
+    "api, core, parity": PACKAGES,
     "servers a-e": FIRST_SERVERS,
     "servers f-z": [path for path in SERVERS if path not in FIRST_SERVERS],
-    "others": [f"--ignore={path}" for path in ("tests/integration", *ROOMS)],
+    "others": [f"--ignore={path}" for path in ("tests/integration", *PACKAGES)],
 }
 LOG_SECONDS = 20.0  # between two lines where the output is no terminal
 
 
 def progress_of(log: Path) -> str:
-    """Return how many tests a process of pytest has run, and their share once it printed one."""
-    text = log.read_bytes()
-    num_tests = sum(map(len, re.findall(rb"^[.FEsxX]+", text, re.MULTILINE)))
-    shares = re.findall(rb"\[ *(\d+)%\]", text)
-    return f"{num_tests} ({int(shares[-1])} %)" if shares else str(num_tests)
+    """Return how many tests a process of pytest has run, how many of them failed, and their share
+    once it printed one.
+    """
+    lines = re.findall(rb"^([.FEsxX]+)(?: +\[ *(\d+)%\])?$", log.read_bytes(), re.MULTILINE)
+    results = b"".join(result for result, _ in lines)
+    shares = [share for _, share in lines if share]
+    parts = [str(len(results))]
+    if num_failed := results.count(b"F") + results.count(b"E"):
+        parts.append(f"{num_failed} failed")
+    if shares:
+        parts.append(f"{int(shares[-1])} %")
+    return ", ".join(parts)
 
 
 class Progress:
@@ -48,8 +56,8 @@ class Progress:
         if not self.is_terminal and now - self.shown < LOG_SECONDS:
             return
         self.shown = now
-        parts = [f"{name} {progress_of(log)}" for name, log in logs.items()]
-        line = f"{now - self.began:4.0f} s: {', '.join(parts)}"
+        parts = [f"{name}: {progress_of(log)}" for name, log in logs.items()]
+        line = f"{now - self.began:4.0f} s | {' | '.join(parts)}"
         print(f"\r{line}\x1b[K" if self.is_terminal else line, end="", flush=True)
         if not self.is_terminal:
             print(flush=True)
@@ -57,6 +65,7 @@ class Progress:
 
 def main() -> int:
     """Return 0 if all tests passed."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as folder:
         logs = {name: Path(folder, name) for name in GROUPS}
         processes = {}
@@ -71,6 +80,10 @@ def main() -> int:
             while any(process.poll() is None for process in processes.values()):
                 progress.show(logs)
                 time.sleep(0.5)
+        except SystemExit:
+            for process in processes.values():
+                process.terminate()
+            raise
         finally:
             codes = [process.wait() for process in processes.values()]
             for name, log in logs.items():
