@@ -158,7 +158,7 @@ docker: ## Build the images servd:cpu and servd:cuda
 	docker build -f docker/Dockerfile.cuda -t servd:cuda .
 
 # In an environment of their own, over one that has only what servd needs to run.
-build/audit/bin/pip-audit:
+build/audit/bin/pip-audit: requirements/serve.txt
 	$(PYTHON) -m venv build/audit && build/audit/bin/pip -q install cyclonedx-bom pip-audit
 	$(PYTHON) -m venv build/runtime
 	build/runtime/bin/pip -q $(INSTALL_TORCH)
@@ -169,6 +169,8 @@ sbom: build/audit/bin/pip-audit ## Write build/sbom.json, the packages that serv
 
 audit: build/audit/bin/pip-audit ## Look these packages up among known weaknesses
 	build/audit/bin/pip-audit --skip-editable --path "$$(echo build/runtime/lib/python*/site-packages)"
+	@echo '$(TORCH)' >build/audit/torch.txt # the build for CPUs has a version of its own, which nobody lists
+	build/audit/bin/pip-audit --no-deps --disable-pip -r build/audit/torch.txt
 
 clean: ## Remove .venv, caches and build folders
 	rm -rf $(VENV) .gpu build dist *.egg-info .pytest_cache .ruff_cache .hypothesis servd/worker/ops/_*.so
@@ -190,7 +192,8 @@ $(VENV)/.torch: $(VENV)/.created
 # If torch's index for CPUs could not be reached, the usual build lacks its CUDA libraries yet.
 $(VENV)/.serve: requirements/serve.txt $(VENV)/.torch
 	$(PIP) $(LOCKED) -r $<
-	@$(BIN)/python -c 'import torch' || $(PIP) install $(TORCH)
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install $(TORCH)
+	@$(BIN)/python -c 'import torch'
 	@touch $@
 
 # Compiles the kernels: once for `make serve` and `make test` together.
