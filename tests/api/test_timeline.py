@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from servd.account import STAGE_OF, Span, phases
+from servd.account import IN_ENGINE, STAGE_OF, Span, phases
 from servd.api import timeline
 from servd.api.explanation import explain, server_timing, steps_of, trace_of
 from servd.api.protocol.requests import TimelineStep
@@ -155,11 +155,17 @@ def stages_of(header: str) -> dict[str, float]:
     return {name: float(ms) for name, ms in parts}
 
 
+# A step that computes the request's own tokens.
+OWN_PHASE = {"prefill": "prefilling", "decode": "decoding"}
+
+
 def add_by_stage(by_stage: Counter[str], span: Span, marks: list[Mark]) -> None:
     """Count a span for the stages that it crosses: marks in an odd order may merge two."""
     for phase, begin, end in phases(marks):
         shared_ns = min(end, span.end_ns) - max(begin, span.begin_ns)
         if shared_ns > 0:
+            assert span.cause == phase or phase in IN_ENGINE
+            assert OWN_PHASE.get(span.cause, phase) == phase
             by_stage[STAGE_OF[phase]] += shared_ns
 
 
@@ -171,7 +177,8 @@ def test_header_spans_causes_and_trace_tell_the_same_times(marks, parts):
     )
     finished = Timeline("own", marks=taken, is_finished=True)
     inquiry = Inquiry(finished, taken, {0: random_steps(parts)})
-    header, account = stages_of(server_timing([finished])), inquiry.account()
+    header = stages_of(server_timing([finished]))
+    account = inquiry.account()
     total = header.pop("total")
     assert total == sum(header.values()) == (taken[-1].at_ns - taken[0].at_ns) / MS
 
@@ -181,7 +188,8 @@ def test_header_spans_causes_and_trace_tell_the_same_times(marks, parts):
     assert by_stage == Counter({stage: round(ms * MS) for stage, ms in header.items()})
 
     told = explain(inquiry, {})
-    drawn, traced = Counter[str](), Counter[str]()
+    drawn = Counter[str]()
+    traced = Counter[str]()
     for span in told.spans:
         drawn[span.cause] += span.end_ms - span.begin_ms
     for event in trace_of(told)["traceEvents"]:

@@ -42,7 +42,7 @@ async def test_hostile_bodies_fail_no_request_and_stall_no_other(start, tmp_path
     print(f"{count} bodies, {num_raw} raw answers, {dict(by_status)}")
     print(f"longest wait for /health: {waits[-1]} s")
     assert by_status[200] and by_status[400]
-    if count >= 25_000:  # on a machine that does nothing else
-        assert waits[-1] < MAX_STALL
+    # The short run has other tests beside it.
+    assert waits[-1] < (MAX_STALL if count >= 25_000 else 10)
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2})
     assert answer.status_code == 200
