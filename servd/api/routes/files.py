@@ -91,7 +91,9 @@ def kept_for(form: FormData) -> int:
         return RETENTION
     if anchor != "created_at":
         raise InvalidRequest("the `anchor` must be created_at", param="expires_after")
-    seconds = int(text) if isinstance(text, str) and re.fullmatch(r"[0-9]{4,7}", text) else 0
+    seconds = 0
+    if isinstance(text, str) and re.fullmatch(r"[0-9]{4,7}", text):
+        seconds = int(text)
     if not MIN_RETENTION <= seconds <= RETENTION:
         why = f"`seconds` must be a whole number from {MIN_RETENTION} to {RETENTION}"
         raise InvalidRequest(why, param="expires_after")
