@@ -6,7 +6,7 @@ servers:
 
     API server -> engine-1 | Head -> TCP, encrypted -> Member | -> engine -> the engine
 
-A Member joins, starts the engine, and sends heartbeats. One that is silent for a second is lost,
+A Member joins, starts the engine, and sends heartbeats. One that is silent for two seconds is lost,
 and may join again. In the same way workers join their executor, which is their only client.
 """
 
@@ -36,7 +36,7 @@ log = logging.getLogger("servd.launch")
 
 TICK = 0.2  # seconds between two heartbeats, and two checks for those of others
 MOST_AT_ONCE = 1024  # messages of a source, so that a busy one does not starve the others
-MOST_SILENT = 3  # checks without a heartbeat; after one more the host is lost
+MOST_SILENT = 9  # checks without a heartbeat; after one more the host is lost
 PATIENCE = 25  # checks without a Welcome until reconnecting
 PAUSE = 1.0  # seconds until reconnecting after a Refused
 LAST_WORDS = 0.3  # seconds to send the last messages

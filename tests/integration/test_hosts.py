@@ -93,7 +93,7 @@ def test_engines_of_two_hosts_answer_as_one_though_a_host_dies(
         node.process.kill()
         seconds = wait_until(lambda: "restarting" in states(head), "nobody notices")
         assert [each.result() for each in got] == expected
-    assert seconds < 3  # 0.6 to 1.0 where nothing waits for a CPU
+    assert seconds < 10  # about 2 where nothing waits for a CPU
     wait_until(lambda: not any(child.is_running() for child in children), "orphans")
 
     start(*shared, *NODE)
@@ -195,7 +195,7 @@ def test_a_slow_cable_a_cut_one_and_a_mended_one(start, network, tmp_path):
         network.cut(True)
         seconds = wait_until(lambda: "restarting" in states(head), "nobody notices")
         assert [each.result() for each in got] == alone
-    assert seconds < 3
+    assert seconds < 10
     print(f"noticed after {seconds:.2f} s")
     node.wait_for_line("was silent: number 1 ends")
     assert complete(head, **body) == expected
