@@ -43,10 +43,11 @@ def of_engine() -> Replaced:
 def of_api_server() -> Replaced:
     """No timelines and metrics."""
     from servd.api import middleware
-    from servd.api.metrics import ChoiceTimes, Metrics
+    from servd.api.choice import Choice
+    from servd.api.metrics import Metrics
     from servd.api.timeline import Timeline, Tracer
 
-    def count(metrics: Metrics, choice: ChoiceTimes, num_tokens: int, now_ns: int) -> None:
+    def count(metrics: Metrics, choice: Choice, num_tokens: int, now_ns: int) -> None:
         choice.num_tokens += num_tokens
 
     def forget(tracer: Tracer, request_id: str, *_: object) -> Timeline:

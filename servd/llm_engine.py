@@ -19,8 +19,9 @@ from servd.adapter_store import AdapterStore
 from servd.api.grammar_checker import GrammarChecker
 from servd.api.offline_metrics import OfflineMetrics
 from servd.api.output_processor import OutputProcessor
-from servd.api.processor import Prepared, Processor
+from servd.api.processor import Processor
 from servd.api.prompt import Pair, Prompt
+from servd.api.request_state import RequestState, find_choice
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
 from servd.core.client import EngineCoreClient, identity
@@ -52,6 +53,7 @@ from servd.outputs import CompletionOutput, RequestOutput
 from servd.params import PoolingParams, SamplingParams
 from servd.private_dir import private_dir
 from servd.stats import SchedulerStats
+from servd.tracing import now_ns
 
 TextOrIds = str | list[int]
 Params = SamplingParams | PoolingParams
@@ -80,7 +82,7 @@ class LLMEngine:
         tokenizer = Tokenizer.of_model(config, spec)
         self.processor = Processor(config, spec, tokenizer, config.model.max_model_len)
         self.output_processor = OutputProcessor(tokenizer)
-        self.requests: dict[str, RequestOutput] = {}
+        self.requests: dict[str, RequestState] = {}
         with LoadingBar(use_tqdm) as progress:
             port = SeparateProcess if separate_process else InProcess
             self.port: Port = port(config, spec, progress)
@@ -109,33 +111,32 @@ class LLMEngine:
             InvalidRequest: prompt, parameters or adapter are not acceptable, or the id is in use.
         """
         whole = Prompt(content=prompt, request_id=request_id, add_special_tokens=add_special_tokens)
-        prepared = self.prepare(whole, params, lora_request)
+        state = self.prepare(whole, params, lora_request)
         # Choices have their own ids, which another request may have.
-        taken = map(self.output_processor.owner, prepared.request.choice_ids)
-        if request_id in self.requests or any(taken):
+        taken = any(find_choice(self.requests, each) for each in state.request.choice_ids)
+        if request_id in self.requests or taken:
             raise InvalidRequest(
                 f"a request with the id {request_id!r} is unfinished", param="request_id"
             )
-        self.processor.check_structured_output(prepared)
-        self.send(prepared)
+        self.processor.check_structured_output(state)
+        self.send(state)
 
-    def prepare(self, prompt: Prompt, params: Params, adapter: LoRARequest | None) -> Prepared:
+    def prepare(self, prompt: Prompt, params: Params, adapter: LoRARequest | None) -> RequestState:
         """Validate a request without queueing it."""
         options = RequestOptions(adapter=adapter and self._load(adapter))
         return self.processor.process(prompt, params, options)
 
-    def send(self, prepared: Prepared) -> None:
+    def send(self, state: RequestState) -> None:
         """Queue a prepared request."""
-        request_id = prepared.request.request_id
-        self.output_processor.add(prepared)
-        self.metrics.begin(prepared)
-        self.requests[request_id] = RequestOutput(
-            request_id=request_id,
-            prompt=prepared.prompt,
-            prompt_token_ids=prepared.prompt_token_ids,
-            outputs=[CompletionOutput(index=i) for i in range(prepared.params.n)],
+        state.start(now_ns())
+        state.output = RequestOutput(
+            request_id=state.request_id,
+            prompt=state.prompt,
+            prompt_token_ids=state.prompt_token_ids,
+            outputs=[CompletionOutput(index=i) for i in range(state.params.n)],
         )
-        self.port.send(prepared.request)
+        self.requests[state.request_id] = state
+        self.port.send(state.request)
 
     def _load(self, asked: LoRARequest) -> Adapter:
         """Load an adapter, once for each path."""
@@ -163,13 +164,14 @@ class LLMEngine:
         """
         progressed: dict[str, RequestOutput] = {}
         outputs, stats = self.port.receive()
-        self.metrics.take(outputs, stats, self.output_processor.owner)
-        for request_id, delta, stopped in self.output_processor.process(outputs):
+        self.metrics.take(outputs, stats, self.requests)
+        for state, delta, stopped in self.output_processor.process(outputs, self.requests):
             if stopped:  # ended by a stop string, which only this side knows about
                 self.port.send(AbortRequests(stopped))
-            progressed[request_id] = self.requests[request_id]
-            progressed[request_id].outputs[delta.index].add(delta)
-            self.metrics.observe(request_id, delta)
+            assert state.output is not None
+            state.output.outputs[delta.index].add(delta)
+            progressed[state.request_id] = state.output
+            self.metrics.observe(state, delta)
         for request_id, output in progressed.items():
             if output.finished:
                 del self.requests[request_id]
@@ -178,9 +180,8 @@ class LLMEngine:
     def abort_request(self, request_ids: Sequence[str]) -> None:
         """Drop requests; unknown ids are ignored."""
         for request_id in request_ids:
-            self.metrics.running.pop(request_id, None)
-            if self.requests.pop(request_id, None) is not None:
-                self.port.send(AbortRequests(self.output_processor.abort(request_id)))
+            if (state := self.requests.pop(request_id, None)) is not None:
+                self.port.send(AbortRequests(state.open_engine_ids()))
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache on the device and in host memory."""

@@ -5,29 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import TypeVar
 
-import msgspec
-
 from servd.access import Key
 from servd.api.admission import Admission, Admitted
 from servd.api.auth import ANYONE
+from servd.api.delta_stream import DeltaStream
 from servd.api.engine_client import EngineClient
 from servd.api.fair_loop import FairLoop
 from servd.api.fair_threads import FairThreads
-from servd.api.metrics import ChoiceTimes, Metrics
+from servd.api.metrics import Metrics
 from servd.api.output_processor import OutputProcessor
-from servd.api.processor import NO_OPTIONS, Prepared, Processor
+from servd.api.processor import NO_OPTIONS, Processor
 from servd.api.progress import Progress, combine
 from servd.api.prompt import Prompt
 from servd.api.request_log import log_request
+from servd.api.request_state import RequestState
 from servd.api.routing import Router
-from servd.api.running import DeltaStream, Running
 from servd.api.timeline import Timeline, Tracer
 from servd.config import Config
 from servd.core.client import EngineCoreClient
@@ -71,6 +69,7 @@ class AsyncLLM:
 
     Attributes:
         engines: the --data-parallel-size engines, by rank.
+        requests: the running prompts, by request id, in order of arrival.
         admission: limits on unfinished requests.
         loop: shares the event loop fairly among owners.
         has_changed: set, and replaced by a new event, whenever the state of an engine changes.
@@ -86,13 +85,15 @@ class AsyncLLM:
     router: Router | None = None  # chooses among several engines
 
     def __post_init__(self, clients: Sequence[EngineCoreClient]) -> None:
-        config, metrics = self.config, self.metrics
+        config = self.config
+        metrics = self.metrics
+        self.requests: dict[str, RequestState] = {}
         self.admission = Admission(config.scheduler, metrics)
         for _ in clients[1:]:
             Metrics(metrics.labels["model_name"], beside=metrics)
         self.engines = [
             EngineClient(
-                rank, config, client, self.output_processor, self.tracer, own,
+                rank, config, client, self.requests, self.output_processor, self.tracer, own,
                 self._engine_changed, self._move,
             )
             for rank, (client, own) in enumerate(zip(clients, metrics.engines, strict=True))
@@ -173,7 +174,7 @@ class AsyncLLM:
         options: RequestOptions = NO_OPTIONS,
         deadline: float | None = None,
         admitted: Admitted | None = None,
-    ) -> list[Prepared]:
+    ) -> list[RequestState]:
         """`Processor.process` for all prompts of a request, in a thread if they are long. New
         structured outputs are checked in another thread, which may take seconds.
 
@@ -227,7 +228,10 @@ class AsyncLLM:
         return await self.offload(owner, prompt.num_chars, lambda: self.processor.tokenize(prompt))
 
     async def generate(
-        self, prepared: Sequence[Prepared], deadline: float | None = None, in_pieces: bool = True
+        self,
+        prepared: Sequence[RequestState],
+        deadline: float | None = None,
+        in_pieces: bool = True,
     ) -> AsyncGenerator[CompletionOutput, None]:
         """Run prompts of an admitted request.
 
@@ -246,11 +250,10 @@ class AsyncLLM:
             InvalidRequest: a request with the same id is running.
             DeadlineExceeded: the deadline came before the last delta.
         """
-        ids = {one.request_id for one in prepared}
-        for engine in self.engines:
-            if taken := ids & engine.running.keys():
+        for one in prepared:
+            if one.request_id in self.requests:
                 raise InvalidRequest(
-                    f"a request with the id {min(taken)!r} is running", param="request_id"
+                    f"a request with the id {one.request_id!r} is running", param="request_id"
                 )
         owner = prepared[0].request.options.owner
         stream = DeltaStream(self.loop, owner, in_pieces)
@@ -261,7 +264,7 @@ class AsyncLLM:
         try:
             await self.loop.each(owner, prepared, lambda one: self._start(one, stream))
             while stream.num_open:
-                for delta in await stream.take():
+                for delta in await stream.next_deltas():
                     if delta.finish_reason is FinishReason.ERROR:
                         raise EngineError(delta.error or "the engine failed on this request")
                     stream.num_open -= delta.finish_reason is not None
@@ -271,48 +274,39 @@ class AsyncLLM:
                 timer.cancel()
             self.loop.each(owner, prepared, self._end)
 
-    def _start(self, one: Prepared, stream: DeltaStream) -> None:
+    def _start(self, state: RequestState, stream: DeltaStream) -> None:
         if isinstance(self.status, EngineDeadMessage):  # it died since `admit`
             raise EngineDead(f"the engine is gone: {self.status.reason}")
-        first = stream.num_open  # index of its first choice
-        stream.num_open += one.params.n
-        # Of the parts of one request only the first one adds to its timeline.
-        known = "" if one.part_of and first else one.part_of or one.request_id
-        timeline = self.tracer.running.get(known) or Timeline(one.request_id)
-        arrival, sent = timeline.begin_ns, now_ns()
+        state.stream = stream
+        state.first_index = stream.num_open
+        stream.num_open += state.params.n
+        state.sent_ns = now_ns()
+        state.timeline = self._timeline_of(state)
         trace_id = current_request.get().get("trace_id")
-        exemplar = {"trace_id": trace_id} if trace_id else None
-        choices = [
-            ChoiceTimes(arrival, len(one.prompt_token_ids), exemplar=exemplar)
-            for _ in range(one.params.n)
-        ]
-        running = Running(
-            one, timeline, stream, first, choices, is_counted=not one.part_of, sent_ns=sent,
-            outputs=self.output_processor.add(one),
-        )  # fmt: skip
+        state.start(
+            arrival_ns=state.timeline.begin_ns,
+            exemplar={"trace_id": trace_id} if trace_id else None,
+        )
         if self.config.observability.enable_log_requests:
-            log_request(one, self.config.observability.max_log_len)
-        if not one.part_of:
-            timeline.choices, timeline.params = choices, one.params
-            timeline.reads_prompt = one.params.prompt_logprobs is not None
-            timeline.prompt = array("I", one.prompt_token_ids)
-            timeline.salt = one.request.options.cache_keys
-        timeline.marks += [*one.marks, Mark("sent", sent)]
-        engine = self.engines[0]
+            log_request(state, self.config.observability.max_log_len)
+        state.timeline.marks += [*state.marks, Mark("sent", state.sent_ns)]
+        if state.is_counted:
+            state.timeline.begin(state.choices, state.params, state.request)
         if self.router is not None:
-            running.routed = self.router.route(one.request, self._open_ranks())
-            engine = self.engines[running.routed.rank]
-        timeline.engine, timeline.cache_number = engine.rank, engine.cache_number
-        if engine.is_asleep:
-            timeline.marks.append(Mark("asleep", sent))
-        engine.running[one.request_id] = running
-        if one.request.options.is_watched:
-            timeline.num_bytes = len(msgspec.msgpack.encode(one.request))
-            engine.watched.add(one.request_id)
-        if engine.recovery.is_restarting:  # it is sent when the next engine is ready
-            timeline.marks.append(Mark("engine_lost", sent))
-        else:
-            engine.client.send(one.request)
+            state.routed = self.router.route(state.request, self._open_ranks())
+            state.rank = state.routed.rank
+        self.requests[state.request_id] = state
+        self.engines[state.rank].send(state)
+
+    def _timeline_of(self, state: RequestState) -> Timeline:
+        """Return where its marks go. Of the parts of one request only the first one has any."""
+        timeline = None
+        is_later_part = bool(state.part_of) and state.first_index > 0
+        if not is_later_part:
+            timeline = self.tracer.running.get(state.part_of or state.request_id)
+        if timeline is None:
+            timeline = Timeline(state.request_id)
+        return timeline
 
     def _open_ranks(self) -> Sequence[int]:
         """Engines for a new request. A sleeping one, which would have to load its model first, is
@@ -324,9 +318,9 @@ class AsyncLLM:
             ready = awake or ready
         return [engine.rank for engine in ready or self.engines]
 
-    def _end(self, one: Prepared) -> None:
-        for engine in self.engines:  # one of them has it
-            engine.end(one.request_id)
+    def _end(self, state: RequestState) -> None:
+        if self.requests.get(state.request_id) is state:  # else it has not started
+            self.engines[state.rank].end(state)
 
     def _engine_changed(self, engine: EngineClient) -> None:
         self.has_changed.set()
@@ -361,23 +355,17 @@ class AsyncLLM:
         awake = [each for each in ready if not each.is_asleep]  # see `_open_ranks`
         free = {each.rank: slots for each in awake or ready if (slots := each.num_free_slots) > 0}
         for engine in lost if free else []:
-            for request_id in engine.recovery.movable():
-                running = engine.running[request_id]
-                num_choices = running.prepared.params.n
+            for state in engine.recovery.movable():
+                num_choices = state.params.n
                 fitting = [rank for rank, slots in free.items() if slots >= num_choices]
                 if not fitting:
                     continue
-                assert running.routed is not None
-                running.routed.leave(sum(choice.num_tokens for choice in running.choices))
-                running.routed = self.router.route(running.prepared.request, fitting)
-                chosen = self.engines[running.routed.rank]
-                running.timeline.move(chosen.rank, chosen.cache_number)
-                free[chosen.rank] -= num_choices
-                chosen.running[request_id] = engine.running.pop(request_id)
-                chosen.watched |= {request_id} & engine.watched
-                if chosen.is_asleep:
-                    running.timeline.marks.append(Mark("asleep", now_ns()))
-                chosen.recovery.send([request_id])
+                assert state.routed is not None
+                state.routed.leave(state.num_output_tokens)
+                state.routed = self.router.route(state.request, fitting)
+                state.rank = state.routed.rank
+                free[state.rank] -= num_choices
+                self.engines[state.rank].take_over(state, engine)
 
     def progress(self) -> Progress:
         return combine([engine.progress() if engine.is_ready else None for engine in self.engines])

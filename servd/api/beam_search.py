@@ -17,9 +17,10 @@ from typing import Literal
 import msgspec
 
 from servd.api.async_llm import AsyncLLM
+from servd.api.choice import Choice
 from servd.api.detokenizer import Detokenizer
-from servd.api.metrics import ChoiceTimes, Metrics
-from servd.api.processor import Prepared
+from servd.api.metrics import Metrics
+from servd.api.request_state import RequestState
 from servd.api.timeline import Timeline
 from servd.api.tokenizer import Tokenizer
 from servd.errors import EngineError
@@ -43,7 +44,7 @@ class BeamSearch:
     """One search; `n` of the prepared request is the number of beams and of choices."""
 
     # Only n, max_tokens, ignore_eos, stop_token_ids and the parameters of text apply.
-    prepared: Prepared
+    prepared: RequestState
     # A score is the log-probability divided by length ** this: above 0 favours long beams.
     length_penalty: float
     # True ends when n continuations have ended; False when no running beam could do better if it
@@ -99,17 +100,17 @@ class BeamSearch:
         arrival_ns: int,
         answers: list[CompletionOutput],
         reason: FinishReason,
-    ) -> list[ChoiceTimes]:
+    ) -> list[Choice]:
         """Count this as one request in the metrics; all its tokens arrive at once."""
         num_prompt_tokens, now = len(self.prepared.prompt_token_ids), now_ns()
-        choices = [ChoiceTimes(arrival_ns, num_prompt_tokens, len(a.token_ids)) for a in answers]
-        whole = ChoiceTimes(arrival_ns, num_prompt_tokens)
+        choices = [Choice(arrival_ns, num_prompt_tokens, len(a.token_ids)) for a in answers]
+        whole = Choice(arrival_ns, num_prompt_tokens)
         metrics.observe_tokens(whole, sum(choice.num_tokens for choice in choices), now)
         metrics.observe_finished(whole, reason, now)
         metrics.observe_request(self.prepared.params, choices or [whole])
         return choices or [whole]
 
-    def requests(self) -> list[Prepared]:
+    def requests(self) -> list[RequestState]:
         return [self._request(index) for index in range(len(self.running))]
 
     def answers(self, tokenizer: Tokenizer) -> list[CompletionOutput]:
@@ -146,7 +147,7 @@ class BeamSearch:
         length = self.max_tokens if at_any_length else self.length
         return running[0].logprob / length**self.length_penalty > self.finished[-1].score
 
-    def _request(self, index: int) -> Prepared:
+    def _request(self, index: int) -> RequestState:
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=self.num_candidates)
         request = msgspec.structs.replace(
             self.prepared.request,
@@ -157,7 +158,9 @@ class BeamSearch:
         )
         marks = [] if self.length else self.prepared.marks
         part_of = self.prepared.request_id
-        return Prepared(prompt=None, params=params, request=request, marks=marks, part_of=part_of)
+        return RequestState(
+            prompt=None, params=params, request=request, marks=marks, part_of=part_of
+        )
 
     def _answer(self, tokenizer: Tokenizer, index: int, beam: Beam) -> CompletionOutput:
         params = self.prepared.params
@@ -179,7 +182,7 @@ class BeamSearch:
 
 async def search(
     async_llm: AsyncLLM,
-    prepared: Sequence[Prepared],
+    prepared: Sequence[RequestState],
     length_penalty: float,
     early_stopping: EarlyStopping,
     deadline: float | None,

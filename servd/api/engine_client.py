@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from uuid import uuid4
 
 import msgspec
@@ -17,7 +16,7 @@ from servd.api.metrics import Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.progress import Progress, progress
 from servd.api.recovery import Recovery
-from servd.api.running import Running
+from servd.api.request_state import RequestState, find_choice, open_engine_ids
 from servd.api.timeline import Tracer
 from servd.config import Config
 from servd.core.client import EngineCoreClient
@@ -59,7 +58,6 @@ class EngineClient:
         status: last status: EngineStatus while it loads, EngineReady, or EngineDead.
         stats: the scheduler's statistics as last reported.
         loading_since: when the last start of the engine began; seconds of the monotonic clock.
-        running: its prompts, by request id, in order of arrival.
         recovery: resends them when the engine is restarted.
         audits: pending, by number.
         cache_number: how often its prefix cache was emptied: by start, wake-up or reset.
@@ -68,6 +66,7 @@ class EngineClient:
     rank: int  # number of the engine
     config: Config  # resolved
     client: EngineCoreClient  # the channel
+    requests: dict[str, RequestState]  # of all engines, by id: `AsyncLLM.requests`
     outputs: OutputProcessor  # EngineCoreOutput -> text
     tracer: Tracer  # gets the engine's marks and steps
     metrics: Metrics  # of this rank
@@ -81,16 +80,15 @@ class EngineClient:
         self.status: EngineStatus | EngineReady | EngineDeadMessage = status
         self.stats = SchedulerStats()
         self.loading_since = time.monotonic()
-        self.running: dict[str, Running] = {}
-        self.recovery = Recovery(self.client, self.outputs, self.running)
+        self.recovery = Recovery(self.rank, self.client, self.requests)
         self.audits: dict[int, asyncio.Future[EngineAudit]] = {}
         self.cache_number = 0
-        self.watched: set[str] = set()  # ids of running requests
+        self.num_watched = 0  # running requests whose messages are measured
         self._reading_on: asyncio.AbstractEventLoop | None = None
         self._reading: asyncio.Handle | None = None  # the scheduled continuation of `_receive`
         # Deltas of the messages read last, made lazily, and when those were read.
         self._received_ns = 0
-        self._deltas: Iterator[tuple[str, CompletionOutput, list[str]]] = iter(())
+        self._deltas: Iterator[tuple[RequestState, CompletionOutput, list[str]]] = iter(())
 
     def start(self) -> None:
         self._reading_on = asyncio.get_running_loop()
@@ -99,8 +97,8 @@ class EngineClient:
 
     def close(self) -> None:
         """Stop receiving. The caller closes the channel."""
-        for request_id in [*self.running]:
-            self.end(request_id)
+        for state in self.running.values():
+            self.end(state)
         if self._reading_on is not None:
             self._reading_on.remove_reader(self.client.fileno())
             self._reading_on = None
@@ -122,51 +120,76 @@ class EngineClient:
         reported = self.stats.num_running + self.stats.num_waiting
         return (self.config.scheduler.max_num_seqs or 0) - max(reported, len(self.open_ids()))
 
-    def end(self, request_id: str) -> None:
-        """Forget a prompt, if this engine has it, and abort its unfinished choices."""
-        running = self.running.pop(request_id, None)
-        self.watched.discard(request_id)  # also if another engine has it now
-        if running is None:
-            return
-        if running.routed is not None:
-            running.routed.end([choice.num_tokens for choice in running.choices])
+    @property
+    def running(self) -> dict[str, RequestState]:
+        """Those of the requests that this engine computes, in order of arrival."""
+        return {name: state for name, state in self.requests.items() if state.rank == self.rank}
+
+    def send(self, state: RequestState) -> None:
+        """Send a new request to the engine, or once the engine has restarted."""
+        timeline = state.timeline
+        timeline.engine = self.rank
+        timeline.cache_number = self.cache_number
+        if self.is_asleep:
+            timeline.marks.append(Mark("asleep", state.sent_ns))
+        if state.request.options.is_watched:
+            timeline.num_bytes = len(msgspec.msgpack.encode(state.request))
+            self.num_watched += 1
+        if self.recovery.is_restarting:
+            timeline.marks.append(Mark("engine_lost", state.sent_ns))
+        else:
+            self.client.send(state.request)
+
+    def take_over(self, state: RequestState, lost: EngineClient) -> None:
+        """Continue a request of an engine that restarts."""
+        state.timeline.move(self.rank, self.cache_number)
+        if state.request.options.is_watched:
+            lost.num_watched -= 1
+            self.num_watched += 1
+        if self.is_asleep:
+            state.timeline.marks.append(Mark("asleep", now_ns()))
+        self.recovery.send([state])
+
+    def end(self, state: RequestState) -> None:
+        """Forget a running request, and abort its unfinished choices."""
+        del self.requests[state.request_id]
+        if state.request.options.is_watched:
+            self.num_watched -= 1
+        if state.routed is not None:
+            state.routed.end([choice.num_tokens for choice in state.choices])
         if self.tracer.recorder is not None and isinstance(self.status, EngineReady):
-            self.tracer.recorder.add(running, self.status)
-        engine_ids = self.outputs.abort(request_id)
+            self.tracer.recorder.add(state, self.status)
+        engine_ids = state.open_engine_ids()
         if engine_ids and not isinstance(self.status, EngineDeadMessage):
             self.client.send(AbortRequests(engine_ids))
-            num_tokens = sum(choice.num_tokens for choice in running.choices)
-            log.info("%s: aborted after %d tokens", request_id, num_tokens)
-            if running.is_counted:
+            log.info("%s: aborted after %d tokens", state.request_id, state.num_output_tokens)
+            if state.is_counted:
                 aborted = self.metrics.labelled["vllm:request_success", FinishReason.ABORT]
                 aborted.inc(len(engine_ids))
-        if running.is_counted:
-            self.metrics.observe_request(running.prepared.params, running.choices)
+        if state.is_counted:
+            self.metrics.observe_request(state.params, state.choices)
+        state.release()
         self.recovery.try_next()
 
     def fail(self, error: EngineError) -> None:
-        for running in self.running.values():
-            running.stream.fail(error)
+        for state in self.running.values():
+            state.stream.fail(error)
 
     def open_ids(self) -> set[str]:
-        ids = (i for each in self.running.values() for i in each.prepared.request.choice_ids)
-        return {*filter(self.outputs.owner, ids)}
+        return open_engine_ids(self.running.values())
 
     def progress(self) -> Progress:
+        running = [*self.running.values()]
         if self.is_stalled:
             reason = "the engine is hung and is being replaced"
-            return Progress(STALLED, STALLED, len(self.running), reason=reason)
+            return Progress(STALLED, STALLED, len(running), reason=reason)
         if self.is_asleep:  # no steps until the model is loaded
-            return Progress("ready", "asleep", len(self.running))
-        looked_at = [*islice(self.running.values(), REQUESTS_LOOKED_AT)]
-        unfinished = [
-            running.unfinished()
-            for running in looked_at
-            if self.outputs.is_open(running.prepared.request_id)
-        ]
+            return Progress("ready", "asleep", len(running))
+        looked_at = running[:REQUESTS_LOOKED_AT]
+        unfinished = [state.unfinished() for state in looked_at if state.is_open]
         budget = self.config.scheduler.max_num_batched_tokens or 0
         steps = self.tracer.latest_steps(STEPS_LOOKED_AT, self.rank)
-        num_others = len(self.running) - len(looked_at)
+        num_others = len(running) - len(looked_at)
         found = progress(unfinished, steps, budget, now_ns(), num_others)
         if isinstance(self.status, EngineReady) and self.status.worker.warning:
             found.warning = self.status.worker.warning
@@ -228,14 +251,15 @@ class EngineClient:
                 if asked is not None and not asked.done():  # else it has timed out
                     asked.set_result(message)
             case EngineReady():
-                changes, self.status = message.is_asleep != self.is_asleep, message
+                changes = message.is_asleep != self.is_asleep
+                self.status = message
                 self.cache_number += not message.is_asleep
-                for running in self.running.values():
-                    running.sent_ns = now_ns()  # no step could start before
-                    running.timeline.cache_number = self.cache_number
+                for state in self.running.values():
+                    state.sent_ns = now_ns()  # no step could start before
+                    state.timeline.cache_number = self.cache_number
                     if changes:
                         stage = "asleep" if message.is_asleep else "awake"
-                        running.timeline.marks.append(Mark(stage, running.sent_ns))
+                        state.timeline.marks.append(Mark(stage, state.sent_ns))
                 if message.is_asleep:
                     self._take_state(EngineCoreOutputs([], SchedulerStats(at_ns=now_ns())))
                 self.metrics.observe_ready(message, self.config)
@@ -250,8 +274,7 @@ class EngineClient:
         """Wait for the next engine; end the request that the last ones crashed on."""
         if not self.recovery.is_restarting:
             self.loading_since = time.monotonic()
-            open_ids = self.recovery.num_tokens()
-            lost = [self.running[each].timeline for each in open_ids]
+            lost = [state.timeline for state in self.running.values() if state.is_open]
             self.tracer.lose_engine(lost, self.rank)
         self.status = EngineStatus("restarting")
         self.is_stalled = False
@@ -260,11 +283,11 @@ class EngineClient:
         outputs: list[EngineCoreOutput] = []
         if guilty is not None:
             report = uuid4().hex[:8]
-            log.error("%s: engines die of this request (report %s)", guilty, report)
+            log.error("%s: engines die of this request (report %s)", guilty.request_id, report)
             error = f"the engine ended at this request three times (report {report})"
             outputs = [
                 EngineCoreOutput(engine_id, finish_reason=FinishReason.ERROR, error=error)
-                for engine_id in self.running[guilty].prepared.request.choice_ids
+                for engine_id in guilty.open_engine_ids()
             ]
         self._take_state(EngineCoreOutputs([], SchedulerStats(at_ns=now_ns())))
         self._take_outputs(outputs)
@@ -272,7 +295,7 @@ class EngineClient:
         self.on_change(self)
 
     def _take_state(self, message: EngineCoreOutputs) -> None:
-        if self.watched:
+        if self.num_watched:
             num_bytes = len(msgspec.msgpack.encode(message))
             for step in message.steps:
                 step.num_bytes = num_bytes
@@ -284,34 +307,34 @@ class EngineClient:
     def _take_outputs(self, outputs: list[EngineCoreOutput]) -> None:
         self._received_ns = now_ns()
         for output in outputs:
-            if output.marks and (owner := self.outputs.owner(output.request_id)):
-                request_id, index = owner
-                running = self.running[request_id]
-                running.timeline.marks += output.marks
-                running.choices[index].add(output)
-                if running.routed is not None:
-                    running.routed.answer(output.num_cached_tokens)
-        self._deltas = self.outputs.process(outputs)
+            if output.marks and (found := find_choice(self.requests, output.request_id)):
+                state, choice = found
+                state.timeline.marks += output.marks
+                choice.add_report(output)
+                if state.routed is not None:
+                    state.routed.answer(output.num_cached_tokens)
+        self._deltas = self.outputs.process(outputs, self.requests)
 
     def _hand_on(self, end: float) -> bool:
         """Detokenize the outputs that were read, and put the deltas in their streams, until `end`;
         returns whether these were all.
         """
-        for request_id, delta, stopped in self._deltas:
+        for state, delta, stopped in self._deltas:
             if stopped:
                 self.client.send(AbortRequests(stopped))
-            running, now = self.running[request_id], now_ns()
-            times = running.choices[delta.index]
-            if running.is_counted:
-                self.metrics.observe_tokens(times, len(delta.token_ids), now)
+            now = now_ns()
+            choice = state.choices[delta.index]
+            if state.is_counted:
+                self.metrics.observe_tokens(choice, len(delta.token_ids), now)
             if delta.finish_reason is not None:
-                times.finish_reason = delta.finish_reason
-                if running.is_counted:
-                    self.metrics.observe_finished(times, delta.finish_reason, now)
-                marks = [Mark("returned", self._received_ns), Mark("detokenised", now)]
-                running.timeline.marks += marks
-            delta.index += running.first
-            running.stream.put(delta)
+                if state.is_counted:
+                    self.metrics.observe_finished(choice, delta.finish_reason, now)
+                state.timeline.marks += [
+                    Mark("returned", self._received_ns),
+                    Mark("detokenised", now),
+                ]
+            delta.index += state.first_index
+            state.stream.put(delta)
             if now >= end:
                 return False
         if self.recovery.is_trying:

@@ -20,10 +20,11 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.utils import floatToGoString
 
 from servd.api import metric_names as names
+from servd.api.choice import Choice
 from servd.api.collectors import EngineCollector, EngineState, ProcessesCollector, WithExemplars
 from servd.config import Config
 from servd.kv_layout import KVLayout
-from servd.messages import EngineCoreOutput, EngineReady, FinishReason
+from servd.messages import EngineReady, FinishReason
 from servd.params import SamplingParams
 from servd.stats import SchedulerStats
 
@@ -37,34 +38,6 @@ class Report(msgspec.Struct):
 
     pid: int
     states: list[SchedulerStats]
-
-
-class ChoiceTimes(msgspec.Struct, gc=False):
-    """What is known so far of one running choice. All times are CLOCK_MONOTONIC nanoseconds."""
-
-    arrival_ns: int
-    num_prompt_tokens: int
-    num_tokens: int = 0  # generated
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    num_external_tokens: int = 0  # those of them loaded from host memory or files
-    num_preemptions: int = 0
-    evicted_at_ns: int = 0  # see EngineCoreOutput
-    last_ns: int = 0  # when the latest tokens came
-    finish_reason: FinishReason | None = None  # None also if its client disconnected
-    block_ids: Sequence[int] = ()  # recorded only on request
-    marks: dict[str, int] = {}  # the engine's stages of this choice
-    exemplar: dict[str, str] | None = None  # for OpenMetrics: the label of its trace
-
-    def add(self, output: EngineCoreOutput) -> None:
-        """Add what an output reports about this choice besides its tokens."""
-        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
-        self.num_external_tokens = max(self.num_external_tokens, output.num_external_tokens)
-        self.block_ids = output.block_ids or self.block_ids
-        self.evicted_at_ns = max(self.evicted_at_ns, output.evicted_at_ns)
-        for mark in output.marks:
-            # Keep the first: after a preemption a request is scheduled again.
-            self.marks.setdefault(mark.stage, mark.at_ns)
-            self.num_preemptions += mark.stage == "preempted"
 
 
 class TalliedHistogram(Histogram):
@@ -285,7 +258,7 @@ class Metrics:
             self.labelled["vllm:prompt_tokens_by_source", source].inc(count)
         self._num_generated = self._num_prompt = self._num_cached = self._num_external = 0
 
-    def observe_tokens(self, choice: ChoiceTimes, num_tokens: int, now_ns: int) -> None:
+    def observe_tokens(self, choice: Choice, num_tokens: int, now_ns: int) -> None:
         """`num_tokens` tokens of a choice arrived together at `now_ns`."""
         if choice.num_tokens and num_tokens:
             self._note_gap((now_ns - choice.last_ns) / SECOND / num_tokens)
@@ -297,14 +270,14 @@ class Metrics:
         choice.num_tokens += num_tokens
         choice.last_ns = now_ns
 
-    def _observe_first(self, choice: ChoiceTimes, now_ns: int) -> None:
+    def _observe_first(self, choice: Choice, now_ns: int) -> None:
         seconds = (now_ns - choice.arrival_ns) / SECOND
         self._observe({"vllm:time_to_first_token_seconds": seconds}, choice.exemplar)
         self._num_prompt += choice.num_prompt_tokens
         self._num_cached += choice.num_cached_tokens
         self._num_external += choice.num_external_tokens
 
-    def observe_finished(self, choice: ChoiceTimes, reason: FinishReason, now_ns: int) -> None:
+    def observe_finished(self, choice: Choice, reason: FinishReason, now_ns: int) -> None:
         """A choice has finished."""
         self.labelled["vllm:request_success", reason].inc()
         if reason in (FinishReason.ABORT, FinishReason.ERROR):
@@ -335,7 +308,7 @@ class Metrics:
                 bucket = histogram.bucket_of(value)
                 self.families.all.note(name, str(self.rank), bucket, value, leads_to)
 
-    def observe_request(self, params: SamplingParams, choices: Sequence[ChoiceTimes]) -> None:
+    def observe_request(self, params: SamplingParams, choices: Sequence[Choice]) -> None:
         """All choices of a request have finished."""
         longest = max(choice.num_tokens for choice in choices)
         values: dict[str, float] = {

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
-from servd.api.metrics import ChoiceTimes, Metrics
-from servd.api.processor import Prepared
+from servd.api.metrics import Metrics
+from servd.api.request_state import RequestState, find_choice
 from servd.messages import EngineCoreOutput
 from servd.outputs import CompletionOutput
-from servd.params import SamplingParams
 from servd.stats import SchedulerStats
 from servd.tracing import now_ns
 
@@ -54,41 +53,32 @@ class OfflineMetrics:
 
     def __init__(self, model_name: str, max_model_len: int) -> None:
         self.metrics = Metrics(model_name, max_model_len)
-        self.running: dict[str, tuple[SamplingParams, list[ChoiceTimes]]] = {}  # by request
-
-    def begin(self, prepared: Prepared) -> None:
-        if prepared.part_of:
-            return
-        now, num_tokens = now_ns(), len(prepared.prompt_token_ids)
-        choices = [ChoiceTimes(now, num_tokens) for _ in range(prepared.params.n)]
-        self.running[prepared.request_id] = prepared.params, choices
 
     def take(
         self,
         outputs: Iterable[EngineCoreOutput],
         stats: SchedulerStats | None,
-        owner: Callable[[str], tuple[str, int] | None],
+        requests: Mapping[str, RequestState],
     ) -> None:
-        """The engine reports; `owner` gives request and choice of an engine's id."""
+        """The engine reports on these requests."""
         if stats is not None:
             self.metrics.observe_step(stats)
         for output in outputs:
-            if output.marks and (found := owner(output.request_id)) and found[0] in self.running:
-                self.running[found[0]][1][found[1]].add(output)
+            if output.marks and (found := find_choice(requests, output.request_id)):
+                _, choice = found
+                choice.add_report(output)
 
-    def observe(self, request_id: str, delta: CompletionOutput) -> None:
-        if request_id not in self.running:
+    def observe(self, state: RequestState, delta: CompletionOutput) -> None:
+        if not state.is_counted:
             return
-        params, choices = self.running[request_id]
-        choice, now = choices[delta.index], now_ns()
+        choice = state.choices[delta.index]
+        now = now_ns()
         self.metrics.observe_tokens(choice, len(delta.token_ids), now)
         if delta.finish_reason is None:
             return
-        choice.finish_reason = delta.finish_reason
         self.metrics.observe_finished(choice, delta.finish_reason, now)
-        if all(each.finish_reason is not None for each in choices):
-            self.metrics.observe_request(params, choices)
-            del self.running[request_id]
+        if not state.is_open:
+            self.metrics.observe_request(state.params, state.choices)
 
     def read(self) -> list[Metric]:
         self.metrics.write()

@@ -18,6 +18,7 @@ from servd.api.grammar_checker import GrammarChecker
 from servd.api.model_format import ModelFormat
 from servd.api.output_parser import ExpectedOutput
 from servd.api.prompt import Chat, Pair, Prompt
+from servd.api.request_state import RequestState
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
 from servd.errors import ContextTooLong, InvalidRequest
@@ -41,23 +42,6 @@ MAX_CHARS = 2 << 20
 # Defaults in place of the parameters about text, which the engine does not need.
 NO_TEXT: dict[str, Any] = {name: getattr(SamplingParams(), name) for name in TEXT_PARAMS}
 PROMPT_ONLY = SamplingParams(max_tokens=0, temperature=0.0, ignore_eos=True)
-
-
-class Prepared(msgspec.Struct, kw_only=True):
-    prompt: str | None  # None if given as token ids
-    params: SamplingParams  # with seed and max_tokens filled in; PROMPT_ONLY for PoolingParams
-    request: EngineCoreRequest
-    expected: ExpectedOutput = ExpectedOutput()
-    marks: list[Mark] = []  # for its timeline
-    part_of: str = ""  # id of the request it is a part of, which metrics and timelines count once
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        return self.request.prompt_token_ids
 
 
 @dataclass(eq=False)
@@ -104,7 +88,7 @@ class Processor:
         prompt: Prompt,
         params: SamplingParams | PoolingParams,
         options: RequestOptions = NO_OPTIONS,
-    ) -> Prepared:
+    ) -> RequestState:
         """Render, tokenise and validate. The caller also has to call `check_structured_output`,
         which may take seconds.
 
@@ -151,7 +135,9 @@ class Processor:
             prompt.request_id, token_ids, params, self.client, eos_token_ids, options
         )
         shown = text if isinstance(text, str) and not was_cut else None
-        return Prepared(prompt=shown, params=asked, request=request, expected=expected, marks=marks)
+        return RequestState(
+            prompt=shown, params=asked, request=request, expected=expected, marks=marks
+        )
 
     def fewest_tokens(self, prompt: Prompt, keep: int | None) -> int:
         """Lower bound of the tokens of a prompt, if `process` accepts it. For chats only messages
@@ -174,15 +160,15 @@ class Processor:
         known = [limit for limit in limits if limit is not None]
         return min(found, self.max_model_len, *known)  # `process` refuses more than that
 
-    def check_structured_output(self, prepared: Prepared) -> None:
+    def check_structured_output(self, state: RequestState) -> None:
         """Block until the grammar of a structured output has been checked.
 
         Raises:
             InvalidRequest: it cannot be compiled.
             Overloaded: see `GrammarChecker.check`.
         """
-        if prepared.params.structured_output is not None:
-            self.grammars.check(prepared.params.structured_output, prepared.request.options.owner)
+        if state.params.structured_output is not None:
+            self.grammars.check(state.params.structured_output, state.request.options.owner)
 
     def render(self, prompt: Prompt) -> str | list[int]:
         """The text to tokenise, or the token ids of a prompt given as such.

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from servd.api.metrics import ChoiceTimes
-from servd.api.running import Running
+from servd.api.choice import Choice
+from servd.api.request_state import RequestState
 from servd.config import Config, options_by_name
 from servd.errors import ConfigError
 from servd.messages import EngineReady
@@ -105,7 +105,7 @@ class Recorder:
             )
             self._lines.append(msgspec.json.encode({"step": line}))
 
-    def add(self, running: Running, ready: EngineReady) -> None:
+    def add(self, state: RequestState, ready: EngineReady) -> None:
         """Add a request that has ended or whose client has disconnected."""
         if not self._has_begun:
             self._has_begun = True
@@ -119,13 +119,13 @@ class Recorder:
                 worker.num_blocks, worker.kv_bytes_per_block, options, worker.kv_windows
             )
             self._lines.insert(0, msgspec.json.encode({"server": line}))
-        request, size = running.prepared.request, self.config.cache.block_size
+        request, size = state.request, self.config.cache.block_size
         prompt, last = request.prompt_token_ids, repr(request.options.cache_keys).encode()
         ids, last = self._hashes(prompt, self._digest(last))  # the same for all choices
         rest = prompt[len(ids) * size :]
-        for choice, output in zip(running.choices, running.outputs, strict=True):
-            output_ids, _ = self._hashes([*rest, *output], last)
-            line = self._line(running, choice, ids, output_ids)
+        for choice in state.choices:
+            output_ids, _ = self._hashes([*rest, *choice.token_ids], last)
+            line = self._line(state, choice, ids, output_ids)
             self._lines.append(msgspec.json.encode(line))
         lines, self._lines = b"\n".join([*self._lines, b""]), []
         try:
@@ -137,9 +137,9 @@ class Recorder:
         os.close(self._file)
 
     def _line(
-        self, running: Running, choice: ChoiceTimes, ids: list[int], output_ids: list[int]
+        self, state: RequestState, choice: Choice, ids: list[int], output_ids: list[int]
     ) -> RequestLine:
-        request, size = running.prepared.request, self.config.cache.block_size
+        request, size = state.request, self.config.cache.block_size
         options, params = request.options, request.params
 
         def since(at_ns: int | None) -> float:
@@ -151,8 +151,8 @@ class Recorder:
             ids, output_ids, size,
             params.max_tokens if isinstance(params, SamplingParams) else 0,
             self._digest(options.owner.encode()).hex()[:8] if options.owner else "",
-            running.timeline.engine, choice.num_cached_tokens,
-            since(running.sent_ns), since(marks.get("scheduled")), since(marks.get("first_token")),
+            state.timeline.engine, choice.num_cached_tokens,
+            since(state.sent_ns), since(marks.get("scheduled")), since(marks.get("first_token")),
             since(marks.get("finished")), since(choice.last_ns),
         )  # fmt: skip
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from servd.api.output_processor import OutputProcessor
-from servd.api.running import Running
+from servd.api.request_state import RequestState
 from servd.core.client import EngineCoreClient
 from servd.tracing import Mark, now_ns
 
@@ -29,9 +28,9 @@ class Recovery:
         is_trying: a suspect runs, or is still to be sent.
     """
 
-    client: EngineCoreClient  # the channel to the engine
-    outputs: OutputProcessor  # has the tokens so far
-    running: Mapping[str, Running]  # open requests by id, in order of arrival
+    rank: int  # of the engine
+    client: EngineCoreClient  # the channel to it
+    requests: Mapping[str, RequestState]  # of all engines, by id, in order of arrival
 
     def __post_init__(self) -> None:
         self.is_restarting = False
@@ -41,81 +40,89 @@ class Recovery:
         self._untried: list[str] = []
         self._tried: str | None = None  # suspect that was sent, and has got no token since
 
-    def engine_died(self, incarnation: int, computing: Iterable[str]) -> str | None:
+    def engine_died(self, incarnation: int, computing: Iterable[str]) -> RequestState | None:
         """Attach to the next engine. Returns the request at fault, if that is known.
 
         Args:
             incarnation: of the next engine.
             computing: engine ids of the prompts that were being computed at the crash.
         """
-        had_all, self.is_restarting = not self.is_restarting, True
+        had_all = not self.is_restarting
+        self.is_restarting = True
         self.client.follow(incarnation)
         if not had_all:  # it died before the requests were resent
             return None
-        num_tokens, engine_ids = self.num_tokens(), {*computing}
+        engine_ids = {*computing}
+        open_requests = self._open_requests()
         self._computing = {
-            each
-            for each in num_tokens
-            if not engine_ids.isdisjoint(self.running[each].prepared.request.choice_ids)
+            request_id
+            for request_id, state in open_requests.items()
+            if not engine_ids.isdisjoint(state.request.choice_ids)
         }
+        num_tokens = {name: _num_tokens(state) for name, state in open_requests.items()}
         stuck = [
-            each
-            for each, count in num_tokens.items()
-            if each in self._computing and self._at_death.get(each) == count
+            request_id
+            for request_id, count in num_tokens.items()
+            if request_id in self._computing and self._at_death.get(request_id) == count
         ]
         guilty = self._tried if self._tried in stuck else None
         self._at_death = num_tokens
         self._untried = [request_id for request_id in stuck if request_id != guilty]
         self._tried = None
         self.is_trying = bool(self._untried)
-        return guilty
+        return None if guilty is None else open_requests[guilty]
 
     def engine_ready(self) -> None:
         """Resend the open requests, if the engine replaces a dead one."""
         if not self.is_restarting:
             return
         self.is_restarting = False
-        self.send(request_id for request_id in self.num_tokens() if request_id not in self._untried)
+        self.send(
+            state for name, state in self._open_requests().items() if name not in self._untried
+        )
         self.try_next()
 
     def try_next(self) -> None:
         if not self.is_trying or self.is_restarting:
             return
-        num_tokens = self.num_tokens()
-        if self._tried is not None and num_tokens.get(self._tried) == self._at_death[self._tried]:
+        open_requests = self._open_requests()
+        tried = open_requests.get(self._tried or "")
+        if tried is not None and _num_tokens(tried) == self._at_death[tried.request_id]:
             return
         self._tried = None
         while self._untried and self._tried is None:
             request_id = self._untried.pop()
-            self._tried = request_id if request_id in num_tokens else None
+            if request_id in open_requests:
+                self._tried = request_id
+                self.send([open_requests[request_id]])
         self.is_trying = self._tried is not None
-        self.send([self._tried] if self._tried is not None else [])
 
-    def num_tokens(self) -> dict[str, int]:
-        return {
-            request_id: sum(map(len, outputs.values()))
-            for request_id in self.running
-            if (outputs := self.outputs.outputs(request_id))
-        }
-
-    def movable(self) -> list[str]:
+    def movable(self) -> list[RequestState]:
         """Requests that may move to another engine while this one restarts: those that did not ask
         for this engine, and that cannot have crashed it.
         """
         if not self.is_restarting:
             return []
         return [
-            request_id
-            for request_id, running in self.running.items()
-            if request_id not in self._computing
-            and running.prepared.request.options.rank is None
-            and self.outputs.is_open(request_id)
+            state
+            for request_id, state in self._open_requests().items()
+            if request_id not in self._computing and state.request.options.rank is None
         ]
 
-    def send(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            running, outputs = self.running[request_id], self.outputs.outputs(request_id)
-            running.sent_ns = now_ns()
-            running.timeline.marks.append(Mark("sent", running.sent_ns))
-            request = running.prepared.request
-            self.client.send(msgspec.structs.replace(request, output_token_ids=outputs))
+    def send(self, states: Iterable[RequestState]) -> None:
+        for state in states:
+            state.sent_ns = now_ns()
+            state.timeline.marks.append(Mark("sent", state.sent_ns))
+            outputs = state.open_token_ids()
+            self.client.send(msgspec.structs.replace(state.request, output_token_ids=outputs))
+
+    def _open_requests(self) -> dict[str, RequestState]:
+        return {
+            request_id: state
+            for request_id, state in self.requests.items()
+            if state.rank == self.rank and state.is_open
+        }
+
+
+def _num_tokens(state: RequestState) -> int:
+    return sum(len(choice.token_ids) for choice in state.choices if choice.is_open)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from servd.account import Account, account
-from servd.api.metrics import ChoiceTimes
+from servd.api.choice import Choice
 from servd.api.protocol.requests import RequestSummary
-from servd.messages import FinishReason
+from servd.messages import EngineCoreRequest, FinishReason
 from servd.params import SamplingParams
 from servd.tracing import Mark, StepRecord, first, now_ns
 
@@ -47,7 +47,7 @@ class Timeline(msgspec.Struct, gc=False):
     route: str = ""
     model: str = ""  # as the response names it
     marks: list[Mark] = []
-    choices: Sequence[ChoiceTimes] = ()
+    choices: Sequence[Choice] = ()
     params: SamplingParams | None = None  # while it runs; kept longer if spans export them
     reads_prompt: bool = False  # it asked for results of every prompt token
     prompt: array[int] = array("I")  # token ids; empty once dropped
@@ -67,10 +67,21 @@ class Timeline(msgspec.Struct, gc=False):
     account: Account | None = None  # computed early for a slow request with aging steps
     summary: RequestSummary | None = None  # cached once it has finished and was listed
 
+    def begin(
+        self, choices: Sequence[Choice], params: SamplingParams, request: EngineCoreRequest
+    ) -> None:
+        """Its request goes to the engine."""
+        self.choices = choices
+        self.params = params
+        self.reads_prompt = params.prompt_logprobs is not None
+        self.prompt = array("I", request.prompt_token_ids)
+        self.salt = request.options.cache_keys
+
     def move(self, engine: int, cache_number: int) -> None:
         """Another engine continues it."""
         self.earlier = (*self.earlier, (self.engine, now_ns()))
-        self.engine, self.cache_number = engine, cache_number
+        self.engine = engine
+        self.cache_number = cache_number
 
     @property
     def begin_ns(self) -> int:

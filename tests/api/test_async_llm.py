@@ -14,8 +14,9 @@ from servd.api import engine_client
 from servd.api.async_llm import AsyncLLM
 from servd.api.metrics import Metrics
 from servd.api.output_processor import OutputProcessor
-from servd.api.processor import Prepared, Processor
+from servd.api.processor import Processor
 from servd.api.prompt import Chat, Prompt
+from servd.api.request_state import RequestState
 from servd.api.timeline import Timeline, Tracer
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
@@ -108,7 +109,7 @@ async def llm():
     os.close(client.event)
 
 
-def prepare(llm: AsyncLLM, request_id: str = "r", **params) -> Prepared:
+def prepare(llm: AsyncLLM, request_id: str = "r", **params) -> RequestState:
     prompt = Prompt(content="prompt", request_id=request_id)
     return llm.processor.process(prompt, SamplingParams(temperature=0, **params))
 
@@ -123,7 +124,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def start(llm: AsyncLLM, prepared: Prepared) -> asyncio.Task:
+async def start(llm: AsyncLLM, prepared: RequestState) -> asyncio.Task:
     task = asyncio.create_task(collect(llm.generate([prepared])))
     await settle()
     return task

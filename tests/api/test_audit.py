@@ -76,8 +76,8 @@ async def test_requests_that_one_end_alone_has_are_named(served: Served):
     served.engine.may_step.clear()
     body = {"prompt": "hi", "max_tokens": 5}
     task = asyncio.create_task(served.http.post("/v1/completions", json=body))
-    await until(lambda: served.async_llm.output_processor.open_ids())
-    [name] = served.async_llm.output_processor.open_ids()
+    await until(lambda: served.async_llm.requests)
+    [name] = served.async_llm.requests
     core = served.engine.core
     core.handle(AbortRequests([name]))  # nobody here has asked for it
     assert f"open here, and not in the engine: ['{name}']" in str(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from servd.api.delta_stream import MAX_LOGPROBS_HELD, DeltaStream
 from servd.api.fair_loop import FairLoop
 from servd.api.response_builders.builder import ResponseBuilder
 from servd.api.response_builders.events import EventBuilder
-from servd.api.running import MAX_LOGPROBS_HELD, DeltaStream
 from servd.errors import InvalidRequest
 from servd.messages import TokenLogprobs
 from servd.outputs import CompletionOutput
@@ -103,11 +103,11 @@ async def test_what_a_slow_reader_leaves_is_bounded():
         if stream._failure is not None:
             break
         for _ in range(2):
-            [*await stream.take()]
+            [*await stream.next_deltas()]
     assert stream._failure is None and stream._num_logprobs == 0
     for _ in range(MAX_LOGPROBS_HELD // 2000 + 1):
         stream.put(CompletionOutput(index=0, token_ids=[1] * 100, logprobs=row[:]))
-    (left,) = await stream.take()
+    (left,) = await stream.next_deltas()
     assert len(left.logprobs or ()) * 20 == MAX_LOGPROBS_HELD
     with pytest.raises(InvalidRequest, match="read the stream faster"):
-        await stream.take()
+        await stream.next_deltas()

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
+from servd.api.choice import Choice
 from servd.api.metric_names import ITL_BUCKETS
-from servd.api.metrics import ChoiceTimes, Metrics, TalliedHistogram
+from servd.api.metrics import Metrics, TalliedHistogram
 from servd.config import Config
 from servd.messages import EngineCoreOutput, EngineReady, FinishReason, WorkerReady
 from servd.params import SamplingParams
@@ -179,7 +180,7 @@ def test_what_became_of_drafts():
 
 def test_times_of_a_request():
     metrics = Metrics("m")
-    choice = ChoiceTimes(arrival_ns=0, num_prompt_tokens=7)
+    choice = Choice(arrival_ns=0, num_prompt_tokens=7)
     metrics.observe_tokens(choice, 1, 3 * SECOND)
     metrics.observe_tokens(choice, 0, 4 * SECOND)  # an output without tokens is no token
     metrics.observe_tokens(choice, 2, 7 * SECOND)
@@ -192,8 +193,8 @@ def test_times_of_a_request():
         ("finished", 7),
     ]
     marks = [Mark(stage, at * SECOND) for stage, at in stages]
-    choice.add(EngineCoreOutput("r", num_cached_tokens=4, marks=marks[:4]))
-    choice.add(EngineCoreOutput("r", marks=marks[4:]))
+    choice.add_report(EngineCoreOutput("r", num_cached_tokens=4, marks=marks[:4]))
+    choice.add_report(EngineCoreOutput("r", marks=marks[4:]))
     metrics.observe_finished(choice, FinishReason.STOP, 8 * SECOND)
     metrics.observe_request(SamplingParams(n=1, max_tokens=30), [choice])
     for name, seconds in {
@@ -226,7 +227,7 @@ def test_times_of_a_request():
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
 def test_requests_that_were_cut_count_but_are_not_timed(reason: FinishReason):
     metrics = Metrics("m")
-    metrics.observe_finished(ChoiceTimes(0, 7), reason, SECOND)
+    metrics.observe_finished(Choice(0, 7), reason, SECOND)
     assert value(metrics, "request_success_total", finished_reason=str(reason)) == 1
     assert value(metrics, "e2e_request_latency_seconds_count") == 0
 
@@ -234,7 +235,7 @@ def test_requests_that_were_cut_count_but_are_not_timed(reason: FinishReason):
 def test_what_comes_with_requests_is_published_once_a_second_and_gaps_at_every_tick():
     """Nobody may scrape, and a second's gaps, sorted at once, would hold up the event loop."""
     metrics = Metrics("m")
-    choice = ChoiceTimes(arrival_ns=0, num_prompt_tokens=7)
+    choice = Choice(arrival_ns=0, num_prompt_tokens=7)
     published = [
         "vllm:inter_token_latency_seconds_count", "vllm:time_to_first_token_seconds_count",
         "vllm:generation_tokens_total",
@@ -266,8 +267,8 @@ def test_cache_config():
 
 def test_cached_prompt_tokens_count_once():
     metrics = Metrics("m")
-    choice = ChoiceTimes(arrival_ns=0, num_prompt_tokens=7)
-    choice.add(EngineCoreOutput("r", num_cached_tokens=4, num_external_tokens=1))
+    choice = Choice(arrival_ns=0, num_prompt_tokens=7)
+    choice.add_report(EngineCoreOutput("r", num_cached_tokens=4, num_external_tokens=1))
     for second in (1, 2):
         metrics.observe_tokens(choice, 1, second * SECOND)
     assert value(metrics, "prompt_tokens_cached_total") == 4
@@ -355,7 +356,7 @@ def test_every_api_server_answers_for_all(tmp_path):
         "metrics = Metrics('m')\n"
         "if tokens: metrics.observe_step(SchedulerStats(num_preemptions=1))\n"
         "trace = {'trace_id': 'ab' * 16}\n"
-        "metrics.observe_tokens(ChoiceTimes(0, 10, exemplar=trace), tokens, 10**9)\n"
+        "metrics.observe_tokens(Choice(0, 10, exemplar=trace), tokens, 10**9)\n"
         "metrics.observe_answer('/health', 'GET', 200, 0.1)\n"
         "text = str(metrics.render('application/openmetrics-text')[0])\n"
         "assert (trace['trace_id'] in text) == (tokens > 0)\n"

@@ -3,8 +3,9 @@
 import pytest
 
 from servd.api.output_processor import OutputProcessor
-from servd.api.processor import Prepared, Processor
+from servd.api.processor import Processor
 from servd.api.prompt import Prompt
+from servd.api.request_state import RequestState, find_choice
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
 from servd.hf import FAKE_SPEC
@@ -16,16 +17,22 @@ PROCESSOR = Processor(Config(), FAKE_SPEC, TOKENIZER, 1000)
 EOS = 256
 
 
-def prepare(request_id: str = "r", **params) -> Prepared:
+def prepare(request_id: str = "r", **params) -> RequestState:
     prompt = Prompt(content="prompt", request_id=request_id)
     return PROCESSOR.process(prompt, SamplingParams(temperature=0, **params))
 
 
-def started(*requests: Prepared) -> OutputProcessor:
-    processor = OutputProcessor(TOKENIZER)
-    for request in requests:
-        processor.add(request)
-    return processor
+class Running:
+    """Requests, as AsyncLLM has them, and their OutputProcessor."""
+
+    def __init__(self, *requests: RequestState) -> None:
+        self.requests = {request.request_id: request for request in requests}
+        self.processor = OutputProcessor(TOKENIZER)
+        for request in requests:
+            request.start(0)
+
+    def process(self, outputs: list[EngineCoreOutput]):
+        return self.processor.process(outputs, self.requests)
 
 
 def out(
@@ -35,15 +42,15 @@ def out(
     return EngineCoreOutput(request_id, ids, finish, **fields)
 
 
-def one(processor: OutputProcessor, output: EngineCoreOutput):
-    [(request_id, delta, stopped)] = processor.process([output])
-    assert request_id == "r"
+def one(running: Running, output: EngineCoreOutput):
+    [(state, delta, stopped)] = running.process([output])
+    assert state.request_id == "r"
     return delta, stopped
 
 
 def test_text_and_tokens_go_together():
-    processor = started(prepare())
-    delta, stopped = one(processor, out("hé", num_cached_tokens=3))
+    running = Running(prepare())
+    delta, stopped = one(running, out("hé", num_cached_tokens=3))
     assert (delta.text, delta.token_ids, delta.finish_reason, delta.num_cached_tokens) == (
         "hé", [104, 0xC3, 0xA9], None, 3,
     )  # fmt: skip
@@ -51,15 +58,15 @@ def test_text_and_tokens_go_together():
 
 
 def test_the_end_token_is_counted_but_is_not_text():
-    processor = started(prepare(stop_token_ids=[ord(".")]))
-    one(processor, out("a"))
-    delta, _ = one(processor, out("b.", FinishReason.STOP, stop_reason=ord(".")))
+    running = Running(prepare(stop_token_ids=[ord(".")]))
+    one(running, out("a"))
+    delta, _ = one(running, out("b.", FinishReason.STOP, stop_reason=ord(".")))
     assert (delta.text, delta.token_ids, delta.stop_reason) == ("b", [98, 46], 46)
 
 
 def test_the_end_token_shows_if_asked():
-    processor = started(prepare(include_stop_str_in_output=True, skip_special_tokens=False))
-    delta, _ = one(processor, out([98, EOS], FinishReason.STOP))
+    running = Running(prepare(include_stop_str_in_output=True, skip_special_tokens=False))
+    delta, _ = one(running, out([98, EOS], FinishReason.STOP))
     assert delta.text == "b<eos>"
 
 
@@ -70,9 +77,9 @@ def test_what_several_steps_add_is_one_delta_and_the_same_as_one_by_one():
         out([0xC3], logprobs=entries[1:2], num_drafts=3, num_accepted=2),
         out([0xA9, 98], FinishReason.LENGTH, logprobs=entries[2:]),
     ]
-    [(_, whole, _)] = started(prepare(logprobs=0)).process([*steps])
-    processor = started(prepare(logprobs=0))
-    joined, *others = [one(processor, step)[0] for step in steps]
+    [(_, whole, _)] = Running(prepare(logprobs=0)).process([*steps])
+    running = Running(prepare(logprobs=0))
+    joined, *others = [one(running, step)[0] for step in steps]
     for other in others:
         joined.add(other)
     assert whole == joined
@@ -80,30 +87,30 @@ def test_what_several_steps_add_is_one_delta_and_the_same_as_one_by_one():
 
 
 def test_an_incomplete_character_is_emitted_at_the_end():
-    processor = started(prepare())
-    delta, _ = one(processor, out([0xC3]))
+    running = Running(prepare())
+    delta, _ = one(running, out([0xC3]))
     assert delta.text == "" and delta.token_ids == [0xC3]
-    delta, _ = one(processor, out([0x41, 0xE2], FinishReason.LENGTH))
+    delta, _ = one(running, out([0x41, 0xE2], FinishReason.LENGTH))
     assert delta.text == "\ufffdA\ufffd"
 
 
 def test_a_stop_string_ends_the_request_and_aborts_it_in_the_engine():
-    processor = started(prepare(stop=["END"], logprobs=1))
+    running = Running(prepare(stop=["END"], logprobs=1))
     logprobs = [TokenLogprobs([0], [0.0], 1) for _ in range(5)]
-    assert one(processor, out("aE", logprobs=logprobs[:2]))[0].text == "a"
-    delta, stopped = one(processor, out("NDxyz", logprobs=logprobs))
+    assert one(running, out("aE", logprobs=logprobs[:2]))[0].text == "a"
+    delta, stopped = one(running, out("NDxyz", logprobs=logprobs))
     assert (delta.text, delta.finish_reason, delta.stop_reason) == ("", FinishReason.STOP, "END")
     assert (
         delta.token_ids == list(b"ND") and delta.logprobs is not None and len(delta.logprobs) == 2
     )
     assert stopped == ["r"]
-    assert not [*processor.process([out("late")])]
-    assert processor.abort("r") == []
+    assert not [*running.process([out("late")])]
+    assert running.requests["r"].open_engine_ids() == []
 
 
 def test_a_stop_string_in_the_last_output_needs_no_abort():
-    processor = started(prepare(stop=["b"]))
-    delta, stopped = one(processor, out("abc", FinishReason.LENGTH))
+    running = Running(prepare(stop=["b"]))
+    delta, stopped = one(running, out("abc", FinishReason.LENGTH))
     assert (delta.text, delta.finish_reason, delta.stop_reason, stopped) == (
         "a",
         FinishReason.STOP,
@@ -113,33 +120,34 @@ def test_a_stop_string_in_the_last_output_needs_no_abort():
 
 
 def test_held_text_comes_when_the_request_ends():
-    processor = started(prepare(stop=["END"]))
-    assert one(processor, out("xEN"))[0].text == "x"
-    delta, _ = one(processor, out([EOS], FinishReason.STOP))
+    running = Running(prepare(stop=["END"]))
+    assert one(running, out("xEN"))[0].text == "x"
+    delta, _ = one(running, out([EOS], FinishReason.STOP))
     assert (delta.text, delta.stop_reason) == ("EN", None)
 
 
 def test_choices_are_separate():
-    processor = started(prepare(n=3, stop=["!"]))
+    running = Running(prepare(n=3, stop=["!"]))
     outputs = [out("a", None, "r_0"), out("b!", None, "r_1"), out("c", FinishReason.LENGTH, "r_2")]
-    deltas = [*processor.process(outputs)]
-    assert [(rid, d.index, d.text, d.finish_reason) for rid, d, _ in deltas] == [
+    deltas = [*running.process(outputs)]
+    assert [(s.request_id, d.index, d.text, d.finish_reason) for s, d, _ in deltas] == [
         ("r", 0, "a", None), ("r", 1, "b", FinishReason.STOP), ("r", 2, "c", FinishReason.LENGTH),
     ]  # fmt: skip
     assert [stopped for *_, stopped in deltas] == [[], ["r_1"], []]
-    assert processor.owner("r_0") == ("r", 0) and processor.owner("r_1") is None
-    assert processor.abort("r") == ["r_0"]
-    assert not [*processor.process([out("a", None, "r_0")])]
+    state = running.requests["r"]
+    assert find_choice(running.requests, "r_0") == (state, state.choices[0])
+    assert find_choice(running.requests, "r_1") is None
+    assert running.requests.pop("r").open_engine_ids() == ["r_0"]
+    assert not [*running.process([out("a", None, "r_0")])]
 
 
 @pytest.mark.parametrize("finish", [FinishReason.ABORT, FinishReason.ERROR])
 def test_other_ends(finish: FinishReason):
-    processor = started(prepare())
-    delta, stopped = one(processor, out([], finish, error="why"))
+    running = Running(prepare())
+    delta, stopped = one(running, out([], finish, error="why"))
     assert (delta.text, delta.finish_reason, delta.error, stopped) == ("", finish, "why", [])
-    assert processor.abort("r") == []
+    assert running.requests["r"].open_engine_ids() == []
 
 
 def test_outputs_of_unknown_requests_are_dropped():
-    assert not [*started().process([out("x", None, "gone")])]
-    assert started().abort("gone") == []
+    assert not [*Running().process([out("x", None, "gone")])]

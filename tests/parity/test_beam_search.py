@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from servd.api.beam_search import BeamSearch
-from servd.api.processor import Prepared
+from servd.api.request_state import RequestState
 from servd.messages import EngineCoreRequest, TokenLogprobs
 from servd.params import SamplingParams
 from tests.parity.families import logits_of, reference
@@ -21,7 +21,7 @@ def search(folder, prompt, num_beams, eos, length_penalty, early_stopping) -> Be
     """Run BeamSearch with transformers as the engine."""
     params = SamplingParams(n=num_beams, max_tokens=MAX_TOKENS)
     request = EngineCoreRequest("r", prompt, params, eos_token_ids=eos)
-    prepared = Prepared(prompt=None, params=params, request=request)
+    prepared = RequestState(prompt=None, params=params, request=request)
     beams = BeamSearch(prepared, length_penalty, early_stopping)
     while beams.running:
         likely = []

@@ -16,14 +16,14 @@ from starlette.responses import Response
 from servd.api import beam_search
 from servd.api.async_llm import MAX_INLINE
 from servd.api.context import admit, context_of, trace
+from servd.api.delta_stream import MAX_LOGPROBS_HELD
 from servd.api.incremental import Delta
 from servd.api.output_parser import OutputParser
-from servd.api.processor import Prepared
 from servd.api.prompt import Prompt
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.generation import GenerationRequest
-from servd.api.running import MAX_LOGPROBS_HELD
+from servd.api.request_state import RequestState
 from servd.api.streaming import DONE, KEEP_ALIVE, EventStream, event, while_connected
 from servd.api.timeline import Timeline
 from servd.errors import EngineDead, InvalidRequest
@@ -85,7 +85,7 @@ class ResponseBuilder(ABC):
         self.num_logprobs_each = 0 if k is None else 1 + k + len(named)  # of an output token
         # Where nobody said how many there may be, they are counted as they come.
         self.in_pieces = self.stream or (k is not None and self.params.max_tokens is None)
-        self.prepared: list[Prepared] = []
+        self.prepared: list[RequestState] = []
         self.parsers: dict[int, OutputParser] = {}  # by choice, once it has one
         self.num_output_tokens = 0
         self.num_cached_tokens = [0] * len(prompts)

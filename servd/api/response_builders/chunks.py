@@ -11,7 +11,6 @@ from msgspec import UNSET, UnsetType
 
 from servd.api import kv_transfer
 from servd.api.explanation import stage_ns
-from servd.api.processor import Prepared
 from servd.api.protocol.chat import ChatCompletionChunk
 from servd.api.protocol.completions import Completion
 from servd.api.protocol.generation import (
@@ -24,6 +23,7 @@ from servd.api.protocol.generation import (
     Timings,
     Usage,
 )
+from servd.api.request_state import RequestState
 from servd.api.response_builders.builder import ResponseBuilder
 from servd.api.response_builders.logprobs import MIN_LOGPROB, encoded
 from servd.api.streaming import event
@@ -143,11 +143,11 @@ class ChunkBuilder(ResponseBuilder):
             else self.tokenizer.token_string(token_id)
         )
 
-    def prompt_text(self, prepared: Prepared) -> str:
+    def prompt_text(self, state: RequestState) -> str:
         """The prompt as text, decoded if it was given as token ids."""
-        if prepared.prompt is not None:
-            return prepared.prompt
-        return self.tokenizer.decode(prepared.prompt_token_ids, skip_special_tokens=False)
+        if state.prompt is not None:
+            return state.prompt
+        return self.tokenizer.decode(state.prompt_token_ids, skip_special_tokens=False)
 
     def prompt_logprobs(self, output: CompletionOutput) -> PromptLogprobs | UnsetType:
         k = self.asked.prompt_logprobs

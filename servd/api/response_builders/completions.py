@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from msgspec import UNSET, UnsetType
 
-from servd.api.processor import Prepared
 from servd.api.protocol.completions import (
     Completion,
     CompletionChoice,
@@ -12,6 +11,7 @@ from servd.api.protocol.completions import (
     CompletionRequest,
 )
 from servd.api.protocol.generation import Usage
+from servd.api.request_state import RequestState
 from servd.api.response_builders.chunks import ChunkBuilder
 from servd.api.response_builders.logprobs import TextOffsets
 from servd.outputs import CompletionOutput
@@ -79,7 +79,7 @@ class CompletionBuilder(ChunkBuilder):
             else UNSET,
         )
 
-    def _logprobs(self, prepared: Prepared, output: CompletionOutput) -> CompletionLogprobs | None:
+    def _logprobs(self, state: RequestState, output: CompletionOutput) -> CompletionLogprobs | None:
         if self.num_logprobs is None:
             return None
         offsets = self.offsets[output.index]
@@ -87,6 +87,6 @@ class CompletionBuilder(ChunkBuilder):
             return offsets.logprobs(output.logprobs) if output.logprobs is not None else None
         scores = output.prompt_logprobs or []
         result = offsets.prompt(
-            self.prompt_text(prepared), prepared.prompt_token_ids, scores, self.num_logprobs
+            self.prompt_text(state), state.prompt_token_ids, scores, self.num_logprobs
         )
         return offsets.logprobs(output.logprobs or [], result)

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import msgspec
 from starlette.requests import Request
 
+from servd.api.delta_stream import MAX_LOGPROBS_HELD
 from servd.api.incremental import Delta
 from servd.api.output_parser import OutputParser
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.translation import TranslatedRequest, renamed
 from servd.api.response_builders.builder import ResponseBuilder
-from servd.api.running import MAX_LOGPROBS_HELD
 from servd.messages import FinishReason
 from servd.outputs import CompletionOutput
 

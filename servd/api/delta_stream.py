@@ -1,21 +1,13 @@
-"""Running: a prompt in the engine; DeltaStream: the deltas of its choices on their way out."""
+"""DeltaStream: the deltas of a request's choices on their way to the client."""
 
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-import msgspec
-
 from servd.api.fair_loop import FairLoop
-from servd.api.metrics import ChoiceTimes
-from servd.api.processor import Prepared
-from servd.api.progress import Unfinished
-from servd.api.routing import Routed
-from servd.api.timeline import Timeline
 from servd.errors import InvalidRequest, ServdError
 from servd.outputs import CompletionOutput
 
@@ -70,8 +62,8 @@ class DeltaStream:
         self._failure = self._failure or error
         self._wake()
 
-    async def take(self) -> Iterable[CompletionOutput]:
-        """Wait for deltas, and take a few; a failure is raised after the deltas before it."""
+    async def next_deltas(self) -> Iterable[CompletionOutput]:
+        """Wait for the next few deltas and return them. Raise the failure once none are left."""
         if self._is_rest:
             await self.loop.turn(self.owner)
         elif not self._waiting and self._failure is None:
@@ -84,7 +76,8 @@ class DeltaStream:
             taken = [self._waiting.pop(index) for index in [*islice(self._waiting, MAX_TAKEN)]]
             self._num_logprobs -= sum(map(_num_logprobs, taken))
             return taken
-        deltas, self._waiting, self._num_logprobs = self._waiting, {}, 0
+        deltas, self._waiting = self._waiting, {}
+        self._num_logprobs = 0
         return deltas.values()
 
     def _wake(self) -> None:
@@ -95,22 +88,3 @@ class DeltaStream:
 
 def _num_logprobs(delta: CompletionOutput) -> int:
     return sum(len(position.token_ids) for position in delta.logprobs or ())
-
-
-class Running(msgspec.Struct):
-    prepared: Prepared
-    timeline: Timeline
-    stream: DeltaStream
-    first: int  # index of its first choice in the stream
-    choices: list[ChoiceTimes]
-    is_counted: bool  # in the metrics
-    sent_ns: int
-    routed: Routed | None = None  # with several engines
-    outputs: list[array[int]] = []  # tokens of each choice so far
-
-    def unfinished(self) -> Unfinished:
-        """Its state for /health, which detects an engine that makes no progress."""
-        has_begun = bool(self.choices[0].marks)
-        # Before its first step a structured output waits for its grammar.
-        is_due = has_begun or self.prepared.params.structured_output is None
-        return Unfinished(self.sent_ns, self.choices[0].num_prompt_tokens, has_begun, is_due)
