@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
 import msgspec
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.routing import request_response
+from starlette.routing import BaseRoute
 
 import servd
 from servd import log
@@ -33,13 +32,13 @@ from servd.api.context import Context
 from servd.api.ignored_fields import IgnoredFields
 from servd.api.middleware import RequestContext
 from servd.api.protocol.errors import error_reply
+from servd.api.protocol.validation import explain_parameters
 from servd.api.response_store import ResponseStores
+from servd.api.route import Route
 from servd.api.routes import load_routers
 from servd.api.siblings import Siblings
 from servd.config import AccessConfig, Config
 from servd.errors import NotFound, ServdError
-
-Endpoint = Callable[..., Awaitable[Response]]
 
 # Response headers that scripts of allowed origins may read.
 EXPOSED_HEADERS = [
@@ -77,20 +76,8 @@ def create_app(
         middleware.append(Middleware(ApiKeyAuth, keys, open_paths))
     if origins:  # outermost: preflight requests have no key, and scripts must read errors, too
         middleware.insert(0, cross_origin(config.access))
-    app = FastAPI(
-        title="servd",
-        version=servd.__version__,
-        middleware=middleware,
-        exception_handlers={ServdError: answer_error, HTTPException: answer_error},
-        openapi_url=None,  # see openapi.py; FastAPI's pages load scripts from other sites
-        redirect_slashes=False,
-    )
-    routes = [cast(APIRoute, route) for router in load_routers() for route in router.routes]
-    for route in routes:
-        # Without FastAPI's own handler, which analyses parameters: 1/6 of a short request's cost.
-        route.app = request_response(_with_path(route.endpoint))
-    app.state.routes = routes
-    app.router.routes += routes
+    routes = [cast(Route, route) for router in load_routers() for route in router.routes]
+    app = assemble(middleware, routes)
     model = config.model.model
     name = config.model.served_model_name[0]
     app.state.context = Context(
@@ -121,15 +108,21 @@ def _batches(config: Config, app: FastAPI, keys: Keys, async_llm: AsyncLLM) -> B
     return BatchRunner(store, app, keys, async_llm.admission, most)
 
 
-def _with_path(endpoint: Endpoint) -> Endpoint:
-    """An endpoint that gets its path parameters by name."""
-    if len(inspect.signature(endpoint).parameters) == 1:
-        return endpoint
-
-    async def answer(request: Request) -> Response:
-        return await endpoint(request, **request.path_params)
-
-    return answer
+def assemble(middleware: Sequence[Middleware], routes: Sequence[BaseRoute]) -> FastAPI:
+    """Return an application that answers errors in OpenAI's form."""
+    app = FastAPI(
+        middleware=middleware,
+        exception_handlers={
+            ServdError: answer_error,
+            HTTPException: answer_error,
+            RequestValidationError: answer_error,
+        },
+        openapi_url=None,  # it is a route; FastAPI's pages load scripts from other sites
+        redirect_slashes=False,
+    )
+    app.state.routes = routes
+    app.router.routes += routes
+    return app
 
 
 def cross_origin(access: AccessConfig) -> Middleware:
@@ -152,6 +145,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
         error.detail = (
             f"{method} is not possible on {path}, only {(error.headers or {}).get('Allow')}"
         )
+    elif isinstance(error, RequestValidationError):
+        error = explain_parameters(error.errors())
     reply = error_reply(error, request.state.request_id, request.scope["path"])
     return Response(reply.body, reply.status, reply.headers, media_type="application/json")
 

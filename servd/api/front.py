@@ -15,22 +15,21 @@ from urllib.parse import quote
 
 import httpx
 import msgspec
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.samples import Sample
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from servd import log
 from servd.api import console
-from servd.api.app import answer_error, cross_origin
+from servd.api.app import assemble, cross_origin
 from servd.api.auth import OPEN_PATHS, ApiKeyAuth, Keys
 from servd.api.context import json_response
 from servd.api.fair_loop import FairLoop
@@ -43,7 +42,7 @@ from servd.api.routes import load_routers
 from servd.api.routes.sleep import SleepState, check_level
 from servd.api.timeline import Tracer
 from servd.config import Config
-from servd.errors import InvalidRequest, NotFound, ServdError, Unavailable
+from servd.errors import InvalidRequest, NotFound, Unavailable
 from servd.json_reader import read_json
 from servd.tracing import now_ns
 
@@ -55,7 +54,9 @@ OF_REQUESTS = OWN | {
     b"host", b"content-length", b"expect", b"sec-fetch-site", b"x-forwarded-for", SINCE.encode(),
 }  # fmt: skip
 # Routes that do not depend on the model: the front answers them itself.
-OF_ALL_MODELS = {"/openapi.json", "/docs", "/redoc", "/version", "/", "/console/{file:path}"}
+OF_ALL_MODELS = {
+    "/openapi.json", "/docs", "/docs/{asset}", "/redoc", "/version", "/", "/console/{file:path}",
+}  # fmt: skip
 # POST routes that wake no model up.
 NEED_NO_WEIGHTS = {
     "/detokenize", "/tokenize", "/v1/detokenize", "/v1/tokenize",
@@ -79,20 +80,21 @@ class Front:
     def __init__(self, servers: ModelServers) -> None:
         self.servers = servers
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[BaseRoute]:
         """The routes of a model's server, passed on by `pass_on`."""
         own = {
             "/health": self.health, "/ping": self.health,
             "/metrics": self.metrics, "/sleep": self.sleep, "/is_sleeping": self.is_sleeping,
             "/v1/models": self.list_models, "/v1/models/{name:path}": self.retrieve_model,
         }  # fmt: skip
-        found = []
+        found: list[BaseRoute] = []
         for route in (cast(Route, each) for router in load_routers() for each in router.routes):
             needs_weights = "POST" in (route.methods or ()) and route.path not in NEED_NO_WEIGHTS
             endpoint = own.get(route.path) or partial(self.pass_on, needs_weights=needs_weights)
             if route.path in OF_ALL_MODELS:
-                endpoint = route.endpoint
-            elif route.path.startswith(("/v1/files", "/v1/batches")):
+                found.append(route)
+                continue
+            if route.path.startswith(("/v1/files", "/v1/batches")):
                 endpoint = no_batches
             found.append(Route(route.path, endpoint, methods=route.methods))
         return found
@@ -115,7 +117,7 @@ class Front:
 
     async def sleep(self, request: Request) -> Response:
         """Put a model to sleep. Passed on, the request would load it first."""
-        check_level(request)
+        check_level(request.query_params.get("level", "1"))
         server = await self.servers.find(read(request, await request.body()).model)
         await self.servers.sleep(server)
         return json_response(SleepState(not server.has_weights))
@@ -265,7 +267,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def create_front(config: Config, servers: ModelServers, keys: Keys) -> Starlette:
+def create_front(config: Config, servers: ModelServers, keys: Keys) -> FastAPI:
     access_log = log.resolve_access_log(config.observability)
     origins = config.access.allowed_origins
     context = Middleware(RequestContext, Tracer(), FairLoop(), None, access_log, origins)
@@ -275,12 +277,6 @@ def create_front(config: Config, servers: ModelServers, keys: Keys) -> Starlette
         middleware.append(Middleware(ApiKeyAuth, keys, open_paths))
     if config.access.allowed_origins:
         middleware.insert(0, cross_origin(config.access))
-    routes, handlers = (
-        Front(servers).routes(),
-        {ServdError: answer_error, HTTPException: answer_error},
-    )
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
-    app.router.redirect_slashes = False
-    app.state.routes = routes
+    app = assemble(middleware, Front(servers).routes())
     app.state.context = SimpleNamespace(keys=keys, config=config)  # for OF_ALL_MODELS
     return app

@@ -219,8 +219,8 @@ FOR_ADMINS = {
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/wake_up",
 }  # fmt: skip
 FOR_INFERENCE = {
-    "/classify", "/debug/requests/{request_id}", "/detokenize", "/docs", "/invocations",
-    "/openapi.json", "/pooling", "/props", "/redoc",
+    "/classify", "/debug/requests/{request_id}", "/detokenize", "/docs", "/docs/{asset}",
+    "/invocations", "/openapi.json", "/pooling", "/props", "/redoc",
     "/v1/detokenize", "/v1/tokenize", "/rerank", "/score", "/tokenize", "/tokenizer_info",
     "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/chat/completions/render",
     "/v1/completions", "/v1/decisions", "/v1/embeddings", "/v1/messages",

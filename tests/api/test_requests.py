@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servd.api.openapi import document
 from servd.api.prefix_explanation import common_length
+from servd.api.route import document
 from servd.api.routes import load_routers
 from servd.hf import FAKE_SPEC
 from tests.adapters import write_adapter

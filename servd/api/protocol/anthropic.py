@@ -93,7 +93,7 @@ def _check_tool(tool: Any) -> Any:
     return tool
 
 
-class Tool(OpenObject):
+class MessagesTool(OpenObject):
     """A tool that the client runs."""
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
@@ -136,7 +136,10 @@ class CountTokensRequest(TranslatedRequest):
     # Read as str | list[dict[str, Any]] | None.
     system: Annotated[Any, BeforeValidator(_check_system)] = None
     tools: (
-        Annotated[list[Annotated[Tool, BeforeValidator(_check_tool)]], Field(fail_fast=True)] | None
+        Annotated[
+            list[Annotated[MessagesTool, BeforeValidator(_check_tool)]], Field(fail_fast=True)
+        ]
+        | None
     ) = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -236,7 +239,7 @@ class LimitedMessagesRequest(MessagesRequest):
         return super().chat_fields() | ({} if budget is None else {"thinking_token_budget": budget})
 
 
-def _chat_tool(tool: Tool) -> dict[str, Any]:
+def _chat_tool(tool: MessagesTool) -> dict[str, Any]:
     function = {"name": tool["name"], "parameters": tool["input_schema"]}
     more = {"description": tool.get("description"), "strict": tool.get("strict")}
     function |= {name: value for name, value in more.items() if value is not None}
@@ -356,7 +359,7 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
 Block = TextBlock | ThinkingBlock | ToolUseBlock
 
 
-class OutputTokensDetails(msgspec.Struct):
+class MessageTokensDetails(msgspec.Struct):
     """What the output's tokens were for."""
 
     thinking_tokens: int
@@ -368,7 +371,7 @@ class MessageUsage(msgspec.Struct):
     input_tokens: int  # computed for this message
     cache_read_input_tokens: int
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: MessageTokensDetails
     cache_creation_input_tokens: int = 0
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
-from pydantic import Field, model_validator
+from pydantic import Field, GetJsonSchemaHandler, model_validator
 
-from servd.api.protocol.chat import ChatCompletionRequest
+from servd.api.protocol.chat import ChatCompletionRequest, add_chat_fields
 from servd.api.protocol.completions import MAX_PROMPTS
-from servd.api.protocol.validation import RequestBody, parse
+from servd.api.protocol.validation import RequestBody, Schema, parse
 from servd.errors import InvalidRequest
 
 # What is said once, or by call, and so has no place where there are several conversations.
@@ -27,6 +27,12 @@ class ChatBatchRequest(RequestBody):
 
     messages: Annotated[list[list[Any]], Field(min_length=1, max_length=MAX_PROMPTS)]
     """The conversations."""
+
+    @classmethod
+    def complete_schema(cls, properties: dict[str, Schema], handler: GetJsonSchemaHandler) -> None:
+        """Add the fields of chats."""
+        super().complete_schema(properties, handler)
+        add_chat_fields(properties, cls.from_chat, handler)
 
     @model_validator(mode="after")
     def _check_support(self) -> ChatBatchRequest:

@@ -8,11 +8,19 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import PydanticCustomError
 
 from servd.api.protocol.structured import StructuredRequest
-from servd.api.protocol.validation import REQUEST_ID, ClosedObject, FewKeys, KeptTokens, OpenObject
+from servd.api.protocol.validation import (
+    REQUEST_ID,
+    ClosedObject,
+    FewKeys,
+    KeptTokens,
+    OpenObject,
+    Schema,
+    add_bounds,
+)
 from servd.errors import InvalidRequest
 from servd.messages import RequestOptions
 from servd.params import MAX_BEAMS, MAX_STOP, RepetitionDetection, SamplingParams
@@ -215,6 +223,15 @@ class GenerationRequest(StructuredRequest):
     """For the client's own records, without effect."""
     session_id: str | None = None
     """For the client's own records, without effect."""
+
+    @classmethod
+    def complete_schema(cls, properties: dict[str, Schema], handler: GetJsonSchemaHandler) -> None:
+        """Add the bounds of sampling parameters, too."""
+        super().complete_schema(properties, handler)
+        add_bounds(properties, SamplingParams)
+        repetition, _ = properties["repetition_detection"]["anyOf"]
+        fields = handler.resolve_ref_schema(repetition)["properties"]
+        add_bounds(fields, RepetitionDetection)
 
     @model_validator(mode="after")
     def _check_support(self) -> GenerationRequest:

@@ -43,7 +43,7 @@ def _check_content(content: Any) -> Any:
     return check_parts(content, *TEXT_PARTS)
 
 
-class TextPart(TypedDict):
+class ItemTextPart(TypedDict):
     """Text in the content of an item."""
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
@@ -51,7 +51,7 @@ class TextPart(TypedDict):
 
 
 # Read as str | list[dict[str, Any]].
-Content = Annotated[Any, BeforeValidator(_check_content, str | list[TextPart | RefusalPart])]
+Content = Annotated[Any, BeforeValidator(_check_content, str | list[ItemTextPart | RefusalPart])]
 
 
 class InputMessage(OpenObject):
@@ -62,7 +62,7 @@ class InputMessage(OpenObject):
     content: Content
 
 
-class FunctionCall(OpenObject):
+class FunctionCallInput(OpenObject):
     """A call of an earlier answer."""
 
     type: Literal["function_call"]
@@ -108,7 +108,7 @@ def check_kind(item: Any) -> Any:
 
 InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
-    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallInput, Tag("function_call")]
     | Annotated[FunctionCallOutput, Tag("function_call_output")]
     | Annotated[Reasoning, Tag("reasoning")],
     Discriminator(_kind_of_item),

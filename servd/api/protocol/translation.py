@@ -8,10 +8,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+from pydantic import GetJsonSchemaHandler
 
-from servd.api.protocol.chat import ChatCompletionRequest
+from servd.api.protocol.chat import ChatCompletionRequest, add_chat_fields
+from servd.api.protocol.generation import GenerationRequest
 from servd.api.protocol.structured import StructuredRequest
-from servd.api.protocol.validation import RequestBody, parse
+from servd.api.protocol.validation import (
+    ALIASES,
+    RequestBody,
+    Schema,
+    add_bounds,
+    add_descriptions,
+    parse,
+)
 from servd.errors import InvalidRequest, RequestError
 from servd.params import SamplingParams
 
@@ -35,6 +44,18 @@ class TranslatedRequest(RequestBody):
     from_chat = EXTENSIONS
 
     stream: bool | None = None
+
+    @classmethod
+    def complete_schema(cls, properties: dict[str, Schema], handler: GetJsonSchemaHandler) -> None:
+        """Add the fields of chats, and what sampling parameters mean there and may be."""
+        texts = GenerationRequest.descriptions()
+        for field in SamplingParams.__struct_fields__:
+            for name in (field, *ALIASES.get(field, ())):
+                if field in texts:
+                    add_descriptions(properties, {name: texts[field]})
+        super().complete_schema(properties, handler)
+        add_bounds(properties, SamplingParams)
+        add_chat_fields(properties, cls.from_chat, handler)
 
     def ignored(self) -> list[str]:
         return sorted(set(super().ignored()) - EXTENSIONS)

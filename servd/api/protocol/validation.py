@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
+import msgspec
 import pydantic_core
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    WithJsonSchema,
+)
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 from typing_extensions import TypedDict
 
 from servd.api.protocol.json_size import has_more_values
@@ -22,17 +31,23 @@ REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"  # in the header X-Request-Id or in a b
 MAX_VALUES = 500_000  # elements, keys and containers of a body
 MAX_PROBLEMS = 10
 MAX_NAME = 64  # characters of a field name that are shown; names can come from the client
+# Field of SamplingParams -> what else requests call it.
+ALIASES = {"stop": ("stop_sequences",)}
 MAX_KEYS = 16  # as in OpenAI's metadata; the other objects have fewer
 
 SCALAR = str | int | float
+Schema = dict[str, Any]
 # pydantic's type of an error -> what a field "must be", where pydantic's own words are clumsy.
 RULES = {
+    "bool_parsing": "must be true or false",
     "bool_type": "must be true or false",
     "dict_type": "must be an object",
     "extra_forbidden": "is unknown",
     "float_type": "must be a number",
     "greater_than_equal": "must be at least {ge}",
     "int_from_float": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_parsing_size": "must be a smaller number",
     "int_type": "must be a whole number",
     "less_than": "must be below {lt}",
     "less_than_equal": "must be at most {le}",
@@ -99,6 +114,24 @@ class RequestBody(BaseModel):
         return sorted(self.model_extra or ())
 
     @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> Schema:
+        schema = handler(core_schema)
+        cls.complete_schema(handler.resolve_ref_schema(schema)["properties"], handler)
+        return schema
+
+    @classmethod
+    def complete_schema(cls, properties: dict[str, Schema], handler: GetJsonSchemaHandler) -> None:
+        """Add what the annotations of the fields do not say to their JSON schemas.
+
+        Args:
+            properties: field -> JSON schema.
+            handler: pydantic's, for schemas of other types.
+        """
+        add_descriptions(properties, cls.descriptions())
+
+    @classmethod
     def descriptions(cls) -> dict[str, str]:
         """Field -> the docstring below it, read from the source.
 
@@ -114,6 +147,30 @@ class RequestBody(BaseModel):
                     ):
                         found[name] = " ".join(text.split())
         return found
+
+
+def add_descriptions(properties: dict[str, Schema], texts: Mapping[str, str]) -> None:
+    """Give the fields that have one their description."""
+    for name in texts.keys() & properties.keys():
+        properties[name]["description"] = texts[name]
+
+
+def add_bounds(properties: dict[str, Schema], params: type[msgspec.Struct]) -> None:
+    """Give the fields that become fields of `params` the bounds that `verify` enforces there."""
+    for field in msgspec.structs.fields(params):
+        for name in (field.name, *ALIASES.get(field.name, ())):
+            if name in properties:
+                _tighten(properties[name], msgspec.json.schema(field.type))
+
+
+def _tighten(schema: Schema, bounded: Schema) -> None:
+    by_type = {option.get("type"): option for option in bounded.get("anyOf", [bounded])}
+    for option in schema.get("anyOf", [schema]):
+        for key, bound in by_type.get(option.get("type"), {}).items():
+            if isinstance(bound, dict):
+                _tighten(option.setdefault(key, {}), bound)
+            else:
+                option.setdefault(key, bound)
 
 
 # How many tokens of a prompt are kept; -1: as many as fit. The processor checks it.
@@ -151,7 +208,22 @@ def _explain(error: ValidationError, data: bytes) -> InvalidRequest:
         return InvalidRequest(f"the body is not valid JSON: {problem}")
     if not first["loc"]:
         return InvalidRequest("the body must be a JSON object")
-    body = pydantic_core.from_json(data)
+    return _refusal(details, pydantic_core.from_json(data))
+
+
+def explain_parameters(errors: Sequence[Any]) -> InvalidRequest:
+    """Return the error for parameters of the path or the query.
+
+    Args:
+        errors: of FastAPI's `RequestValidationError`; the first part of a `loc` is where the
+            parameter was.
+    """
+    details: list[Any] = [{**error, "loc": error["loc"][1:]} for error in errors]
+    names = [str(name) for detail in details for name in detail["loc"][:1]]
+    return _refusal(details, dict.fromkeys(names))
+
+
+def _refusal(details: Sequence[ErrorDetails], body: Any) -> InvalidRequest:
     # A union has one problem per member, all with the same path.
     problems: dict[str, list[ErrorDetails]] = {}
     for detail in details:

@@ -15,8 +15,8 @@ from servd.api.protocol.anthropic import (
     Block,
     Message,
     MessagesRequest,
+    MessageTokensDetails,
     MessageUsage,
-    OutputTokensDetails,
     TextBlock,
     ThinkingBlock,
     ToolUseBlock,
@@ -40,7 +40,7 @@ class MessageBuilder(EventBuilder):
         self, request: Request, body: MessagesRequest, response_id: str, chat: ChatCompletionRequest
     ) -> None:
         super().__init__(request, body, response_id, chat)
-        usage = MessageUsage(0, 0, 0, OutputTokensDetails(0))
+        usage = MessageUsage(0, 0, 0, MessageTokensDetails(0))
         self.response = Message(id=response_id, model=self.model, content=[], usage=usage)
         self.block: Block | None = None  # the open one
         self.json = ""  # its input so far
@@ -100,7 +100,7 @@ class MessageBuilder(EventBuilder):
             input_tokens=self.num_prompt_tokens - self.num_cached_tokens[0],
             cache_read_input_tokens=self.num_cached_tokens[0],
             output_tokens=self.num_output_tokens,
-            output_tokens_details=OutputTokensDetails(self.parser.num_reasoning_tokens),
+            output_tokens_details=MessageTokensDetails(self.parser.num_reasoning_tokens),
         )
 
     def _open(self, block: Block) -> Iterator[Event]:

@@ -8,13 +8,12 @@ from starlette.responses import Response
 
 from servd.api.audit import AuditReport, audit
 from servd.api.context import context_of, json_response
-from servd.api.openapi import describes
+from servd.api.route import Route, refusals
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
-@router.get("/debug/audit")
-@describes(AuditReport, errors=(503,))
+@router.get("/debug/audit", response_model=AuditReport, responses=refusals(503))
 async def audit_server(request: Request) -> Response:
     """Check that blocks, slots, queues and open requests of the engine and of this API server agree
     with each other; also while requests run.

@@ -3,49 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import json_response, read_body, shelf_of
-from servd.api.openapi import describes
-from servd.api.paging import page, query
+from servd.api.context import json_response, shelf_of
+from servd.api.paging import Page
 from servd.api.protocol.batches import Batch, Batches, BatchRequest
+from servd.api.route import Parsed, PathPart, Route, refusals
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
-@router.post("/v1/batches")
-@describes(Batch, body=BatchRequest)
-async def create_batch(request: Request) -> Response:
+@router.post("/v1/batches", response_model=Batch)
+async def create_batch(request: Request, body: Parsed[BatchRequest]) -> Response:
     """Begin to answer the lines of a file, with what other requests leave of the engine."""
     shelf = shelf_of(request)
-    body = await read_body(request, BatchRequest)
     return json_response(
         await asyncio.to_thread(shelf.add_batch, body), headers=request.state.ignored
     )
 
 
-@router.get("/v1/batches")
-@describes(Batches, query=query(), errors=(404,))
-async def list_batches(request: Request) -> Response:
+@router.get("/v1/batches", response_model=Batches, responses=refusals(404))
+async def list_batches(request: Request, page: Annotated[Page, Query()]) -> Response:
     """The batches of this API key."""
     shelf = shelf_of(request)
     batches = await asyncio.to_thread(shelf.all, "batch_", Batch)
-    return json_response(Batches(*page(request, batches, lambda batch: batch.id)))
+    return json_response(Batches(*page.of(batches, lambda batch: batch.id)))
 
 
-@router.get("/v1/batches/{batch_id}")
-@describes(Batch)
-async def retrieve_batch(request: Request, batch_id: str) -> Response:
+@router.get("/v1/batches/{batch_id}", response_model=Batch)
+async def retrieve_batch(request: Request, batch_id: PathPart) -> Response:
     """How far a batch is."""
     return json_response(await asyncio.to_thread(shelf_of(request).load, batch_id, Batch))
 
 
-@router.post("/v1/batches/{batch_id}/cancel")
-@describes(Batch, errors=(400,))
-async def cancel_batch(request: Request, batch_id: str) -> Response:
+@router.post("/v1/batches/{batch_id}/cancel", response_model=Batch, responses=refusals(400))
+async def cancel_batch(request: Request, batch_id: PathPart) -> Response:
     """Stop a batch; what was answered until then is in its output file."""
     shelf = shelf_of(request)
     return json_response(await asyncio.to_thread(lambda: shelf.cancel(shelf.load(batch_id, Batch))))

@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.context import context_of, json_response
-from servd.api.openapi import describes
+from servd.api.route import Route, refusals
 from servd.config.kv_events import KVEventsConfig
 from servd.errors import Unavailable
 from servd.messages import EngineReady
 from servd.stats import SchedulerStats
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 ANYWHERE = re.compile(r"(?<=^tcp://)(\*|\[::\])(?=:)")
 
@@ -53,8 +53,7 @@ class Cache(msgspec.Struct):
     engines: list[EngineCache]
 
 
-@router.get("/v1/cache")
-@describes(Cache, errors=(503,))
+@router.get("/v1/cache", response_model=Cache, responses=refusals(503))
 async def cache(request: Request) -> Response:
     """Blocks and bytes of each tier of the KV cache, and what came back from it."""
     share = context_of(request).config.cache.max_pinned_share
@@ -77,8 +76,7 @@ class EventSource(msgspec.Struct):
     topic: str
 
 
-@router.get("/kv_event_sources")
-@describes(list[EventSource])
+@router.get("/kv_event_sources", response_model=list[EventSource])
 async def kv_event_sources(request: Request) -> Response:
     """Where routers find the KV events of each engine, if there are any. Where an engine listens at
     all addresses, the one that the question came to.
@@ -106,8 +104,7 @@ def _host_of(request: Request) -> str:
     return "*" if port is None else f"[{host}]" if ":" in host else host
 
 
-@router.post("/reset_prefix_cache")
-@describes(dict[str, str])
+@router.post("/reset_prefix_cache", response_model=dict[str, str])
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget the cached prefixes of all engines, on the device and in host memory, but for those of
     requests that run. Files stay. With vLLM's name.

@@ -6,18 +6,19 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import read_body
-from servd.api.openapi import describes
 from servd.api.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from servd.api.response_builders.chat import ChatBuilder
+from servd.api.route import Parsed, Route, events
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
-@router.post("/v1/chat/completions")
-@describes(ChatCompletion, body=ChatCompletionRequest, events=(ChatCompletionChunk,))
-async def create_chat_completion(request: Request) -> Response:
+@router.post(
+    "/v1/chat/completions",
+    response_model=ChatCompletion,
+    responses=events(ChatCompletionChunk),
+)
+async def create_chat_completion(request: Request, body: Parsed[ChatCompletionRequest]) -> Response:
     """Answer a conversation."""
-    body = await read_body(request, ChatCompletionRequest)
     response_id = f"chatcmpl-{request.state.unique_id}"
     return await ChatBuilder(request, body, response_id, [body.prompt(response_id)]).respond()

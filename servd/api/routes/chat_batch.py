@@ -8,20 +8,18 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import offload, read_body
-from servd.api.openapi import describes
+from servd.api.context import offload
 from servd.api.protocol.chat import ChatCompletion
 from servd.api.protocol.chat_batch import ChatBatchRequest
 from servd.api.response_builders.chat import ChatBuilder
+from servd.api.route import Parsed, Route
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
-@router.post("/v1/chat/completions/batch")
-@describes(ChatCompletion, body=ChatBatchRequest)
-async def create_chat_completions(request: Request) -> Response:
+@router.post("/v1/chat/completions/batch", response_model=ChatCompletion)
+async def create_chat_completions(request: Request, body: Parsed[ChatBatchRequest]) -> Response:
     """Answer conversations; choice i is the answer to conversation i."""
-    body = await read_body(request, ChatBatchRequest)
     response_id = f"chatcmpl-{request.state.unique_id}"
     chats = await offload(request, request.state.num_bytes, body.chats)
     prompts = [chat.prompt(f"{response_id}-{number}") for number, chat in enumerate(chats)]

@@ -6,22 +6,20 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, json_response, read_body
+from servd.api.context import context_of, json_response
 from servd.api.embedding import embed
-from servd.api.openapi import describes
 from servd.api.protocol.classify import Classification, Classifications
 from servd.api.protocol.embeddings import VectorRequest
+from servd.api.route import Parsed, Route
 from servd.outputs import unpack_vector
 from servd.params import CLASSIFY
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
-@router.post("/classify")
-@describes(Classifications, body=VectorRequest)
-async def classify(request: Request) -> Response:
+@router.post("/classify", response_model=Classifications)
+async def classify(request: Request, body: Parsed[VectorRequest]) -> Response:
     """The most likely class of each input, and how likely each is."""
-    body = await read_body(request, VectorRequest)
     pooling = context_of(request).async_llm.processor.pooling
     vectors = await embed(request, "classify", body.prompts(), CLASSIFY, body.request_options)
     found = [pooling.probabilities(unpack_vector(data)) for data in vectors.data]

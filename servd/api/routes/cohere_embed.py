@@ -9,9 +9,8 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import built_response, context_of, read_body
+from servd.api.context import built_response, context_of
 from servd.api.embedding import Vectors, embed
-from servd.api.openapi import describes
 from servd.api.prompt import Prompt
 from servd.api.protocol.cohere import (
     CohereEmbeddings,
@@ -20,19 +19,18 @@ from servd.api.protocol.cohere import (
     sign_bits,
 )
 from servd.api.protocol.translation import renamed
+from servd.api.route import Parsed, Route
 from servd.messages import RequestOptions
 from servd.outputs import unpack_vector
 from servd.params import PoolingParams
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
-@router.post("/v2/embed")
-@describes(CohereEmbeddings, body=CohereEmbedRequest)
-async def create_cohere_embeddings(request: Request) -> Response:
+@router.post("/v2/embed", response_model=CohereEmbeddings)
+async def create_cohere_embeddings(request: Request, body: Parsed[CohereEmbedRequest]) -> Response:
     """A vector for each text, in every form asked for."""
     context = context_of(request)
-    body = await read_body(request, CohereEmbedRequest)
     limit = min(body.max_tokens or context.max_model_len, context.max_model_len)
     parts = {"NONE": (None, None), "END": (limit, None), "START": (None, limit)}
     first, last = parts[body.truncate]

@@ -6,19 +6,16 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import read_body
-from servd.api.openapi import describes
 from servd.api.protocol.completions import Completion, CompletionRequest
 from servd.api.response_builders.completions import CompletionBuilder
+from servd.api.route import Parsed, Route, events
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
-@router.post("/v1/completions")
-@describes(Completion, body=CompletionRequest, events=(Completion,))
-async def create_completion(request: Request) -> Response:
+@router.post("/v1/completions", response_model=Completion, responses=events(Completion))
+async def create_completion(request: Request, body: Parsed[CompletionRequest]) -> Response:
     """Continue one or more prompts."""
-    body = await read_body(request, CompletionRequest)
     response_id = f"cmpl-{request.state.unique_id}"
     prompts = body.prompts(response_id)
     return await CompletionBuilder(request, body, response_id, prompts).respond()

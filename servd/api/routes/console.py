@@ -8,10 +8,10 @@ from starlette.responses import Response
 
 from servd.api.console import files
 from servd.api.context import context_of, json_response
-from servd.api.openapi import describes
+from servd.api.route import PathPart, Route, text_content
 from servd.errors import NotFound
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 # The same on every server, for it is open without an API key.
 INDEX = {
@@ -22,10 +22,11 @@ INDEX = {
     "health": "/health",
     "metrics": "/metrics",
 }
+FILES = text_content("text/css", "text/html", "text/javascript", "image/svg+xml")
 
 
-@router.api_route("/", methods=["GET", "HEAD"])
-@describes(dict[str, str], media_types=("application/json", "text/html"))
+@router.get("/", response_model=dict[str, str], responses=text_content("text/html"))
+@router.head("/", response_model=dict[str, str], responses=text_content("text/html"))
 async def index(request: Request) -> Response:
     """A page to talk to the model and to look into the server, for who accepts HTML; others get the
     paths to go on with.
@@ -36,11 +37,10 @@ async def index(request: Request) -> Response:
     return json_response(INDEX, headers={"vary": "Accept"})
 
 
-@router.api_route("/console/{file:path}", methods=["GET", "HEAD"])
-@describes(str, media_types=("text/css", "text/html", "text/javascript", "image/svg+xml"))
-async def console_file(request: Request) -> Response:
+@router.get("/console/{file:path}", response_class=Response, responses=FILES)
+@router.head("/console/{file:path}", response_class=Response, responses=FILES)
+async def console_file(request: Request, file: PathPart) -> Response:
     """A file of the page."""
-    file = request.path_params["file"]
     if file not in files() or not context_of(request).config.server.console:
         raise NotFound(f"there is no route {request.method} /console/{file[:200]}")
     return _answer(request, file)

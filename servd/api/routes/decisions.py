@@ -10,9 +10,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import admit, context_of, json_response, read_body, trace
+from servd.api.context import admit, context_of, json_response, trace
 from servd.api.decisions import OptionScorer, gather
-from servd.api.openapi import describes
 from servd.api.prompt import Chat, Prompt
 from servd.api.protocol.decisions import (
     Answer,
@@ -28,18 +27,18 @@ from servd.api.protocol.responses import (
     ResponseUsage,
     chat_messages,
 )
+from servd.api.route import Parsed, Route
 from servd.api.streaming import while_connected
 from servd.messages import RequestOptions
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 MAX_CONCURRENT = 16  # questions
 NO_REASONING = {"enable_thinking": False, "thinking": False}  # as `reasoning_effort: none`
 
 
-@router.post("/v1/decisions")
-@describes(Decision, body=DecisionsRequest)
-async def create_decision(request: Request) -> Response:
+@router.post("/v1/decisions", response_model=Decision)
+async def create_decision(request: Request, body: Parsed[DecisionsRequest]) -> Response:
     """Answer questions about an input by how likely the model is to write each option.
 
     Each question is asked twice, with its options in both orders, and the probabilities are
@@ -47,7 +46,6 @@ async def create_decision(request: Request) -> Response:
     """
     context = context_of(request)
     async_llm = context.async_llm
-    body = await read_body(request, DecisionsRequest)
     async_llm.processor.check_sums()
     request_id = f"decision-{request.state.unique_id}"
     asked = RequestOptions(body.priority or 0, cache_salt=body.prompt_cache_key)

@@ -8,20 +8,18 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import built_response, read_body
+from servd.api.context import built_response
 from servd.api.embedding import embed
-from servd.api.openapi import describes
 from servd.api.protocol.embeddings import Embedding, EmbeddingRequest, Embeddings
+from servd.api.route import Parsed, Route
 from servd.outputs import unpack_vector
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
-@router.post("/v1/embeddings")
-@describes(Embeddings, body=EmbeddingRequest)
-async def create_embeddings(request: Request) -> Response:
+@router.post("/v1/embeddings", response_model=Embeddings)
+async def create_embeddings(request: Request, body: Parsed[EmbeddingRequest]) -> Response:
     """A vector for each input."""
-    body = await read_body(request, EmbeddingRequest)
     vectors = await embed(
         request, "embd", body.prompts(), body.params(body.pooling), body.request_options
     )

@@ -6,8 +6,10 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
+from pydantic import Field
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -15,20 +17,26 @@ from starlette.responses import FileResponse, Response
 
 from servd.api.batch_store import RETENTION
 from servd.api.context import json_response, shelf_of
-from servd.api.openapi import describes
-from servd.api.paging import page, query
+from servd.api.paging import Page
 from servd.api.protocol.batches import UPLOAD, DeletedFile, FileObject, Files
+from servd.api.route import PathPart, Route, refusals, text_content
 from servd.errors import InvalidRequest
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 UTF_8 = re.compile(r"""; *charset=("utf-?8"|utf-?8) *(?=;|$)""", re.IGNORECASE)
 MAX_CONTENT_TYPE = 1024  # characters; the parser's time grows with the square of their number
 MIN_RETENTION = 3600  # seconds that a client may have a file kept, at the least
 
 
-@router.post("/v1/files")
-@describes(FileObject, form=UPLOAD, errors=(404, 429))
+@router.post(
+    "/v1/files",
+    response_model=FileObject,
+    responses=refusals(400, 404, 408, 413, 429),
+    openapi_extra={
+        "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": UPLOAD}}}
+    },
+)
 async def upload_file(request: Request) -> Response:
     """Keep a file of requests for a batch, up to 200 MiB."""
     shelf = shelf_of(request)
@@ -100,36 +108,42 @@ def kept_for(form: FormData) -> int:
     return seconds
 
 
-@router.get("/v1/files")
-@describes(Files, query=query(10_000, 10_000) | {"purpose": {"type": "string"}}, errors=(404,))
-async def list_files(request: Request) -> Response:
+class FilesPage(Page):
+    """Which files to list."""
+
+    limit: Annotated[int, Field(ge=1, le=10_000)] = 10_000
+    purpose: str | None = None
+
+
+@router.get("/v1/files", response_model=Files, responses=refusals(404))
+async def list_files(request: Request, page: Annotated[FilesPage, Query()]) -> Response:
     """The files of this API key, also what batches have written."""
     shelf = shelf_of(request)
     files = await asyncio.to_thread(shelf.all, "file-", FileObject)
-    purpose = request.query_params.get("purpose")
-    chosen = [file for file in files if purpose in (None, file.purpose)]
-    return json_response(Files(*page(request, chosen, lambda file: file.id, 10_000, 10_000)))
+    chosen = [file for file in files if page.purpose in (None, file.purpose)]
+    return json_response(Files(*page.of(chosen, lambda file: file.id)))
 
 
-@router.get("/v1/files/{file_id}")
-@describes(FileObject)
-async def retrieve_file(request: Request, file_id: str) -> Response:
+@router.get("/v1/files/{file_id}", response_model=FileObject)
+async def retrieve_file(request: Request, file_id: PathPart) -> Response:
     """What is known of a file."""
     return json_response(await asyncio.to_thread(shelf_of(request).load, file_id, FileObject))
 
 
-@router.get("/v1/files/{file_id}/content")
-@describes(str, media_types=("application/octet-stream",))
-async def file_content(request: Request, file_id: str) -> Response:
+@router.get(
+    "/v1/files/{file_id}/content",
+    response_class=FileResponse,
+    responses=text_content("application/octet-stream"),
+)
+async def file_content(request: Request, file_id: PathPart) -> Response:
     """The file itself."""
     shelf = shelf_of(request)
     path = shelf.content(await asyncio.to_thread(shelf.load, file_id, FileObject))
     return FileResponse(path, media_type="application/octet-stream")
 
 
-@router.delete("/v1/files/{file_id}")
-@describes(DeletedFile)
-async def delete_file(request: Request, file_id: str) -> Response:
+@router.delete("/v1/files/{file_id}", response_model=DeletedFile)
+async def delete_file(request: Request, file_id: PathPart) -> Response:
     """Forget a file. A batch that reads it at this moment goes on, but not after a restart."""
     shelf = shelf_of(request)
     await asyncio.to_thread(lambda: shelf.delete_file(shelf.load(file_id, FileObject)))

@@ -10,25 +10,28 @@ from starlette.responses import Response
 
 import servd
 from servd.api.context import context_of, json_response
-from servd.api.openapi import describes
 from servd.api.progress import Progress
 from servd.api.protocol.errors import without_paths
+from servd.api.route import Responses, Route, json_content
 from servd.messages import EngineDead, EngineReady, EngineStatus
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
-@router.api_route("/health", methods=["GET", "HEAD"])
-@router.api_route("/ping", methods=["GET", "HEAD", "POST"])
-@describes(
-    Progress,
-    statuses={
-        503: (
-            "The model is loading, the server ends, the engine stands still, or it is gone",
-            dict[str, str | float],
-        )
-    },
-)
+UNAVAILABLE: Responses = {
+    503: {
+        "description": "The model is loading, the server ends, the engine stands still, or it is "
+        "gone",
+        "content": json_content(dict[str, str | float]),
+    }
+}
+
+
+@router.get("/health", response_model=Progress, responses=UNAVAILABLE)
+@router.head("/health", response_model=Progress, responses=UNAVAILABLE)
+@router.get("/ping", response_model=Progress, responses=UNAVAILABLE)
+@router.head("/ping", response_model=Progress, responses=UNAVAILABLE)
+@router.post("/ping", response_model=Progress, responses=UNAVAILABLE)
 async def health(request: Request) -> Response:
     """200 when requests are served: the `activity` is idle, asleep, decoding or prefill. 503 while
     the model loads, while the engine restarts (requests wait for it), when the server ends, when
@@ -58,15 +61,13 @@ async def health(request: Request) -> Response:
             return json_response({"status": "dead", "reason": without_paths(status.reason)}, 503)
 
 
-@router.get("/version")
-@describes(dict[str, str])
+@router.get("/version", response_model=dict[str, str])
 async def version(request: Request) -> Response:
     """The version of servd."""
     return json_response({"version": servd.__version__})
 
 
-@router.get("/load")
-@describes(dict[str, int])
+@router.get("/load", response_model=dict[str, int])
 async def load(request: Request) -> Response:
     """Requests that this server has accepted and not finished."""
     return json_response({"server_load": context_of(request).async_llm.num_unfinished})

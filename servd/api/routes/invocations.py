@@ -11,20 +11,19 @@ from starlette.responses import Response
 
 from servd import plugins
 from servd.api.context import offload
-from servd.api.openapi import describes
 from servd.api.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from servd.api.protocol.completions import Completion, CompletionRequest
 from servd.api.protocol.embeddings import EmbeddingRequest, Embeddings
 from servd.api.protocol.rerank import Ranking, RerankRequest
 from servd.api.protocol.score import ScoreRequest, Scores
+from servd.api.protocol.validation import RequestBody
+from servd.api.route import Parsed, Route, events
 from servd.errors import InvalidRequest
 from servd.json_reader import read_json
 
-router = APIRouter()
-
 # What only bodies of a route have -> its file, of which it is the first route. `query` comes
 # first: scores, too, may have `documents`.
-ROUTE_OF = {
+FILE_OF = {
     "messages": "chat",
     "prompt": "completions",
     "query": "rerank",
@@ -34,34 +33,47 @@ ROUTE_OF = {
 }
 
 
-@router.post("/invocations")
-@describes(
-    ChatCompletion,
-    Completion,
-    Embeddings,
-    Ranking,
-    Scores,
-    body=ChatCompletionRequest
-    | CompletionRequest
-    | RerankRequest
-    | ScoreRequest
-    | EmbeddingRequest,
-    events=(ChatCompletionChunk, Completion),
-)
-async def invoke(request: Request) -> Response:
-    """Answer as the route for such a body does.
+class InvocationRoute(Route):
+    """Reads a body as the route does that its fields belong to."""
 
-    Raises:
-        InvalidRequest: there is none, or what the route raises.
-    """
-    try:
-        data = await request.body()
-        read = partial(read_json, data, dict[str, msgspec.Raw])
-        fields = await offload(request, len(data), read, is_new=True)
-    except ValueError:
-        fields = {"messages": None}  # the chat route says what is wrong with it
-    for name, file in ROUTE_OF.items():
-        if name in fields:
-            route = plugins.load("servd.api.routes", file, "router").routes[0]
-            return await route.endpoint(request)
-    raise InvalidRequest(f"the body must have one of {', '.join(f'`{name}`' for name in ROUTE_OF)}")
+    async def read(self, request: Request) -> RequestBody:
+        """Read and validate the body.
+
+        Raises:
+            InvalidRequest: there is no such route, or what the route raises.
+        """
+        try:
+            data = await request.body()
+            parse = partial(read_json, data, dict[str, msgspec.Raw])
+            fields = await offload(request, len(data), parse, is_new=True)
+        except ValueError:
+            return await _first_route("chat").read(request)  # says what is wrong with it
+        for name, file in FILE_OF.items():
+            if name in fields:
+                return await _first_route(file).read(request)
+        names = ", ".join(f"`{name}`" for name in FILE_OF)
+        raise InvalidRequest(f"the body must have one of {names}")
+
+
+router = APIRouter(route_class=InvocationRoute)
+
+
+@router.post(
+    "/invocations",
+    response_model=(ChatCompletion, Completion, Embeddings, Ranking, Scores),
+    responses=events(ChatCompletionChunk, Completion),
+)
+async def invoke(
+    request: Request,
+    body: Parsed[
+        ChatCompletionRequest | CompletionRequest | RerankRequest | ScoreRequest | EmbeddingRequest
+    ],
+) -> Response:
+    """Answer as the route for such a body does."""
+    routes = map(_first_route, FILE_OF.values())
+    route = next(route for route in routes if route.kind is type(body))
+    return await route.endpoint(request, body)
+
+
+def _first_route(file: str) -> Route:
+    return plugins.load("servd.api.routes", file, "router").routes[0]

@@ -9,9 +9,9 @@ from starlette.responses import Response
 
 import servd
 from servd.api.context import context_of, json_response
-from servd.api.openapi import describes
+from servd.api.route import Route
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
 class Modalities(msgspec.Struct):
@@ -49,8 +49,7 @@ class Slot(msgspec.Struct):
     is_processing: bool
 
 
-@router.get("/props")
-@describes(Props)
+@router.get("/props", response_model=Props)
 async def props(request: Request) -> Response:
     """The model's names, template, context and slots."""
     context = context_of(request)
@@ -70,8 +69,7 @@ async def props(request: Request) -> Response:
     return json_response(answer)
 
 
-@router.get("/slots")
-@describes(list[Slot])
+@router.get("/slots", response_model=list[Slot])
 async def slots(request: Request) -> Response:
     """The places of all engines, as those last reported."""
     return json_response(_slots(request))

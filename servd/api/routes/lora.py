@@ -7,30 +7,26 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from servd.api.adapters import Adapters
-from servd.api.context import context_of, read_body
-from servd.api.openapi import describes
+from servd.api.context import context_of
 from servd.api.protocol.lora import LoadAdapterRequest, UnloadAdapterRequest
+from servd.api.route import Parsed, Route
 from servd.errors import NotFound, UnknownModel
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
-@router.post("/v1/load_lora_adapter")
-@describes(str, body=LoadAdapterRequest, media_types=("text/plain",))
-async def load_lora_adapter(request: Request) -> Response:
+@router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+async def load_lora_adapter(request: Request, body: Parsed[LoadAdapterRequest]) -> Response:
     """Serve an adapter from --lora-dir, in all API servers from now on."""
-    body = await read_body(request, LoadAdapterRequest)
     await _adapters(request).load(body.lora_name, body.lora_path, body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter")
-@describes(str, body=UnloadAdapterRequest, media_types=("text/plain",))
-async def unload_lora_adapter(request: Request) -> Response:
+@router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+async def unload_lora_adapter(request: Request, body: Parsed[UnloadAdapterRequest]) -> Response:
     """Serve an adapter no longer; requests that run keep it. One that has a folder of this name in
     --lora-dir is loaded again when a request names it.
     """
-    body = await read_body(request, UnloadAdapterRequest)
     if await _adapters(request).unload(body.lora_name) is None:
         name = body.lora_name[:200]
         raise UnknownModel(f"the adapter {name!r} is not loaded", param="lora_name")

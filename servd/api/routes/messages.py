@@ -7,7 +7,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.context import context_of, json_response, offload, read_body
-from servd.api.openapi import describes
 from servd.api.processor import Processor
 from servd.api.protocol.anthropic import (
     CHAT_NAMES,
@@ -19,19 +18,29 @@ from servd.api.protocol.anthropic import (
 )
 from servd.api.protocol.events import MessageEvent
 from servd.api.protocol.translation import renamed
+from servd.api.protocol.validation import RequestBody
 from servd.api.response_builders.messages import MessageBuilder
+from servd.api.route import Parsed, Route, events
 from servd.errors import InvalidRequest
 
-router = APIRouter()
+
+class MessagesRoute(Route):
+    """Reads reasoning budgets only where the model's reasoning can be limited."""
+
+    async def read(self, request: Request) -> RequestBody:
+        """Read and validate the body; see `Route`."""
+        is_limited = self.endpoint is create_message
+        if is_limited and not _can_limit_reasoning(context_of(request).async_llm.processor):
+            return await read_body(request, MessagesRequest)
+        return await super().read(request)
 
 
-@router.post("/v1/messages")
-@describes(Message, body=LimitedMessagesRequest, events=(MessageEvent,))
-async def create_message(request: Request) -> Response:
+router = APIRouter(route_class=MessagesRoute)
+
+
+@router.post("/v1/messages", response_model=Message, responses=events(MessageEvent))
+async def create_message(request: Request, body: Parsed[LimitedMessagesRequest]) -> Response:
     """Answer a conversation."""
-    context = context_of(request)
-    can_limit = _can_limit_reasoning(context.async_llm.processor)
-    body = await read_body(request, LimitedMessagesRequest if can_limit else MessagesRequest)
     message_id = f"msg_{request.state.unique_id}"
     with renamed(CHAT_NAMES):
         chat = await offload(
@@ -49,12 +58,10 @@ def _can_limit_reasoning(processor: Processor) -> bool:
     return True
 
 
-@router.post("/v1/messages/count_tokens")
-@describes(TokensCount, body=CountTokensRequest)
-async def count_tokens(request: Request) -> Response:
+@router.post("/v1/messages/count_tokens", response_model=TokensCount)
+async def count_tokens(request: Request, body: Parsed[CountTokensRequest]) -> Response:
     """How many tokens the prompt of a conversation has."""
     async_llm = context_of(request).async_llm
-    body = await read_body(request, CountTokensRequest)
     with renamed(CHAT_NAMES):
         chat = await offload(
             request, request.state.num_bytes, lambda: body.as_chat(body.chat_fields())

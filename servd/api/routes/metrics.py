@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from servd.api.context import context_of
-from servd.api.openapi import describes
+from servd.api.route import Route, text_content
 from servd.api.siblings import WriteMetrics
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
-@router.get("/metrics")
-@describes(str, media_types=("text/plain", "application/openmetrics-text"))
+@router.get(
+    "/metrics",
+    response_class=PlainTextResponse,
+    responses=text_content("application/openmetrics-text"),
+)
 async def metrics(request: Request) -> Response:
     """What Prometheus collects, as its text or as OpenMetrics."""
     accept = request.headers.get("accept", "")

@@ -9,15 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.context import Context, context_of, json_response
-from servd.api.openapi import describes
 from servd.api.protocol.models import ModelCard, ModelList
+from servd.api.route import PathPart, Route
 from servd.lora import Adapter
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
-@router.get("/v1/models")
-@describes(ModelList)
+@router.get("/v1/models", response_model=ModelList)
 async def list_models(request: Request) -> Response:
     """All names of the model, and its adapters."""
     context = context_of(request)
@@ -28,9 +27,8 @@ async def list_models(request: Request) -> Response:
     return json_response(ModelList(cards))
 
 
-@router.get("/v1/models/{name:path}")  # names contain slashes
-@describes(ModelCard)
-async def retrieve_model(request: Request, name: str) -> Response:
+@router.get("/v1/models/{name:path}", response_model=ModelCard)  # names contain slashes
+async def retrieve_model(request: Request, name: PathPart) -> Response:
     """One name of the model, or an adapter."""
     context = context_of(request)
     return json_response(_card(context, *await context.find_model(name)))

@@ -3,45 +3,69 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import re
 from functools import lru_cache
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter
+from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
+from starlette.staticfiles import StaticFiles
 
 from servd.api.context import context_of
-from servd.api.openapi import describes, document
-from servd.api.openapi_page import CONTENT_SECURITY_POLICY, page
+from servd.api.route import PathPart, Route, document, text_content
 from servd.api.routes import load_routers
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
+
+# Swagger UI, which the package keeps for servers without access to the internet.
+FILES = StaticFiles(packages=[("fastapi_offline", "static")])
+INLINE = re.compile(r"<script>(.*?)</script>", re.DOTALL)
+POLICY = (
+    "default-src 'none'; script-src 'self' 'sha256-{}'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 
-@router.get("/openapi.json")
-@describes(dict[str, Any])
+@router.get("/openapi.json", response_model=dict[str, Any])
 async def openapi(request: Request) -> Response:
     """Every route with its fields, bounds and errors."""
-    content, _ = await _described(request)
+    needs_key = context_of(request).keys.are_needed
+    content = await asyncio.to_thread(_describe, needs_key)  # the first takes a tenth of a second
     return Response(content, media_type="application/json")
 
 
-@router.get("/docs")
-@router.get("/redoc")
-@describes(str, media_types=("text/html",))
+@lru_cache
+def _describe(needs_key: bool) -> bytes:
+    return msgspec.json.encode(document(load_routers(), needs_key))
+
+
+@router.get("/docs", response_class=HTMLResponse)
+@router.get("/redoc", response_class=HTMLResponse)
 async def docs(request: Request) -> Response:
     """The description as a page."""
-    _, content = await _described(request)
-    return HTMLResponse(content, headers={"content-security-policy": CONTENT_SECURITY_POLICY})
+    page = get_swagger_ui_html(
+        openapi_url="openapi.json",
+        title="servd",
+        swagger_js_url="docs/swagger-ui-bundle.js",
+        swagger_css_url="docs/swagger-ui.css",
+        swagger_favicon_url="docs/favicon.png",
+    )
+    (script,) = INLINE.findall(bytes(page.body).decode())
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page.headers["content-security-policy"] = POLICY.format(digest)
+    return page
 
 
-async def _described(request: Request) -> tuple[bytes, str]:
-    needs_key = context_of(request).keys.are_needed
-    return await asyncio.to_thread(_describe, needs_key)  # the first takes a tenth of a second
-
-
-@lru_cache
-def _describe(needs_key: bool) -> tuple[bytes, str]:
-    described = document(load_routers(), needs_key)
-    return msgspec.json.encode(described), page(described)
+@router.get(
+    "/docs/{asset}",
+    response_class=Response,
+    responses=text_content("text/css", "text/javascript", "image/png"),
+)
+async def docs_asset(request: Request, asset: PathPart) -> Response:
+    """A file of the page."""
+    return await FILES.get_response(asset, request.scope)

@@ -8,25 +8,23 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import built_response, context_of, read_body
+from servd.api.context import built_response, context_of
 from servd.api.embedding import embed
-from servd.api.openapi import describes
 from servd.api.protocol.pooling import PooledInput, PoolingRequest, Poolings
+from servd.api.route import Parsed, Route
 from servd.errors import InvalidRequest
 from servd.outputs import unpack_vector
 from servd.params import CLASSIFY
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 MAX_NUMBERS = 2**22  # in one answer: 16 MiB of float32, and about 80 MB of JSON
 
 
-@router.post("/pooling")
-@describes(Poolings, body=PoolingRequest)
-async def pool(request: Request) -> Response:
+@router.post("/pooling", response_model=Poolings)
+async def pool(request: Request, body: Parsed[PoolingRequest]) -> Response:
     """A vector for each input, or for each token of it."""
     context = context_of(request)
-    body = await read_body(request, PoolingRequest)
     size = body.dimensions or context.async_llm.spec.hidden_size
     params = body.params("all" if body.by_token else body.pooling)
     if body.task == "classify":

@@ -7,19 +7,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import admit, context_of, json_response, read_body
-from servd.api.openapi import describes
+from servd.api.context import admit, context_of, json_response
 from servd.api.protocol.chat import ChatCompletionRequest, RenderedChat
+from servd.api.route import Parsed, Route
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
-@router.post("/v1/chat/completions/render")
-@describes(RenderedChat, body=ChatCompletionRequest)
-async def render_chat_completion(request: Request) -> Response:
+@router.post("/v1/chat/completions/render", response_model=RenderedChat)
+async def render_chat_completion(request: Request, body: Parsed[ChatCompletionRequest]) -> Response:
     """Template, tokenise and check a chat request, and run nothing."""
     context = context_of(request)
-    body = await read_body(request, ChatCompletionRequest)
     params = body.sampling_params(context.async_llm.processor.default_params)
     prompt = body.prompt(f"render-{request.state.unique_id}")
     with admit(request, body.request_options) as (_, options):

@@ -2,54 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.context import context_of, json_response, offload
 from servd.api.explanation import steps_of, trace_of
-from servd.api.openapi import describes
 from servd.api.protocol.requests import RequestList, RequestTimeline, StepList
+from servd.api.route import PathPart, Route
 from servd.api.siblings import CHARS_PER_STEP, FindTimeline, ListRequests, ListSteps
-from servd.errors import InvalidRequest, NotFound
+from servd.errors import NotFound
 from servd.tracing import now_ns
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 MAX_LISTED, MAX_STEPS_LISTED = 200, 1000
 
-
-def _count(most: int) -> dict[str, int | str]:
-    return {"type": "integer", "minimum": 1, "maximum": most}
+Count = Annotated[int, Query(ge=1, le=MAX_LISTED)]
 
 
-@router.get("/v1/requests")
-@describes(RequestList, query={name: _count(MAX_LISTED) for name in ("recent", "slowest")})
-async def list_requests(request: Request) -> Response:
+@router.get("/v1/requests", response_model=RequestList)
+async def list_requests(
+    request: Request, recent: Count = 20, slowest: Count | None = None
+) -> Response:
     """The most recent requests of this API key, running ones first, or the slowest finished
     ones.
     """
-    order = "slowest" if "slowest" in request.query_params else "recent"
-    count = _asked(request, order, 20, MAX_LISTED)
-    question = ListRequests(request.state.owner, order, count)
+    owner = request.state.owner
+    question = ListRequests(owner, "recent", recent)
+    if slowest is not None:
+        question = ListRequests(owner, "slowest", slowest)
     return json_response(RequestList(await context_of(request).siblings.list_requests(question)))
 
 
-@router.get("/v1/requests/{request_id}/timeline")
-@router.get("/debug/requests/{request_id}")
-@describes(
-    RequestTimeline, dict[str, Any],
-    query={"format": {"enum": ["json", "perfetto"], "default": "json"}},
-)  # fmt: skip
-async def request_timeline(request: Request, request_id: str) -> Response:
+@router.get("/v1/requests/{request_id}/timeline", response_model=(RequestTimeline, dict[str, Any]))
+@router.get("/debug/requests/{request_id}", response_model=(RequestTimeline, dict[str, Any]))
+async def request_timeline(
+    request: Request, request_id: PathPart, format: Literal["json", "perfetto"] = "json"
+) -> Response:
     """Where the time of a running, recent or slow request went, by the `id` of its answer: every
     millisecond has a cause. `format=perfetto` gives it as trace events for ui.perfetto.dev.
     """
-    kind = request.query_params.get("format", "json")
-    if kind not in ("json", "perfetto"):
-        raise InvalidRequest("format must be json or perfetto", param="format")
     question = FindTimeline(request.state.owner, request_id)
     timeline = await context_of(request).siblings.find_timeline(question)
     if timeline is None:
@@ -57,22 +52,15 @@ async def request_timeline(request: Request, request_id: str) -> Response:
             f"there is no running or recent request {request_id[:200]!r} of this API key",
             param="request_id",
         )
-    return json_response(timeline if kind == "json" else trace_of(timeline))
+    return json_response(timeline if format == "json" else trace_of(timeline))
 
 
-@router.get("/v1/steps")
-@describes(StepList, query={"recent": _count(MAX_STEPS_LISTED)})
-async def list_steps(request: Request) -> Response:
+@router.get("/v1/steps", response_model=StepList)
+async def list_steps(
+    request: Request, recent: Annotated[int, Query(ge=1, le=MAX_STEPS_LISTED)] = 100
+) -> Response:
     """The latest steps of the engine."""
-    count = _asked(request, "recent", 100, MAX_STEPS_LISTED)
-    steps = await context_of(request).siblings.list_steps(ListSteps(count))
+    steps = await context_of(request).siblings.list_steps(ListSteps(recent))
     size = CHARS_PER_STEP * len(steps)
     data = await offload(request, size, lambda: steps_of(steps, 0))
     return json_response(StepList(data, round(now_ns() / 1e6, 3)))
-
-
-def _asked(request: Request, name: str, default: int, most: int) -> int:
-    text = request.query_params.get(name, str(default))
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= most):
-        raise InvalidRequest(f"{name} must be a whole number from 1 to {most}", param=name)
-    return int(text)

@@ -7,22 +7,20 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, json_response, read_body
+from servd.api.context import context_of, json_response
 from servd.api.embedding import compare
-from servd.api.openapi import describes
 from servd.api.prompt import Prompt
 from servd.api.protocol.rerank import RankedDocument, RankedText, Ranking, RerankRequest
+from servd.api.route import Parsed, Route
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
-@router.post("/rerank")
-@router.post("/v1/rerank")
-@router.post("/v2/rerank")
-@describes(Ranking, body=RerankRequest)
-async def rerank(request: Request) -> Response:
+@router.post("/rerank", response_model=Ranking)
+@router.post("/v1/rerank", response_model=Ranking)
+@router.post("/v2/rerank", response_model=Ranking)
+async def rerank(request: Request, body: Parsed[RerankRequest]) -> Response:
     """The documents that fit best first."""
-    body = await read_body(request, RerankRequest)
     pooling = context_of(request).async_llm.processor.pooling
     query = Prompt(
         content=body.query,

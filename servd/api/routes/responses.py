@@ -5,22 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterable, Mapping
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response as HTTPResponse
 
-from servd.api.context import (
-    context_of,
-    json_response,
-    offload,
-    read_body,
-)
+from servd.api.context import context_of, json_response, offload
 from servd.api.event_log import EventLog
-from servd.api.openapi import describes
-from servd.api.paging import number, page, query
+from servd.api.paging import Page
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import error_reply
 from servd.api.protocol.events import ResponseEvent
@@ -37,6 +31,7 @@ from servd.api.protocol.translation import renamed
 from servd.api.response_builders.events import encode
 from servd.api.response_builders.responses import ResponsesBuilder
 from servd.api.response_store import ResponseStore, Stored
+from servd.api.route import Parsed, PathPart, Route, events
 from servd.api.streaming import EventStream
 from servd.errors import InvalidRequest, NotFound
 from servd.outputs import CompletionOutput
@@ -44,15 +39,13 @@ from servd.outputs import CompletionOutput
 if TYPE_CHECKING:
     from servd.api.otel import RequestSpan
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
-@router.post("/v1/responses")
-@describes(Response, body=ResponsesRequest, events=(ResponseEvent,))
-async def create_response(request: Request) -> HTTPResponse:
+@router.post("/v1/responses", response_model=Response, responses=events(ResponseEvent))
+async def create_response(request: Request, body: Parsed[ResponsesRequest]) -> HTTPResponse:
     """Answer a conversation, whose earlier turns may be stored here."""
     store = _store(request)
-    body = await read_body(request, ResponsesRequest)
     response_id = f"resp_{request.state.unique_id}"
     is_stored = body.store is not False and store.max_responses > 0
     if body.background and not is_stored:
@@ -93,12 +86,10 @@ async def create_response(request: Request) -> HTTPResponse:
     return json_response(builder.response, headers=request.state.ignored)
 
 
-@router.post("/v1/responses/input_tokens")
-@describes(InputTokens, body=ResponsesRequest)
-async def count_input_tokens(request: Request) -> HTTPResponse:
+@router.post("/v1/responses/input_tokens", response_model=InputTokens)
+async def count_input_tokens(request: Request, body: Parsed[ResponsesRequest]) -> HTTPResponse:
     """How many tokens the prompt of a response would have."""
     context = context_of(request)
-    body = await read_body(request, ResponsesRequest)
     items = _conversation(_previous(_store(request), body), body)
     with renamed(CHAT_NAMES):
         prompt = (await _chat(request, body, items)).prompt(request.state.unique_id)
@@ -106,40 +97,38 @@ async def count_input_tokens(request: Request) -> HTTPResponse:
     return json_response(InputTokens(len(token_ids)), headers=request.state.ignored)
 
 
-@router.get("/v1/responses/{response_id}")
-@describes(
-    Response,
-    events=(ResponseEvent,),
-    query={
-        "stream": {"enum": ["true", "false"], "default": "false"},
-        "starting_after": {"type": "integer", "minimum": 0, "maximum": 2**31},
-    },
-)
-async def get_response(request: Request, response_id: str) -> HTTPResponse:
+@router.get("/v1/responses/{response_id}", response_model=Response, responses=events(ResponseEvent))
+async def get_response(
+    request: Request,
+    response_id: PathPart,
+    stream: bool = False,
+    starting_after: Annotated[int | None, Query(ge=0, le=2**31)] = None,
+) -> HTTPResponse:
     """A stored response, finished or not; with `stream`, the events of a background one."""
     stored = _stored(request, response_id)
-    if request.query_params.get("stream", "false").lower() not in ("true", "1"):
+    if not stream:
         return json_response(stored.response)
     if stored.log is None:
         raise InvalidRequest(
             "only a response with `background`: true can be streamed again: leave out `stream`",
             param="stream",
         )
-    return _stream(request, stored.log, 1 + number(request, "starting_after", -1, 2**31), {})
+    start = 0 if starting_after is None else starting_after + 1
+    return _stream(request, stored.log, start, {})
 
 
-@router.get("/v1/responses/{response_id}/input_items")
-@describes(InputItems, query=query())
-async def list_input_items(request: Request, response_id: str) -> HTTPResponse:
+@router.get("/v1/responses/{response_id}/input_items", response_model=InputItems)
+async def list_input_items(
+    request: Request, response_id: PathPart, page: Annotated[Page, Query()]
+) -> HTTPResponse:
     """What a stored response answers: the items of all turns before it, and its own input."""
     stored = _stored(request, response_id)
     items = listed(response_id, stored.items)
-    return json_response(InputItems(*page(request, items, lambda item: item["id"])))
+    return json_response(InputItems(*page.of(items, lambda item: item["id"])))
 
 
-@router.delete("/v1/responses/{response_id}")
-@describes(DeletedResponse)
-async def delete_response(request: Request, response_id: str) -> HTTPResponse:
+@router.delete("/v1/responses/{response_id}", response_model=DeletedResponse)
+async def delete_response(request: Request, response_id: PathPart) -> HTTPResponse:
     """Forget a response; one that is being made is cancelled."""
     stored = _stored(request, response_id)
     await _cancel(stored)
@@ -147,9 +136,8 @@ async def delete_response(request: Request, response_id: str) -> HTTPResponse:
     return json_response(DeletedResponse(stored.response.id))
 
 
-@router.post("/v1/responses/{response_id}/cancel")
-@describes(Response)
-async def cancel_response(request: Request, response_id: str) -> HTTPResponse:
+@router.post("/v1/responses/{response_id}/cancel", response_model=Response)
+async def cancel_response(request: Request, response_id: PathPart) -> HTTPResponse:
     """Stop making a response in the background."""
     stored = _stored(request, response_id)
     if not stored.response.background:

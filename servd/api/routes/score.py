@@ -6,21 +6,19 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import json_response, read_body
+from servd.api.context import json_response
 from servd.api.embedding import compare
-from servd.api.openapi import describes
 from servd.api.prompt import Prompt
 from servd.api.protocol.score import Score, ScoreRequest, Scores
+from servd.api.route import Parsed, Route
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
-@router.post("/score")
-@router.post("/v1/score")
-@describes(Scores, body=ScoreRequest)
-async def create_scores(request: Request) -> Response:
+@router.post("/score", response_model=Scores)
+@router.post("/v1/score", response_model=Scores)
+async def create_scores(request: Request, body: Parsed[ScoreRequest]) -> Response:
     """A score for each pair."""
-    body = await read_body(request, ScoreRequest)
     firsts = [Prompt(content=text, param="text_1") for text in body.text_1]
     seconds = [Prompt(content=text, param="text_2") for text in body.text_2]
     scores, usage = await compare(request, "score", firsts, seconds, body)

@@ -14,12 +14,12 @@ from starlette.responses import Response
 
 import servd
 from servd.api.context import Context, context_of, json_response
-from servd.api.openapi import describes
+from servd.api.route import Route
 from servd.config import flag_of, options_by_name, title_of
 from servd.messages import EngineReady
 from servd.receipt import versions
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
 class Option(msgspec.Struct):
@@ -59,8 +59,7 @@ class ServerInfo(msgspec.Struct):
     engine: Engine | UnsetType = UNSET
 
 
-@router.get("/server_info")
-@describes(ServerInfo)
+@router.get("/server_info", response_model=ServerInfo)
 async def server_info(request: Request) -> Response:
     """Every option with its value and why it has it, the phases of start-up, versions."""
     context = context_of(request)

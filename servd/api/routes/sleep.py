@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.async_llm import AsyncLLM
 from servd.api.context import context_of, json_response
-from servd.api.openapi import describes
+from servd.api.route import Route, refusals
 from servd.errors import InvalidRequest, Unavailable
 from servd.messages import EngineReady, Sleep, WakeUp
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
+Level = Annotated[str, Query(json_schema_extra={"enum": ["1", "2"]})]
 PATIENCE = 60.0  # seconds that an answer waits for the engine, which finishes its requests first
 
 
@@ -28,24 +30,26 @@ class SleepState(msgspec.Struct):
     is_sleeping: bool
 
 
-@router.post("/sleep")
-@describes(SleepState, query={"level": {"enum": ["1", "2"], "default": "1"}}, errors=(503,))
-async def sleep(request: Request) -> Response:
+@router.post("/sleep", response_model=SleepState, responses=refusals(503))
+async def sleep(request: Request, level: Level = "1") -> Response:
     """Free weights and KV cache once nothing runs or waits, and answer then, or after a minute. The
     next request loads the model again. Levels 1 and 2 do the same.
     """
-    check_level(request)
+    check_level(level)
     return await _ask(context_of(request).async_llm, Sleep())
 
 
-def check_level(request: Request) -> None:
-    """Raises InvalidRequest for a level that frees less than all."""
-    if request.query_params.get("level", "1") not in ("1", "2"):
+def check_level(level: str) -> None:
+    """Check that a level frees all.
+
+    Raises:
+        InvalidRequest: it frees less.
+    """
+    if level not in ("1", "2"):
         raise InvalidRequest("level must be 1 or 2: both free the weights", param="level")
 
 
-@router.post("/wake_up")
-@describes(SleepState, errors=(503,))
+@router.post("/wake_up", response_model=SleepState, responses=refusals(503))
 async def wake_up(request: Request) -> Response:
     """Load the model again before a request needs it; the answer comes when it is loaded, or after
     a minute.
@@ -53,8 +57,7 @@ async def wake_up(request: Request) -> Response:
     return await _ask(context_of(request).async_llm, WakeUp())
 
 
-@router.get("/is_sleeping")
-@describes(SleepState, errors=(503,))
+@router.get("/is_sleeping", response_model=SleepState, responses=refusals(503))
 async def is_sleeping(request: Request) -> Response:
     """Whether weights and KV cache of all engines are freed."""
     return json_response(SleepState(all(_sleep(context_of(request).async_llm))))

@@ -8,21 +8,19 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import built_response, context_of, json_response, read_body
-from servd.api.openapi import describes
+from servd.api.context import built_response, context_of, json_response
 from servd.api.prompt import Prompt
 from servd.api.protocol.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from servd.api.route import Parsed, Route
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
-@router.post("/tokenize")
-@router.post("/v1/tokenize")  # as SGLang has it
-@describes(Tokenized, body=TokenizeRequest)
-async def tokenize(request: Request) -> Response:
+@router.post("/tokenize", response_model=Tokenized)
+@router.post("/v1/tokenize", response_model=Tokenized)  # as SGLang has it
+async def tokenize(request: Request, body: Parsed[TokenizeRequest]) -> Response:
     """The token ids that a completion or a chat would compute."""
     context = context_of(request)
-    body = await read_body(request, TokenizeRequest)
     tokenizer = context.async_llm.processor.tokenizer
     content = body.chat if body.prompt is None else body.prompt
     prompt = Prompt(content=content, add_special_tokens=body.add_special_tokens)
@@ -35,8 +33,7 @@ async def tokenize(request: Request) -> Response:
     return await built_response(request, len(token_ids), build)
 
 
-@router.get("/tokenizer_info")
-@describes(dict[str, Any])
+@router.get("/tokenizer_info", response_model=dict[str, Any])
 async def tokenizer_info(request: Request) -> Response:
     """The model's tokenizer_config.json with the chat template that is in use."""
     processor = context_of(request).async_llm.processor
@@ -44,13 +41,11 @@ async def tokenizer_info(request: Request) -> Response:
     return json_response({**config, "chat_template": processor.chat_template.source})
 
 
-@router.post("/detokenize")
-@router.post("/v1/detokenize")
-@describes(Detokenized, body=DetokenizeRequest)
-async def detokenize(request: Request) -> Response:
+@router.post("/detokenize", response_model=Detokenized)
+@router.post("/v1/detokenize", response_model=Detokenized)
+async def detokenize(request: Request, body: Parsed[DetokenizeRequest]) -> Response:
     """The text of token ids, special tokens included."""
     context = context_of(request)
-    body = await read_body(request, DetokenizeRequest)
     processor = context.async_llm.processor
 
     def build() -> Detokenized:
