@@ -28,6 +28,7 @@ from servd.api.async_llm import AsyncLLM
 from servd.api.auth import OPEN_PATHS, ApiKeyAuth, Keys
 from servd.api.batch_runner import BatchRunner
 from servd.api.batch_store import BatchStore
+from servd.api.call import call_of
 from servd.api.context import Context
 from servd.api.ignored_fields import IgnoredFields
 from servd.api.middleware import RequestContext
@@ -147,7 +148,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
         )
     elif isinstance(error, RequestValidationError):
         error = explain_parameters(error.errors())
-    reply = error_reply(error, request.state.request_id, request.scope["path"])
+    reply = error_reply(error, call_of(request).request_id, request.scope["path"])
     return Response(reply.body, reply.status, reply.headers, media_type="application/json")
 
 

@@ -200,11 +200,11 @@ class AsyncLLM:
             async with asyncio.timeout_at(deadline):
                 if admitted is not None:
                     keep = options.truncate_prompt_tokens
-                    fewest = await self.offload(
+                    fewest = await self.run_in_thread(
                         owner, size, lambda: sum(processor.fewest_tokens(p, keep) for p in prompts)
                     )
                     admitted.count_tokens(fewest)
-                prepared = await self.offload(
+                prepared = await self.run_in_thread(
                     owner, size, lambda: [processor.process(p, params, options) for p in prompts]
                 )
                 if admitted is not None:
@@ -225,7 +225,9 @@ class AsyncLLM:
         Raises:
             InvalidRequest: see `Processor.tokenize`.
         """
-        return await self.offload(owner, prompt.num_chars, lambda: self.processor.tokenize(prompt))
+        return await self.run_in_thread(
+            owner, prompt.num_chars, lambda: self.processor.tokenize(prompt)
+        )
 
     async def generate(
         self,
@@ -374,7 +376,7 @@ class AsyncLLM:
         for engine in self.engines:
             engine.fail(error)
 
-    async def offload(
+    async def run_in_thread(
         self, owner: str, size: int, work: Callable[[], T], *, is_new: bool = False
     ) -> T:
         """Run `work` off the event loop, unless it is short.

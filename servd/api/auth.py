@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as Connection
@@ -12,6 +13,9 @@ from starlette.types import Scope as Connection
 from servd.access import SCOPES, Key, Scope, hash_key, read_keys
 from servd.config import AccessConfig
 from servd.errors import ConfigError, Forbidden, Unauthorized
+
+if TYPE_CHECKING:
+    from servd.api.call import Call
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # reveal nothing about the model
 # Routes about other clients or the machine, and their scope. All others need "inference".
@@ -35,6 +39,7 @@ SCOPE_OF_PATH: dict[str, Scope] = {
 ANYONE = Key(name="", sha256="", scopes=SCOPES)
 # In an ASGI scope made by this process: the API key on whose behalf it sends a batch's request.
 ON_BEHALF_OF = "servd.on_behalf_of"
+CALL = "servd.call"  # the Call in the ASGI scope
 
 
 class Keys:
@@ -90,7 +95,7 @@ class Keys:
 @dataclass(eq=False)
 class ApiKeyAuth:
     """Requires a key as `Authorization: Bearer KEY` or `x-api-key: KEY`, with the scope of the
-    route. Sets `key`, and its name as `owner` and `client`, in `scope["state"]`.
+    route. Sets `key`, and its name as `owner` and `client`, in its Call.
 
     Decides on the ASGI path, which the router uses too, and never on a URL rebuilt from headers.
     """
@@ -111,5 +116,8 @@ class ApiKeyAuth:
                 )
             # Background requests take turns separately.
             client = f"{key.name}/background" if own else key.name
-            scope["state"].update(key=key, owner=key.name, client=client)
+            call: Call = scope[CALL]
+            call.key = key
+            call.owner = key.name
+            call.client = client
         await self.app(scope, receive, send)

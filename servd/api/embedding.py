@@ -9,7 +9,8 @@ from contextlib import aclosing
 import msgspec
 from starlette.requests import Request
 
-from servd.api.context import admit, context_of, offload, trace
+from servd.api.call import call_of
+from servd.api.context import context_of
 from servd.api.prompt import Pair, Prompt, SharedText
 from servd.api.protocol.embeddings import EmbeddingUsage
 from servd.api.protocol.score import SimilarityRequest
@@ -56,17 +57,18 @@ async def embed(
         InvalidRequest: see `Processor.process`.
         ClientDisconnect: the client left.
     """
-    async_llm, deadline = context_of(request).async_llm, request.state.deadline
-    prefix, named = f"{prefix}-{request.state.unique_id}", list[Prompt]()
+    call = call_of(request)
+    async_llm, deadline = context_of(request).async_llm, call.deadline
+    prefix, named = f"{prefix}-{call.unique_id}", list[Prompt]()
 
     def name(prompt: Prompt) -> None:
         request_id = f"{prefix}-{len(named)}"
         named.append(msgspec.structs.replace(prompt, request_id=request_id))
 
-    await async_llm.loop.each(request.state.client, prompts, name)
+    await async_llm.loop.each(call.client, prompts, name)
     vectors = [b""] * len(named)
-    await trace(request, [prompt.request_id for prompt in named])
-    with admit(request, options, len(named)) as (admitted, own):
+    await call.open_timelines([prompt.request_id for prompt in named])
+    with call.admit(options, len(named)) as (admitted, own):
         async with while_connected(request.receive):
             prepared = await async_llm.prepare(named, params, own, deadline, admitted)
             num_tokens = sum(len(one.prompt_token_ids) for one in prepared)
@@ -121,4 +123,4 @@ async def _cosines(
             for one, other in zip(left, seconds, strict=True)
         ]
 
-    return await offload(request, sum(map(len, seconds)) // 4, compute)
+    return await call_of(request).run_in_thread(sum(map(len, seconds)) // 4, compute)

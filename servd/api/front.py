@@ -31,6 +31,7 @@ from servd import log
 from servd.api import console
 from servd.api.app import assemble, cross_origin
 from servd.api.auth import OPEN_PATHS, ApiKeyAuth, Keys
+from servd.api.call import call_of
 from servd.api.context import json_response
 from servd.api.fair_loop import FairLoop
 from servd.api.middleware import SINCE, RequestContext
@@ -160,11 +161,12 @@ class Front:
         visiting: AbstractAsyncContextManager[Visit],
         send: Send,
     ) -> None:
-        scope, state = request.scope, request.scope["state"]
+        scope = request.scope
+        call = call_of(request)
         # The raw path: httpx would resolve `..`, and a decoded path may have any character.
         target = scope["raw_path"] + (b"?" + query if (query := scope["query_string"]) else b"")
         headers = [(k, v) for k, v in scope["headers"] if k not in OF_REQUESTS]
-        headers.append((b"x-request-id", state["request_id"].encode()))
+        headers.append((b"x-request-id", call.request_id.encode()))
         headers.append((SINCE.encode(), str(now_ns()).encode()))
         if request.client is not None:  # None: of a Unix socket
             headers.append((b"x-forwarded-for", request.client.host.encode()))
@@ -176,7 +178,7 @@ class Front:
                 )  # fmt: skip
                 answer = await visit.http.send(asked, stream=True)
                 visit.answered()
-                state["is_logged"] = True
+                call.is_logged = True
             except httpx.LocalProtocolError as error:
                 raise InvalidRequest(f"the request cannot be passed on: {error}") from None
             except httpx.TransportError as error:

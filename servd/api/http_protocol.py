@@ -58,6 +58,22 @@ def settings(app: Any, connections: Connections, **options: Any) -> uvicorn.Conf
     return uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None, **options)
 
 
+CONNECTION = "servd.connection"  # a ConnectionState in the ASGI scope
+
+
+@dataclass(slots=True)
+class ConnectionState:
+    """What the application is told of the connection of a request.
+
+    Attributes:
+        blocked: marks of writes that waited for the client.
+        refusal: why the connection may send no requests.
+    """
+
+    blocked: deque[Mark]
+    refusal: Unavailable | None = None
+
+
 class TimedFlow(FlowControl):
     """Flow control that records in `blocked` when writes waited for the client."""
 
@@ -81,7 +97,7 @@ class HttpProtocol(HttpToolsProtocol):
     - 400 to a body of tiny chunks, which would block the event loop.
 
     Above --max-connections, the connection that has been idle for longest is closed. If none is
-    idle, the application gets an Unavailable as `scope["state"]["refusal"]`.
+    idle, the application gets an Unavailable as the `refusal` of its ConnectionState.
 
     A connection whose client reads nothing for `write_timeout` seconds (up to twice that) is cut,
     which aborts its request.
@@ -207,11 +223,11 @@ class HttpProtocol(HttpToolsProtocol):
         self.shared.idle.pop(self, None)
         if not self.flow.write_paused:  # for the end of the last response
             self._stop_write_timer()
-        state = self.scope.setdefault("state", {})
-        state["blocked"] = self.blocked
+        connection = ConnectionState(self.blocked)
+        cast(Any, self.scope)[CONNECTION] = connection
         num_open = len(self.connections) - len(self.shared.idle)
         if self._is_surplus and num_open > self.limits.max_connections:
-            state["refusal"] = Unavailable(
+            connection.refusal = Unavailable(
                 f"the server has {self.limits.max_connections} connections with open requests, its "
                 f"limit (--max-connections): retry later"
             )

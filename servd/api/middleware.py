@@ -10,7 +10,6 @@ import uuid
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import quote
 
 from fastapi import FastAPI
@@ -21,10 +20,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from servd.api.auth import ANYONE, ON_BEHALF_OF, OPEN_PATHS
+from servd.api.auth import CALL, ON_BEHALF_OF, OPEN_PATHS
 from servd.api.batch_store import MAX_UPLOAD
+from servd.api.call import Call
 from servd.api.explanation import server_timing
 from servd.api.fair_loop import FairLoop
+from servd.api.http_protocol import CONNECTION, ConnectionState
 from servd.api.metrics import Metrics
 from servd.api.protocol.errors import error_reply
 from servd.api.protocol.validation import REQUEST_ID
@@ -49,13 +50,7 @@ class RequestContext:
     """Gives every request an id, returned as X-Request-Id; limits its body; answers errors that
     nothing else handled; ends timelines; counts responses.
 
-    In `scope["state"]`: `request_id`; `unique_id`, which differs from it if the client chose it;
-    `traced`, ids of this request's timelines; `key`, its API key; `owner`, the key's name;
-    `client`, who takes turns with others: an owner or, without keys, an address; `span` of
-    OpenTelemetry, or None; `since_ns`, when the front of several models received it, or 0;
-    `timeout` of the header in seconds, or None; `deadline` on the loop's clock, or None; `headers`
-    of the response; `lane`, see RequestOptions; `is_logged`, if another process writes the access
-    log; `blocked`, marks of writes that waited for the client.
+    The Call of a request, which it makes, has the rest.
     """
 
     app: ASGIApp
@@ -72,7 +67,7 @@ class RequestContext:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
-        state = self._begin(scope, headers)
+        call = scope[CALL] = self._begin(scope, headers)
         length = LENGTH.fullmatch(headers.get("content-length", "0"))
         announced = int(length[0]) if length else 0
         most = MAX_BODY if scope["path"] != "/v1/files" else MAX_UPLOAD
@@ -92,29 +87,29 @@ class RequestContext:
             nonlocal status, written
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], *self._headers(state, message)]
+                message["headers"] = [*message["headers"], *self._headers(call, message)]
             await send(message)
             written = message["type"] == "http.response.body" and not message.get(
                 "more_body", False
             )
 
         try:
-            self._check(scope, headers)
+            self._check(call, headers)
             await self.app(scope, receive_some, send_on)
         except ClientDisconnect:
             pass  # nobody to answer
         except Exception as error:
-            reply = error_reply(error, state["request_id"], scope["path"])
+            reply = error_reply(error, call.request_id, scope["path"])
             if status:
                 # uvicorn cuts the connection: the client sees that the response is incomplete
                 raise
             answer = Response(reply.body, reply.status, reply.headers, "application/json")
             await answer(scope, receive, send_on)
         finally:
-            self._observe(scope, status, time.perf_counter() - begin)
-            self._end(scope, status, written)
+            self._observe(call, status, time.perf_counter() - begin)
+            self._end(call, status, written)
 
-    def _check(self, scope: Scope, headers: Headers) -> None:
+    def _check(self, call: Call, headers: Headers) -> None:
         """Check the limit of connections, the timeout, and against CSRF: pages of other sites could
         make their visitors' browsers send requests without a body (`/sleep`) to this server.
         """
@@ -122,18 +117,20 @@ class RequestContext:
         if not LENGTH.fullmatch(length):
             shown = length[:32]
             raise InvalidRequest(f"Content-Length must be a number of bytes, got {shown!r}")
-        state, is_open = scope["state"], scope["path"] in OPEN_PATHS
-        if (refusal := state.get("refusal")) and not is_open:
+        is_open = call.scope["path"] in OPEN_PATHS
+        if call.refusal is not None and not is_open:
             if self.metrics is not None:
                 self.metrics.labelled["vllm:admission_rejections", "max_connections"].inc()
-            raise refusal
-        is_foreign = scope["method"] == "POST" and headers.get("sec-fetch-site") == "cross-site"
+            raise call.refusal
+        is_foreign = (
+            call.scope["method"] == "POST" and headers.get("sec-fetch-site") == "cross-site"
+        )
         if is_foreign and {"*", headers.get("origin", "")}.isdisjoint(self.origins):
             raise Forbidden("pages of this origin may not send requests: see --allowed-origins")
         if (text := headers.get("x-request-timeout")) and not is_open:
-            state["timeout"] = _timeout(text)
+            call.timeout = _timeout(text)
 
-    def _begin(self, scope: Scope, headers: Headers) -> dict[str, Any]:
+    def _begin(self, scope: Scope, headers: Headers) -> Call:
         asked = headers.get("x-request-id", "")
         request_id = unique_id = uuid.uuid4().hex
         if re.fullmatch(REQUEST_ID, asked):
@@ -144,70 +141,65 @@ class RequestContext:
         trace_id = {"trace_id": trace[1]} if trace else {}
         current_request.set({"request_id": request_id, **trace_id})
         address = scope["client"][0] if scope.get("client") else ""
-        state = scope.setdefault("state", {})
-        state.update(
-            request_id=request_id, unique_id=unique_id, traced=[], key=ANYONE, owner=ANYONE.name,
-            client=address, span=span, timeout=None, deadline=None, headers={},
+        connection = scope.get(CONNECTION) or ConnectionState(deque())
+        return Call(
+            scope=scope,
+            request_id=request_id,
+            unique_id=unique_id,
+            client=address,
+            span=span,
             since_ns=int(headers.get(SINCE, 0)) if self.is_behind_front else 0,
-            lane=int(ON_BEHALF_OF in scope), adapter=None,
-        )  # fmt: skip
-        return state
+            priority_class=int(ON_BEHALF_OF in scope),
+            blocked=connection.blocked,
+            refusal=connection.refusal,
+        )
 
-    def _headers(self, state: dict[str, Any], start: Message) -> Iterator[tuple[bytes, bytes]]:
+    def _headers(self, call: Call, start: Message) -> Iterator[tuple[bytes, bytes]]:
         """Headers of every response; Server-Timing if the response is not streamed."""
-        yield b"x-request-id", state["request_id"].encode()
-        for name, value in state["headers"].items():
+        yield b"x-request-id", call.request_id.encode()
+        for name, value in call.headers.items():
             yield name.encode(), value.encode()
-        if state["span"]:
-            yield b"traceresponse", state["span"].traceparent.encode()
-        if state["traced"] and any(name == b"content-length" for name, _ in start["headers"]):
-            yield b"server-timing", server_timing(self._running(state)).encode()
+        if call.span is not None:
+            yield b"traceresponse", call.span.traceparent.encode()
+        if call.timeline_ids and any(name == b"content-length" for name, _ in start["headers"]):
+            yield b"server-timing", server_timing(self._running(call)).encode()
 
-    def _running(self, state: dict[str, Any]) -> list[Timeline]:
+    def _running(self, call: Call) -> list[Timeline]:
         running = self.tracer.running
-        return [running[name] for name in state["traced"] if name in running]
+        return [running[name] for name in call.timeline_ids if name in running]
 
-    def _observe(self, scope: Scope, status: int, seconds: float) -> None:
+    def _observe(self, call: Call, status: int, seconds: float) -> None:
+        scope = call.scope
         path = scope["path"]
         is_wanted = self.access_log == "all" or (
             self.access_log == "requests" and path not in MONITORING
         )
-        if is_wanted and not scope["state"].get("is_logged"):
-            _log_answer(scope, status, seconds, self._running(scope["state"]))
+        if is_wanted and not call.is_logged:
+            _log_answer(call, status, seconds, self._running(call))
         if status and self.metrics is not None:  # else the client left before
             route = scope.get("route")  # none if it was refused before it reached the router
-            handler = route.path if route else handler_of(scope["path"], scope["app"])
+            handler = route.path if route else handler_of(path, scope["app"])
             self.metrics.observe_answer(handler, scope["method"], status, seconds)
 
-    def _end(self, scope: Scope, status: int, written: bool) -> None:
-        state = scope["state"]
+    def _end(self, call: Call, status: int, written: bool) -> None:
         now = now_ns()
         timelines: list[Timeline] = []
-        if status >= 400 and not state["traced"] and "received_ns" in state:
-            self._list_refused(scope)
-        blocked = state.get("blocked", deque[Mark]())  # the connection's
-        marks = [*blocked, *([Mark("written", now)] if written else ()), Mark("done", now)]
-        blocked.clear()
+        if status >= 400 and not call.timeline_ids and call.received_ns:
+            # It was refused before it had one.
+            marks = [Mark("received", call.received_ns)]
+            self.tracer.running[call.unique_id] = call.new_timeline(call.unique_id, marks)
+            call.timeline_ids.append(call.unique_id)
+        marks = [*call.blocked, *([Mark("written", now)] if written else ()), Mark("done", now)]
+        call.blocked.clear()
 
         def finish(name: str) -> None:
             timeline = self.tracer.running.get(name)
             outcome = _outcome(timeline, status, written)
             timelines.append(self.tracer.finish(name, marks, outcome, status))
 
-        done = self.loop.each(state["client"], state["traced"], finish)
-        if span := state["span"]:
+        done = self.loop.each(call.client, call.timeline_ids, finish)
+        if (span := call.span) is not None:
             done.add_done_callback(lambda _: span.end(timelines, status or LEFT))
-
-    def _list_refused(self, scope: Scope) -> None:
-        """Open a timeline for a request that was refused before it had one."""
-        state = scope["state"]
-        name = state["unique_id"]
-        path = scope["path"][:200]
-        marks = [Mark("received", state["received_ns"])]
-        refused = Timeline(name, state["owner"], path, state.get("model", ""), marks)
-        refused.http_id = state["request_id"]
-        self.tracer.running[name] = refused
-        state["traced"].append(name)
 
 
 def _outcome(timeline: Timeline | None, status: int, written: bool) -> str:
@@ -230,8 +222,9 @@ def _timeout(text: str) -> float:
     return float(text)
 
 
-def _log_answer(scope: Scope, status: int, seconds: float, timelines: list[Timeline]) -> None:
+def _log_answer(call: Call, status: int, seconds: float, timelines: list[Timeline]) -> None:
     """Log a line, without the query, which may contain a secret."""
+    scope = call.scope
     fields = {
         "method": scope["method"],
         "path": quote(scope["path"]),
@@ -239,9 +232,9 @@ def _log_answer(scope: Scope, status: int, seconds: float, timelines: list[Timel
         "seconds": round(seconds, 6),
         "num_prompt_tokens": sum(each.num_prompt_tokens for each in timelines),
         "num_output_tokens": sum(each.num_output_tokens for each in timelines),
-        "key": scope["state"]["owner"],
+        "key": call.owner,
         "client": scope["client"][0] if scope.get("client") else "",  # not a Unix socket's
-        "request_id": scope["state"]["request_id"],  # the body may have named it
+        "request_id": call.request_id,  # the body may have named it
     }
     text = "%s %s %d in %.3f s, %d + %d tokens, key %s, client %s, %s"
     shown = ("-" if value == "" else value for value in fields.values())

@@ -23,7 +23,7 @@ from starlette.responses import Response
 
 import servd
 from servd.api.auth import OPEN_PATHS
-from servd.api.context import read_body
+from servd.api.call import call_of
 from servd.api.middleware import MAX_BODY
 from servd.api.protocol.errors import ANTHROPIC_ROUTES, AnthropicErrorBody, ErrorBody
 from servd.api.protocol.validation import RequestBody
@@ -163,7 +163,7 @@ class Route(APIRoute):
         Raises:
             RequestError: see `read_body`.
         """
-        return await read_body(request, self.kind)
+        return await call_of(request).read(request, self.kind)
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         """Return FastAPI's handler, which finds the body read."""

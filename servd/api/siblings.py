@@ -30,7 +30,7 @@ from servd.tracing import StepRecord, first
 log = logging.getLogger("servd.api")
 
 PATIENCE = 5.0  # seconds for a sibling's reply; half of it for queries within queries
-CHARS_PER_STEP = 16  # a step costs as much as so many characters, see `AsyncLLM.offload`
+CHARS_PER_STEP = 16  # a step costs as much as so many characters, see `AsyncLLM.run_in_thread`
 
 
 class ListRequests(msgspec.Struct, tag=True):
@@ -46,7 +46,7 @@ class ListRequests(msgspec.Struct, tag=True):
         find = tracer.longest if self.order == "slowest" else tracer.latest
         inquiries = tracer.inquiries(find(self.owner, self.count))
         size = _size(each for each in inquiries if each.timeline.summary is None)
-        return await server.async_llm.offload(
+        return await server.async_llm.run_in_thread(
             self.owner, size, lambda: [summarize(each) for each in inquiries]
         )
 
@@ -83,7 +83,7 @@ class FindTimeline(msgspec.Struct, tag=True):
                 )
             return result
 
-        return await async_llm.offload(self.owner, _size([inquiry]), explained)
+        return await async_llm.run_in_thread(self.owner, _size([inquiry]), explained)
 
 
 class Others(msgspec.Struct):
@@ -106,7 +106,7 @@ class FindOthers(Sought, tag=True):
             own = [each for each in timelines if each.engine == self.engine]
             return Others({each.id: ran([*each.marks]) for each in own}, self.search(timelines))
 
-        return await server.async_llm.offload(self.owner, size, found)
+        return await server.async_llm.run_in_thread(self.owner, size, found)
 
 
 class ListSteps(msgspec.Struct, tag=True):

@@ -125,7 +125,9 @@ async def test_every_input_has_a_timeline_and_nothing_keeps_running(served: Serv
 async def test_a_client_that_leaves_while_its_inputs_are_prepared(listening_server: Served):
     async_llm, busy = listening_server.async_llm, threading.Event()
     work = [
-        asyncio.create_task(async_llm.offload("127.0.0.1", MAX_INLINE + 1, partial(busy.wait, 10)))
+        asyncio.create_task(
+            async_llm.run_in_thread("127.0.0.1", MAX_INLINE + 1, partial(busy.wait, 10))
+        )
         for _ in range(2)
     ]
     body = {"input": ["a"] * 30}  # tokenised in a thread

@@ -513,7 +513,7 @@ async def test_requests_that_wait_to_be_read_have_a_limit():
             owner = f"api-key-{hash_key(b'a')[:12]}"
             for _ in range(2):
                 tasks.create_task(
-                    served.async_llm.offload(owner, MAX_INLINE + 1, partial(busy.wait, 10))
+                    served.async_llm.run_in_thread(owner, MAX_INLINE + 1, partial(busy.wait, 10))
                 )
             waiting = [
                 tasks.create_task(served.http.post("/tokenize", json=bodies["/tokenize"]))

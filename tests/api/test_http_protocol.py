@@ -15,7 +15,7 @@ import uvicorn
 import uvloop
 from uvicorn.server import ServerState
 
-from servd.api.http_protocol import MAX_HEAD, MIN_BODY_RATE, Connections, HttpProtocol
+from servd.api.http_protocol import CONNECTION, MAX_HEAD, MIN_BODY_RATE, Connections, HttpProtocol
 from servd.config import ServerConfig
 from servd.messages import AbortRequests
 from tests.api.harness import Served, listening, output_text, serve, until
@@ -268,7 +268,7 @@ async def test_a_connection_that_has_yielded_counts_no_longer():
     for connection in list(state.connections):
         connection.connection_lost(None)
     await asyncio.gather(*state.tasks)
-    assert "refusal" not in late.scope["state"]
+    assert late.scope[CONNECTION].refusal is None
 
 
 class Transport:

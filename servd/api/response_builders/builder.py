@@ -15,7 +15,8 @@ from starlette.responses import Response
 
 from servd.api import beam_search
 from servd.api.async_llm import MAX_INLINE
-from servd.api.context import admit, context_of, trace
+from servd.api.call import call_of
+from servd.api.context import context_of
 from servd.api.delta_stream import MAX_LOGPROBS_HELD
 from servd.api.incremental import Delta
 from servd.api.output_parser import OutputParser
@@ -68,13 +69,14 @@ class ResponseBuilder(ABC):
         prompts: Sequence[Prompt],
     ) -> None:
         self.request = request
+        self.call = call_of(request)
         self.context = context_of(request)
         self.async_llm = self.context.async_llm
         self.tokenizer = self.async_llm.processor.tokenizer
         self.asked = asked
         self.stream = bool(asked.stream)
         self.id = response_id
-        self.model = request.state.model
+        self.model = self.call.model
         self.prompts = prompts
         if isinstance(asked, ChatCompletionRequest) and asked.top_logprobs is not None:
             self.async_llm.processor.check_logprobs("top_logprobs", asked.top_logprobs)
@@ -153,11 +155,11 @@ class ResponseBuilder(ABC):
         Raises:
             ClientDisconnect: the client left before the whole body was there.
         """
-        headers = {**(headers or {}), **self.request.state.ignored}
+        headers = {**(headers or {}), **self.call.ignored}
         if self.stream:
             return EventStream(
                 self.frames(),
-                request_id=self.request.state.request_id,
+                request_id=self.call.request_id,
                 keep_alive=self.context.keep_alive,
                 headers=headers,
                 keep_alive_frame=self.keep_alive_frame,
@@ -178,7 +180,7 @@ class ResponseBuilder(ABC):
                 return encode(whole)
 
             size = self.size + CHOICE_SIZE * self.n * len(self.prompts)
-            content = await self.async_llm.offload(self.options.owner, size, body)
+            content = await self.async_llm.run_in_thread(self.options.owner, size, body)
         return Response(content, headers=headers, media_type="application/json")
 
     @asynccontextmanager
@@ -191,10 +193,10 @@ class ResponseBuilder(ABC):
             EngineDead: the engine is gone.
             InvalidRequest: see `AsyncLLM.prepare`.
         """
-        async_llm, asked, deadline = self.async_llm, self.asked, self.request.state.deadline
+        async_llm, asked, deadline = self.async_llm, self.asked, self.call.deadline
         prompt_ids = [prompt.request_id for prompt in self.prompts]
-        await trace(self.request, prompt_ids)
-        with admit(self.request, self.options, len(prompt_ids)) as (admitted, self.options):
+        await self.call.open_timelines(prompt_ids)
+        with self.call.admit(self.options, len(prompt_ids)) as (admitted, self.options):
             prepared = self.prepared = await async_llm.prepare(
                 self.prompts, self.params, self.options, deadline, admitted
             )
@@ -237,7 +239,7 @@ class ResponseBuilder(ABC):
                 size = self.num_logprobs_each * len(output.token_ids)
                 if size > MAX_INLINE:  # what has gathered while the client did not read
                     work = partial(self.frames_of, output)
-                    frames = await self.async_llm.offload(self.options.owner, size, work)
+                    frames = await self.async_llm.run_in_thread(self.options.owner, size, work)
                 else:
                     frames = self.frames_of(output)
                 if frames:

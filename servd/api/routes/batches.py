@@ -9,7 +9,8 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import json_response, shelf_of
+from servd.api.call import call_of
+from servd.api.context import json_response
 from servd.api.paging import Page
 from servd.api.protocol.batches import Batch, Batches, BatchRequest
 from servd.api.route import Parsed, PathPart, Route, refusals
@@ -20,16 +21,15 @@ router = APIRouter(route_class=Route)
 @router.post("/v1/batches", response_model=Batch)
 async def create_batch(request: Request, body: Parsed[BatchRequest]) -> Response:
     """Begin to answer the lines of a file, with what other requests leave of the engine."""
-    shelf = shelf_of(request)
-    return json_response(
-        await asyncio.to_thread(shelf.add_batch, body), headers=request.state.ignored
-    )
+    call = call_of(request)
+    shelf = call.shelf
+    return json_response(await asyncio.to_thread(shelf.add_batch, body), headers=call.ignored)
 
 
 @router.get("/v1/batches", response_model=Batches, responses=refusals(404))
 async def list_batches(request: Request, page: Annotated[Page, Query()]) -> Response:
     """The batches of this API key."""
-    shelf = shelf_of(request)
+    shelf = call_of(request).shelf
     batches = await asyncio.to_thread(shelf.all, "batch_", Batch)
     return json_response(Batches(*page.of(batches, lambda batch: batch.id)))
 
@@ -37,11 +37,11 @@ async def list_batches(request: Request, page: Annotated[Page, Query()]) -> Resp
 @router.get("/v1/batches/{batch_id}", response_model=Batch)
 async def retrieve_batch(request: Request, batch_id: PathPart) -> Response:
     """How far a batch is."""
-    return json_response(await asyncio.to_thread(shelf_of(request).load, batch_id, Batch))
+    return json_response(await asyncio.to_thread(call_of(request).shelf.load, batch_id, Batch))
 
 
 @router.post("/v1/batches/{batch_id}/cancel", response_model=Batch, responses=refusals(400))
 async def cancel_batch(request: Request, batch_id: PathPart) -> Response:
     """Stop a batch; what was answered until then is in its output file."""
-    shelf = shelf_of(request)
+    shelf = call_of(request).shelf
     return json_response(await asyncio.to_thread(lambda: shelf.cancel(shelf.load(batch_id, Batch))))

@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.call import call_of
 from servd.api.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from servd.api.response_builders.chat import ChatBuilder
 from servd.api.route import Parsed, Route, events
@@ -20,5 +21,5 @@ router = APIRouter(route_class=Route)
 )
 async def create_chat_completion(request: Request, body: Parsed[ChatCompletionRequest]) -> Response:
     """Answer a conversation."""
-    response_id = f"chatcmpl-{request.state.unique_id}"
+    response_id = f"chatcmpl-{call_of(request).unique_id}"
     return await ChatBuilder(request, body, response_id, [body.prompt(response_id)]).respond()

@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.call import call_of
 from servd.api.context import context_of, json_response
 from servd.api.embedding import embed
 from servd.api.protocol.classify import Classification, Classifications
@@ -20,17 +21,18 @@ router = APIRouter(route_class=Route)
 @router.post("/classify", response_model=Classifications)
 async def classify(request: Request, body: Parsed[VectorRequest]) -> Response:
     """The most likely class of each input, and how likely each is."""
+    call = call_of(request)
     pooling = context_of(request).async_llm.processor.pooling
     vectors = await embed(request, "classify", body.prompts(), CLASSIFY, body.request_options)
     found = [pooling.probabilities(unpack_vector(data)) for data in vectors.data]
     labels = pooling.labels
     answer = Classifications(
-        f"classify-{request.state.unique_id}",
-        request.state.model,
+        f"classify-{call.unique_id}",
+        call.model,
         [
             Classification(i, labels[probs.index(max(probs))], probs, len(probs))
             for i, probs in enumerate(found)
         ],
         vectors.usage,
     )
-    return json_response(answer, headers=request.state.ignored)
+    return json_response(answer, headers=call.ignored)

@@ -9,7 +9,8 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import built_response, context_of
+from servd.api.call import call_of
+from servd.api.context import context_of
 from servd.api.embedding import Vectors, embed
 from servd.api.prompt import Prompt
 from servd.api.protocol.cohere import (
@@ -44,7 +45,7 @@ async def create_cohere_embeddings(request: Request, body: Parsed[CohereEmbedReq
     with renamed({"dimensions": "output_dimension"}):
         vectors = await embed(request, "embd", prompts, params, options)
     size = vectors.num_numbers * len(body.embedding_types)
-    return await built_response(request, size, lambda: _answer(request, body, vectors))
+    return await call_of(request).respond(size, lambda: _answer(request, body, vectors))
 
 
 def _answer(request: Request, body: CohereEmbedRequest, vectors: Vectors) -> CohereEmbeddings:
@@ -52,7 +53,7 @@ def _answer(request: Request, body: CohereEmbedRequest, vectors: Vectors) -> Coh
     forms = set(body.embedding_types)
     bits = [sign_bits(vector) for vector in numbers] if forms & {"binary", "ubinary"} else []
     return CohereEmbeddings(
-        f"embd-{request.state.unique_id}",
+        f"embd-{call_of(request).unique_id}",
         EmbeddingsByType(
             numbers if "float" in forms else UNSET,
             [base64.b64encode(data).decode() for data in vectors.data]

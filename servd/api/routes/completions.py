@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.call import call_of
 from servd.api.protocol.completions import Completion, CompletionRequest
 from servd.api.response_builders.completions import CompletionBuilder
 from servd.api.route import Parsed, Route, events
@@ -16,6 +17,6 @@ router = APIRouter(route_class=Route)
 @router.post("/v1/completions", response_model=Completion, responses=events(Completion))
 async def create_completion(request: Request, body: Parsed[CompletionRequest]) -> Response:
     """Continue one or more prompts."""
-    response_id = f"cmpl-{request.state.unique_id}"
+    response_id = f"cmpl-{call_of(request).unique_id}"
     prompts = body.prompts(response_id)
     return await CompletionBuilder(request, body, response_id, prompts).respond()

@@ -10,7 +10,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import admit, context_of, json_response, trace
+from servd.api.call import call_of
+from servd.api.context import context_of, json_response
 from servd.api.decisions import OptionScorer, gather
 from servd.api.prompt import Chat, Prompt
 from servd.api.protocol.decisions import (
@@ -44,14 +45,15 @@ async def create_decision(request: Request, body: Parsed[DecisionsRequest]) -> R
     Each question is asked twice, with its options in both orders, and the probabilities are
     averaged: models favour the first option, or the last.
     """
+    call = call_of(request)
     context = context_of(request)
     async_llm = context.async_llm
     async_llm.processor.check_sums()
-    request_id = f"decision-{request.state.unique_id}"
+    request_id = f"decision-{call.unique_id}"
     asked = RequestOptions(body.priority or 0, cache_salt=body.prompt_cache_key)
-    await trace(request, [request_id])
-    with admit(request, asked) as (_, options):
-        scorer = OptionScorer(async_llm, request_id, options, request.state.deadline)
+    await call.open_timelines([request_id])
+    with call.admit(asked) as (_, options):
+        scorer = OptionScorer(async_llm, request_id, options, call.deadline)
         async with while_connected(request.receive):
             answers = await _answers(scorer, body)
     usage = ResponseUsage(
@@ -61,8 +63,8 @@ async def create_decision(request: Request, body: Parsed[DecisionsRequest]) -> R
         OutputTokensDetails(0),
         scorer.num_prompt_tokens + scorer.num_output_tokens,
     )
-    decision = Decision(request.state.model, answers, usage)
-    return json_response(decision, headers=request.state.ignored)
+    decision = Decision(call.model, answers, usage)
+    return json_response(decision, headers=call.ignored)
 
 
 async def _answers(scorer: OptionScorer, body: DecisionsRequest) -> list[Answer]:
@@ -107,5 +109,5 @@ async def _probabilities(
         return [[*encode(text, False), *end] for text, _ in listed]
 
     size = sum(len(text) for text, _ in listed)
-    coded = await async_llm.offload(scorer.options.owner, size, encode_options)
+    coded = await async_llm.run_in_thread(scorer.options.owner, size, encode_options)
     return await scorer.probabilities(token_ids, coded)

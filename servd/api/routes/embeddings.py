@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import built_response
+from servd.api.call import call_of
 from servd.api.embedding import embed
 from servd.api.protocol.embeddings import Embedding, EmbeddingRequest, Embeddings
 from servd.api.route import Parsed, Route
@@ -20,6 +20,7 @@ router = APIRouter(route_class=Route)
 @router.post("/v1/embeddings", response_model=Embeddings)
 async def create_embeddings(request: Request, body: Parsed[EmbeddingRequest]) -> Response:
     """A vector for each input."""
+    call = call_of(request)
     vectors = await embed(
         request, "embd", body.prompts(), body.params(body.pooling), body.request_options
     )
@@ -31,8 +32,8 @@ async def create_embeddings(request: Request, body: Parsed[EmbeddingRequest]) ->
                 Embedding(i, base64.b64encode(data).decode() if as_text else unpack_vector(data))
                 for i, data in enumerate(vectors.data)
             ],
-            request.state.model,
+            call.model,
             vectors.usage,
         )
 
-    return await built_response(request, vectors.num_numbers, build)
+    return await call.respond(vectors.num_numbers, build)

@@ -16,7 +16,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from servd.api.batch_store import RETENTION
-from servd.api.context import json_response, shelf_of
+from servd.api.call import call_of
+from servd.api.context import json_response
 from servd.api.paging import Page
 from servd.api.protocol.batches import UPLOAD, DeletedFile, FileObject, Files
 from servd.api.route import PathPart, Route, refusals, text_content
@@ -39,7 +40,7 @@ MIN_RETENTION = 3600  # seconds that a client may have a file kept, at the least
 )
 async def upload_file(request: Request) -> Response:
     """Keep a file of requests for a batch, up to 200 MiB."""
-    shelf = shelf_of(request)
+    shelf = call_of(request).shelf
     with shelf.uploading():
         async with read_form(request) as form:
             purpose, file = form.get("purpose"), form.get("file")
@@ -118,7 +119,7 @@ class FilesPage(Page):
 @router.get("/v1/files", response_model=Files, responses=refusals(404))
 async def list_files(request: Request, page: Annotated[FilesPage, Query()]) -> Response:
     """The files of this API key, also what batches have written."""
-    shelf = shelf_of(request)
+    shelf = call_of(request).shelf
     files = await asyncio.to_thread(shelf.all, "file-", FileObject)
     chosen = [file for file in files if page.purpose in (None, file.purpose)]
     return json_response(Files(*page.of(chosen, lambda file: file.id)))
@@ -127,7 +128,7 @@ async def list_files(request: Request, page: Annotated[FilesPage, Query()]) -> R
 @router.get("/v1/files/{file_id}", response_model=FileObject)
 async def retrieve_file(request: Request, file_id: PathPart) -> Response:
     """What is known of a file."""
-    return json_response(await asyncio.to_thread(shelf_of(request).load, file_id, FileObject))
+    return json_response(await asyncio.to_thread(call_of(request).shelf.load, file_id, FileObject))
 
 
 @router.get(
@@ -137,7 +138,7 @@ async def retrieve_file(request: Request, file_id: PathPart) -> Response:
 )
 async def file_content(request: Request, file_id: PathPart) -> Response:
     """The file itself."""
-    shelf = shelf_of(request)
+    shelf = call_of(request).shelf
     path = shelf.content(await asyncio.to_thread(shelf.load, file_id, FileObject))
     return FileResponse(path, media_type="application/octet-stream")
 
@@ -145,6 +146,6 @@ async def file_content(request: Request, file_id: PathPart) -> Response:
 @router.delete("/v1/files/{file_id}", response_model=DeletedFile)
 async def delete_file(request: Request, file_id: PathPart) -> Response:
     """Forget a file. A batch that reads it at this moment goes on, but not after a restart."""
-    shelf = shelf_of(request)
+    shelf = call_of(request).shelf
     await asyncio.to_thread(lambda: shelf.delete_file(shelf.load(file_id, FileObject)))
     return json_response(DeletedFile(file_id))

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd import plugins
-from servd.api.context import offload
+from servd.api.call import call_of
 from servd.api.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from servd.api.protocol.completions import Completion, CompletionRequest
 from servd.api.protocol.embeddings import EmbeddingRequest, Embeddings
@@ -45,7 +45,7 @@ class InvocationRoute(Route):
         try:
             data = await request.body()
             parse = partial(read_json, data, dict[str, msgspec.Raw])
-            fields = await offload(request, len(data), parse, is_new=True)
+            fields = await call_of(request).run_in_thread(len(data), parse, is_new=True)
         except ValueError:
             return await _first_route("chat").read(request)  # says what is wrong with it
         for name, file in FILE_OF.items():

@@ -6,7 +6,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, json_response, offload, read_body
+from servd.api.call import call_of
+from servd.api.context import context_of, json_response
 from servd.api.processor import Processor
 from servd.api.protocol.anthropic import (
     CHAT_NAMES,
@@ -31,7 +32,7 @@ class MessagesRoute(Route):
         """Read and validate the body; see `Route`."""
         is_limited = self.endpoint is create_message
         if is_limited and not _can_limit_reasoning(context_of(request).async_llm.processor):
-            return await read_body(request, MessagesRequest)
+            return await call_of(request).read(request, MessagesRequest)
         return await super().read(request)
 
 
@@ -41,13 +42,12 @@ router = APIRouter(route_class=MessagesRoute)
 @router.post("/v1/messages", response_model=Message, responses=events(MessageEvent))
 async def create_message(request: Request, body: Parsed[LimitedMessagesRequest]) -> Response:
     """Answer a conversation."""
-    message_id = f"msg_{request.state.unique_id}"
+    call = call_of(request)
+    message_id = f"msg_{call.unique_id}"
     with renamed(CHAT_NAMES):
-        chat = await offload(
-            request, request.state.num_bytes, lambda: body.as_chat(body.chat_fields())
-        )
+        chat = await call.run_in_thread(call.num_bytes, lambda: body.as_chat(body.chat_fields()))
         builder = MessageBuilder(request, body, message_id, chat)
-    return await builder.respond({"request-id": request.state.request_id})
+    return await builder.respond({"request-id": call.request_id})
 
 
 def _can_limit_reasoning(processor: Processor) -> bool:
@@ -61,12 +61,11 @@ def _can_limit_reasoning(processor: Processor) -> bool:
 @router.post("/v1/messages/count_tokens", response_model=TokensCount)
 async def count_tokens(request: Request, body: Parsed[CountTokensRequest]) -> Response:
     """How many tokens the prompt of a conversation has."""
+    call = call_of(request)
     async_llm = context_of(request).async_llm
     with renamed(CHAT_NAMES):
-        chat = await offload(
-            request, request.state.num_bytes, lambda: body.as_chat(body.chat_fields())
-        )
-        prompt = chat.prompt(request.state.unique_id)
-        token_ids = await async_llm.tokenize(prompt, request.state.client)
-    headers = {"request-id": request.state.request_id, **request.state.ignored}
+        chat = await call.run_in_thread(call.num_bytes, lambda: body.as_chat(body.chat_fields()))
+        prompt = chat.prompt(call.unique_id)
+        token_ids = await async_llm.tokenize(prompt, call.client)
+    headers = {"request-id": call.request_id, **call.ignored}
     return json_response(TokensCount(len(token_ids)), headers=headers)

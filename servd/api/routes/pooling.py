@@ -8,7 +8,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import built_response, context_of
+from servd.api.call import call_of
+from servd.api.context import context_of
 from servd.api.embedding import embed
 from servd.api.protocol.pooling import PooledInput, PoolingRequest, Poolings
 from servd.api.route import Parsed, Route
@@ -24,6 +25,7 @@ MAX_NUMBERS = 2**22  # in one answer: 16 MiB of float32, and about 80 MB of JSON
 @router.post("/pooling", response_model=Poolings)
 async def pool(request: Request, body: Parsed[PoolingRequest]) -> Response:
     """A vector for each input, or for each token of it."""
+    call = call_of(request)
     context = context_of(request)
     size = body.dimensions or context.async_llm.spec.hidden_size
     params = body.params("all" if body.by_token else body.pooling)
@@ -51,10 +53,10 @@ async def pool(request: Request, body: Parsed[PoolingRequest]) -> Response:
 
     def build() -> Poolings:
         return Poolings(
-            f"pool-{request.state.unique_id}",
-            request.state.model,
+            f"pool-{call.unique_id}",
+            call.model,
             [PooledInput(i, shown(data)) for i, data in enumerate(vectors.data)],
             vectors.usage,
         )
 
-    return await built_response(request, vectors.num_numbers, build)
+    return await call.respond(vectors.num_numbers, build)

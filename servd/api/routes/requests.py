@@ -8,7 +8,8 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import context_of, json_response, offload
+from servd.api.call import call_of
+from servd.api.context import context_of, json_response
 from servd.api.explanation import steps_of, trace_of
 from servd.api.protocol.requests import RequestList, RequestTimeline, StepList
 from servd.api.route import PathPart, Route
@@ -30,7 +31,7 @@ async def list_requests(
     """The most recent requests of this API key, running ones first, or the slowest finished
     ones.
     """
-    owner = request.state.owner
+    owner = call_of(request).owner
     question = ListRequests(owner, "recent", recent)
     if slowest is not None:
         question = ListRequests(owner, "slowest", slowest)
@@ -45,7 +46,7 @@ async def request_timeline(
     """Where the time of a running, recent or slow request went, by the `id` of its answer: every
     millisecond has a cause. `format=perfetto` gives it as trace events for ui.perfetto.dev.
     """
-    question = FindTimeline(request.state.owner, request_id)
+    question = FindTimeline(call_of(request).owner, request_id)
     timeline = await context_of(request).siblings.find_timeline(question)
     if timeline is None:
         raise NotFound(
@@ -62,5 +63,5 @@ async def list_steps(
     """The latest steps of the engine."""
     steps = await context_of(request).siblings.list_steps(ListSteps(recent))
     size = CHARS_PER_STEP * len(steps)
-    data = await offload(request, size, lambda: steps_of(steps, 0))
+    data = await call_of(request).run_in_thread(size, lambda: steps_of(steps, 0))
     return json_response(StepList(data, round(now_ns() / 1e6, 3)))

@@ -7,6 +7,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.call import call_of
 from servd.api.context import context_of, json_response
 from servd.api.embedding import compare
 from servd.api.prompt import Prompt
@@ -21,6 +22,7 @@ router = APIRouter(route_class=Route)
 @router.post("/v2/rerank", response_model=Ranking)
 async def rerank(request: Request, body: Parsed[RerankRequest]) -> Response:
     """The documents that fit best first."""
+    call = call_of(request)
     pooling = context_of(request).async_llm.processor.pooling
     query = Prompt(
         content=body.query,
@@ -45,6 +47,6 @@ async def rerank(request: Request, body: Parsed[RerankRequest]) -> Response:
         )
         for i in order[: body.top_n or None]
     ]
-    response_id = f"rerank-{request.state.unique_id}"
-    answer = Ranking(response_id, request.state.model, results, usage)
-    return json_response(answer, headers=request.state.ignored)
+    response_id = f"rerank-{call.unique_id}"
+    answer = Ranking(response_id, call.model, results, usage)
+    return json_response(answer, headers=call.ignored)

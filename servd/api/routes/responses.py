@@ -12,7 +12,8 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response as HTTPResponse
 
-from servd.api.context import context_of, json_response, offload
+from servd.api.call import call_of
+from servd.api.context import context_of, json_response
 from servd.api.event_log import EventLog
 from servd.api.paging import Page
 from servd.api.protocol.chat import ChatCompletionRequest
@@ -45,8 +46,9 @@ router = APIRouter(route_class=Route)
 @router.post("/v1/responses", response_model=Response, responses=events(ResponseEvent))
 async def create_response(request: Request, body: Parsed[ResponsesRequest]) -> HTTPResponse:
     """Answer a conversation, whose earlier turns may be stored here."""
+    call = call_of(request)
     store = _store(request)
-    response_id = f"resp_{request.state.unique_id}"
+    response_id = f"resp_{call.unique_id}"
     is_stored = body.store is not False and store.max_responses > 0
     if body.background and not is_stored:
         raise InvalidRequest("a background response has to be stored", param="background")
@@ -70,8 +72,8 @@ async def create_response(request: Request, body: Parsed[ResponsesRequest]) -> H
     async with AsyncExitStack() as admission:
         outputs = await admission.enter_async_context(builder.outputs())
         store.check_room()  # others may have come while it was prepared
-        request.state.traced.remove(response_id)  # its timeline is longer than the request
-        span, request.state.span = request.state.span, None
+        call.timeline_ids.remove(response_id)  # its timeline is longer than the request
+        span, call.span = call.span, None
         task = asyncio.create_task(_run_detached(builder, outputs, log, admission.pop_all()))
         # With all its bytes, which count in the store; forgotten meanwhile, it stays so.
         task.add_done_callback(lambda _: keep() if response_id in store else None)
@@ -82,19 +84,20 @@ async def create_response(request: Request, body: Parsed[ResponsesRequest]) -> H
     # The task begins before anybody knows of it, so that whoever cancels it finds it in its block.
     await asyncio.sleep(0)
     if body.stream:
-        return _stream(request, log, 0, request.state.ignored)
-    return json_response(builder.response, headers=request.state.ignored)
+        return _stream(request, log, 0, call.ignored)
+    return json_response(builder.response, headers=call.ignored)
 
 
 @router.post("/v1/responses/input_tokens", response_model=InputTokens)
 async def count_input_tokens(request: Request, body: Parsed[ResponsesRequest]) -> HTTPResponse:
     """How many tokens the prompt of a response would have."""
+    call = call_of(request)
     context = context_of(request)
     items = _conversation(_previous(_store(request), body), body)
     with renamed(CHAT_NAMES):
-        prompt = (await _chat(request, body, items)).prompt(request.state.unique_id)
-        token_ids = await context.async_llm.tokenize(prompt, request.state.client)
-    return json_response(InputTokens(len(token_ids)), headers=request.state.ignored)
+        prompt = (await _chat(request, body, items)).prompt(call.unique_id)
+        token_ids = await context.async_llm.tokenize(prompt, call.client)
+    return json_response(InputTokens(len(token_ids)), headers=call.ignored)
 
 
 @router.get("/v1/responses/{response_id}", response_model=Response, responses=events(ResponseEvent))
@@ -150,18 +153,17 @@ async def cancel_response(request: Request, response_id: PathPart) -> HTTPRespon
 
 def _stream(request: Request, log: EventLog, start: int, headers: Mapping[str, str]) -> EventStream:
     """The events of a response from number `start` on. It goes on if the client leaves."""
-    state, keep_alive = request.state, context_of(request).keep_alive
     return EventStream(
         log.follow(start),
-        request_id=state.request_id,
-        keep_alive=keep_alive,
+        request_id=call_of(request).request_id,
+        keep_alive=context_of(request).keep_alive,
         headers=headers,
         end=b"",  # the last event says that it is the last
     )
 
 
 def _store(request: Request) -> ResponseStore:
-    return context_of(request).responses[request.state.owner]
+    return context_of(request).responses[call_of(request).owner]
 
 
 def _stored(request: Request, response_id: str) -> Stored:
@@ -186,8 +188,11 @@ async def _chat(
     request: Request, body: ResponsesRequest, items: list[dict[str, Any]]
 ) -> ChatCompletionRequest:
     # Stored turns come on top of the body.
-    size = request.state.num_bytes + 64 * len(items)
-    return await offload(request, size, lambda: body.as_chat(body.chat_fields(items)), is_new=True)
+    call = call_of(request)
+    size = call.num_bytes + 64 * len(items)
+    return await call.run_in_thread(
+        size, lambda: body.as_chat(body.chat_fields(items)), is_new=True
+    )
 
 
 def _conversation(previous: Stored | None, body: ResponsesRequest) -> list[dict[str, Any]]:
@@ -207,7 +212,7 @@ async def _run_detached(
     admission: AsyncExitStack,
 ) -> None:
     """Make a response in the background, to its end or until it is cancelled."""
-    request_id = builder.request.state.request_id
+    request_id = builder.call.request_id
     try:
         async with admission:
             async for output in outputs:

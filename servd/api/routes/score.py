@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.call import call_of
 from servd.api.context import json_response
 from servd.api.embedding import compare
 from servd.api.prompt import Prompt
@@ -19,13 +20,14 @@ router = APIRouter(route_class=Route)
 @router.post("/v1/score", response_model=Scores)
 async def create_scores(request: Request, body: Parsed[ScoreRequest]) -> Response:
     """A score for each pair."""
+    call = call_of(request)
     firsts = [Prompt(content=text, param="text_1") for text in body.text_1]
     seconds = [Prompt(content=text, param="text_2") for text in body.text_2]
     scores, usage = await compare(request, "score", firsts, seconds, body)
     answer = Scores(
-        f"score-{request.state.unique_id}",
-        request.state.model,
+        f"score-{call.unique_id}",
+        call.model,
         [Score(index, score) for index, score in enumerate(scores)],
         usage,
     )
-    return json_response(answer, headers=request.state.ignored)
+    return json_response(answer, headers=call.ignored)

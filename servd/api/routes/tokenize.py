@@ -8,7 +8,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.context import built_response, context_of, json_response
+from servd.api.call import call_of
+from servd.api.context import context_of, json_response
 from servd.api.prompt import Prompt
 from servd.api.protocol.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from servd.api.route import Parsed, Route
@@ -20,17 +21,18 @@ router = APIRouter(route_class=Route)
 @router.post("/v1/tokenize", response_model=Tokenized)  # as SGLang has it
 async def tokenize(request: Request, body: Parsed[TokenizeRequest]) -> Response:
     """The token ids that a completion or a chat would compute."""
+    call = call_of(request)
     context = context_of(request)
     tokenizer = context.async_llm.processor.tokenizer
     content = body.chat if body.prompt is None else body.prompt
     prompt = Prompt(content=content, add_special_tokens=body.add_special_tokens)
-    token_ids = await context.async_llm.tokenize(prompt, request.state.client)
+    token_ids = await context.async_llm.tokenize(prompt, call.client)
 
     def build() -> Tokenized:
         strings = [tokenizer.token_string(i) for i in token_ids] if body.return_token_strs else None
         return Tokenized(len(token_ids), context.max_model_len, token_ids, strings)
 
-    return await built_response(request, len(token_ids), build)
+    return await call.respond(len(token_ids), build)
 
 
 @router.get("/tokenizer_info", response_model=dict[str, Any])
@@ -52,4 +54,4 @@ async def detokenize(request: Request, body: Parsed[DetokenizeRequest]) -> Respo
         processor.check_token_ids(body.tokens, "tokens")
         return Detokenized(processor.tokenizer.decode(body.tokens, skip_special_tokens=False))
 
-    return await built_response(request, len(body.tokens), build)
+    return await call_of(request).respond(len(body.tokens), build)

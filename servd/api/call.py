@@ -1,0 +1,261 @@
+"""Call: one HTTP request on its way through the server: who asks, until when, what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from servd.access import Key
+from servd.api import kv_transfer
+from servd.api.admission import Admitted
+from servd.api.async_llm import AsyncLLM
+from servd.api.auth import ANYONE, CALL
+from servd.api.batch_store import Shelf
+from servd.api.context import Context
+from servd.api.protocol.generation import GenerationRequest
+from servd.api.protocol.validation import MAX_VALUES, Body, RequestBody, parse
+from servd.api.timeline import Timeline
+from servd.errors import Forbidden, InvalidRequest, NotFound, ServdError
+from servd.lora import Adapter
+from servd.messages import RequestOptions
+from servd.tracing import Mark, now_ns
+
+if TYPE_CHECKING:
+    from servd.api.otel import RequestSpan  # an extra
+
+T = TypeVar("T")
+
+MAX_IGNORED = 32  # names in the header
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """The middleware makes it, and `call_of` finds it.
+
+    Attributes:
+        request_id: X-Request-Id, which the client may have chosen.
+        unique_id: differs from it then.
+        client: who takes turns with others: an owner or, without keys, an address.
+        since_ns: when the gateway of several models received it, or 0.
+        blocked: marks of writes that waited for the client.
+        refusal: why the connection may send no requests.
+        owner: name of its key.
+        timeout: of the header, in seconds.
+        deadline: on the clock of the event loop.
+        headers: of the response.
+        ignored: the header X-Servd-Ignored, if fields of the body have no effect.
+        model: its name in the response.
+        timeline_ids: of the timelines that end with this call.
+        is_logged: another process writes the access log.
+    """
+
+    scope: Scope
+    request_id: str
+    unique_id: str
+    client: str
+    span: RequestSpan | None = None
+    since_ns: int = 0
+    priority_class: int = 0  # see RequestOptions.lane
+    blocked: deque[Mark] = field(default_factory=deque)
+    refusal: ServdError | None = None
+    key: Key = ANYONE
+    owner: str = ANYONE.name
+    timeout: float | None = None
+    deadline: float | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
+    model: str = ""
+    adapter: Adapter | None = None
+    received_ns: int = 0  # 0 until the whole body is here
+    parsed_ns: int = 0
+    num_bytes: int = 0  # of the body
+    timeline_ids: list[str] = field(default_factory=list)
+    is_logged: bool = False
+
+    @property
+    def context(self) -> Context:
+        return self.scope["app"].state.context
+
+    @property
+    def async_llm(self) -> AsyncLLM:
+        return self.context.async_llm
+
+    @property
+    def shelf(self) -> Shelf:
+        """The files and batches of its owner.
+
+        Raises:
+            NotFound: this server keeps none.
+        """
+        batches = self.context.batches
+        if batches is None:
+            raise NotFound("this server keeps no files and batches: start it with --batch-dir")
+        return batches.store.of(self.owner)
+
+    async def read(self, request: Request, kind: type[Body]) -> Body:
+        """Read and validate a JSON body, which may set the request id if no header does.
+
+        Raises:
+            UnknownModel: the model is not served.
+            InvalidRequest: the body is invalid, has another content type (which HTML forms could
+                send from other sites), or with --strict-fields has fields without effect.
+            Overloaded: see `AsyncLLM.run_in_thread`.
+        """
+        data = await request.body()
+        self.received_ns = now_ns()
+        self.num_bytes = len(data)
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            raise InvalidRequest(
+                f"Content-Type must be application/json, got {content_type[:100] or 'none'}: send "
+                "the header (with curl, -H 'Content-Type: application/json')"
+            )
+        context = self.context
+        await self.async_llm.loop.turn(self.client)
+        max_values = max(MAX_VALUES, 2 * context.max_model_len)
+        body = await self.run_in_thread(
+            len(data), lambda: parse(kind, data, max_values), is_new=True
+        )
+        self._report_ignored(body)
+        asked = body.request_id if isinstance(body, GenerationRequest) else None
+        if asked is not None and "x-request-id" not in request.headers:
+            self.request_id = asked
+            self.unique_id = f"{asked}-{self.unique_id[:12]}"
+        self.parsed_ns = now_ns()
+        self.model, self.adapter = await context.find_model(body.model)
+        timeout = self.timeout if body.timeout is None else body.timeout
+        if timeout is not None:
+            self.deadline = asyncio.get_running_loop().time() + timeout
+        return body
+
+    def _report_ignored(self, body: RequestBody) -> None:
+        config = self.context.config
+        ignored = body.ignored()
+        if body.priority and config.scheduler.scheduling_policy != "priority":
+            ignored = sorted({*ignored, "priority"})
+        if not ignored:
+            return
+        self.context.ignored_fields.report(body, ignored, self.scope["path"])
+        names = [name[:64] for name in ignored[:MAX_IGNORED]]
+        self.ignored = {"x-servd-ignored": ", ".join(quote(name, safe="") for name in names)}
+        if config.server.strict_fields:
+            shown = ", ".join(f"`{name}`" for name in names)
+            raise InvalidRequest(f"these fields have no effect here: {shown}", param=names[0])
+
+    @contextmanager
+    def admit(
+        self, options: RequestOptions, num_prompts: int = 1
+    ) -> Iterator[tuple[Admitted, RequestOptions]]:
+        """Admit a request whose body has been read; see `AsyncLLM.admit`.
+
+        Yields the admission, and the options completed by those of the API key. API keys share no
+        cached prefixes: `usage` and time to first token would reveal what other keys have sent.
+
+        Args:
+            options: of the body.
+            num_prompts: of the request.
+        """
+        key = self.key
+        config = self.context.config
+        is_urgent = options.priority < key.min_priority
+        by_priority = config.scheduler.scheduling_policy == "priority"
+        if is_urgent and by_priority and "admin" not in key.scopes:
+            raise Forbidden(
+                f"the API key {key.name} may ask for a `priority` of {key.min_priority} or more "
+                f"(min_priority), got {options.priority}",
+                param="priority",
+                code="priority_not_allowed",
+            )
+        if options.kv_source or options.is_exported:
+            kv_transfer.check(options, config, num_prompts)
+        salt = options.cache_salt
+        if self.context.keys.is_multi_tenant:
+            salt = f"{self.owner}/{salt or ''}"
+        owner = self.client
+        if key.by_user and options.owner:
+            owner = f"{owner}/{options.owner[:64]}"
+        headers = Headers(scope=self.scope)
+        rank = headers.get("x-data-parallel-rank")
+        options = msgspec.structs.replace(
+            options,
+            owner=owner,
+            weight=key.weight,
+            cache_salt=salt,
+            lane=max(options.lane, self.priority_class),
+            adapter=self.adapter,
+            is_watched="x-servd-watch" in headers and "metrics" in key.scopes,
+            rank=None if rank is None else _rank(rank, self.async_llm),
+        )
+        timeout = math.inf
+        if self.deadline is not None:
+            timeout = max(self.deadline - asyncio.get_running_loop().time(), 0)
+        with self.async_llm.admit(num_prompts, key, self.client, options.lane, timeout) as admitted:
+            self.headers = admitted.headers
+            yield admitted, options
+
+    async def open_timelines(self, prompt_ids: Sequence[str]) -> None:
+        """Open a timeline for each prompt of a request whose body was read. The middleware ends
+        them. Their ids are unique among running ones.
+        """
+        marks = [Mark("received", self.received_ns), Mark("parsed", self.parsed_ns)]
+        if self.since_ns:
+            marks[:1] = [Mark("received", self.since_ns), Mark("passed_on", self.received_ns)]
+        if self.adapter is not None:
+            marks.append(Mark("adapted", now_ns()))
+        running = self.async_llm.tracer.running
+
+        def begin(prompt_id: str) -> None:
+            running[prompt_id] = self.new_timeline(prompt_id, [*marks])
+            self.timeline_ids.append(prompt_id)
+
+        await self.async_llm.loop.each(self.client, prompt_ids, begin)
+
+    def new_timeline(self, name: str, marks: list[Mark]) -> Timeline:
+        """Return a timeline of this call."""
+        timeline = Timeline(name, self.owner, self.scope["path"][:200], self.model, marks)
+        timeline.http_id = self.request_id
+        return timeline
+
+    async def run_in_thread(self, size: int, work: Callable[[], T], *, is_new: bool = False) -> T:
+        """`AsyncLLM.run_in_thread` for the client of this call."""
+        return await self.async_llm.run_in_thread(self.client, size, work, is_new=is_new)
+
+    async def respond(self, size: int, build: Callable[[], Any]) -> Response:
+        """Return a JSON response with the result of `build`, made and encoded in a thread if large.
+
+        Args:
+            size: approximate number of tokens or numbers in the response.
+            build: see `AsyncLLM.run_in_thread`.
+        """
+        content = await self.run_in_thread(size, lambda: msgspec.json.encode(build()))
+        return Response(content, headers=self.ignored, media_type="application/json")
+
+
+def call_of(request: HTTPConnection) -> Call:
+    return request.scope[CALL]
+
+
+def _rank(text: str, async_llm: AsyncLLM) -> int:
+    """Index among this server's engines of X-data-parallel-rank, which counts over all hosts."""
+    first = async_llm.config.parallel.first_rank
+    size = len(async_llm.engines)
+    is_number = text.isascii() and text.isdecimal() and len(text) < 10
+    if not is_number or not first <= int(text) < first + size:
+        raise InvalidRequest(
+            f"X-data-parallel-rank must be from {first} to {first + size - 1}, got {text[:32]!r}: "
+            f"the server has {size} engines (--data-parallel-size)",
+            param="X-data-parallel-rank",
+        )
+    return int(text) - first
