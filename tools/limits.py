@@ -7,11 +7,11 @@ from servd.api import (
     batch_runner,
     batch_store,
     chat_template,
+    delta_stream,
     grammar_checker,
     http_protocol,
     middleware,
     response_store,
-    running,
 )
 from servd.api.protocol import completions, decisions, validation
 from servd.api.response_builders import events
@@ -145,7 +145,7 @@ def tables() -> dict[str, list[Row]]:
         "Answers": [
             (
                 "log-probabilities in one body, or of a stream that its client has not read",
-                f"{running.MAX_LOGPROBS_HELD:,}; in responses {events.EventBuilder.max_logprobs:,}",
+                f"{delta_stream.MAX_LOGPROBS_HELD:,}; in responses {events.EventBuilder.max_logprobs:,}",
                 "400",
             ),
             ("numbers of vectors in one body", f"{pooling.MAX_NUMBERS:,}", "400"),

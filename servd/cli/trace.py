@@ -30,8 +30,8 @@ ACCESS = ("api_key", "api_key_file")  # nobody else reaches a server of its own
 # and after it.
 WAYS = {
     "API server": {
-        "parsed": ["context.read_body"],
-        "adapted": ["context.read_body", "Adapters.find"],
+        "parsed": ["Call.read"],
+        "adapted": ["Call.read", "Adapters.find"],
         "templated": ["AsyncLLM.prepare", "Processor.process", "ChatTemplate.render"],
         "tokenised": ["AsyncLLM.prepare", "Processor.process", "Tokenizer.encode"],
         "checked": ["AsyncLLM.prepare", "Processor.check_structured_output"],
