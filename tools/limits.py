@@ -145,7 +145,8 @@ def tables() -> dict[str, list[Row]]:
         "Answers": [
             (
                 "log-probabilities in one body, or of a stream that its client has not read",
-                f"{delta_stream.MAX_LOGPROBS_HELD:,}; in responses {events.EventBuilder.max_logprobs:,}",
+                f"{delta_stream.MAX_LOGPROBS_HELD:,}; in responses "
+                f"{events.EventBuilder.max_logprobs:,}",
                 "400",
             ),
             ("numbers of vectors in one body", f"{pooling.MAX_NUMBERS:,}", "400"),
