@@ -143,13 +143,20 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code == 404:  # the router's
         error = NotFound(f"there is no route {method} {path}{_what_was_meant(request)}")
     elif isinstance(error, HTTPException) and error.status_code == 405:
-        error.detail = (
-            f"{method} is not possible on {path}, only {(error.headers or {}).get('Allow')}"
-        )
+        allowed = ", ".join(_allowed_methods(request))
+        detail = f"{method} is not possible on {path}, only {allowed}"
+        error = HTTPException(405, detail, {"Allow": allowed})
     elif isinstance(error, RequestValidationError):
         error = explain_parameters(error.errors())
     reply = error_reply(error, call_of(request).request_id, request.scope["path"])
     return Response(reply.body, reply.status, reply.headers, media_type="application/json")
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """Return the methods of all routes that have the path; the router names those of the first."""
+    routes: Sequence[Route] = request.app.state.routes
+    found = [route for route in routes if route.path_regex.match(request.scope["path"])]
+    return sorted({method for route in found for method in route.methods or ()})
 
 
 def _what_was_meant(request: Request) -> str:

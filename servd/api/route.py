@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Annotated, Any, TypeVar, cast, get_args
+from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints
 
 import msgspec
 from fastapi import APIRouter, Path
@@ -109,7 +109,7 @@ class Route(APIRoute):
 
     Args:
         path: as FastAPI has it.
-        endpoint: returns a Response, and has at most one parameter that is `Parsed`.
+        endpoint: returns a Response. What it reads is its parameter `body`, which is `Parsed`.
         response_model: msgspec type of the JSON in a 200, or a tuple of several.
         options: FastAPI's. `responses` need not name the errors that all such routes have.
     """
@@ -139,8 +139,7 @@ class Route(APIRoute):
     @functools.cached_property
     def kind(self) -> Any:
         """The type of the body: a RequestBody, or a union of several."""
-        assert self.body_field is not None
-        return self.body_field.field_info.annotation
+        return get_type_hints(self.endpoint)["body"]
 
     def _refused(self) -> list[int]:
         """Statuses of the errors that path, query and body bring."""

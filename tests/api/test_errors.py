@@ -67,6 +67,10 @@ async def test_routes_and_methods(http):
     answer = await http.get(CHAT)
     assert check(answer, 405) == f"GET is not possible on {CHAT}, only POST"
     assert answer.headers["allow"] == "POST"
+    for path, methods in {"/health": "GET, HEAD", "/ping": "GET, HEAD, POST"}.items():
+        answer = await http.delete(path)
+        assert check(answer, 405) == f"DELETE is not possible on {path}, only {methods}"
+        assert answer.headers["allow"] == methods
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize"])

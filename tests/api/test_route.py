@@ -1,0 +1,62 @@
+"""Route: bodies are validated once, and the document has one schema for each name."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from pydantic import TypeAdapter, model_validator
+
+from servd.api import route
+from servd.api.protocol.validation import RequestBody, parse
+from servd.api.route import Parsed, schema_of
+from tests.api.harness import serve
+from tests.api.test_errors import check
+
+
+class Counted(RequestBody):
+    """A body that counts how often it is validated."""
+
+    num_validated: int = 0
+
+    @model_validator(mode="after")
+    def count(self) -> Counted:
+        self.num_validated += 1
+        return self
+
+
+def test_fastapi_does_not_validate_a_body_again():
+    body = parse(Counted, b"{}")
+    adapter = TypeAdapter(Parsed[Counted])
+    assert adapter.validate_python(body, from_attributes=True) is body
+    assert body.num_validated == 1
+
+
+def test_two_structs_of_one_name_are_refused(monkeypatch):
+    monkeypatch.setattr(route, "ANSWERS", {})
+    first = msgspec.defstruct("SameName", [("a", int)])
+    second = msgspec.defstruct("SameName", [("b", str)])
+    assert schema_of(first) == {"$ref": "#/components/schemas/SameName"}
+    with pytest.raises(AssertionError, match="SameName"):
+        schema_of(second)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "param"),
+    [
+        ("GET", "/v1/requests?recent=0", "recent"),
+        ("GET", "/v1/requests?slowest=201", "slowest"),
+        ("GET", "/v1/steps?recent=x", "recent"),
+        ("GET", "/v1/requests/a/timeline?format=xml", "format"),
+        ("GET", "/v1/files?limit=10001", "limit"),
+        ("GET", "/v1/batches?order=up", "order"),
+        ("GET", "/v1/responses/a?stream=maybe", "stream"),
+        ("GET", "/v1/responses/a?starting_after=-1", "starting_after"),
+        ("GET", "/v1/responses/a?starting_after=" + "9" * 5000, "starting_after"),
+        ("POST", "/sleep?level=3", "level"),
+    ],
+)
+async def test_wrong_parameters_are_named(method, path, param, tmp_path):
+    async with serve(batch_dir=str(tmp_path)) as served:
+        message = check(await served.http.request(method, path), 400, param)
+    assert message.startswith(f"{param} must be ")
+    assert len(message) < 200
