@@ -95,7 +95,7 @@ async def causes_of(served: Served, request_id: str) -> list[str]:
 
 
 async def has_token(served: Served) -> None:
-    choices = served.async_llm.engines[0].running
+    choices = served.async_llm.requests
     async with asyncio.timeout(WAIT_SECONDS):
         while not any(one.choices[0].num_tokens for one in choices.values()):
             await asyncio.sleep(0)  # steps take no real time: look after each
