@@ -136,6 +136,6 @@ async def test_a_sibling_that_does_not_answer_is_left_out(tmp_path, kind, monkey
             await asyncio.sleep(0)
             assert (tmp_path / "api-1").exists() or (tmp_path / "api-1").touch() is None
         else:
-            servers[1].async_llm.offload = lambda *_: asyncio.sleep(60)
+            servers[1].async_llm.run_in_thread = lambda *_: asyncio.sleep(60)
         assert await ids(servers[0], "recent=9") == made[:1]
         assert (await servers[0].http.get(f"/v1/requests/{made[1]}/timeline")).status_code == 404
