@@ -1,25 +1,23 @@
 """Route: FastAPI's route, with bodies read as servd reads them; and what it adds to OpenAPI.
 
 An endpoint is an ordinary one of FastAPI: its parameters say what it takes. `Parsed[Model]` is the
-body: `Route` reads and checks it (`read_body`: off the event loop if it is long), and gives FastAPI
-the finished model. Answers are msgspec structs: `Route` takes them as `response_model`, and
-describes them, the errors and the headers in FastAPI's `responses`. FastAPI makes the document.
+body, a dependency: FastAPI would parse it on the event loop, however long it is, and in its own
+words. Answers are msgspec structs: `Route` takes them as `response_model`. It adds bodies, answers,
+errors and headers to the `openapi_extra` and `responses` that FastAPI makes its document of.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints
 
 import msgspec
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Depends, Path
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
-from pydantic import WrapValidator
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
-from starlette.responses import Response
 
 import servd
 from servd.api.auth import OPEN_PATHS
@@ -33,12 +31,14 @@ Schema = dict[str, Any]
 Responses = dict[int | str, Schema]
 
 
-def _keep(body: Any, validate: Any) -> Any:
-    return body  # FastAPI would run the validators of the model once more
+async def read_parsed(request: Request) -> RequestBody:
+    """Read the body of a request as its route does."""
+    route: Route = request.scope["route"]
+    return await route.read(request)
 
 
-# A body that `Route` has read.
-Parsed = Annotated[T, WrapValidator(_keep)]
+# The body, as a model that is read by `Route.read`.
+Parsed = Annotated[T, Depends(read_parsed)]
 # A part of the path. The router finds no route for an empty one.
 PathPart = Annotated[str, Path(json_schema_extra={"minLength": 1})]
 
@@ -94,16 +94,6 @@ OF_BODIES = {400, 404, 408, 413, 429, 500, 503, 504}
 ANSWERS: dict[str, Schema] = {}
 
 
-class ParsedRequest(Request):
-    """A request whose body FastAPI gets as the model that it was read into."""
-
-    model: RequestBody
-
-    async def json(self) -> RequestBody:
-        """Return the model in the place of JSON."""
-        return self.model
-
-
 class Route(APIRoute):
     """The class of all routes.
 
@@ -125,8 +115,11 @@ class Route(APIRoute):
         super().__init__(path, endpoint, response_model=None, **options)
         self.tags = self.tags or [endpoint.__module__.rpartition(".")[2]]
         headers = ["X-Request-Id"]
-        if self.body_field is not None:
+        if self.kinds:
             headers.append("X-Servd-Ignored")
+            schema = any_of([{"$ref": SCHEMAS + kind.__name__} for kind in self.kinds])
+            body = {"required": True, "content": {"application/json": {"schema": schema}}}
+            self.openapi_extra = {"requestBody": body}
         answers: Responses = {200: {}, **self.responses}
         if response_model:  # FastAPI marks an absent one
             kinds = response_model if isinstance(response_model, tuple) else (response_model,)
@@ -137,9 +130,10 @@ class Route(APIRoute):
         self.responses = refusals(*self._refused(), kind=kind) | described
 
     @functools.cached_property
-    def kind(self) -> Any:
-        """The type of the body: a RequestBody, or a union of several."""
-        return get_type_hints(self.endpoint)["body"]
+    def kinds(self) -> Sequence[type[RequestBody]]:
+        """The models of the body: several if it is a union, none if there is no body."""
+        body = get_type_hints(self.endpoint).get("body")
+        return get_args(body) or (() if body is None else (body,))
 
     def _refused(self) -> list[int]:
         """Statuses of the errors that path, query and body bring."""
@@ -150,7 +144,7 @@ class Route(APIRoute):
             statuses |= {404}
         if self.dependant.query_params:
             statuses |= {400}
-        if self.body_field is not None:
+        if self.kinds:
             statuses |= OF_BODIES
             if self.path.startswith(ANTHROPIC_ROUTES):
                 statuses |= {529}
@@ -160,22 +154,9 @@ class Route(APIRoute):
         """Read and validate the body.
 
         Raises:
-            RequestError: see `read_body`.
+            RequestError: see `Call.read`.
         """
-        return await call_of(request).read(request, self.kind)
-
-    def get_route_handler(self) -> Callable[[Request], Any]:
-        """Return FastAPI's handler, which finds the body read."""
-        answer: Callable[[Request], Awaitable[Response]] = super().get_route_handler()
-        if self.body_field is None:
-            return answer
-
-        async def read_and_answer(request: Request) -> Response:
-            parsed = ParsedRequest(request.scope, request.receive)
-            parsed.model = await self.read(parsed)
-            return await answer(parsed)
-
-        return read_and_answer
+        return await call_of(request).read(request, self.kinds[0])
 
 
 @functools.cache
@@ -188,15 +169,14 @@ def schema_of(kind: Any) -> Schema:
     return schema
 
 
-def any_of(kinds: Sequence[Any]) -> Schema:
-    """Return the JSON schema of a value that has one of these msgspec types."""
-    schemas = [schema_of(kind) for kind in kinds]
+def any_of(schemas: Sequence[Schema]) -> Schema:
+    """Return the JSON schema of a value that has one of these."""
     return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
 def json_content(*kinds: Any) -> Schema:
     """Return the `content` of a JSON response that has one of these msgspec types."""
-    return {"application/json": {"schema": any_of(kinds)}}
+    return {"application/json": {"schema": any_of([schema_of(kind) for kind in kinds])}}
 
 
 def text_content(*media_types: str) -> Responses:
@@ -209,8 +189,10 @@ def events(*kinds: Any) -> Responses:
     is the data of a server-sent event, and the last event may say so.
     """
     document = {
-        "type": "string", "contentMediaType": "application/json", "contentSchema": any_of(kinds),
-    }  # fmt: skip
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": any_of([schema_of(kind) for kind in kinds]),
+    }
     fields = {"event": {"type": "string"}, "data": {"anyOf": [document, {"const": "[DONE]"}]}}
     event = {"type": "object", "properties": fields, "required": ["data"]}
     return {200: {"content": {"text/event-stream": {"itemSchema": event}}}}
@@ -242,8 +224,7 @@ def _refs(headers: Iterable[str]) -> Schema:
 
 def _bodies(routes: Iterable[Route]) -> dict[str, Schema]:
     """Return the JSON schemas of all bodies and of what is in them, by name."""
-    kinds = {route.kind for route in routes if route.body_field is not None}
-    models = {model for kind in kinds for model in get_args(kind) or (kind,)}
+    models = {kind for route in routes for kind in route.kinds}
     named = sorted(models, key=lambda model: model.__name__)
     _, schema = models_json_schema(
         [(model, "validation") for model in named], ref_template=SCHEMAS + "{model}"
@@ -268,7 +249,6 @@ def document(routers: Iterable[APIRouter], needs_key: bool) -> Schema:
         routes=routes,
     )
     components = found["components"]
-    # In FastAPI's own, bounds are floats: 2**63 - 1 would be 2**63.
     components["schemas"] = _bodies(routes) | ANSWERS
     components["headers"] = HEADERS
     components["securitySchemes"] = SECURITY_SCHEMES if needs_key else {}

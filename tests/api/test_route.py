@@ -1,34 +1,14 @@
-"""Route: bodies are validated once, and the document has one schema for each name."""
+"""Route: the document has one schema for each name, and wrong parameters are named."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
-from pydantic import TypeAdapter, model_validator
 
 from servd.api import route
-from servd.api.protocol.validation import RequestBody, parse
-from servd.api.route import Parsed, schema_of
+from servd.api.route import schema_of
 from tests.api.harness import serve
 from tests.api.test_errors import check
-
-
-class Counted(RequestBody):
-    """A body that counts how often it is validated."""
-
-    num_validated: int = 0
-
-    @model_validator(mode="after")
-    def count(self) -> Counted:
-        self.num_validated += 1
-        return self
-
-
-def test_fastapi_does_not_validate_a_body_again():
-    body = parse(Counted, b"{}")
-    adapter = TypeAdapter(Parsed[Counted])
-    assert adapter.validate_python(body, from_attributes=True) is body
-    assert body.num_validated == 1
 
 
 def test_two_structs_of_one_name_are_refused(monkeypatch):

@@ -71,7 +71,7 @@ async def invoke(
 ) -> Response:
     """Answer as the route for such a body does."""
     routes = map(_first_route, FILE_OF.values())
-    route = next(route for route in routes if route.kind is type(body))
+    route = next(route for route in routes if type(body) in route.kinds)
     return await route.endpoint(request, body)
 
 
