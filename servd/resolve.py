@@ -186,7 +186,7 @@ def _check_together(config: Config, spec: ModelSpec) -> None:
         (model.speculative_config, "--speculative-config: leave it out"),
         (config.lora.enable_lora, "--enable-lora: leave it out"),
         (
-            config.cache.has_tiers,
+            config.cache.has_connector,
             "--kv-offloading-size, --kv-cache-dir and --kv-transfer-config: leave them out",
         ),
         (model.model_impl == "transformers", f"layers that transformers computes: {whole}"),

@@ -17,7 +17,8 @@ from typing import Any
 from servd.cli._costs import Costs
 from servd.config import Config
 from servd.core.executor import Executor, Progress
-from servd.core.kv_cache import groups, tiers
+from servd.core.kv_cache import groups
+from servd.core.kv_cache.connector.offload import make_connector
 from servd.core.scheduler import Scheduler
 from servd.core.step import StepLog
 from servd.hf import FAKE_SPEC
@@ -66,7 +67,7 @@ def zeros(count: int) -> list[int]:
 
 
 class Copier(Executor):
-    """Copies blocks in virtual time, for `tiers.Tiers.measure`."""
+    """Copies blocks in virtual time, for `OffloadConnector.measure_copies`."""
 
     def __init__(self, clock: Clock, block_ns: float, config: Config, progress: Progress) -> None:
         super().__init__(config, FAKE_SPEC, progress)
@@ -109,7 +110,8 @@ class Engine:
         self.costs, self.clock = costs, clock
         self.copy_ns = costs.copied_byte * worker.kv_bytes_per_block
         copier = Copier(clock, self.copy_ns, config, lambda phase, fraction: None)
-        self.scheduler.kv_cache.connect(tiers.load(config, FAKE_SPEC, worker, copier))
+        kv_cache.connect(make_connector(config, FAKE_SPEC, worker, copier))
+        self.copies_blocks = config.cache.has_connector
         self.arrived: list[EngineCoreRequest] = []
         self.number = 0  # of what it does now, as events name it
         self.until = NEVER  # when that ends
@@ -183,7 +185,7 @@ class Engine:
         scheduler = self.scheduler
         if not scheduler.running or (scheduler.waiting and not self.is_stuck):
             return 0
-        if scheduler.kv_cache.tiers is not None:  # any step may copy blocks, which takes time
+        if self.copies_blocks:  # any step may copy blocks, which takes time
             return 0
         least, context = FAR, 0
         for request in scheduler.running:

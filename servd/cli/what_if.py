@@ -189,7 +189,7 @@ def simulate(
     if not num_blocks:
         raise ConfigError("--num-blocks: say how large the KV cache of an engine is")
     windows = server.kv_windows if server is not None else (None,)
-    if config.cache.has_tiers and windows != (None,):  # then workers make no groups
+    if config.cache.has_connector and windows != (None,):  # then workers make no groups
         num_blocks, kv_bytes, windows = num_blocks // len(windows), kv_bytes * len(windows), (None,)
     worker = WorkerReady("none", "none", "none", num_blocks, 0, kv_bytes, kv_windows=windows)
     began = time.monotonic()
@@ -210,8 +210,8 @@ def figures(fleet: Fleet) -> dict[str, float]:
     tally, seconds = fleet.tally, (fleet.tally.ended_ns - fleet.tally.began_ns) / 1e9
     busy = [engine.busy_ns / 1e9 for engine in fleet.engines]
     mean = sum(busy) / len(busy)
-    caches = [engine.scheduler.kv_cache.tiers for engine in fleet.engines]
-    hits = sum(each.stats["host"].num_hits for each in caches if each is not None)
+    places = [place for engine in fleet.engines for place in engine.scheduler.report(0).tiers]
+    hits = sum(place.num_hits for place in places if place.name == "host")
     shown = {
         **_common(seconds, tally.num_prompt, tally.num_output, len(tally.latency)),
         "refused": tally.num_refused,

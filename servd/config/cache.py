@@ -1,4 +1,4 @@
-"""The options of the KV cache, and of the tiers below it."""
+"""The options of the KV cache, and of its connector."""
 
 from __future__ import annotations
 
@@ -93,16 +93,16 @@ class CacheConfig(Section, frozen=True):
     ] = 0.01
 
     @property
-    def has_tiers(self) -> bool:
-        """Whether blocks that the device has no room for go anywhere, or come from elsewhere."""
-        below = self.kv_offloading_size, self.kv_cache_dir, self.kv_transfer_config
-        return any(each is not None for each in below)
+    def has_connector(self) -> bool:
+        """Whether a KV connector saves blocks beyond the device, or loads them from there."""
+        options = self.kv_offloading_size, self.kv_cache_dir, self.kv_transfer_config
+        return any(each is not None for each in options)
 
     def verify(self) -> None:
         """Check what is resolved.
 
         Raises:
-            ConfigError: tiers or events without a prefix cache.
+            ConfigError: a KV connector or events without a prefix cache.
         """
         if (
             self.kv_events_config is not None
@@ -113,7 +113,7 @@ class CacheConfig(Section, frozen=True):
                 "--kv-events-config tells what the prefix cache has, and that is off, as with "
                 "every encoder and with linear attention: leave it out"
             )
-        if self.has_tiers and not self.enable_prefix_caching:
+        if self.has_connector and not self.enable_prefix_caching:
             raise ConfigError(
                 "--kv-cache-dir, --kv-offloading-size and --kv-transfer-config keep or give what "
                 "the prefix cache has, and that is off, as with every encoder and with linear "

@@ -17,7 +17,7 @@ def problems(engine: EngineCore) -> list[str]:
     """
     scheduler, pool = engine.scheduler, engine.scheduler.kv_cache.pool
     requests = scheduler.requests.values()
-    pinned = Counter(scheduler.kv_cache.pins.blocks)
+    pinned = Counter(scheduler.kv_cache.prefix_cache.pinned.blocks)
     owned = pinned + Counter(
         block for each in requests for block in each.block_ids if block != NO_BLOCK
     )
@@ -43,9 +43,8 @@ def problems(engine: EngineCore) -> list[str]:
         or scheduler.has_work
         or not (engine.in_flight or len(owned) > len(pinned)),
     }
-    tiers = scheduler.kv_cache.tiers
-    below = tiers.problems() if tiers is not None else []
-    return [problem for problem, is_well in found.items() if not is_well] + below
+    violated = [problem for problem, is_well in found.items() if not is_well]
+    return violated + scheduler.kv_cache.connector.find_problems()
 
 
 def audit(message: Audit, engine: EngineCore) -> list[EngineCoreOutputs | EngineAudit]:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from servd.config import Config
 from servd.core.executor import Executor, PendingOutput
-from servd.core.kv_cache import groups, tiers
+from servd.core.kv_cache import groups
+from servd.core.kv_cache.connector.offload import make_connector
 from servd.core.scheduler import Scheduler
 from servd.core.structured_output.manager import Compiled, GrammarManager
 from servd.core.turns import Turns
@@ -73,8 +74,8 @@ class EngineCore:
     def connect(self, executor: Executor, worker: WorkerReady) -> None:
         """Use this executor: the first one, or after `forget_workers` the one that replaces it."""
         self.executor = executor
-        lower = tiers.load(self.config, self.spec, worker, executor)
-        self.scheduler.kv_cache.connect(lower)
+        connector = make_connector(self.config, self.spec, worker, executor)
+        self.scheduler.kv_cache.connect(connector)
 
     @property
     def has_work(self) -> bool:
@@ -138,7 +139,7 @@ class EngineCore:
         depth = max(self.depth - self.scheduler.is_background, num_stages)
         if self.in_flight and (scheduled is None or len(self.in_flight) >= depth):
             self._harvest()
-        elif scheduled is None and self.scheduler.kv_cache.wait():
+        elif scheduled is None and self.scheduler.kv_cache.connector.wait():
             self.on_wait()
         return self.scheduler.take_outputs(grammars.num_waiting)
 

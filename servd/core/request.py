@@ -25,7 +25,6 @@ from servd.tracing import Mark, now_ns
 
 class RequestStatus(Enum):
     WAITING = auto()
-    SWAPPED = auto()  # waits after a preemption, and its blocks go to lower tiers
     RUNNING = auto()
     FINISHED = auto()
 
@@ -101,8 +100,7 @@ class Request:
     num_found_drafts: int = 0  # by the workers, as of the last harvest
     acceptance: Acceptance | None = None  # None: it is never drafted for
     num_cached_tokens: int = 0  # found in the prefix cache when first scheduled
-    num_external_tokens: int = 0  # of those, from tiers below the device
-    reads_until_ns: int = 0  # deadline for blocks from such tiers; 0: not decided; 1: none
+    num_external_tokens: int = 0  # of those, loaded by the KV connector
     evicted_at_ns: int = 0  # see EngineCoreOutput
     num_preemptions: int = 0
     aside_since: int = -1  # step since which it has waited for its adapter
@@ -110,7 +108,7 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks of known tokens
     num_registered_blocks: int = 0  # first blocks that are in the prefix cache
-    num_adopted_blocks: int = 0  # first blocks that came from the prefix cache
+    num_attached_blocks: int = 0  # first blocks that came from the prefix cache
     marks: list[Mark] = field(default_factory=list)  # not yet sent to the client
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the second token on
 

@@ -14,6 +14,7 @@ from itertools import islice
 from servd import plugins
 from servd.config import SchedulerConfig
 from servd.core.drafts import Drafts, choose_drafts
+from servd.core.kv_cache.connector import KVConnector
 from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.lookahead import Lookahead
 from servd.core.outputs import Outputs
@@ -92,7 +93,9 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything, even if only harvest or hand over outputs."""
-        return bool(self.requests or self._in_flight or self.outputs) or self.kv_cache.has_copies
+        if self.requests or self._in_flight or self.outputs:
+            return True
+        return self.kv_cache.connector.has_copies
 
     def add(self, message: EngineCoreRequest) -> None:
         """Accept a request; it ends in exactly one terminal output unless it is aborted."""
@@ -131,7 +134,7 @@ class Scheduler:
         record = StepRecord(self._num_steps, now_ns())
         step = Step(record)
         self.waiting.begin_step()
-        for request, error in self.kv_cache.take_lost():
+        for request, error in self.kv_cache.connector.take_failed():
             self._end(request, error)
         self.lookahead.begin_step(record.step, len(self.running))
         self._make_room(step)
@@ -143,7 +146,7 @@ class Scheduler:
                 budget = self._schedule_prompts(step, budget, partial, lane)
             if record.prefills:
                 break
-        step.copies = self.kv_cache.take_copies()
+        step.copies = self.kv_cache.connector.take_copies()
         if not (step.decoding or step.scheduled) and step.copies is None:
             return None
         self._num_steps += 1
@@ -161,7 +164,7 @@ class Scheduler:
 
     def forget_workers(self) -> None:
         """Discard what the workers held. No step may be in flight."""
-        self.kv_cache.connect(None)
+        self.kv_cache.connect(KVConnector())
         self.kv_cache.reset()
         self._freed_slots = []
 
@@ -260,7 +263,10 @@ class Scheduler:
                 may_start = not request.num_placeholders and kv_cache.can_start(request, cached)
                 if not may_start:
                     step.record.waits_for = "blocks"
-                    if len(passed) < MAX_PASSED and kv_cache.lets_pass(request, cached):
+                    connector = kv_cache.connector
+                    if len(passed) < MAX_PASSED and connector.may_be_overtaken(
+                        request, len(cached)
+                    ):
                         queue.remove(request)
                         passed.append(request)
                         may_start = True
@@ -294,13 +300,13 @@ class Scheduler:
 
     def _admit(self, step: Step, request: Request, cached: list[int], now: int) -> None:
         self.waiting.start(request)
-        self.kv_cache.adopt(request, cached)
+        self.kv_cache.attach_cached_blocks(request, cached)
         request.slot = self.free_slots.pop()
         request.status = RequestStatus.RUNNING
         request.num_drafts = 0  # preemption drops the workers' drafts
         insort(self.running, request, key=by_order)
         if request.num_preemptions == 0:
-            self.kv_cache.count(request, self._stats)
+            self.kv_cache.count_hits(request, self._stats)
         request.marks.append(Mark("scheduled", now, step.record.step))
         step.record.num_cached_tokens += request.num_computed_tokens
         step.new_requests.append(request.as_new())
@@ -330,7 +336,7 @@ class Scheduler:
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
         request.marks.append(Mark("preempted", now_ns(), record.step))
-        self.kv_cache.swap_out(request)
+        self.kv_cache.connector.swap_out(request)
         record.num_preempted += 1
         self.waiting.add(request)
         self._stats.num_preemptions += 1
@@ -355,7 +361,7 @@ class Scheduler:
         if is_news_due:
             for request in self.requests.values():
                 self.outputs.report_to(request.client)
-        self.kv_cache.harvest(step)
+        self.kv_cache.connector.collect_outputs(step)
         if self.lookahead.max_drafts:
             self.lookahead.time(record.step, step.scheduled, took_ns, len(step.decoding))
         decoded, rows = step.append_decoded(result, ends)
@@ -426,10 +432,10 @@ class Scheduler:
         # Requests that finished meanwhile have blocks in the cache, too.
         left = {each for later in (step, *self._in_flight) for each in later.all_requests}
         others = {*self.running, *left} - {request}
-        for each in [request, *self.kv_cache.adopters(request, num_tokens, others)]:
-            self.kv_cache.forget_computed(each)
+        sharers = self.kv_cache.prefix_cache.find_sharers(request, num_tokens, others)
+        for each in [request, *sharers]:
+            self.kv_cache.forget(each)
             if each.status is not RequestStatus.FINISHED:
-                self.kv_cache.forget(each)
                 self._end(each, error, step.record.step)
 
     def _end(self, request: Request, error: str, step: int = -1) -> None:
@@ -442,7 +448,7 @@ class Scheduler:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
-            self.kv_cache.stop_waiting(request)
+            self.kv_cache.connector.stop_waiting(request)
         request.status = RequestStatus.FINISHED
         if request.slot >= 0:
             self._release(request)

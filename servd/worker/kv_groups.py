@@ -74,8 +74,8 @@ def arrange(
 
 def _obstacle(config: Config, backend: Backend[Any], has_draft: bool) -> str:
     """Why there cannot be groups; "" if there can."""
-    if config.cache.has_tiers:
-        return "tiers and transfers of the KV cache move blocks of all layers at once"
+    if config.cache.has_connector:
+        return "the KV connector moves blocks of all layers at once"
     if config.parallel.pipeline_parallel_size > 1:
         return "stages of a pipeline have different layers"
     if has_draft:

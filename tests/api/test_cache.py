@@ -97,7 +97,9 @@ async def test_prompts_of_files_stay_in_every_engine(tmp_path):
         work = asyncio.create_task(PinnedPrefixes([str(text), str(chat)]).keep(served.async_llm))
 
         def num_pinned() -> list[int]:
-            return [len(each.core.scheduler.kv_cache.pins) for each in served.engines]
+            return [
+                len(each.core.scheduler.kv_cache.prefix_cache.pinned) for each in served.engines
+            ]
 
         await until(lambda: min(num_pinned()) >= kept)
         assert (await served.http.post("/reset_prefix_cache")).status_code == 200

@@ -9,7 +9,8 @@ import pytest
 
 from servd.api import kv_transfer
 from servd.config import Config
-from servd.core.kv_cache.tiers import Tiers
+from servd.core.kv_cache.connector import remote
+from servd.core.kv_cache.connector.costs import LoadCosts
 from tests.api.harness import chat_prompt, events, output_text, serve, user
 from tests.core.kv_cache.test_transfer import TOKEN, free_port
 
@@ -24,8 +25,8 @@ PREFILL = {
 @pytest.fixture(autouse=True)
 def _token(monkeypatch):
     monkeypatch.setenv("SERVD_JOIN_TOKEN", TOKEN)
-    monkeypatch.setattr(Tiers, "_is_worth", lambda self, tier: True)
-    monkeypatch.setattr("servd.core.kv_cache.tiers.remote.IDLE", 0.05)
+    monkeypatch.setattr(LoadCosts, "is_worth_loading", lambda self, place: True)
+    monkeypatch.setattr(remote, "IDLE", 0.05)
 
 
 def config(role: str, port: int, **more) -> str:

@@ -170,7 +170,10 @@ def check_idle(engine: EngineCore) -> None:
     scheduler = engine.scheduler
     assert not scheduler.requests and not engine.in_flight and not scheduler._in_flight
     cache = scheduler.kv_cache
-    assert cache.pool.num_free + len(cache.pins) == cache.pool.num_blocks and not cache.num_holders
+    assert (
+        cache.pool.num_free + len(cache.prefix_cache.pinned) == cache.pool.num_blocks
+        and not cache.num_holders
+    )
 
 
 class Log:

@@ -11,7 +11,9 @@ import pytest
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import Executor
 from servd.core.kv_cache.block_hash import of_group
-from servd.core.kv_cache.tiers import Tiers
+from servd.core.kv_cache.connector import loads
+from servd.core.kv_cache.connector.costs import LoadCosts
+from servd.core.kv_cache.connector.offload import OffloadConnector
 from servd.core.request import Request
 from servd.core.step_cost import StepCost
 from servd.hf import read_spec
@@ -126,21 +128,23 @@ def num_rejected(log: Log) -> int:
 def test_blocks_that_went_to_host_memory_and_to_files_come_back(
     checkpoints, tmp_path, monkeypatch, depth
 ):
-    monkeypatch.setattr(Tiers, "_is_worth", lambda self, tier: True)  # computing is fast here
-    monkeypatch.setattr("servd.core.kv_cache.tiers.LEAST_PATIENCE", 30_000_000_000)
+    monkeypatch.setattr(
+        LoadCosts, "is_worth_loading", lambda self, place: True
+    )  # computing is fast here
+    monkeypatch.setattr(loads, "MIN_TIMEOUT_NS", 30_000_000_000)
     folder = checkpoints("llama", "untied")
     requests = make_requests([SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUTS)] * 8)
 
     def run(**options: object) -> Log:
         engine = make_engine(folder, num_blocks=26, depth=depth, **options)
-        kv_cache, log = engine.scheduler.kv_cache, Log()
-        if kv_cache.tiers is not None:
-            kv_cache.tiers.flush()
+        connector, log = engine.scheduler.kv_cache.connector, Log()
+        if isinstance(connector, OffloadConnector):
+            connector.flush()
         for request in requests:
             engine.handle(request)
         log.run(engine)
-        if kv_cache.tiers is not None:
-            kv_cache.tiers.flush()
+        if isinstance(connector, OffloadConnector):
+            connector.flush()
         return log
 
     plain = run()

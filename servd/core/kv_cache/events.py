@@ -16,6 +16,7 @@ import msgspec
 from servd.config.kv_events import KVEventsConfig
 from servd.core.kv_cache.block_hash import NO_KEYS, is_of_other_group, root_hash
 from servd.core.kv_cache.block_pool import BlockPool
+from servd.core.kv_cache.prefix_cache import NullEvents
 from servd.core.request import Request
 from servd.ipc import Publisher
 
@@ -59,7 +60,7 @@ class Batch(msgspec.Struct, array_like=True, gc=False):
     data_parallel_rank: int
 
 
-class KVEvents:
+class KVEvents(NullEvents):
     """Collects the events of a step, and publishes them.
 
     Args:
@@ -78,13 +79,14 @@ class KVEvents:
         pool.on_remove = self._remove
         self.publish()
 
-    def store(self, request: Request, blocks: Sequence[int], first: int, end: int) -> None:
-        """Blocks `first` to `end` of a request's `blocks` were registered. Those whose content
-        another block has already are left out.
+    def store(self, request: Request, first: int, blocks: Sequence[int]) -> None:
+        """These blocks of a request were registered, of which `first` is the index of the first.
+
+        Blocks are left out if another block already has their content.
         """
         hashes, size = request.block_hashes, self.block_size
         keys = root_hash(*request.cache_keys)
-        for start, stop in self._new(blocks, first, end):
+        for start, stop in self._find_new(first, blocks):
             count = stop - start
             self._events.append(
                 BlockStored(
@@ -109,14 +111,15 @@ class KVEvents:
     def close(self) -> None:
         self._publisher.close()
 
-    def _new(self, blocks: Sequence[int], first: int, end: int) -> Iterable[tuple[int, int]]:
-        """Ranges within `first` to `end` of blocks that are registered themselves."""
+    def _find_new(self, first: int, blocks: Sequence[int]) -> Iterable[tuple[int, int]]:
+        """Yield the ranges of blocks that are registered themselves, as indices in the request."""
         start = first
-        for at in range(first, end):
-            if self.pool.hashes[blocks[at]] is None:
-                if start < at:
-                    yield start, at
-                start = at + 1
+        for index, block in enumerate(blocks, first):
+            if self.pool.hashes[block] is None:
+                if start < index:
+                    yield start, index
+                start = index + 1
+        end = first + len(blocks)
         if start < end:
             yield start, end
 

@@ -170,7 +170,7 @@ def test_no_block_is_both_free_and_read(
                 engine.handle(AbortRequests([str(i)]))
         log.step(engine)
     log.run(engine)
-    engine.scheduler.kv_cache.pins.clear()
+    engine.scheduler.kv_cache.prefix_cache.pinned.clear()
     assert problems(engine) == [] and engine.scheduler.kv_cache.usage == 0
     event(f"preempted: {log.total('num_preemptions') > 0}")
     event(f"hits: {log.total('prefix_cache_hits') > 0}")

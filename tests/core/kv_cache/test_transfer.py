@@ -14,8 +14,9 @@ import pytest
 
 from servd.config import Config
 from servd.config.kv_transfer import KVTransferConfig
-from servd.core.kv_cache.tiers import Tiers, remote
-from servd.core.kv_cache.tiers.remote import Ask, Give
+from servd.core.kv_cache.connector import io_workers, loads, remote
+from servd.core.kv_cache.connector.costs import LoadCosts
+from servd.core.kv_cache.connector.remote import Ask, Give
 from servd.errors import ConfigError
 from servd.hf import FAKE_SPEC
 from servd.ipc import Keys, Link, Listener, wait
@@ -39,8 +40,8 @@ TOKEN = "0123456789abcdef" * 2
 @pytest.fixture(autouse=True)
 def _fakes_compute_faster_than_they_copy(monkeypatch):
     monkeypatch.setenv("SERVD_JOIN_TOKEN", TOKEN)
-    monkeypatch.setattr(Tiers, "_is_worth", lambda self, tier: True)
-    monkeypatch.setattr("servd.core.kv_cache.tiers.LEAST_PATIENCE", 30_000_000_000)
+    monkeypatch.setattr(LoadCosts, "is_worth_loading", lambda self, place: True)
+    monkeypatch.setattr(loads, "MIN_TIMEOUT_NS", 30_000_000_000)
     monkeypatch.setattr(remote, "IDLE", 0.05)
     monkeypatch.setattr(remote, "DOWN", 0.05)
 
@@ -129,21 +130,21 @@ def test_one_computes_the_prompt_and_another_goes_on(fleet, depth, policy):
 
 def test_only_what_is_asked_for_is_kept_and_not_for_ever(fleet, monkeypatch):
     one = fleet.engine("kv_both")
-    exchange = one.scheduler.kv_cache.tiers.exchange
+    store = one.scheduler.kv_cache.connector.remote
     run(one, make_request("a", PROMPT))
-    assert exchange.num_blocks == 0
+    assert store.num_blocks == 0
     fleet.prefill(one)  # found in the cache
     fleet.prefill(one)
-    one.scheduler.kv_cache.tiers.flush()
-    assert (exchange.num_blocks, exchange.num_bytes) == (10, 320)
-    exchange.limit = 200
+    one.scheduler.kv_cache.connector.flush()
+    assert (store.num_blocks, store.num_bytes) == (10, 320)
+    store.limit = 200
     fleet.prefill(one, prompt=[7] * 8)
-    one.scheduler.kv_cache.tiers.flush()
-    assert (exchange.num_blocks, exchange.num_bytes) == (6, 192)
+    one.scheduler.kv_cache.connector.flush()
+    assert (store.num_blocks, store.num_bytes) == (6, 192)
     now = time.monotonic()
     monkeypatch.setattr(remote.time, "monotonic", lambda: now + 121)
-    exchange._trim()
-    assert (exchange.num_blocks, exchange.num_bytes, exchange._expected) == (0, 0, {})
+    store._trim()
+    assert (store.num_blocks, store.num_bytes, store._expected) == (0, 0, {})
 
 
 def test_a_crowd_goes_from_one_to_the_other(fleet):
@@ -166,7 +167,7 @@ def test_a_crowd_goes_from_one_to_the_other(fleet):
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("fate", ["nobody", "silent", "forgotten", "other model"])
 def test_what_cannot_be_had_is_computed_or_fails(fleet, monkeypatch, policy, fate, caplog):
-    monkeypatch.setattr("servd.core.kv_cache.tiers.LEAST_PATIENCE", 10**9)
+    monkeypatch.setattr(loads, "MIN_TIMEOUT_NS", 10**9)
     silent = None
     if fate == "silent":
         silent = Listener(f"tcp://{fleet.peer}", Ask, Keys(TOKEN))
@@ -174,7 +175,7 @@ def test_what_cannot_be_had_is_computed_or_fails(fleet, monkeypatch, policy, fat
         one = fleet.engine("kv_producer", seed=int(fate == "other model"), load_format="dummy")
         fleet.prefill(one)
         if fate == "forgotten":
-            one.scheduler.kv_cache.tiers.exchange.clear()
+            one.scheduler.kv_cache.connector.remote.clear()
     timeout = 0.3 if fate in ("nobody", "silent") else 20.0
     other = fleet.engine("kv_consumer", policy, timeout=timeout, load_format="dummy")
     if policy == "recompute":
@@ -193,7 +194,7 @@ def test_what_cannot_be_had_is_computed_or_fails(fleet, monkeypatch, policy, fat
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_who_needs_no_blocks_does_not_wait_for_a_silent_peer(fleet, monkeypatch, policy):
-    monkeypatch.setattr("servd.core.kv_cache.tiers.LEAST_PATIENCE", 50_000_000)
+    monkeypatch.setattr(loads, "MIN_TIMEOUT_NS", 50_000_000)
     silent = Listener(f"tcp://{fleet.peer}", Ask, Keys(TOKEN))
     other = fleet.engine("kv_consumer", policy, timeout=2.0, max_num_seqs=4)
     waiting = [make_request(f"a{i}", [i, *PROMPT], kv_source=fleet.peer) for i in range(4)]
@@ -263,7 +264,7 @@ def test_what_has_no_place_on_the_way_fails_with_the_remedy(fleet):
 
 
 def test_who_waits_behind_a_silent_peer_has_its_blocks_of_another(fleet, monkeypatch):
-    monkeypatch.setattr("servd.core.kv_cache.tiers.GIVE_UP", 0.2)
+    monkeypatch.setattr(io_workers, "HANG_TIMEOUT", 0.2)
     fleet.prefill(fleet.engine("kv_producer"))
     silent = Listener(f"tcp://127.0.0.1:{(port := free_port())}", Ask, Keys(TOKEN))
     other = fleet.engine("kv_consumer", "fail", timeout=1.0)

@@ -10,7 +10,9 @@ import pytest
 
 from servd.core.engine_core import EngineCore
 from servd.core.executor import multiproc, uniproc
-from servd.core.kv_cache.tiers import Tiers
+from servd.core.kv_cache.connector import loads
+from servd.core.kv_cache.connector.costs import LoadCosts
+from servd.core.kv_cache.connector.offload import OffloadConnector
 from servd.hf import read_spec
 from servd.messages import EngineCoreRequest
 from servd.params import SamplingParams
@@ -27,9 +29,9 @@ def run(executor_class, folder: Path, requests: list[EngineCoreRequest], **optio
     executor = executor_class(config, spec, lambda phase, fraction: None)
     try:
         engine, log = EngineCore(config, spec, executor, executor.start()), Log()
-        tiers = engine.scheduler.kv_cache.tiers
-        if tiers is not None:
-            tiers.flush()
+        connector = engine.scheduler.kv_cache.connector
+        if isinstance(connector, OffloadConnector):
+            connector.flush()
         for request in requests:
             began = time.perf_counter()
             engine.handle(request)
@@ -37,16 +39,16 @@ def run(executor_class, folder: Path, requests: list[EngineCoreRequest], **optio
                 log.step(engine)
             log.seconds = time.perf_counter() - began  # to the first token
         log.run(engine)
-        if tiers is not None:
-            tiers.flush()
+        if isinstance(connector, OffloadConnector):
+            connector.flush()
         return log
     finally:
         executor.shutdown()
 
 
 def test_each_rank_gets_its_part_of_a_block_back(checkpoints, tmp_path, monkeypatch):
-    monkeypatch.setattr(Tiers, "_is_worth", lambda self, tier: True)
-    monkeypatch.setattr("servd.core.kv_cache.tiers.LEAST_PATIENCE", 60_000_000_000)
+    monkeypatch.setattr(LoadCosts, "is_worth_loading", lambda self, place: True)
+    monkeypatch.setattr(loads, "MIN_TIMEOUT_NS", 60_000_000_000)
     folder = checkpoints("llama", "untied")
     draw, greedy = random.Random(2), SamplingParams(temperature=0.0, max_tokens=12)
     prompts = [[draw.randrange(199) for _ in range(50)] for _ in range(4)] * 2

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from servd.core.kv_cache.tiers import Tiers
-from servd.core.kv_cache.tiers.disk import HEADER, Disk
-from servd.core.kv_cache.tiers.identity import _digest
+from servd.core.kv_cache.connector import costs, io_workers, loads
+from servd.core.kv_cache.connector.costs import LoadCosts
+from servd.core.kv_cache.connector.disk import HEADER, Disk
+from servd.core.kv_cache.connector.identity import _digest
+from servd.core.kv_cache.connector.offload import OffloadConnector
 from servd.lora import Adapter
 from servd.messages import AbortRequests, ResetPrefixCache
 from tests.core.engines import (
@@ -35,25 +37,25 @@ PROMPT = list(range(40))  # ten blocks of four
 
 @pytest.fixture(autouse=True)
 def _fakes_compute_faster_than_they_copy(monkeypatch):
-    monkeypatch.setattr(Tiers, "_is_worth", lambda self, tier: True)
-    monkeypatch.setattr("servd.core.kv_cache.tiers.LEAST_PATIENCE", 30_000_000_000)
+    monkeypatch.setattr(LoadCosts, "is_worth_loading", lambda self, place: True)
+    monkeypatch.setattr(loads, "MIN_TIMEOUT_NS", 30_000_000_000)
 
 
 def cached_tokens(log: Log, name: str) -> int:
     return log.outputs[name][0].num_cached_tokens
 
 
-def tiers_of(engine) -> Tiers:
-    tiers = engine.scheduler.kv_cache.tiers
-    assert tiers is not None
-    return tiers
+def connector_of(engine) -> OffloadConnector:
+    connector = engine.scheduler.kv_cache.connector
+    assert isinstance(connector, OffloadConnector)
+    return connector
 
 
 def settle(engine) -> None:
     """Let what is left be copied and written."""
     while engine.has_work:
         engine.step()
-    tiers_of(engine).flush()
+    connector_of(engine).flush()
     check(engine)
 
 
@@ -61,7 +63,7 @@ def restart(engine, **options):
     """Another engine, after the end of this one."""
     settle(engine)
     again = make_engine(**options)
-    tiers_of(again).flush()
+    connector_of(again).flush()
     return again
 
 
@@ -84,7 +86,7 @@ def test_a_crowd_gets_its_tokens_with_a_cache_too_small_for_it(depth, slots, dra
         assert log.token_ids(request.request_id) == solo(request)
     assert log.total("num_preemptions") > 0
     assert slots == 3 or log.total("external_prefix_cache_hits") > 0
-    assert tiers_of(engine).stats["host"].num_hits > 0
+    assert connector_of(engine).host.num_hits > 0
     steps = [each for each in engine.executor.steps if each.step >= 0 and each.copies]
     made = [copy for step in steps for copy in step.copies.copies]
     for to_device, name in ((True, "num_bytes_loaded"), (False, "num_bytes_stored")):
@@ -124,7 +126,7 @@ def test_host_memory_is_forgotten_by_a_reset():
 def test_a_prompt_is_found_after_a_restart(tmp_path, depth):
     options = {"depth": depth, "kv_cache_dir": str(tmp_path)}
     first = make_engine(**options)
-    tiers_of(first).flush()
+    connector_of(first).flush()
     request = make_request("a", PROMPT)
     log = generate(first, request)
     assert cached_tokens(log, "a") == 0
@@ -140,7 +142,7 @@ def test_a_prompt_is_found_after_a_restart(tmp_path, depth):
 
 def test_a_long_prompt_is_written_through_few_slots(tmp_path):
     engine = make_engine(kv_cache_dir=str(tmp_path), kv_offloading_size=4 * 32 / 2**30)
-    tiers_of(engine).flush()
+    connector_of(engine).flush()
     generate(engine, make_request("a", PROMPT, max_tokens=2))
     settle(engine)
     assert len(blocks_in(tmp_path)) == 10
@@ -164,7 +166,7 @@ class WithAdapters(AuditedExecutor):
 def test_salts_and_adapters_isolate_on_the_disk_too(tmp_path, of):
     options = {"executor_class": WithAdapters, "kv_cache_dir": str(tmp_path)}
     first = make_engine(**options)
-    tiers_of(first).flush()
+    connector_of(first).flush()
     before = generate(first, make_request("a", PROMPT, **of("a")))
     second = restart(first, **options)
     log = generate(second, make_request("b", PROMPT, **of("b")), make_request("none", PROMPT))
@@ -176,7 +178,7 @@ def test_salts_and_adapters_isolate_on_the_disk_too(tmp_path, of):
 
 def test_files_of_another_model_or_layout_are_not_found(tmp_path):
     first = make_engine(kv_cache_dir=str(tmp_path))
-    tiers_of(first).flush()
+    connector_of(first).flush()
     generate(first, make_request("a", PROMPT))
     for other in ({"seed": 1}, {"quantization": "int8"}, {"kv_cache_dtype": "fp8"}):
         options = {"load_format": "dummy"} | other
@@ -219,7 +221,7 @@ def test_no_damaged_file_ever_changes_a_token(tmp_path):
     options = {"kv_cache_dir": str(tmp_path), "num_blocks": 400}
     rng = random.Random(7)
     engine = make_engine(**options)
-    tiers_of(engine).flush()
+    connector_of(engine).flush()
     prompts = [[rng.randrange(200) for _ in range(41)] for _ in range(20)]
     for i, prompt in enumerate(prompts):
         generate(engine, make_request(f"a{i}", prompt, max_tokens=2))
@@ -250,7 +252,7 @@ def test_a_folder_that_cannot_be_used_is_a_warning(tmp_path, caplog):
 
 def test_a_full_disk_is_a_warning(tmp_path, caplog, monkeypatch):
     engine = make_engine(kv_cache_dir=str(tmp_path))
-    tiers_of(engine).flush()
+    connector_of(engine).flush()
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -275,13 +277,13 @@ def test_the_folder_stays_within_its_size_and_keeps_what_was_used_last(tmp_path)
         os.utime(disk._path(block_hash), (age, age))
         assert disk.read(hashes[0], data)  # used all the time
         assert sum(path.stat().st_size for path in blocks_in(tmp_path)) <= 50 * size
-    assert disk.read(hashes[-1], data) and not disk.has(hashes[1])
+    assert disk.read(hashes[-1], data) and not disk.may_have(hashes[1])
 
 
 def test_engines_share_a_folder_while_they_run(tmp_path):
     engines = [make_engine(kv_cache_dir=str(tmp_path)) for _ in range(2)]
     for engine in engines:
-        tiers_of(engine).flush()
+        connector_of(engine).flush()
     generate(engines[0], make_request("a", PROMPT))
     settle(engines[0])
     log = generate(engines[1], make_request("b", PROMPT))
@@ -290,7 +292,7 @@ def test_engines_share_a_folder_while_they_run(tmp_path):
 
 def test_a_request_whose_blocks_are_being_read_can_be_aborted(tmp_path, monkeypatch):
     first = make_engine(kv_cache_dir=str(tmp_path))
-    tiers_of(first).flush()
+    connector_of(first).flush()
     generate(first, make_request("a", PROMPT))
     engine = restart(first, kv_cache_dir=str(tmp_path))
     may_read, read = threading.Event(), Disk.read
@@ -313,7 +315,7 @@ def test_a_request_whose_blocks_are_being_read_can_be_aborted(tmp_path, monkeypa
     log.step(engine)
     assert fetching() == (1, 0)
     may_read.set()
-    tiers_of(engine).flush()
+    connector_of(engine).flush()
     assert fetching() == (0, 1)
     log.run(engine)
     assert fetching() == (0, 0)
@@ -323,12 +325,12 @@ def test_a_request_whose_blocks_are_being_read_can_be_aborted(tmp_path, monkeypa
 
 def test_a_slow_disk_is_not_waited_for_longer_than_computing_takes(tmp_path, monkeypatch):
     first = make_engine(kv_cache_dir=str(tmp_path))
-    tiers_of(first).flush()
+    connector_of(first).flush()
     generate(first, make_request("a", PROMPT))
     engine = restart(first, kv_cache_dir=str(tmp_path))
     may_read = threading.Event()
-    monkeypatch.setattr("servd.core.kv_cache.tiers.LEAST_PATIENCE", 1_000_000)
-    monkeypatch.setattr("servd.core.kv_cache.tiers.UNKNOWN_COST", 1_000)
+    monkeypatch.setattr(loads, "MIN_TIMEOUT_NS", 1_000_000)
+    monkeypatch.setattr(costs, "UNKNOWN_COST", 1_000)
     monkeypatch.setattr(Disk, "read", lambda *_: may_read.wait(WAIT_SECONDS) and False)
     log = generate(engine, make_request("b", PROMPT))
     assert cached_tokens(log, "b") == 0
@@ -363,7 +365,7 @@ def test_what_a_failed_request_computed_reaches_no_file(tmp_path, depth, length)
     """The next request, of the same prompt, gets the same blocks at once."""
     options = {"kv_cache_dir": str(tmp_path), "max_num_seqs": 1, "depth": depth}
     engine = make_engine(executor_class=VoidExecutor, **options)
-    tiers_of(engine).flush()
+    connector_of(engine).flush()
     engine.executor.num_void = 1
     request = make_request("again", PROMPT[:length])
     log = Log()
@@ -371,7 +373,7 @@ def test_what_a_failed_request_computed_reaches_no_file(tmp_path, depth, length)
     engine.handle(request)
     while not log.finished("void"):
         log.step(engine)
-    tiers_of(engine).flush()  # its files are deleted
+    connector_of(engine).flush()  # its files are deleted
     log.run(engine)
     assert log.outputs["void"][-1].error == "NaN"
     assert log.token_ids("again") == solo(request)
@@ -385,11 +387,11 @@ def test_files_that_a_failed_request_was_built_on_are_not_used_again(tmp_path):
     """They may have come from one that was aborted before it could fail."""
     options = {"kv_cache_dir": str(tmp_path)}
     first = make_engine(**options)
-    tiers_of(first).flush()
+    connector_of(first).flush()
     generate(first, make_request("a", PROMPT))
     settle(first)
     engine = make_engine(executor_class=VoidExecutor, **options)
-    tiers_of(engine).flush()
+    connector_of(engine).flush()
     engine.executor.num_void = 1
     log = generate(engine, make_request("void", PROMPT))
     assert log.outputs["void"][-1].error == "NaN"
@@ -408,7 +410,7 @@ def test_what_came_back_after_a_preemption_was_not_found_at_first():
         make_request("a", [1] * 20, max_tokens=30),
         make_request("b", [2] * 36, max_tokens=4),  # yields while its prompt is computed
     )
-    assert log.total("num_preemptions") > 0 and tiers_of(engine).stats["host"].num_hits > 0
+    assert log.total("num_preemptions") > 0 and connector_of(engine).host.num_hits > 0
     first = log.outputs["b"][0]
     assert "preempted" in [mark.stage for mark in first.marks]
     assert first.num_external_tokens <= first.num_cached_tokens
@@ -426,7 +428,7 @@ def test_nothing_is_deleted_but_blocks(tmp_path):
     for i in range(20):
         disk.write(bytes([i]) * 32, memoryview(bytearray(32)))
     assert all(path.exists() for path in others)
-    assert disk.num_bytes <= 500 and disk.has(bytes([19]) * 32)
+    assert disk.num_bytes <= 500 and disk.may_have(bytes([19]) * 32)
 
 
 def test_a_block_whose_file_was_deleted_is_written_again(tmp_path):
@@ -436,8 +438,8 @@ def test_a_block_whose_file_was_deleted_is_written_again(tmp_path):
     hashes = [bytes([i]) * 32 for i in range(11)]
     for block_hash in hashes:
         disk.write(block_hash, memoryview(bytearray(32)))
-    assert [each in disk.known for each in hashes] == [disk.has(each) for each in hashes]
-    assert not all(map(disk.has, hashes))
+    assert [each in disk.known for each in hashes] == [disk.may_have(each) for each in hashes]
+    assert not all(map(disk.may_have, hashes))
 
 
 def test_a_folder_that_others_may_write_to_is_a_warning(tmp_path, caplog):
@@ -447,7 +449,7 @@ def test_a_folder_that_others_may_write_to_is_a_warning(tmp_path, caplog):
     disk = Disk(shared, 500, lambda: bytes(32))
     disk.open()
     disk.write(bytes(32), memoryview(bytearray(32)))
-    assert disk.has(bytes(32)) and "go-w" in caplog.text
+    assert disk.may_have(bytes(32)) and "go-w" in caplog.text
     assert [each.stat().st_mode & 0o077 for each in shared.rglob("*")] == [0, 0, 0]
 
 
@@ -455,11 +457,11 @@ def test_what_is_no_file_is_waited_for_by_nobody(tmp_path):
     """In place of blocks, and of what is known of weights."""
     options = {"kv_cache_dir": str(tmp_path)}
     engine = make_engine(**options)
-    tiers_of(engine).flush()
+    connector_of(engine).flush()
     request = make_request("a", PROMPT)
     generate(engine, request)
     settle(engine)
-    disk = tiers_of(engine).disk
+    disk = connector_of(engine).disk
     assert disk is not None
     paths = [Path(disk._path(each)) for each in engine.scheduler.kv_cache.pool._block_of_hash]
     makers = [os.mkfifo, os.mkdir, partial(os.symlink, "/dev/zero")] * 3
@@ -468,7 +470,7 @@ def test_what_is_no_file_is_waited_for_by_nobody(tmp_path):
         path.unlink()
         make(path)
     engine = make_engine(**options)
-    tiers_of(engine).flush()
+    connector_of(engine).flush()
     log = generate(engine, make_request("b", PROMPT))
     assert log.token_ids("b") == solo(request) and cached_tokens(log, "b") == 0
     settle(engine)
@@ -508,14 +510,14 @@ def test_a_folder_of_another_user_is_not_used(tmp_path, caplog, monkeypatch):
     disk = Disk(tmp_path, 500, lambda: bytes(32))
     disk.open()
     disk.write(bytes(32), memoryview(bytearray(32)))
-    assert not disk.has(bytes(32)) and "belongs to another user" in caplog.text
+    assert not disk.may_have(bytes(32)) and "belongs to another user" in caplog.text
 
 
 def test_a_disk_that_hangs_keeps_no_engine_busy(tmp_path, monkeypatch, caplog):
     """Nor is the engine, which waits, taken for one that hangs."""
     engine = make_engine(kv_cache_dir=str(tmp_path), kv_offloading_size=4 * 32 / 2**30)
-    tiers_of(engine).flush()
-    monkeypatch.setattr("servd.core.kv_cache.tiers.GIVE_UP", 0.05)
+    connector_of(engine).flush()
+    monkeypatch.setattr(io_workers, "HANG_TIMEOUT", 0.05)
     may_write, write = threading.Event(), Disk.write
     monkeypatch.setattr(Disk, "write", lambda *each: may_write.wait(WAIT_SECONDS) and write(*each))
     waits: list[int] = []

@@ -1,7 +1,7 @@
-"""Disk tier: a file for each block, in a folder that outlives the engine and that several share.
+"""Disk: a file for each block, in a folder that outlives the engine and that several share.
 
 Nothing in the folder is trusted: a file that is not whole, or not of this block and this model, is
-a miss. All methods but `has` belong to threads beside the step loop.
+a miss. Files are opened, read and written in threads beside the step loop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+
+from servd.stats import TierStats
 
 logger = logging.getLogger("servd.engine")
 
@@ -31,6 +34,8 @@ LEFT_OVER = 600.0  # seconds after which a file that is still being written neve
 TRIM_TO = 0.9  # share of the limit, so that not every write has to delete a file
 WARN_INTERVAL = 60.0  # seconds
 
+Reader = Callable[[bytes, memoryview], bool]
+
 
 class Disk:
     """Blocks of one identity, which is all that their bytes depend on beside their hash.
@@ -38,8 +43,10 @@ class Disk:
     Args:
         root: folder of all identities.
         limit: bytes of all files in it; the least recently read or written are deleted first.
-        identify: says the identity, 32 bytes; it may take long.
+        identify: returns the identity, 32 bytes; it may take long.
     """
+
+    name = "disk"
 
     def __init__(self, root: Path, limit: int, identify: Callable[[], bytes]) -> None:
         self.root = root
@@ -51,11 +58,12 @@ class Disk:
         self.known: dict[bytes, None] = {}  # that need not be written
         self.num_bytes = 0  # in all files when they were last counted, and since
         self._counted_bytes = 0
+        self.num_hits = 0  # blocks that were loaded from here
         self.num_bad = 0  # files that were not what their names say
         self._warned_at = -WARN_INTERVAL
 
     def open(self) -> None:
-        """Find out the identity, and the files that are there."""
+        """Compute the identity, and count the files that are there."""
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)  # they tell of prompts
             self._identity = self._identify()
@@ -74,11 +82,26 @@ class Disk:
         finally:
             self.is_open.set()
 
-    def has(self, block_hash: bytes) -> bool:
+    def may_have(self, block_hash: bytes) -> bool:
         return self._folder is not None and os.path.exists(self._path(block_hash))
 
     def wants(self, block_hash: bytes) -> bool:
         return block_hash not in self.known
+
+    def open_reader(self, peer: str) -> AbstractContextManager[Reader]:
+        """Return what reads blocks; files need no peer."""
+        return nullcontext(self.read)
+
+    def stats(self, slot_bytes: int) -> TierStats:
+        return TierStats(
+            self.name,
+            self.num_bytes // slot_bytes,
+            self.limit // slot_bytes,
+            self.num_bytes,
+            self.limit,
+            self.num_hits,
+            self.num_bad,
+        )
 
     def read(self, block_hash: bytes, buffer: memoryview) -> bool:
         """Fill `buffer` with a block; False if there is none, or it is damaged."""
@@ -112,7 +135,8 @@ class Disk:
         """Keep a block, at once or not at all. Not flushed to the device: a torn file is a miss."""
         if self._folder is None:
             return
-        path, made = Path(self._path(block_hash)), ""
+        path = Path(self._path(block_hash))
+        made = ""
         try:
             if not path.exists():
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -134,8 +158,10 @@ class Disk:
             self.trim()
 
     def delete(self, block_hashes: Sequence[bytes]) -> None:
-        """What these files say may be wrong."""
-        for block_hash in block_hashes if self._folder is not None else ():
+        """Delete the files of these blocks: their contents may be wrong."""
+        if self._folder is None:
+            return
+        for block_hash in block_hashes:
             self.known.pop(block_hash, None)
             with contextlib.suppress(OSError):
                 os.unlink(self._path(block_hash))
@@ -143,17 +169,19 @@ class Disk:
     def trim(self) -> None:
         """Count all files, those of other engines too, and delete the oldest beyond the limit."""
         files = sorted(_files(self.root))
-        total, aim = sum(size for _, size, _ in files), int(self.limit * TRIM_TO)
-        for modified, size, path in files if total > self.limit else ():
-            if total <= aim:
+        total = sum(size for _, size, _ in files)
+        goal = int(self.limit * TRIM_TO) if total > self.limit else total
+        for modified, size, path in files:
+            if total <= goal:
                 break
             is_new = os.path.basename(path).startswith("new-")
             if not is_new or modified < time.time() - LEFT_OVER:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
                 total -= size
-        self.known = {each: None for each in [*self.known] if self.has(each)}
-        self.num_bytes = self._counted_bytes = total
+        self.known = {each: None for each in [*self.known] if self.may_have(each)}
+        self.num_bytes = total
+        self._counted_bytes = total
 
     def _path(self, block_hash: bytes) -> str:
         name = block_hash.hex()
@@ -165,21 +193,21 @@ class Disk:
         self.known[block_hash] = None
 
     def _warn(self, what: str, why: object) -> None:
-        """A line now and then: a full disk fails with every block."""
+        """Log a line now and then: a full disk fails with every block."""
         if time.monotonic() - self._warned_at >= WARN_INTERVAL:
             self._warned_at = time.monotonic()
             logger.warning("--kv-cache-dir %s: %s (%s)", self.root, what, why)
 
 
 def header(identity: bytes, block_hash: bytes, buffer: memoryview) -> bytes:
-    """What stands before a block's bytes; with its checksum over all of it."""
-    said = MAGIC, identity, block_hash, len(buffer)
-    start = zlib.crc32(HEADER.pack(*said, 0))
-    return HEADER.pack(*said, zlib.crc32(buffer, start))
+    """Return what stands before a block's bytes, with a checksum over all of it."""
+    fields = (MAGIC, identity, block_hash, len(buffer))
+    start = zlib.crc32(HEADER.pack(*fields, 0))
+    return HEADER.pack(*fields, zlib.crc32(buffer, start))
 
 
 def _read_into(read: Callable[[memoryview], int | None], buffer: memoryview) -> int:
-    """How many bytes of `buffer` could be filled."""
+    """Fill `buffer` as far as possible, and return how many bytes were read."""
     num_bytes = 0
     while num_bytes < len(buffer) and (count := read(buffer[num_bytes:])):
         num_bytes += count
@@ -187,13 +215,13 @@ def _read_into(read: Callable[[memoryview], int | None], buffer: memoryview) -> 
 
 
 def at_once(path: str, flags: int) -> int:
-    """Opens a file for `open`. A pipe in its place looks empty; it would be waited for for ever."""
+    """Open a file for `open`, which does not wait for a pipe in its place: a pipe looks empty."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _files(root: Path) -> Iterator[tuple[float, int, str]]:
-    """(when it was used last, bytes, path) of each block in a folder, where other things may be,
-    too. What links lead to is not the folder's.
+    """Yield (time of the last use, bytes, path) of each block in a folder. Other files and the
+    targets of links are left out.
     """
     for identity in _entries(root, IDENTITY):
         for part in _entries(identity, PART):
@@ -204,7 +232,7 @@ def _files(root: Path) -> Iterator[tuple[float, int, str]]:
 
 
 def _entries(folder: str | Path, name: re.Pattern[str]) -> list[str]:
-    """Paths of what has such a name in a folder, links left out."""
+    """Return the paths of the entries of a folder with such a name, links left out."""
     with contextlib.suppress(OSError), os.scandir(folder) as found:
         return [each.path for each in found if name.fullmatch(each.name) and not each.is_symlink()]
     return []

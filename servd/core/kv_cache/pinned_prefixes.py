@@ -1,4 +1,4 @@
-"""Pins: prompts that stay in the KV cache until a given time, whether or not they are used."""
+"""PinnedPrefixes: prompts that stay in the KV cache until a given time, used or not."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from heapq import heapify, heappop, heappush
 
 from servd.core.kv_cache.block_pool import BlockPool
 
-FOREVER = 1 << 62  # nanoseconds
 STALE = 1024  # outdated queue entries, beyond the number of pins, at which the queue is rebuilt
 
 
-class Pins:
-    """Holds a reference to each pinned block, so that it is not evicted.
+class PinnedPrefixes:
+    """Holds a reference to each pinned block, so that the block is not evicted.
 
-    At `max_blocks`, a new pin replaces those that end first, if they end before it.
+    At `max_blocks`, a new block replaces the pinned block that ends first, if that ends earlier.
     """
 
     def __init__(self, pool: BlockPool, max_blocks: int) -> None:
-        self.pool, self.max_blocks = pool, max_blocks
+        self.pool = pool
+        self.max_blocks = max_blocks
         # Block -> (time of its end, minus its index in the prompt).
         self._ends: dict[int, tuple[int, int]] = {}
         self._queue: list[tuple[tuple[int, int], int]] = []  # a heap of these; some are outdated
@@ -30,8 +30,8 @@ class Pins:
     def blocks(self) -> Iterable[int]:
         return self._ends.keys()
 
-    def room(self, blocks: Iterable[int], end_ns: int) -> int:
-        """How many blocks could be pinned until `end_ns`, `blocks` among them."""
+    def count_room(self, blocks: Iterable[int], end_ns: int) -> int:
+        """Return how many blocks could be pinned until `end_ns`, `blocks` among them."""
         own = {*blocks}
         stay = sum(end >= end_ns and block not in own for block, (end, _) in self._ends.items())
         return self.max_blocks - stay
@@ -42,7 +42,7 @@ class Pins:
             if block in self._ends:
                 if self._ends[block][0] >= end_ns:
                     continue
-            elif len(self._ends) < self.max_blocks or self.end(1, end_ns):
+            elif len(self._ends) < self.max_blocks or self.unpin(1, end_ns):
                 self.pool.share([block])
             else:
                 break
@@ -52,9 +52,10 @@ class Pins:
             self._queue = [(end, block) for block, end in self._ends.items()]
             heapify(self._queue)
 
-    def end(self, num_blocks: int, before_ns: int) -> int:
-        """Unpin up to `num_blocks` that end before `before_ns`: the earliest first, and of a prompt
-        its last blocks first. Returns how many.
+    def unpin(self, num_blocks: int, before_ns: int) -> int:
+        """Unpin up to `num_blocks` that end before `before_ns`, and return how many.
+
+        The earliest end goes first, and within a prompt its last block.
         """
         count = 0
         while count < num_blocks and self._queue and self._queue[0][0][0] < before_ns:

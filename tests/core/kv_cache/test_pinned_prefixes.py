@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servd.core.kv_cache import manager
+from servd.core.kv_cache import prefix_cache
 from servd.core.kv_cache.block_pool import BlockPool
-from servd.core.kv_cache.pins import Pins
+from servd.core.kv_cache.pinned_prefixes import PinnedPrefixes
 from servd.core.request import Request
 from servd.messages import AbortRequests, ResetPrefixCache
 from tests.core.engines import Log, generate, make_engine, make_request, solo, with_windows
@@ -40,8 +40,8 @@ def num_cached(engine, prompt: list[int] = PROMPT) -> int:
 def clock(monkeypatch):
     """Hours that pass."""
     passed = [0]
-    now_ns = manager.now_ns
-    monkeypatch.setattr(manager, "now_ns", lambda: now_ns() + passed[0] * HOUR)
+    now_ns = prefix_cache.now_ns
+    monkeypatch.setattr(prefix_cache, "now_ns", lambda: now_ns() + passed[0] * HOUR)
     return passed
 
 
@@ -79,7 +79,7 @@ def test_what_is_to_stay_longer_takes_the_place_of_what_ends_first():
     generate(engine, make_request("a", PROMPT, retention=60.0))
     generate(engine, make_request("b", other, retention=600.0))
     crowd(engine)
-    pins = engine.scheduler.kv_cache.pins
+    pins = engine.scheduler.kv_cache.prefix_cache.pinned
     assert len(pins) == 12
     assert num_cached(engine, other) == 20
     assert num_cached(engine) == 24  # the last four blocks had to go
@@ -125,7 +125,7 @@ def test_what_stays_of_a_prompt_is_found_where_layers_have_windows(windows, shar
 
     for retention in (60.0, 90.0, 30.0):  # who asks again takes no room from itself
         generate(engine, make_request("again", PROMPT, retention=retention))
-        assert 0 < len(cache.pins) <= 80 * share
+        assert 0 < len(cache.prefix_cache.pinned) <= 80 * share
         crowd(engine)
         for num_tokens in range(most - 4, most + 1):
             assert found(num_tokens) == num_tokens // 4 * 4
@@ -136,7 +136,7 @@ def test_a_reset_lets_go_of_all():
     engine = make_engine(48)
     generate(engine, make_request("a", PROMPT, retention=60.0))
     engine.handle(ResetPrefixCache())
-    assert num_cached(engine) == 0 and not len(engine.scheduler.kv_cache.pins)
+    assert num_cached(engine) == 0 and not len(engine.scheduler.kv_cache.prefix_cache.pinned)
 
 
 def test_what_may_be_wrong_does_not_stay():
@@ -147,9 +147,8 @@ def test_what_may_be_wrong_does_not_stay():
     engine.handle(make_request("b", PROMPT))
     engine.step()
     [request] = engine.scheduler.requests.values()
-    cache.forget_computed(request)
     cache.forget(request)
-    assert len(cache.pins) == 1  # the last, which it computed in a block of its own
+    assert len(cache.prefix_cache.pinned) == 1  # the last, which it computed in a block of its own
     engine.handle(AbortRequests(["b"]))
     Log().run(engine)
     assert num_cached(engine) == 0
@@ -195,7 +194,7 @@ def test_pins_are_those_that_end_last(asked, most):
     for block in blocks:
         pool.register(block, b"%d" % block)
     pool.release(blocks)
-    pins = Pins(pool, most)
+    pins = PinnedPrefixes(pool, most)
     kept: dict[int, int] = {}
     now = 0
     for prompt, length, lasts, passes in asked:
@@ -203,7 +202,7 @@ def test_pins_are_those_that_end_last(asked, most):
         for block, end in [*kept.items()]:
             if end < now:
                 del kept[block]
-        pins.end(20, now)
+        pins.unpin(20, now)
         end = now + lasts
         pins.add([5 * prompt + place for place in range(length)], end)
         for place in range(length):

@@ -1,7 +1,7 @@
-"""Remote tier: blocks that other engines ask for, or have, by hash, over links that need a token.
+"""RemoteStore: blocks that peers, which are other engines, ask for or have, by hash.
 
-Nothing that comes is trusted to be what was asked for: it has the header of a file (see `disk`),
-and is a miss where that is not of this block and this model.
+Links need a token. Nothing that comes is trusted to be what was asked for: it has the header of a
+file (see `disk`), and is a miss if the header is not of this block and this model.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from contextlib import contextmanager
 from functools import partial
 
 from servd.config.kv_transfer import FLAG, KVTransferConfig
-from servd.core.kv_cache.tiers.disk import HEADER, WARN_INTERVAL, header
+from servd.core.kv_cache.connector.disk import HEADER, WARN_INTERVAL, Reader, header
 from servd.ipc import Keys, Link, Listener, tcp_address, wait
 from servd.messages import Message
+from servd.stats import TierStats
 
 logger = logging.getLogger("servd.engine")
-
-Reader = Callable[[bytes, memoryview], bool]
 
 MAX_EXPECTED = 1 << 17  # hashes of blocks that are yet to come
 MAX_WAITING = 4096  # questions that wait for their block
@@ -41,28 +40,33 @@ class Give(Message, tag=True):
     why: str = ""
 
 
-class Exchange:
-    """What this engine keeps for others, in memory of its own, and what it reads from them.
+class RemoteStore:
+    """Blocks that this engine keeps for its peers, in memory of its own, and those of its peers.
 
     Args:
         config: the option.
-        keys: of the token that all of them have.
-        identify: says the identity, 32 bytes; it may take long.
+        keys: of the token that all peers have.
+        identify: returns the identity, 32 bytes; it may take long.
 
     Raises:
         ConfigError: it cannot listen where the option says.
     """
 
+    name = "remote"
+
     def __init__(self, config: KVTransferConfig, keys: Keys, identify: Callable[[], bytes]) -> None:
-        self.extra, self.limit = config.kv_connector_extra_config, int(config.kv_buffer_size)
+        self.extra = config.kv_connector_extra_config
+        self.limit = int(config.kv_buffer_size)
         self.is_strict = config.kv_load_failure_policy == "fail"
-        self._keys, self._identity = keys, b""
+        self._keys = keys
+        self._identity = b""
         self.is_open = threading.Event()
         self._is_closed = threading.Event()
         self._lock = threading.Lock()  # of the next three
         self._expected: dict[bytes, float] = {}  # hash -> until when, oldest first
         self._kept: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()  # the same, and bytes
         self.num_bytes = 0
+        self.num_hits = 0  # blocks that came from peers
         self.num_bad = 0  # blocks that came and were not what had been asked for
         self._down: dict[str, float] = {}  # peer -> until when nobody asks it
         self._warned_at = -WARN_INTERVAL
@@ -78,14 +82,26 @@ class Exchange:
         return len(self._kept)
 
     def close(self) -> None:
-        """Give no more, and wait for nobody."""
+        """Stop to answer peers, and to wait for them."""
         self._is_closed.set()
         if hasattr(self, "_server"):
             self._server.join()
 
-    # ---- what others ask for ----
+    def stats(self, slot_bytes: int) -> TierStats:
+        return TierStats(
+            self.name,
+            self.num_blocks,
+            self.limit // slot_bytes,
+            self.num_bytes,
+            self.limit,
+            self.num_hits,
+            self.num_bad,
+        )
+
+    # ---- what peers ask for ----
 
     def expect(self, hashes: Iterable[bytes]) -> None:
+        """Peers will ask for these blocks: keep those that are here or come soon."""
         until = time.monotonic() + self.extra.keep
         with self._lock:
             for each in hashes:
@@ -99,7 +115,7 @@ class Exchange:
         return block_hash in self._expected
 
     def write(self, block_hash: bytes, buffer: memoryview) -> None:
-        """Keep a block, for as long as it is worth and there is room."""
+        """Keep a block for a while, as long as there is room."""
         with self._lock:
             if self._expected.pop(block_hash, None) is not None:
                 self._kept[block_hash] = time.monotonic() + self.extra.keep, bytes(buffer)
@@ -149,7 +165,7 @@ class Exchange:
         listener.close()
 
     def _answer(self, listener: Listener[Ask], until: float, who: bytes, ask: Ask) -> bool:
-        """Whether there was an answer; else it may come."""
+        """Answer a peer, and return True; False if its block may still come."""
         may_wait = time.monotonic() < until
         if not self.is_open.is_set() and may_wait:
             return False
@@ -165,11 +181,14 @@ class Exchange:
         listener.send_to(who, give)
         return True
 
-    # ---- what others have ----
+    # ---- what peers have ----
+
+    def may_have(self, block_hash: bytes) -> bool:
+        return True
 
     @contextmanager
-    def reading(self, peer: str) -> Iterator[Reader]:
-        """What reads blocks from a peer, HOST:PORT: it fills a buffer, or returns False."""
+    def open_reader(self, peer: str) -> Iterator[Reader]:
+        """Yield what reads blocks from a peer, HOST:PORT: it fills a buffer, or returns False."""
         if not self.is_open.wait(self.extra.timeout) or time.monotonic() < self._down.get(peer, 0):
             yield lambda block_hash, buffer: False
             return
@@ -180,22 +199,23 @@ class Exchange:
             link.close()
 
     def _read(self, link: Link[Give], peer: str, block_hash: bytes, buffer: memoryview) -> bool:
-        until = time.monotonic() + self.extra.timeout
-        if until - self.extra.timeout < self._down.get(peer, 0):
+        now = time.monotonic()
+        if now < self._down.get(peer, 0):
             return False
+        until = now + self.extra.timeout
         link.send(Ask(self._identity, block_hash))
         while (left := until - time.monotonic()) > 0 and not self._is_closed.is_set():
             wait([link], min(left, IDLE))
             for _, give in link.drain():
                 if give is not None and give.block_hash == block_hash:
-                    return self._take(peer, give, buffer)
+                    return self._accept(peer, give, buffer)
         if not self._is_closed.is_set():
             self._down[peer] = time.monotonic() + DOWN
             self._warn(peer, f"no answer for {self.extra.timeout:g} s")
         return False
 
-    def _take(self, peer: str, give: Give, buffer: memoryview) -> bool:
-        """Copy what came, if it is what was asked for."""
+    def _accept(self, peer: str, give: Give, buffer: memoryview) -> bool:
+        """Copy what came into the buffer, if it is what was asked for."""
         found = memoryview(give.block)[HEADER.size :]
         if len(found) == len(buffer):
             if give.block[: HEADER.size] == header(self._identity, give.block_hash, found):

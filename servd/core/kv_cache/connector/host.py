@@ -1,4 +1,4 @@
-"""Host tier: slots of host memory, each for one block with the parts of all ranks."""
+"""HostMemory: slots of host memory, each for one block with the parts of all ranks."""
 
 from __future__ import annotations
 
@@ -6,20 +6,26 @@ import mmap
 import os
 
 from servd.core.kv_cache.block_pool import BlockPool
+from servd.stats import TierStats
 
 
-class Host(BlockPool):
-    """Memory that the engine shares with its workers, who copy blocks to it and from it. A slot is
-    owned while it is copied, written or read, and cached, least recently used first, otherwise.
+class HostMemory(BlockPool):
+    """Memory that the engine shares with its workers, who copy blocks to it and from it.
+
+    A slot is owned while it is copied, written or read. Otherwise it is cached, and the least
+    recently used slot is evicted first.
 
     Args:
         num_slots: how many there are.
         slot_bytes: size of each.
     """
 
+    name = "host"
+
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         super().__init__(num_slots)
         self.slot_bytes = slot_bytes
+        self.num_hits = 0  # blocks that were loaded from here
         # A file without a name: it is gone with the last process that has it, and takes memory only
         # where it was written.
         self._file = os.memfd_create("servd-kv")
@@ -28,9 +34,20 @@ class Host(BlockPool):
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"  # for the processes of the same user
 
     def buffer(self, slot: int) -> memoryview:
-        """Its bytes, to read and to write."""
+        """Return the bytes of a slot, to read and to write."""
         first = slot * self.slot_bytes
         return memoryview(self._memory)[first : first + self.slot_bytes]
+
+    def stats(self) -> TierStats:
+        size = self.slot_bytes
+        return TierStats(
+            self.name,
+            self.num_cached,
+            self.num_blocks,
+            self.num_cached * size,
+            self.num_blocks * size,
+            self.num_hits,
+        )
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):

@@ -13,7 +13,7 @@ import msgspec
 import servd
 from servd import hf
 from servd.config import Config
-from servd.core.kv_cache.tiers.disk import at_once
+from servd.core.kv_cache.connector.disk import at_once
 from servd.hf import ModelSpec
 from servd.messages import WorkerReady
 

@@ -1,0 +1,97 @@
+"""KVConnector: loads KV blocks from places beyond the device, and saves them there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from servd.core.kv_cache.block_pool import BlockPool
+from servd.core.request import Request
+from servd.core.step import Step
+from servd.messages import BlockCopies
+from servd.stats import SchedulerStats
+
+
+class KVConnector:
+    """Interface between the KV cache of the device and other places, and its null implementation:
+    an engine with this connector has no other place.
+
+    The scheduler asks `is_loading` until a waiting request may start. Then the manager claims the
+    slots of blocks that are ready, and the workers copy them with the next step.
+    """
+
+    # ---- a waiting request ----
+
+    def is_loading(self, request: Request, num_cached: int) -> bool:
+        """Return whether a request has to wait for blocks after its first `num_cached`, which the
+        device has. The first call starts to load them.
+        """
+        return False
+
+    def may_be_overtaken(self, request: Request, num_cached: int) -> bool:
+        """Return whether other requests may start before this one, which cannot start."""
+        return False
+
+    def take_failed(self) -> list[tuple[Request, str]]:
+        """Return the requests that can never start, and why, once."""
+        return []
+
+    def swap_out(self, request: Request) -> None:
+        """A request was preempted: its blocks may be evicted."""
+
+    def stop_waiting(self, request: Request) -> None:
+        """A waiting request ends."""
+
+    # ---- blocks ----
+
+    def claim_slots(self, request: Request, num_cached: int) -> list[int]:
+        """A request starts. Return what holds its blocks after the first `num_cached`, as far as
+        they are ready; the caller has to `load` them all.
+        """
+        return []
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy claimed slots to blocks of the device before the next step computes."""
+
+    def save_block(self, block: int, block_hash: bytes) -> None:
+        """Save a block before it is evicted."""
+
+    def save_request(self, request: Request, pool: BlockPool) -> None:
+        """Save what is worth it of a request whose blocks are about to be freed."""
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Drop these blocks from every store: their contents may be wrong."""
+
+    def reset(self) -> None:
+        """Drop all blocks that are this engine's alone."""
+
+    # ---- steps ----
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether `take_copies` has work for the workers, even if nothing is computed."""
+        return False
+
+    def take_copies(self) -> BlockCopies | None:
+        """Return the copies for the step that has just been put together."""
+        return None
+
+    def collect_outputs(self, step: Step) -> None:
+        """A step was computed, and its copies were made."""
+
+    def wait(self) -> bool:
+        """Wait a little if blocks are being read or written, and return whether any are. Called
+        when there is nothing to compute.
+        """
+        return False
+
+    # ---- state ----
+
+    def report(self, stats: SchedulerStats) -> None:
+        """Add the state of each place, and what was done since the last report."""
+
+    def find_problems(self) -> list[str]:
+        """Return a message for each inconsistency. Call it between two steps."""
+        return []
+
+    def close(self) -> None:
+        """Stop to serve other engines."""

@@ -1,0 +1,90 @@
+"""LoadCosts: whether a block comes back faster than it is computed."""
+
+from __future__ import annotations
+
+import logging
+
+from servd.core.executor import Executor
+from servd.messages import BlockCopies, BlockCopy, SchedulerOutput
+from servd.tracing import now_ns
+
+logger = logging.getLogger("servd.engine")
+
+FADING = 0.8  # weight of all earlier measurements beside the newest
+RETRY_FADING = 0.99  # of a price that is too high, with each block that is not loaded
+UNKNOWN_COST = 1_000_000  # nanoseconds to compute a token, before any was computed
+
+
+class Cost:
+    """Recent duration of one of many equal operations; larger batches count more."""
+
+    def __init__(self) -> None:
+        self.ns = 0.0
+        self.count = 0.0
+
+    def add(self, ns: float, count: int) -> None:
+        self.ns = self.ns * FADING + ns
+        self.count = self.count * FADING + count
+
+    @property
+    def mean_ns(self) -> float:
+        return self.ns / self.count if self.count else 0.0
+
+
+class LoadCosts:
+    """Compares what loading a block takes, from each place, with what computing it takes."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._computing = Cost()  # a token, in steps with prompts
+        self._loading = {"host": Cost(), "disk": Cost(), "remote": Cost()}  # a block
+        self.skipped: set[str] = set()  # places from which loading is slower
+
+    def add_prefill(self, ns: int, num_tokens: int) -> None:
+        """Count a step with prompts."""
+        self._computing.add(ns, num_tokens)
+
+    def add_load(self, place: str, ns: float, num_blocks: int) -> None:
+        """Count blocks that were loaded."""
+        self._loading[place].add(ns, num_blocks)
+
+    @property
+    def compute_ns(self) -> float:
+        """Nanoseconds to compute a block."""
+        return (self._computing.mean_ns or UNKNOWN_COST) * self._block_size
+
+    def is_worth_loading(self, place: str) -> bool:
+        """Return whether a block is loaded faster than it is computed.
+
+        The price of a place that is too slow falls with every call, so that it is tried again.
+        """
+        cost = self._loading[place]
+        is_worth = cost.mean_ns <= self.compute_ns
+        if is_worth is (place in self.skipped):
+            logger.info(
+                "%s KV blocks from %s: loading one takes %.2f ms, computing it %.2f ms",
+                "loading" if is_worth else "not loading",
+                place,
+                cost.mean_ns / 1e6,
+                self.compute_ns / 1e6,
+            )
+        if is_worth:
+            self.skipped.discard(place)
+        else:
+            self.skipped.add(place)
+            cost.ns *= RETRY_FADING
+        return is_worth
+
+
+def time_copies(executor: Executor, memory: str, count: int) -> int:
+    """Return the nanoseconds in which the workers copy `count` blocks to the device. Afterwards
+    they have mapped the memory.
+    """
+    took: list[int] = []
+    for to_device in (False, True, True, True):
+        began = now_ns()
+        copies = BlockCopies(memory, [BlockCopy(0, 0, to_device)] * count)
+        executor.execute_model(SchedulerOutput(-1, [], copies=copies))
+        executor.sample_tokens().result()
+        took.append(now_ns() - began)
+    return min(took[1:])

@@ -1,0 +1,331 @@
+"""OffloadConnector: KV blocks that the device has no room for go to host memory, files and peers.
+
+Blocks leave the device for slots of host memory when they are evicted. With a folder they also go
+there when a request ends, through such slots, and survive the engine. What a request's prompt needs
+is looked up by block hash when its turn comes: host memory is copied in its first step; files, and
+blocks of peers, are read into host memory first, while the request waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from servd.config import Config
+from servd.core.executor import Executor
+from servd.core.kv_cache.block_pool import BlockPool
+from servd.core.kv_cache.connector import KVConnector
+from servd.core.kv_cache.connector.costs import LoadCosts, time_copies
+from servd.core.kv_cache.connector.disk import Disk
+from servd.core.kv_cache.connector.host import HostMemory
+from servd.core.kv_cache.connector.identity import identity
+from servd.core.kv_cache.connector.io_workers import IOWorkers
+from servd.core.kv_cache.connector.loads import Loads
+from servd.core.kv_cache.prefix_cache import loadable_hashes
+from servd.core.request import Request, RequestStatus
+from servd.core.step import Step
+from servd.errors import ConfigError
+from servd.hf import ModelSpec
+from servd.join import read_token
+from servd.messages import BlockCopies, BlockCopy, WorkerReady
+from servd.sizes import format_bytes
+from servd.stats import SchedulerStats
+from servd.tracing import Mark, now_ns
+
+if TYPE_CHECKING:
+    from servd.core.kv_cache.connector.remote import RemoteStore
+
+logger = logging.getLogger("servd.engine")
+
+GIB = 1 << 30
+MAX_STAGING = GIB  # bytes of host memory for blocks on their way to and from files
+MAX_SAVES = 16  # blocks copied to the host in a step because a request ended
+
+
+@dataclass
+class Counts:
+    """What was done since the last report."""
+
+    num_saved: int = 0  # blocks copied to the host
+    num_loaded: int = 0  # blocks copied from the host
+    num_skipped: int = 0  # blocks that had no room in the host
+    num_queried_tokens: int = 0  # prompt tokens that the device did not have
+    num_hit_tokens: int = 0  # of those, tokens that were loaded
+
+
+class OffloadConnector(KVConnector):
+    """Decides which blocks are copied, written and read, in numbers of blocks and slots.
+
+    Copies are made by the workers in the order of the decisions, before anything of the step is
+    computed: so a slot or block counts as filled from the moment of the decision.
+
+    Args:
+        host: the slots.
+        disk: files, or None.
+        remote: the blocks of peers, and for peers, or None.
+        block_size: tokens of a block.
+    """
+
+    def __init__(
+        self, host: HostMemory, disk: Disk | None, remote: RemoteStore | None, block_size: int
+    ) -> None:
+        self.host = host
+        self.disk = disk
+        self.remote = remote
+        self.block_size = block_size
+        self._stores: list[Disk | RemoteStore] = [each for each in (disk, remote) if each]
+        self.costs = LoadCosts(block_size)
+        peer_timeout = remote.extra.timeout if remote is not None else 0.0
+        self.io_workers = IOWorkers(host, self.costs, peer_timeout)
+        self.loads = Loads(host, disk, remote, self.io_workers, self.costs)
+        self._copies: list[BlockCopy] = []  # for the next step
+        self._num_copying = 0  # slots in copies of the next step and of steps in flight
+        self._offers: dict[bytes, int] = {}  # hash -> block of an ended request, oldest first
+        self._swapped: set[Request] = set()  # wait after a preemption
+        self._counts = Counts()
+        if disk is not None:  # which may take long, and nobody waits for it at exit
+            threading.Thread(target=disk.open, name="kv-open", daemon=True).start()
+
+    # ---- a waiting request ----
+
+    def is_loading(self, request: Request, num_cached: int) -> bool:
+        return self.loads.is_loading(request, self._hashes(request, num_cached))
+
+    def may_be_overtaken(self, request: Request, num_cached: int) -> bool:
+        return self.loads.is_required(request) and self.is_loading(request, num_cached)
+
+    def take_failed(self) -> list[tuple[Request, str]]:
+        return self.loads.take_failed()
+
+    def swap_out(self, request: Request) -> None:
+        request.marks.append(Mark("swapped", now_ns()))
+        self._swapped.add(request)
+
+    def stop_waiting(self, request: Request) -> None:
+        self._swapped.discard(request)
+        self.loads.stop_waiting(request)
+
+    # ---- from the host to the device ----
+
+    def claim_slots(self, request: Request, num_cached: int) -> list[int]:
+        self.stop_waiting(request)
+        slots: list[int] = []
+        if self.costs.is_worth_loading(self.host.name):
+            slots = self.host.find_prefix(self._hashes(request, num_cached))
+        self.host.share(slots)
+        self.host.num_hits += len(slots)
+        if request.num_preemptions == 0:
+            num_tokens = len(slots) * self.block_size
+            request.num_external_tokens = num_tokens
+            num_queried = request.num_prompt_tokens - num_cached * self.block_size
+            self._counts.num_queried_tokens += num_queried
+            self._counts.num_hit_tokens += num_tokens
+        return slots
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        self._counts.num_loaded += len(slots)
+        for slot, block in zip(slots, blocks, strict=True):
+            self._copy(block, slot, to_device=True)
+
+    # ---- from the device to the host, and on ----
+
+    def save_block(self, block: int, block_hash: bytes) -> None:
+        self._offers.pop(block_hash, None)
+        slot = self.host.find(block_hash)
+        if slot is not None:
+            if self.host.ref_counts[slot] == 0:  # else it is on its way, also to the stores
+                self.host.share([slot])
+                self._write_or_release(slot, block_hash)
+        elif self.host.num_free == 0:
+            self._counts.num_skipped += 1
+            self._stop_expecting(block_hash)
+        else:
+            [slot] = self.host.take(1)
+            self.host.register(slot, block_hash)
+            self._counts.num_saved += 1
+            self._copy(block, slot, to_device=False)
+
+    def save_request(self, request: Request, pool: BlockPool) -> None:
+        if not self._stores:
+            return
+        # A block holds what its hash says until it is evicted, and then saved, or forgotten.
+        blocks: dict[bytes, int] = {}
+        for block_hash in request.block_hashes[: len(request.block_ids)]:
+            block = pool.find(block_hash)
+            if block is not None:
+                blocks[block_hash] = block
+        is_finished = request.status is RequestStatus.FINISHED
+        if self.remote is not None and request.is_exported and is_finished:
+            self.remote.expect(blocks)
+        for block_hash, block in blocks.items():
+            if self._stores_for(block_hash):
+                self._offers[block_hash] = block
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        for block_hash in hashes:
+            self._offers.pop(block_hash, None)
+            slot = self.host.find(block_hash)
+            if slot is not None:
+                self.host.forget([slot])
+        for store in self._stores:
+            self.io_workers.delete(store, hashes)
+
+    def reset(self) -> None:
+        """Drop all that is in host memory. Files stay: they are not of this engine alone."""
+        self._offers.clear()
+        if self.remote is not None:
+            self.remote.clear()
+        self.host.forget([slot for slot, each in enumerate(self.host.hashes) if each is not None])
+
+    def _copy(self, block: int, slot: int, *, to_device: bool) -> None:
+        self._copies.append(BlockCopy(block, slot, to_device))
+        self._num_copying += 1
+
+    def _write_or_release(self, slot: int, block_hash: bytes) -> None:
+        """Write an owned slot to the stores that want it; it is released after that."""
+        stores = self._stores_for(block_hash)
+        if stores and self.io_workers.has_room:
+            self.io_workers.write(stores, slot, block_hash)
+        else:
+            self.host.release([slot])
+            self._stop_expecting(block_hash)
+
+    def _stop_expecting(self, block_hash: bytes) -> None:
+        """Stop expecting a block that found no room on its way, so that no peer waits for it."""
+        if self.remote is not None and self.remote.wants(block_hash):
+            self.remote.delete([block_hash])
+
+    def _stores_for(self, block_hash: bytes) -> list[Disk | RemoteStore]:
+        return [store for store in self._stores if store.wants(block_hash)]
+
+    def _hashes(self, request: Request, num_cached: int) -> Sequence[bytes]:
+        return loadable_hashes(request, self.block_size, num_cached)
+
+    # ---- steps ----
+
+    @property
+    def has_copies(self) -> bool:
+        return bool(self._offers or self._copies)
+
+    def take_copies(self) -> BlockCopies | None:
+        self.io_workers.collect_finished()
+        num_busy = self._num_copying + self.io_workers.num_slots
+        num_saves = min(MAX_SAVES, len(self._offers), self.io_workers.max_slots - num_busy)
+        for _ in range(num_saves):
+            block_hash, block = next(iter(self._offers.items()))
+            self.save_block(block, block_hash)
+        if not self._copies:
+            return None
+        copies, self._copies = self._copies, []
+        return BlockCopies(self.host.path, copies)
+
+    def collect_outputs(self, step: Step) -> None:
+        """A step was computed: what it copied to the host is there, and may be written."""
+        record = step.record
+        if record.prefills:
+            self.costs.add_prefill(record.harvested_ns - record.started_ns, record.num_tokens)
+        if step.copies is None:
+            return
+        for copy in step.copies.copies:
+            self._num_copying -= 1
+            block_hash = self.host.hashes[copy.slot]
+            if copy.to_device or block_hash is None:
+                self.host.release([copy.slot])
+            else:
+                self._write_or_release(copy.slot, block_hash)
+
+    def wait(self) -> bool:
+        """Wait a little for what is read and written, but not for a disk that hangs."""
+        if self._offers and self.io_workers.is_hung:
+            logger.warning("--kv-cache-dir hangs: %d blocks are not kept", len(self._offers))
+            self._offers.clear()
+        is_due = bool(self.io_workers.num_slots or self._offers)
+        if is_due:
+            self.io_workers.wait()
+        return is_due
+
+    # ---- state ----
+
+    def report(self, stats: SchedulerStats) -> None:
+        slot_bytes = self.host.slot_bytes
+        stats.tiers = [self.host.stats(), *(store.stats(slot_bytes) for store in self._stores)]
+        for each in stats.tiers:
+            each.is_skipped = each.name in self.costs.skipped
+        stats.num_swapped = len(self._swapped)
+        self.loads.report(stats)
+        counts, self._counts = self._counts, Counts()
+        stats.num_bytes_stored = counts.num_saved * slot_bytes
+        stats.num_bytes_loaded = counts.num_loaded * slot_bytes
+        stats.num_stores_skipped = counts.num_skipped
+        stats.external_prefix_cache_queries = counts.num_queried_tokens
+        stats.external_prefix_cache_hits = counts.num_hit_tokens
+
+    def find_problems(self) -> list[str]:
+        self.io_workers.collect_finished()
+        num_owned = sum(self.host.ref_counts)
+        num_in_use = self._num_copying + self.io_workers.num_slots
+        if num_owned == num_in_use:
+            return []
+        return [f"{num_owned} slots of the host are owned, {num_in_use} are copied or moved"]
+
+    def close(self) -> None:
+        if self.remote is not None:
+            self.remote.close()
+
+    def flush(self) -> None:
+        """Wait until files are found, written and read: for tests."""
+        for store in self._stores:
+            store.is_open.wait()
+        self.io_workers.flush()
+
+    def measure_copies(self, executor: Executor) -> None:
+        """Measure how fast workers load blocks; afterwards they have mapped the memory."""
+        fastest = time_copies(executor, self.host.path, MAX_SAVES)
+        self.costs.add_load(self.host.name, fastest, MAX_SAVES)
+        logger.info(
+            "KV offloading: %d blocks of host memory (%s); loading one takes %.2f ms",
+            self.host.num_blocks,
+            format_bytes(self.host.num_blocks * self.host.slot_bytes),
+            fastest / MAX_SAVES / 1e6,
+        )
+
+
+def make_connector(
+    config: Config, spec: ModelSpec, worker: WorkerReady, executor: Executor
+) -> KVConnector:
+    """Return the configured connector for the KV cache of started workers.
+
+    Raises:
+        ConfigError: the host's memory would not hold a block.
+    """
+    cache = config.cache
+    if not cache.has_connector:
+        return KVConnector()
+    slot_bytes = worker.kv_bytes_per_block * config.parallel.tensor_parallel_size
+    if cache.kv_offloading_size is not None:
+        num_slots = int(cache.kv_offloading_size * GIB) // slot_bytes
+    else:
+        num_slots = min(worker.num_blocks, max(MAX_STAGING // slot_bytes, 1))
+    if num_slots < 1:
+        raise ConfigError(
+            f"--kv-offloading-size {cache.kv_offloading_size}: a block of the KV cache takes "
+            f"{format_bytes(slot_bytes)}; raise it, or lower --block-size"
+        )
+    root = None if cache.kv_cache_dir is None else Path(cache.kv_cache_dir)
+    identify = partial(identity, config, spec, worker, root and root / "weights")
+    disk = root and Disk(root, int(cache.kv_cache_dir_size * GIB), identify)
+    remote = None
+    if cache.kv_transfer_config is not None:
+        from servd.core.kv_cache.connector.remote import RemoteStore  # here: it needs zmq
+        from servd.ipc import Keys
+
+        remote = RemoteStore(cache.kv_transfer_config, Keys(read_token(config)), identify)
+    host = HostMemory(num_slots, slot_bytes)
+    connector = OffloadConnector(host, disk, remote, cache.block_size)
+    connector.measure_copies(executor)
+    return connector

@@ -1,0 +1,159 @@
+"""PrefixCache: finds the blocks that hold the beginning of a request, by chained hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from servd.config import CacheConfig
+from servd.core.kv_cache.block_hash import block_hash, root_hash
+from servd.core.kv_cache.block_pool import BlockPool
+from servd.core.kv_cache.pinned_prefixes import PinnedPrefixes
+from servd.core.request import Request
+from servd.tracing import now_ns
+
+FOREVER = 1 << 62  # nanoseconds
+
+
+class NullEvents:
+    """Receives what enters the prefix cache, and ignores it; `KVEvents` publishes it."""
+
+    def store(self, request: Request, first: int, blocks: Sequence[int]) -> None:
+        """These blocks of a request were registered, of which `first` is the index of the first."""
+
+    def publish(self) -> None:
+        """Send the events since the last call."""
+
+    def close(self) -> None:
+        """Stop to publish."""
+
+
+def loadable_hashes(request: Request, block_size: int, num_cached: int = 0) -> Sequence[bytes]:
+    """Return the hashes of the blocks after the first `num_cached` that a cache may provide.
+
+    At least one token is left to compute, as sampling needs its hidden state.
+    """
+    if request.reads_prompt:
+        return []
+    return request.block_hashes[num_cached : (len(request.token_ids) - 1) // block_size]
+
+
+class PrefixCache:
+    """The hashed blocks of a pool, for a model whose layers have no windows.
+
+    Full blocks are registered when their tokens are scheduled, not when they are computed: workers
+    run steps in order, and within a step write all keys and values of a layer before its attention
+    reads any. So a cached block can be shared even in the step that fills it.
+    """
+
+    def __init__(self, pool: BlockPool, config: CacheConfig, events: NullEvents) -> None:
+        self.pool = pool
+        self.block_size = config.block_size
+        self.events = events
+        self.pinned = PinnedPrefixes(pool, int(pool.num_blocks * config.max_pinned_share))
+
+    def find_prefix(self, request: Request) -> list[int]:
+        """Return the cached blocks of a request's longest cached prefix."""
+        self._extend_hashes(request)
+        return self._find(loadable_hashes(request, self.block_size))
+
+    def find_evicted_at_ns(self, request: Request) -> int:
+        """Return when the first block was evicted that a request, just admitted, has to compute; 0
+        if that block was not in the cache recently.
+        """
+        index = request.num_registered_blocks
+        if index >= len(request.block_hashes):
+            return 0
+        return max(self.pool.evicted_at_ns.get(key, 0) for key in self._keys(request, index))
+
+    def register(self, request: Request, first: int, end: int) -> None:
+        """Enter a request's blocks `first` to `end` in the cache; its tokens fill them."""
+        self._extend_hashes(request)
+        for index in range(first, end):
+            keys = self._keys(request, index)
+            blocks = request.block_ids[index * len(keys) : (index + 1) * len(keys)]
+            for key, block in zip(keys, blocks, strict=True):
+                self.pool.register(block, key)
+        # Of one group: routers do not know groups.
+        blocks = request.block_ids[first * self.num_groups : end * self.num_groups]
+        self.events.store(request, first, blocks[:: self.num_groups])
+        request.num_registered_blocks = end
+
+    def find_sharers(
+        self, request: Request, num_tokens: int, others: Iterable[Request]
+    ) -> list[Request]:
+        """Return those of `others` that attached blocks which `request` filled after its first
+        `num_tokens`, even if they have freed them since.
+        """
+        first = max(request.num_attached_blocks, num_tokens // self.block_size)
+        filled = self.find_blocks(request, slice(first, None))
+        sharers: list[Request] = []
+        for other in others:
+            attached = self.find_blocks(other, slice(other.num_attached_blocks))
+            if not filled.isdisjoint(attached):
+                sharers.append(other)
+        return sharers
+
+    def find_blocks(self, request: Request, part: slice) -> set[int]:
+        """Return the blocks in a part of a request; those it has freed, if they are cached."""
+        blocks = request.block_ids[part] or map(self.pool.find, request.block_hashes[part])
+        return {block for block in blocks if block is not None}
+
+    def pin_prompt(self, request: Request) -> None:
+        """Pin the prompt of a request that ends, as far as it was computed."""
+        hashes = request.block_hashes[: request.num_prompt_tokens // self.block_size]
+        end_ns = now_ns() + round(request.retention * 1e9)
+        self.pinned.add(self._find_pinnable(hashes, end_ns), end_ns)
+
+    def unpin_expired(self) -> None:
+        self.pinned.unpin(self.pool.num_blocks, now_ns())
+
+    def unpin_for(self, num_blocks: int, is_alone: bool) -> int:
+        """Unpin up to `num_blocks` for a request, and return how many: expired blocks, or any if
+        the request `is_alone`, which could never continue otherwise.
+        """
+        return self.pinned.unpin(num_blocks, FOREVER + 1 if is_alone else now_ns())
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Remove blocks from the cache: their contents may be wrong."""
+        blocks = list(blocks)
+        self.pinned.drop(blocks)
+        self.pool.forget(blocks)
+
+    def clear(self) -> None:
+        """Remove all blocks that no request owns."""
+        self.pinned.clear()
+        self.pool.forget_cached()
+
+    # ---- what differs with groups of layers ----
+
+    num_groups = 1  # see WorkerReady.kv_windows
+
+    def only_held(self, block_ids: Sequence[int]) -> Sequence[int]:
+        """Return `block_ids` without the blocks that were freed before a window."""
+        return block_ids
+
+    def _keys(self, request: Request, index: int) -> Sequence[bytes]:
+        """Return the hash of a request's block, one for each group."""
+        return (request.block_hashes[index],)
+
+    def _find(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return the blocks of the longest cached prefix."""
+        return self.pool.find_prefix(hashes)
+
+    def _find_pinnable(self, hashes: Sequence[bytes], end_ns: int) -> Sequence[int]:
+        """Return the blocks to pin for a prefix, the most useful first."""
+        return self._find(hashes)
+
+    def _extend_hashes(self, request: Request) -> None:
+        """Hash the blocks that have become full."""
+        hashes = request.block_hashes
+        size = self.block_size
+        if len(request.token_ids) < (len(hashes) + 1) * size:
+            return
+        if len(hashes) <= request.num_prompt_tokens // size < len(request.token_ids) // size:
+            hashes = hashes.copy()  # all choices share the hashes of the prompt
+            request.block_hashes = hashes
+        parent = hashes[-1] if hashes else root_hash(*request.cache_keys)
+        for start in range(len(hashes) * size, len(request.token_ids) - size + 1, size):
+            parent = block_hash(parent, request.token_ids[start : start + size])
+            hashes.append(parent)
