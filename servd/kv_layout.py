@@ -28,6 +28,10 @@ class KVLayout(msgspec.Struct, frozen=True):
         """The first block of a group that the tokens from a position on attend to."""
         return 0 if window is None else max(position - window + 1, 0) // self.block_size
 
+    def first_reads(self, position: int) -> list[int]:
+        """Return `first_read` for each group."""
+        return [self.first_read(position, window) for window in self.windows]
+
     def most(self, window: int | None, num_tokens: int, num_new: int | None = None) -> int:
         """Upper bound of a request's blocks of one group, for so many tokens of which a step
         computes `num_new` (default: `max_step`).

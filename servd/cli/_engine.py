@@ -17,11 +17,12 @@ from typing import Any
 from servd.cli._costs import Costs
 from servd.config import Config
 from servd.core.executor import Executor, Progress
-from servd.core.kv_cache import groups
 from servd.core.kv_cache.connector.offload import make_connector
+from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.scheduler import Scheduler
 from servd.core.step import StepLog
 from servd.hf import FAKE_SPEC
+from servd.kv_layout import KVLayout
 from servd.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -104,7 +105,8 @@ class Engine:
     def __init__(
         self, config: Config, worker: WorkerReady, max_model_len: int, costs: Costs, clock: Clock
     ) -> None:
-        kv_cache = groups.make_manager(config, worker)
+        layout = KVLayout.of(config, worker.kv_windows)
+        kv_cache = KVCacheManager(worker.num_blocks, config.cache, layout)
         self.scheduler = Scheduler(config.scheduler, max_model_len, kv_cache)
         self.scheduler.step_log = StepLog(max_records=1)  # nobody reads a fleet's gigabyte of them
         self.costs, self.clock = costs, clock

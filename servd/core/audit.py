@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from servd.core.engine_core import EngineCore
-from servd.core.kv_cache.groups import NO_BLOCK
+from servd.core.kv_cache.prefix_cache import NO_BLOCK
 from servd.messages import Audit, EngineAudit, EngineCoreOutputs
 
 

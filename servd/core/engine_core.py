@@ -11,12 +11,13 @@ from collections.abc import Callable
 
 from servd.config import Config
 from servd.core.executor import Executor, PendingOutput
-from servd.core.kv_cache import groups
 from servd.core.kv_cache.connector.offload import make_connector
+from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.scheduler import Scheduler
 from servd.core.structured_output.manager import Compiled, GrammarManager
 from servd.core.turns import Turns
 from servd.hf import ModelSpec
+from servd.kv_layout import KVLayout
 from servd.messages import (
     AbortRequests,
     Attach,
@@ -49,10 +50,11 @@ class EngineCore:
     ) -> None:
         max_model_len = config.model.max_model_len or spec.max_position_embeddings
         speculative = config.model.speculative_config
+        layout = KVLayout.of(config, worker.kv_windows)
         self.scheduler = Scheduler(
             config.scheduler,
             max_model_len,
-            groups.make_manager(config, worker),
+            KVCacheManager(worker.num_blocks, config.cache, layout),
             speculative.num_speculative_tokens if speculative else 0,
             config.lora.max_loras,
         )

@@ -16,7 +16,6 @@ import msgspec
 from servd.config.kv_events import KVEventsConfig
 from servd.core.kv_cache.block_hash import NO_KEYS, is_of_other_group, root_hash
 from servd.core.kv_cache.block_pool import BlockPool
-from servd.core.kv_cache.prefix_cache import NullEvents
 from servd.core.request import Request
 from servd.ipc import Publisher
 
@@ -58,6 +57,19 @@ class Batch(msgspec.Struct, array_like=True, gc=False):
     ts: float  # Unix time
     events: list[Event]
     data_parallel_rank: int
+
+
+class NullEvents:
+    """Receives what enters the prefix cache, and ignores it; `KVEvents` publishes it."""
+
+    def store(self, request: Request, first: int, blocks: Sequence[int]) -> None:
+        """These blocks of a request were registered, of which `first` is the index of the first."""
+
+    def publish(self) -> None:
+        """Send the events since the last call."""
+
+    def close(self) -> None:
+        """Stop to publish."""
 
 
 class KVEvents(NullEvents):

@@ -8,20 +8,27 @@ from servd.config import CacheConfig
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.core.kv_cache.block_times import BlockTimes
 from servd.core.kv_cache.connector import KVConnector
-from servd.core.kv_cache.prefix_cache import NullEvents, PrefixCache
+from servd.core.kv_cache.events import KVEvents, NullEvents
+from servd.core.kv_cache.grouped_prefix_cache import GroupedPrefixCache
+from servd.core.kv_cache.prefix_cache import NO_BLOCK, PrefixCache, only_held
 from servd.core.request import Request, RequestStatus
+from servd.kv_layout import KVLayout
 from servd.stats import SchedulerStats
 
 
 class KVCacheManager:
     """The blocks of all requests, over a pool, a prefix cache and a connector.
 
-    The connector loads blocks from elsewhere and saves them there; at first it is the null one.
+    Each group of layers has its own blocks, see `WorkerReady.kv_windows`, all from one pool. Counts
+    of a request's blocks, such as `num_registered_blocks`, are those of one group. Blocks before a
+    group's window are freed while the request runs. The connector, at first the null one, loads
+    blocks from other places and saves them there; with another one, workers make one group.
     """
 
-    num_groups = 1  # see WorkerReady.kv_windows
-
-    def __init__(self, num_blocks: int, config: CacheConfig) -> None:
+    def __init__(self, num_blocks: int, config: CacheConfig, layout: KVLayout) -> None:
+        self.layout = layout
+        self.windows = layout.windows
+        self.num_groups = len(layout.windows)
         self.block_size = config.block_size
         self.enable_prefix_caching = config.enable_prefix_caching
         interval = round(1 / config.kv_cache_metrics_sample)
@@ -29,10 +36,9 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks, times)
         self.events = NullEvents()
         if config.kv_events_config is not None and config.kv_events_config.is_on:
-            from servd.core.kv_cache.events import KVEvents  # here: it needs zmq
-
             self.events = KVEvents(config.kv_events_config, self.pool, config.block_size)
-        self.prefix_cache = PrefixCache(self.pool, config, self.events)
+        make_cache = PrefixCache if self.windows == (None,) else GroupedPrefixCache
+        self.prefix_cache = make_cache(self.pool, config, layout, self.events)
         self.connector = KVConnector()
         self.num_holders = 0  # requests that have blocks
 
@@ -49,7 +55,7 @@ class KVCacheManager:
 
     def max_tokens(self, longest: int) -> int:
         """Return the tokens of the longest request that fits alone; `longest` is the model's."""
-        return self.pool.num_blocks * self.block_size
+        return self.layout.max_tokens(self.pool.num_blocks, longest)
 
     # ---- requests that wait ----
 
@@ -68,17 +74,21 @@ class KVCacheManager:
         The last token of a request is never computed, so it needs no room.
         """
         while (num_lacking := self._count_lacking(request, cached)) > 0:
-            if not self.prefix_cache.unpin_for(num_lacking, is_alone=not self.num_holders):
+            if not self.prefix_cache.unpin(num_lacking, is_alone=not self.num_holders):
                 return False
         return True
 
     def _count_lacking(self, request: Request, cached: Sequence[int]) -> int:
         """Return how many blocks `fits` needs beyond the free ones."""
         num_tokens = min(len(request.token_ids) + 1, request.max_num_tokens - 1)
-        # Cached blocks that are free count as free, but are needed here.
-        num_idle = sum(self.pool.ref_counts[block] == 0 for block in cached)
-        num_blocks = -(-num_tokens // self.block_size)
-        return num_blocks - len(cached) + num_idle - self.pool.num_free
+        num_new = -(-num_tokens // self.block_size) - len(cached) // self.num_groups
+        num_needed = 0
+        for group, window in enumerate(self.windows):
+            blocks = only_held(cached[group :: self.num_groups])
+            # Cached blocks that are free count as free, but are needed here.
+            num_idle = sum(self.pool.ref_counts[block] == 0 for block in blocks)
+            num_needed += min(num_new + num_idle, self.layout.most(window, num_tokens))
+        return num_needed - self.pool.num_free
 
     def can_start(self, request: Request, cached: Sequence[int]) -> bool:
         """Return whether there is room for a request, and no block after the `cached` ones is
@@ -94,7 +104,7 @@ class KVCacheManager:
         """
         assert not request.block_ids
         self.num_holders += 1
-        self.pool.share(self.prefix_cache.only_held(cached))
+        self.pool.share(only_held(cached))
         request.block_ids = cached.copy()
         slots = self.connector.claim_slots(request, len(cached))
         if slots:
@@ -115,17 +125,35 @@ class KVCacheManager:
         if num_new <= 0:
             return []
         while (num_lacking := num_new - self.pool.num_free) > 0:
-            if not self.prefix_cache.unpin_for(num_lacking, is_alone=self.num_holders == 1):
+            if not self.prefix_cache.unpin(num_lacking, is_alone=self.num_holders == 1):
                 return None
         new_block_ids = self.pool.take(num_new)
         request.block_ids.extend(new_block_ids)
         return new_block_ids
 
     def allocate(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Do as `extend` for the first tokens of a request in a step; a subclass also frees blocks
-        that no later token reads.
+        """Do as `extend` for the first tokens of a request in a step; if that needs blocks, also
+        free those that no later token reads.
         """
+        num_blocks = len(request.block_ids) // self.num_groups
+        if request.num_computed_tokens + num_tokens > num_blocks * self.block_size:
+            self._free_before_windows(request)
         return self.extend(request, num_tokens)
+
+    def _free_before_windows(self, request: Request) -> None:
+        """Free blocks that are no longer read. Steps in flight may still read them: the next
+        owner's steps run after those.
+        """
+        self.commit(request)
+        # Drafts in flight count as kept: the next token to compute may be the last known one.
+        next_token = min(request.num_computed_tokens, len(request.token_ids) - 1)
+        block_ids = request.block_ids
+        for group, first in enumerate(self.layout.first_reads(next_token)):
+            index = (first - 1) * self.num_groups + group
+            while index >= 0 and block_ids[index] != NO_BLOCK:
+                self.pool.release((block_ids[index],))
+                block_ids[index] = NO_BLOCK
+                index -= self.num_groups
 
     def room_of(self, request: Request) -> int:
         """Return how many tokens of a request can be computed in its blocks; its last never is."""
@@ -145,7 +173,7 @@ class KVCacheManager:
         if request.retention and request.status is RequestStatus.FINISHED:
             self.prefix_cache.pin_prompt(request)
         self.connector.save_request(request, self.pool)
-        self.pool.release(reversed(self.prefix_cache.only_held(request.block_ids)))
+        self.pool.release(reversed(only_held(request.block_ids)))
         request.block_ids = []
         request.num_registered_blocks = 0
         request.num_computed_tokens = 0
@@ -156,7 +184,7 @@ class KVCacheManager:
         """
         computed = slice(request.num_attached_blocks, None)
         self.prefix_cache.forget(self.prefix_cache.find_blocks(request, computed))
-        held = self.prefix_cache.only_held(request.block_ids)
+        held = only_held(request.block_ids)
         self.prefix_cache.pinned.drop(held)
         self.pool.forget(block for block in held if self.pool.ref_counts[block] == 1)
         request.num_registered_blocks = len(request.block_ids) // self.num_groups
@@ -179,7 +207,7 @@ class KVCacheManager:
 
     def report(self, stats: SchedulerStats) -> None:
         """Add the state of the cache, and publish its events."""
-        self.prefix_cache.unpin_expired()
+        self.prefix_cache.unpin(self.pool.num_blocks)
         stats.num_pinned = len(self.prefix_cache.pinned)
         stats.kv_cache_usage = self.usage
         stats.evictions = self.pool.take_evictions()

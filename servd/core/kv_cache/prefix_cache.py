@@ -5,26 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from servd.config import CacheConfig
-from servd.core.kv_cache.block_hash import block_hash, root_hash
+from servd.core.kv_cache.block_hash import block_hash, of_group, root_hash
 from servd.core.kv_cache.block_pool import BlockPool
+from servd.core.kv_cache.events import NullEvents
 from servd.core.kv_cache.pinned_prefixes import PinnedPrefixes
 from servd.core.request import Request
+from servd.kv_layout import KVLayout
 from servd.tracing import now_ns
 
 FOREVER = 1 << 62  # nanoseconds
-
-
-class NullEvents:
-    """Receives what enters the prefix cache, and ignores it; `KVEvents` publishes it."""
-
-    def store(self, request: Request, first: int, blocks: Sequence[int]) -> None:
-        """These blocks of a request were registered, of which `first` is the index of the first."""
-
-    def publish(self) -> None:
-        """Send the events since the last call."""
-
-    def close(self) -> None:
-        """Stop to publish."""
+NO_BLOCK = -1  # among a request's block ids: a block that was freed before its group's window
 
 
 def loadable_hashes(request: Request, block_size: int, num_cached: int = 0) -> Sequence[bytes]:
@@ -37,6 +27,11 @@ def loadable_hashes(request: Request, block_size: int, num_cached: int = 0) -> S
     return request.block_hashes[num_cached : (len(request.token_ids) - 1) // block_size]
 
 
+def only_held(block_ids: Iterable[int]) -> list[int]:
+    """Return `block_ids` without NO_BLOCK."""
+    return [block for block in block_ids if block != NO_BLOCK]
+
+
 class PrefixCache:
     """The hashed blocks of a pool, for a model whose layers have no windows.
 
@@ -45,8 +40,12 @@ class PrefixCache:
     reads any. So a cached block can be shared even in the step that fills it.
     """
 
-    def __init__(self, pool: BlockPool, config: CacheConfig, events: NullEvents) -> None:
+    def __init__(
+        self, pool: BlockPool, config: CacheConfig, layout: KVLayout, events: NullEvents
+    ) -> None:
         self.pool = pool
+        self.layout = layout
+        self.num_groups = len(layout.windows)
         self.block_size = config.block_size
         self.events = events
         self.pinned = PinnedPrefixes(pool, int(pool.num_blocks * config.max_pinned_share))
@@ -95,8 +94,18 @@ class PrefixCache:
 
     def find_blocks(self, request: Request, part: slice) -> set[int]:
         """Return the blocks in a part of a request; those it has freed, if they are cached."""
-        blocks = request.block_ids[part] or map(self.pool.find, request.block_hashes[part])
-        return {block for block in blocks if block is not None}
+        num_groups = self.num_groups
+        block_ids = request.block_ids
+        hashes = request.block_hashes
+        found: set[int] = set()
+        for index in range(len(block_ids) // num_groups or len(hashes))[part]:
+            held = block_ids[index * num_groups : (index + 1) * num_groups]
+            for group, block in enumerate(held or [NO_BLOCK] * num_groups):
+                cached = None
+                if block == NO_BLOCK and index < len(hashes):
+                    cached = self.pool.find(of_group(hashes[index], group))
+                found.add(block if cached is None else cached)
+        return found - {NO_BLOCK}
 
     def pin_prompt(self, request: Request) -> None:
         """Pin the prompt of a request that ends, as far as it was computed."""
@@ -104,12 +113,9 @@ class PrefixCache:
         end_ns = now_ns() + round(request.retention * 1e9)
         self.pinned.add(self._find_pinnable(hashes, end_ns), end_ns)
 
-    def unpin_expired(self) -> None:
-        self.pinned.unpin(self.pool.num_blocks, now_ns())
-
-    def unpin_for(self, num_blocks: int, is_alone: bool) -> int:
-        """Unpin up to `num_blocks` for a request, and return how many: expired blocks, or any if
-        the request `is_alone`, which could never continue otherwise.
+    def unpin(self, num_blocks: int, is_alone: bool = False) -> int:
+        """Unpin up to `num_blocks`, and return how many: expired blocks, or any blocks for a
+        request that `is_alone`, which could never continue otherwise.
         """
         return self.pinned.unpin(num_blocks, FOREVER + 1 if is_alone else now_ns())
 
@@ -124,17 +130,9 @@ class PrefixCache:
         self.pinned.clear()
         self.pool.forget_cached()
 
-    # ---- what differs with groups of layers ----
-
-    num_groups = 1  # see WorkerReady.kv_windows
-
-    def only_held(self, block_ids: Sequence[int]) -> Sequence[int]:
-        """Return `block_ids` without the blocks that were freed before a window."""
-        return block_ids
-
-    def _keys(self, request: Request, index: int) -> Sequence[bytes]:
-        """Return the hash of a request's block, one for each group."""
-        return (request.block_hashes[index],)
+    def _keys(self, request: Request, index: int) -> list[bytes]:
+        """Return the hashes of a request's blocks at an index, one for each group."""
+        return [of_group(request.block_hashes[index], group) for group in range(self.num_groups)]
 
     def _find(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest cached prefix."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from servd.core import lookahead
 from servd.core.audit import problems
 from servd.core.kv_cache.block_hash import of_group
-from servd.core.kv_cache.groups import NO_BLOCK
+from servd.core.kv_cache.prefix_cache import NO_BLOCK
 from servd.core.request import Request
 from servd.core.step_cost import StepCost
 from servd.kv_layout import KVLayout

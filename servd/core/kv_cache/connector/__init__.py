@@ -12,27 +12,25 @@ from servd.stats import SchedulerStats
 
 
 class KVConnector:
-    """Interface between the KV cache of the device and other places, and its null implementation:
-    an engine with this connector has no other place.
+    """The interface between the KV cache of the device and other places. This class is the null
+    connector, of an engine without such places.
 
     The scheduler asks `is_loading` until a waiting request may start. Then the manager claims the
     slots of blocks that are ready, and the workers copy them with the next step.
     """
 
-    # ---- a waiting request ----
-
     def is_loading(self, request: Request, num_cached: int) -> bool:
-        """Return whether a request has to wait for blocks after its first `num_cached`, which the
-        device has. The first call starts to load them.
+        """Return whether a waiting request has to wait for blocks after its first `num_cached`,
+        which the device has. The first call starts to load them.
         """
         return False
 
     def may_be_overtaken(self, request: Request, num_cached: int) -> bool:
-        """Return whether other requests may start before this one, which cannot start."""
+        """Return whether others may start before a request that cannot start."""
         return False
 
     def take_failed(self) -> list[tuple[Request, str]]:
-        """Return the requests that can never start, and why, once."""
+        """Return the waiting requests that can never start, and why, once."""
         return []
 
     def swap_out(self, request: Request) -> None:
@@ -41,10 +39,8 @@ class KVConnector:
     def stop_waiting(self, request: Request) -> None:
         """A waiting request ends."""
 
-    # ---- blocks ----
-
     def claim_slots(self, request: Request, num_cached: int) -> list[int]:
-        """A request starts. Return what holds its blocks after the first `num_cached`, as far as
+        """A request starts. Return the slots of its blocks after the first `num_cached`, as far as
         they are ready; the caller has to `load` them all.
         """
         return []
@@ -64,11 +60,9 @@ class KVConnector:
     def reset(self) -> None:
         """Drop all blocks that are this engine's alone."""
 
-    # ---- steps ----
-
     @property
     def has_copies(self) -> bool:
-        """Whether `take_copies` has work for the workers, even if nothing is computed."""
+        """Whether `take_copies` has some, even if nothing is computed."""
         return False
 
     def take_copies(self) -> BlockCopies | None:
@@ -79,12 +73,10 @@ class KVConnector:
         """A step was computed, and its copies were made."""
 
     def wait(self) -> bool:
-        """Wait a little if blocks are being read or written, and return whether any are. Called
-        when there is nothing to compute.
+        """There is nothing to compute: wait a little if blocks are read or written, and return
+        whether any are.
         """
         return False
-
-    # ---- state ----
 
     def report(self, stats: SchedulerStats) -> None:
         """Add the state of each place, and what was done since the last report."""

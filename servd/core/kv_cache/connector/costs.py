@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from servd.core.executor import Executor
-from servd.messages import BlockCopies, BlockCopy, SchedulerOutput
-from servd.tracing import now_ns
-
 logger = logging.getLogger("servd.engine")
 
 FADING = 0.8  # weight of all earlier measurements beside the newest
@@ -35,30 +31,22 @@ class LoadCosts:
     """Compares what loading a block takes, from each place, with what computing it takes."""
 
     def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._computing = Cost()  # a token, in steps with prompts
-        self._loading = {"host": Cost(), "disk": Cost(), "remote": Cost()}  # a block
+        self.block_size = block_size
+        self.computing = Cost()  # of a token, in steps with prompts
+        self.loading = {"host": Cost(), "disk": Cost(), "remote": Cost()}  # of a block
         self.skipped: set[str] = set()  # places from which loading is slower
-
-    def add_prefill(self, ns: int, num_tokens: int) -> None:
-        """Count a step with prompts."""
-        self._computing.add(ns, num_tokens)
-
-    def add_load(self, place: str, ns: float, num_blocks: int) -> None:
-        """Count blocks that were loaded."""
-        self._loading[place].add(ns, num_blocks)
 
     @property
     def compute_ns(self) -> float:
         """Nanoseconds to compute a block."""
-        return (self._computing.mean_ns or UNKNOWN_COST) * self._block_size
+        return (self.computing.mean_ns or UNKNOWN_COST) * self.block_size
 
     def is_worth_loading(self, place: str) -> bool:
         """Return whether a block is loaded faster than it is computed.
 
         The price of a place that is too slow falls with every call, so that it is tried again.
         """
-        cost = self._loading[place]
+        cost = self.loading[place]
         is_worth = cost.mean_ns <= self.compute_ns
         if is_worth is (place in self.skipped):
             logger.info(
@@ -74,17 +62,3 @@ class LoadCosts:
             self.skipped.add(place)
             cost.ns *= RETRY_FADING
         return is_worth
-
-
-def time_copies(executor: Executor, memory: str, count: int) -> int:
-    """Return the nanoseconds in which the workers copy `count` blocks to the device. Afterwards
-    they have mapped the memory.
-    """
-    took: list[int] = []
-    for to_device in (False, True, True, True):
-        began = now_ns()
-        copies = BlockCopies(memory, [BlockCopy(0, 0, to_device)] * count)
-        executor.execute_model(SchedulerOutput(-1, [], copies=copies))
-        executor.sample_tokens().result()
-        took.append(now_ns() - began)
-    return min(took[1:])

@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from servd.stats import TierStats
-
 logger = logging.getLogger("servd.engine")
 
 HEADER = struct.Struct("<8s32s32sQL")  # MAGIC, identity, hash of the block, bytes of it, checksum
@@ -91,17 +89,6 @@ class Disk:
     def open_reader(self, peer: str) -> AbstractContextManager[Reader]:
         """Return what reads blocks; files need no peer."""
         return nullcontext(self.read)
-
-    def stats(self, slot_bytes: int) -> TierStats:
-        return TierStats(
-            self.name,
-            self.num_bytes // slot_bytes,
-            self.limit // slot_bytes,
-            self.num_bytes,
-            self.limit,
-            self.num_hits,
-            self.num_bad,
-        )
 
     def read(self, block_hash: bytes, buffer: memoryview) -> bool:
         """Fill `buffer` with a block; False if there is none, or it is damaged."""

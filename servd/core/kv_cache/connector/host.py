@@ -6,7 +6,6 @@ import mmap
 import os
 
 from servd.core.kv_cache.block_pool import BlockPool
-from servd.stats import TierStats
 
 
 class HostMemory(BlockPool):
@@ -25,29 +24,24 @@ class HostMemory(BlockPool):
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         super().__init__(num_slots)
         self.slot_bytes = slot_bytes
+        self.limit = num_slots * slot_bytes  # bytes
         self.num_hits = 0  # blocks that were loaded from here
+        self.num_bad = 0
         # A file without a name: it is gone with the last process that has it, and takes memory only
         # where it was written.
         self._file = os.memfd_create("servd-kv")
-        os.ftruncate(self._file, num_slots * slot_bytes)
-        self._memory = mmap.mmap(self._file, num_slots * slot_bytes)
+        os.ftruncate(self._file, self.limit)
+        self._memory = mmap.mmap(self._file, self.limit)
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"  # for the processes of the same user
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_cached * self.slot_bytes
 
     def buffer(self, slot: int) -> memoryview:
         """Return the bytes of a slot, to read and to write."""
         first = slot * self.slot_bytes
         return memoryview(self._memory)[first : first + self.slot_bytes]
-
-    def stats(self) -> TierStats:
-        size = self.slot_bytes
-        return TierStats(
-            self.name,
-            self.num_cached,
-            self.num_blocks,
-            self.num_cached * size,
-            self.num_blocks * size,
-            self.num_hits,
-        )
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):

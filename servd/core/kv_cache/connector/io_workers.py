@@ -8,15 +8,12 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from servd.core.kv_cache.connector.costs import LoadCosts
 from servd.core.kv_cache.connector.disk import Disk
 from servd.core.kv_cache.connector.host import HostMemory
+from servd.core.kv_cache.connector.remote import Store
 from servd.tracing import now_ns
-
-if TYPE_CHECKING:
-    from servd.core.kv_cache.connector.remote import RemoteStore
 
 NUM_THREADS = 2  # for files, and as many for peers
 POLL_INTERVAL = 0.005  # seconds between looks at files that are read while nothing is computed
@@ -30,7 +27,7 @@ class Finished:
 
     slot: int
     block_hash: bytes
-    source: Disk | RemoteStore | None  # what it was to be read from; None: it was written
+    source: Store | None  # what it was to be read from; None: it was written
     is_loaded: bool = False
 
 
@@ -67,12 +64,12 @@ class IOWorkers:
         limit = HANG_TIMEOUT + self._peer_timeout
         return self.num_slots > 0 and time.monotonic() > self._progress_at + limit
 
-    def write(self, stores: Sequence[Disk | RemoteStore], slot: int, block_hash: bytes) -> None:
+    def write(self, stores: Sequence[Store], slot: int, block_hash: bytes) -> None:
         """Write a slot to each of these stores."""
         self._begin(1)
         self._threads.submit(self._write, stores, slot, block_hash)
 
-    def read(self, source: Disk | RemoteStore, peer: str, slots: dict[bytes, int]) -> None:
+    def read(self, source: Store, peer: str, slots: dict[bytes, int]) -> None:
         """Read blocks into slots, given by the hash of what they are to hold."""
         self.reading |= slots.keys()
         self.missed -= slots.keys()
@@ -82,7 +79,7 @@ class IOWorkers:
             part = list(slots.items())[first::NUM_THREADS]
             threads.submit(self._read, source, peer, part)
 
-    def delete(self, store: Disk | RemoteStore, hashes: Sequence[bytes]) -> None:
+    def delete(self, store: Store, hashes: Sequence[bytes]) -> None:
         """Delete blocks from a store, after what was submitted to be written before."""
         self._threads.submit(store.delete, hashes)
 
@@ -119,7 +116,7 @@ class IOWorkers:
             self._progress_at = time.monotonic()
         self.num_slots += num_slots
 
-    def _write(self, stores: Sequence[Disk | RemoteStore], slot: int, block_hash: bytes) -> None:
+    def _write(self, stores: Sequence[Store], slot: int, block_hash: bytes) -> None:
         """Runs in a thread."""
         try:
             for store in stores:
@@ -128,9 +125,7 @@ class IOWorkers:
             self._finished.append(Finished(slot, block_hash, None))
             self._wake_up.set()
 
-    def _read(
-        self, source: Disk | RemoteStore, peer: str, slots: Sequence[tuple[bytes, int]]
-    ) -> None:
+    def _read(self, source: Store, peer: str, slots: Sequence[tuple[bytes, int]]) -> None:
         """Runs in a thread."""
         started = now_ns()
         left = deque(slots)
@@ -146,5 +141,6 @@ class IOWorkers:
         finally:
             self._finished += [Finished(slot, block_hash, source) for block_hash, slot in left]
             if num_read == len(slots):  # else it may have waited for what is not there
-                self.costs.add_load(source.name, (now_ns() - started) / NUM_THREADS, num_read)
+                ns = (now_ns() - started) / NUM_THREADS
+                self.costs.loading[source.name].add(ns, num_read)
             self._wake_up.set()

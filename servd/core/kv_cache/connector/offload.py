@@ -11,51 +11,37 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from servd.config import Config
 from servd.core.executor import Executor
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.core.kv_cache.connector import KVConnector
-from servd.core.kv_cache.connector.costs import LoadCosts, time_copies
+from servd.core.kv_cache.connector.costs import LoadCosts
 from servd.core.kv_cache.connector.disk import Disk
 from servd.core.kv_cache.connector.host import HostMemory
 from servd.core.kv_cache.connector.identity import identity
 from servd.core.kv_cache.connector.io_workers import IOWorkers
 from servd.core.kv_cache.connector.loads import Loads
+from servd.core.kv_cache.connector.remote import RemoteStore, Store
 from servd.core.kv_cache.prefix_cache import loadable_hashes
 from servd.core.request import Request, RequestStatus
 from servd.core.step import Step
 from servd.errors import ConfigError
 from servd.hf import ModelSpec
+from servd.ipc import Keys
 from servd.join import read_token
-from servd.messages import BlockCopies, BlockCopy, WorkerReady
+from servd.messages import BlockCopies, BlockCopy, SchedulerOutput, WorkerReady
 from servd.sizes import format_bytes
-from servd.stats import SchedulerStats
+from servd.stats import SchedulerStats, TierStats
 from servd.tracing import Mark, now_ns
-
-if TYPE_CHECKING:
-    from servd.core.kv_cache.connector.remote import RemoteStore
 
 logger = logging.getLogger("servd.engine")
 
 GIB = 1 << 30
 MAX_STAGING = GIB  # bytes of host memory for blocks on their way to and from files
 MAX_SAVES = 16  # blocks copied to the host in a step because a request ended
-
-
-@dataclass
-class Counts:
-    """What was done since the last report."""
-
-    num_saved: int = 0  # blocks copied to the host
-    num_loaded: int = 0  # blocks copied from the host
-    num_skipped: int = 0  # blocks that had no room in the host
-    num_queried_tokens: int = 0  # prompt tokens that the device did not have
-    num_hit_tokens: int = 0  # of those, tokens that were loaded
 
 
 class OffloadConnector(KVConnector):
@@ -78,7 +64,7 @@ class OffloadConnector(KVConnector):
         self.disk = disk
         self.remote = remote
         self.block_size = block_size
-        self._stores: list[Disk | RemoteStore] = [each for each in (disk, remote) if each]
+        self._stores: list[Store] = [each for each in (disk, remote) if each]
         self.costs = LoadCosts(block_size)
         peer_timeout = remote.extra.timeout if remote is not None else 0.0
         self.io_workers = IOWorkers(host, self.costs, peer_timeout)
@@ -87,17 +73,17 @@ class OffloadConnector(KVConnector):
         self._num_copying = 0  # slots in copies of the next step and of steps in flight
         self._offers: dict[bytes, int] = {}  # hash -> block of an ended request, oldest first
         self._swapped: set[Request] = set()  # wait after a preemption
-        self._counts = Counts()
+        self._counts = SchedulerStats()  # what was done since the last report
         if disk is not None:  # which may take long, and nobody waits for it at exit
             threading.Thread(target=disk.open, name="kv-open", daemon=True).start()
 
     # ---- a waiting request ----
 
     def is_loading(self, request: Request, num_cached: int) -> bool:
-        return self.loads.is_loading(request, self._hashes(request, num_cached))
+        return self.loads.is_loading(request, num_cached)
 
     def may_be_overtaken(self, request: Request, num_cached: int) -> bool:
-        return self.loads.is_required(request) and self.is_loading(request, num_cached)
+        return self.loads.is_required(request) and self.loads.is_loading(request, num_cached)
 
     def take_failed(self) -> list[tuple[Request, str]]:
         return self.loads.take_failed()
@@ -116,19 +102,20 @@ class OffloadConnector(KVConnector):
         self.stop_waiting(request)
         slots: list[int] = []
         if self.costs.is_worth_loading(self.host.name):
-            slots = self.host.find_prefix(self._hashes(request, num_cached))
+            hashes = loadable_hashes(request, self.block_size, num_cached)
+            slots = self.host.find_prefix(hashes)
         self.host.share(slots)
         self.host.num_hits += len(slots)
         if request.num_preemptions == 0:
             num_tokens = len(slots) * self.block_size
+            num_lacking = request.num_prompt_tokens - num_cached * self.block_size
             request.num_external_tokens = num_tokens
-            num_queried = request.num_prompt_tokens - num_cached * self.block_size
-            self._counts.num_queried_tokens += num_queried
-            self._counts.num_hit_tokens += num_tokens
+            self._counts.external_prefix_cache_queries += num_lacking
+            self._counts.external_prefix_cache_hits += num_tokens
         return slots
 
     def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        self._counts.num_loaded += len(slots)
+        self._counts.num_bytes_loaded += len(slots) * self.host.slot_bytes
         for slot, block in zip(slots, blocks, strict=True):
             self._copy(block, slot, to_device=True)
 
@@ -142,12 +129,12 @@ class OffloadConnector(KVConnector):
                 self.host.share([slot])
                 self._write_or_release(slot, block_hash)
         elif self.host.num_free == 0:
-            self._counts.num_skipped += 1
+            self._counts.num_stores_skipped += 1
             self._stop_expecting(block_hash)
         else:
             [slot] = self.host.take(1)
             self.host.register(slot, block_hash)
-            self._counts.num_saved += 1
+            self._counts.num_bytes_stored += self.host.slot_bytes
             self._copy(block, slot, to_device=False)
 
     def save_request(self, request: Request, pool: BlockPool) -> None:
@@ -200,11 +187,8 @@ class OffloadConnector(KVConnector):
         if self.remote is not None and self.remote.wants(block_hash):
             self.remote.delete([block_hash])
 
-    def _stores_for(self, block_hash: bytes) -> list[Disk | RemoteStore]:
+    def _stores_for(self, block_hash: bytes) -> list[Store]:
         return [store for store in self._stores if store.wants(block_hash)]
-
-    def _hashes(self, request: Request, num_cached: int) -> Sequence[bytes]:
-        return loadable_hashes(request, self.block_size, num_cached)
 
     # ---- steps ----
 
@@ -228,7 +212,7 @@ class OffloadConnector(KVConnector):
         """A step was computed: what it copied to the host is there, and may be written."""
         record = step.record
         if record.prefills:
-            self.costs.add_prefill(record.harvested_ns - record.started_ns, record.num_tokens)
+            self.costs.computing.add(record.harvested_ns - record.started_ns, record.num_tokens)
         if step.copies is None:
             return
         for copy in step.copies.copies:
@@ -252,18 +236,23 @@ class OffloadConnector(KVConnector):
     # ---- state ----
 
     def report(self, stats: SchedulerStats) -> None:
-        slot_bytes = self.host.slot_bytes
-        stats.tiers = [self.host.stats(), *(store.stats(slot_bytes) for store in self._stores)]
-        for each in stats.tiers:
-            each.is_skipped = each.name in self.costs.skipped
+        size = self.host.slot_bytes
+        for place in (self.host, *self._stores):
+            tier = TierStats(place.name, place.num_bytes // size, place.limit // size)
+            tier.num_bytes = place.num_bytes
+            tier.max_bytes = place.limit
+            tier.num_hits = place.num_hits
+            tier.num_bad = place.num_bad
+            tier.is_skipped = place.name in self.costs.skipped
+            stats.tiers.append(tier)
         stats.num_swapped = len(self._swapped)
         self.loads.report(stats)
-        counts, self._counts = self._counts, Counts()
-        stats.num_bytes_stored = counts.num_saved * slot_bytes
-        stats.num_bytes_loaded = counts.num_loaded * slot_bytes
-        stats.num_stores_skipped = counts.num_skipped
-        stats.external_prefix_cache_queries = counts.num_queried_tokens
-        stats.external_prefix_cache_hits = counts.num_hit_tokens
+        counts, self._counts = self._counts, SchedulerStats()
+        stats.num_bytes_stored = counts.num_bytes_stored
+        stats.num_bytes_loaded = counts.num_bytes_loaded
+        stats.num_stores_skipped = counts.num_stores_skipped
+        stats.external_prefix_cache_queries = counts.external_prefix_cache_queries
+        stats.external_prefix_cache_hits = counts.external_prefix_cache_hits
 
     def find_problems(self) -> list[str]:
         self.io_workers.collect_finished()
@@ -285,12 +274,19 @@ class OffloadConnector(KVConnector):
 
     def measure_copies(self, executor: Executor) -> None:
         """Measure how fast workers load blocks; afterwards they have mapped the memory."""
-        fastest = time_copies(executor, self.host.path, MAX_SAVES)
-        self.costs.add_load(self.host.name, fastest, MAX_SAVES)
+        took_ns: list[int] = []
+        for to_device in (False, True, True, True):
+            started = now_ns()
+            copies = BlockCopies(self.host.path, [BlockCopy(0, 0, to_device)] * MAX_SAVES)
+            executor.execute_model(SchedulerOutput(-1, [], copies=copies))
+            executor.sample_tokens().result()
+            took_ns.append(now_ns() - started)
+        fastest = min(took_ns[1:])
+        self.costs.loading["host"].add(fastest, MAX_SAVES)
         logger.info(
             "KV offloading: %d blocks of host memory (%s); loading one takes %.2f ms",
             self.host.num_blocks,
-            format_bytes(self.host.num_blocks * self.host.slot_bytes),
+            format_bytes(self.host.limit),
             fastest / MAX_SAVES / 1e6,
         )
 
@@ -321,9 +317,6 @@ def make_connector(
     disk = root and Disk(root, int(cache.kv_cache_dir_size * GIB), identify)
     remote = None
     if cache.kv_transfer_config is not None:
-        from servd.core.kv_cache.connector.remote import RemoteStore  # here: it needs zmq
-        from servd.ipc import Keys
-
         remote = RemoteStore(cache.kv_transfer_config, Keys(read_token(config)), identify)
     host = HostMemory(num_slots, slot_bytes)
     connector = OffloadConnector(host, disk, remote, cache.block_size)

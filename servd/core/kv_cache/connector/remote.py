@@ -15,10 +15,9 @@ from contextlib import contextmanager
 from functools import partial
 
 from servd.config.kv_transfer import FLAG, KVTransferConfig
-from servd.core.kv_cache.connector.disk import HEADER, WARN_INTERVAL, Reader, header
+from servd.core.kv_cache.connector.disk import HEADER, WARN_INTERVAL, Disk, Reader, header
 from servd.ipc import Keys, Link, Listener, tcp_address, wait
 from servd.messages import Message
-from servd.stats import TierStats
 
 logger = logging.getLogger("servd.engine")
 
@@ -86,17 +85,6 @@ class RemoteStore:
         self._is_closed.set()
         if hasattr(self, "_server"):
             self._server.join()
-
-    def stats(self, slot_bytes: int) -> TierStats:
-        return TierStats(
-            self.name,
-            self.num_blocks,
-            self.limit // slot_bytes,
-            self.num_bytes,
-            self.limit,
-            self.num_hits,
-            self.num_bad,
-        )
 
     # ---- what peers ask for ----
 
@@ -232,3 +220,6 @@ class RemoteStore:
         if time.monotonic() - self._warned_at >= WARN_INTERVAL:
             self._warned_at = time.monotonic()
             logger.warning("%s: %s: %s", FLAG, what, why)
+
+
+Store = Disk | RemoteStore
