@@ -16,8 +16,7 @@ from typing import Any
 
 from servd.cli._costs import Costs
 from servd.config import Config
-from servd.core.executor import Executor, Progress
-from servd.core.kv_cache.connector.offload import make_connector
+from servd.core.kv_cache.connector.offload import OffloadConnector, make_connector
 from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.scheduler import Scheduler
 from servd.core.step import StepLog
@@ -67,30 +66,6 @@ def zeros(count: int) -> list[int]:
     return [0] * count
 
 
-class Copier(Executor):
-    """Copies blocks in virtual time, for `OffloadConnector.measure_copies`."""
-
-    def __init__(self, clock: Clock, block_ns: float, config: Config, progress: Progress) -> None:
-        super().__init__(config, FAKE_SPEC, progress)
-        self.clock, self.block_ns = clock, block_ns
-
-    def start(self) -> WorkerReady:
-        raise NotImplementedError
-
-    def execute_model(self, scheduled: SchedulerOutput) -> None:
-        assert scheduled.copies is not None
-        self.clock.ns += round(self.block_ns * len(scheduled.copies.copies))
-
-    def sample_tokens(self, bitmask: object = None) -> Copier:
-        return self
-
-    def result(self) -> ModelRunnerOutput:
-        return ModelRunnerOutput([])
-
-    def shutdown(self) -> None:
-        """Nothing runs."""
-
-
 class Engine:
     """A Scheduler, and the step that it is in.
 
@@ -111,9 +86,11 @@ class Engine:
         self.scheduler.step_log = StepLog(max_records=1)  # nobody reads a fleet's gigabyte of them
         self.costs, self.clock = costs, clock
         self.copy_ns = costs.copied_byte * worker.kv_bytes_per_block
-        copier = Copier(clock, self.copy_ns, config, lambda phase, fraction: None)
-        kv_cache.connect(make_connector(config, FAKE_SPEC, worker, copier))
-        self.copies_blocks = config.cache.has_connector
+        connector = make_connector(config, FAKE_SPEC, worker)
+        kv_cache.connect(connector)
+        self.copies_blocks = isinstance(connector, OffloadConnector)
+        if isinstance(connector, OffloadConnector):
+            connector.costs.loading["host"].add(self.copy_ns, 1)
         self.arrived: list[EngineCoreRequest] = []
         self.number = 0  # of what it does now, as events name it
         self.until = NEVER  # when that ends

@@ -76,7 +76,8 @@ class EngineCore:
     def connect(self, executor: Executor, worker: WorkerReady) -> None:
         """Use this executor: the first one, or after `forget_workers` the one that replaces it."""
         self.executor = executor
-        connector = make_connector(self.config, self.spec, worker, executor)
+        connector = make_connector(self.config, self.spec, worker)
+        connector.measure_copies(executor)
         self.scheduler.kv_cache.connect(connector)
 
     @property

@@ -99,6 +99,27 @@ def test_a_prefix_is_cached_if_every_token_is_that_the_next_one_reads(windows, d
     assert log.outputs["again"][0].num_cached_tokens == best
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 6), (2, None)], ids=str)
+def test_a_failed_request_takes_nothing_with_it_that_it_has_not_computed(windows):
+    """Another one computed the end of the same prompt, of which the beginning is gone."""
+    engine = make_engine(128, executor_class=with_windows(*windows), max_num_batched_tokens=8)
+    generate(engine, make_request("a", PROMPT, 2))
+    cache = engine.scheduler.kv_cache
+    request = Request.from_message(make_request("b", PROMPT), (0, 0, 0), 64)
+    cache.match_prefix(request)
+    first = [cache.pool.find(of_group(request.block_hashes[0], i)) for i in range(len(windows))]
+    cache.pool.forget(block for block in first if block is not None)
+    engine.handle(make_request("b", PROMPT))
+    engine.step()
+    [request] = engine.scheduler.running
+    assert request.num_computed_tokens == 8
+    cache.forget(request)
+    found = [cache.pool.find(each) is not None for each in request.block_hashes]
+    assert found == [False] + [True] * 9
+    engine.handle(AbortRequests(["b"]))
+    Log().run(engine)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("windows", LAYOUTS, ids=str)
 def test_a_request_as_long_as_the_cache_can_have_it_finishes_alone(windows, depth):

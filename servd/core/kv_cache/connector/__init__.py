@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from servd.core.executor import Executor
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.core.request import Request
 from servd.core.step import Step
@@ -18,6 +19,9 @@ class KVConnector:
     The scheduler asks `is_loading` until a waiting request may start. Then the manager claims the
     slots of blocks that are ready, and the workers copy them with the next step.
     """
+
+    def measure_copies(self, executor: Executor) -> None:
+        """Measure how fast workers load blocks; afterwards they have mapped the host's memory."""
 
     def is_loading(self, request: Request, num_cached: int) -> bool:
         """Return whether a waiting request has to wait for blocks after its first `num_cached`,

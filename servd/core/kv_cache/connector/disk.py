@@ -94,9 +94,9 @@ class Disk:
         """Fill `buffer` with a block; False if there is none, or it is damaged."""
         path = self._path(block_hash)
         try:
-            with open(path, "rb", buffering=0, opener=at_once) as file:
+            with open(path, "rb", opener=at_once) as file:
                 found = file.read(HEADER.size)
-                num_bytes = _read_into(file.readinto, buffer)
+                num_bytes = file.readinto(buffer)
                 is_longer = bool(file.read(1))
         except OSError as error:
             if not isinstance(error, FileNotFoundError):  # another engine deleted it
@@ -128,10 +128,9 @@ class Disk:
             if not path.exists():
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 file, made = tempfile.mkstemp(prefix="new-", dir=path.parent)
-                with open(file, "wb", buffering=0) as out:
-                    for part in (memoryview(header(self._identity, block_hash, buffer)), buffer):
-                        while part:
-                            part = part[out.write(part) :]
+                with open(file, "wb") as out:
+                    out.write(header(self._identity, block_hash, buffer))
+                    out.write(buffer)
                 os.replace(made, path)
                 self.num_bytes += HEADER.size + len(buffer)
         except OSError as error:
@@ -191,14 +190,6 @@ def header(identity: bytes, block_hash: bytes, buffer: memoryview) -> bytes:
     fields = (MAGIC, identity, block_hash, len(buffer))
     start = zlib.crc32(HEADER.pack(*fields, 0))
     return HEADER.pack(*fields, zlib.crc32(buffer, start))
-
-
-def _read_into(read: Callable[[memoryview], int | None], buffer: memoryview) -> int:
-    """Fill `buffer` as far as possible, and return how many bytes were read."""
-    num_bytes = 0
-    while num_bytes < len(buffer) and (count := read(buffer[num_bytes:])):
-        num_bytes += count
-    return num_bytes
 
 
 def at_once(path: str, flags: int) -> int:

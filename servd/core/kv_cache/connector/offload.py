@@ -77,6 +77,23 @@ class OffloadConnector(KVConnector):
         if disk is not None:  # which may take long, and nobody waits for it at exit
             threading.Thread(target=disk.open, name="kv-open", daemon=True).start()
 
+    def measure_copies(self, executor: Executor) -> None:
+        took_ns: list[int] = []
+        for to_device in (False, True, True, True):
+            started = now_ns()
+            copies = BlockCopies(self.host.path, [BlockCopy(0, 0, to_device)] * MAX_SAVES)
+            executor.execute_model(SchedulerOutput(-1, [], copies=copies))
+            executor.sample_tokens().result()
+            took_ns.append(now_ns() - started)
+        fastest = min(took_ns[1:])
+        self.costs.loading["host"].add(fastest, MAX_SAVES)
+        logger.info(
+            "KV offloading: %d blocks of host memory (%s); loading one takes %.2f ms",
+            self.host.num_blocks,
+            format_bytes(self.host.limit),
+            fastest / MAX_SAVES / 1e6,
+        )
+
     # ---- a waiting request ----
 
     def is_loading(self, request: Request, num_cached: int) -> bool:
@@ -272,28 +289,8 @@ class OffloadConnector(KVConnector):
             store.is_open.wait()
         self.io_workers.flush()
 
-    def measure_copies(self, executor: Executor) -> None:
-        """Measure how fast workers load blocks; afterwards they have mapped the memory."""
-        took_ns: list[int] = []
-        for to_device in (False, True, True, True):
-            started = now_ns()
-            copies = BlockCopies(self.host.path, [BlockCopy(0, 0, to_device)] * MAX_SAVES)
-            executor.execute_model(SchedulerOutput(-1, [], copies=copies))
-            executor.sample_tokens().result()
-            took_ns.append(now_ns() - started)
-        fastest = min(took_ns[1:])
-        self.costs.loading["host"].add(fastest, MAX_SAVES)
-        logger.info(
-            "KV offloading: %d blocks of host memory (%s); loading one takes %.2f ms",
-            self.host.num_blocks,
-            format_bytes(self.host.limit),
-            fastest / MAX_SAVES / 1e6,
-        )
 
-
-def make_connector(
-    config: Config, spec: ModelSpec, worker: WorkerReady, executor: Executor
-) -> KVConnector:
+def make_connector(config: Config, spec: ModelSpec, worker: WorkerReady) -> KVConnector:
     """Return the configured connector for the KV cache of started workers.
 
     Raises:
@@ -319,6 +316,4 @@ def make_connector(
     if cache.kv_transfer_config is not None:
         remote = RemoteStore(cache.kv_transfer_config, Keys(read_token(config)), identify)
     host = HostMemory(num_slots, slot_bytes)
-    connector = OffloadConnector(host, disk, remote, cache.block_size)
-    connector.measure_copies(executor)
-    return connector
+    return OffloadConnector(host, disk, remote, cache.block_size)
