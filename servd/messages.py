@@ -179,7 +179,7 @@ class EngineReady(Message, tag=True):
     startup_seconds: dict[str, float] = {}  # by phase, since the user's command
     incarnation: int = 0
     is_asleep: bool = False  # the next request waits until the model is loaded again
-    tiers: list[TierStats] = []  # KV-cache tiers below the device
+    tiers: list[TierStats] = []  # places of the KV connector
 
 
 class EngineAudit(Message, tag=True):
@@ -229,7 +229,7 @@ class EngineCoreOutput(Message):
     evicted_at_ns: int = 0
     num_drafts: int = 0  # draft tokens of the workers that this step verified
     num_accepted: int = 0
-    # On the first output: those of num_cached_tokens that came from tiers below the device.
+    # On the first output: those of num_cached_tokens that the KV connector loaded.
     num_external_tokens: int = 0
     block_ids: list[int] = []  # block table; on the first and last output of a watched request
 

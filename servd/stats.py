@@ -47,7 +47,7 @@ class BlockEviction(Stats):
 
 
 class TierStats(Stats):
-    """A tier below the device's KV cache; counters since the engine's start."""
+    """A place that the KV connector saves blocks to; counters since the engine's start."""
 
     name: str
     num_blocks: int = 0
@@ -75,14 +75,14 @@ class SchedulerStats(Stats):
     evictions: list[BlockEviction] = []  # under --kv-cache-metrics
     running_adapters: list[str] = []  # names, of requests that run
     waiting_adapters: list[str] = []  # those that requests wait for
-    external_prefix_cache_queries: int = 0  # tokens looked up in tiers below the device
-    external_prefix_cache_hits: int = 0  # tokens found there
-    num_swapped: int = 0  # waiting requests whose blocks are there
+    external_prefix_cache_queries: int = 0  # tokens looked up by the KV connector
+    external_prefix_cache_hits: int = 0  # of those, tokens that it loaded
+    num_swapped: int = 0  # waiting requests that were preempted, whose blocks it may have
     tiers: list[TierStats] = []
     at_ns: int = 0  # time of the report
     num_failed: int = 0  # requests that ended with an error of the workers
-    num_bytes_loaded: int = 0  # copied from the tier below the device
-    num_bytes_stored: int = 0  # copied to it
+    num_bytes_loaded: int = 0  # copied from host memory
+    num_bytes_stored: int = 0  # copied to host memory
     num_stores_skipped: int = 0  # blocks that had no room there
     num_reading: int = 0  # waiting requests whose blocks are being read from files
     num_read: int = 0  # waiting requests whose blocks have been read

@@ -263,10 +263,8 @@ class Scheduler:
                 may_start = not request.num_placeholders and kv_cache.can_start(request, cached)
                 if not may_start:
                     step.record.waits_for = "blocks"
-                    connector = kv_cache.connector
-                    if len(passed) < MAX_PASSED and connector.may_be_overtaken(
-                        request, len(cached)
-                    ):
+                    has_room = len(passed) < MAX_PASSED
+                    if has_room and kv_cache.connector.may_be_overtaken(request, len(cached)):
                         queue.remove(request)
                         passed.append(request)
                         may_start = True

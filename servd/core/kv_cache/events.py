@@ -20,7 +20,7 @@ from servd.core.request import Request
 from servd.ipc import Publisher
 
 logger = logging.getLogger("servd.engine")
-DEVICE = "GPU"  # whatever it is: routers tell it from CPU and STORAGE, the tiers below
+DEVICE = "GPU"  # whatever it is: routers know CPU and STORAGE as other places
 
 
 class Event(msgspec.Struct, tag=True, omit_defaults=True, gc=False):

@@ -84,9 +84,11 @@ class KVCacheManager:
         num_new = -(-num_tokens // self.block_size) - len(cached) // self.num_groups
         num_needed = 0
         for group, window in enumerate(self.windows):
-            blocks = only_held(cached[group :: self.num_groups])
             # Cached blocks that are free count as free, but are needed here.
-            num_idle = sum(self.pool.ref_counts[block] == 0 for block in blocks)
+            num_idle = 0
+            for block in cached[group :: self.num_groups]:
+                if block != NO_BLOCK and self.pool.ref_counts[block] == 0:
+                    num_idle += 1
             num_needed += min(num_new + num_idle, self.layout.most(window, num_tokens))
         return num_needed - self.pool.num_free
 
