@@ -69,7 +69,7 @@ class NullEvents:
         """Send the events since the last call."""
 
     def close(self) -> None:
-        """Stop to publish."""
+        """Stop publishing."""
 
 
 class KVEvents(NullEvents):

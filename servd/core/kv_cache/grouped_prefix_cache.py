@@ -7,12 +7,16 @@ from collections.abc import Sequence
 
 from servd.core.kv_cache.block_hash import of_group
 from servd.core.kv_cache.prefix_cache import NO_BLOCK, PrefixCache, only_held
+from servd.core.request import Request
 
 
 class GroupedPrefixCache(PrefixCache):
     """Finds a prefix if groups without a window have all its blocks, and groups with a window the
     blocks that the token after the prefix reads.
     """
+
+    def _keys(self, request: Request, index: int) -> list[bytes]:
+        return [of_group(request.block_hashes[index], group) for group in range(self.num_groups)]
 
     def _find(self, hashes: Sequence[bytes], num_spare: int = 0) -> list[int]:
         """Return the blocks of the longest cached prefix, of all groups in turn; NO_BLOCK before a

@@ -137,9 +137,10 @@ class KVCacheManager:
         """Do as `extend` for the first tokens of a request in a step; if that needs blocks, also
         free those that no later token reads.
         """
-        num_blocks = len(request.block_ids) // self.num_groups
-        if request.num_computed_tokens + num_tokens > num_blocks * self.block_size:
-            self._free_before_windows(request)
+        if self.windows != (None,):
+            num_blocks = len(request.block_ids) // self.num_groups
+            if request.num_computed_tokens + num_tokens > num_blocks * self.block_size:
+                self._free_before_windows(request)
         return self.extend(request, num_tokens)
 
     def _free_before_windows(self, request: Request) -> None:

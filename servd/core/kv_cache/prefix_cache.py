@@ -132,7 +132,7 @@ class PrefixCache:
 
     def _keys(self, request: Request, index: int) -> list[bytes]:
         """Return the hashes of a request's blocks at an index, one for each group."""
-        return [of_group(request.block_hashes[index], group) for group in range(self.num_groups)]
+        return [request.block_hashes[index]]
 
     def _find(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest cached prefix."""

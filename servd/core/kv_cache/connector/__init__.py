@@ -90,4 +90,4 @@ class KVConnector:
         return []
 
     def close(self) -> None:
-        """Stop to serve other engines."""
+        """Stop serving other engines."""

@@ -81,7 +81,7 @@ class RemoteStore:
         return len(self._kept)
 
     def close(self) -> None:
-        """Stop to answer peers, and to wait for them."""
+        """Stop answering peers, and waiting for them."""
         self._is_closed.set()
         if hasattr(self, "_server"):
             self._server.join()
