@@ -1,13 +1,11 @@
 """Relays: forward messages between processes on different hosts through local sockets.
 
-This is transparent to both ends. On the host of the API servers a Head listens on the sockets of
-the remote engines; on its own host each engine has a Member that listens on those of the API
-servers:
+Both ends notice nothing: a Head listens on the sockets of the remote engines, and beside each
+engine a Member listens on those of the API servers (or of an executor, for workers):
 
     API server -> engine-1 | Head -> TCP, encrypted -> Member | -> engine -> the engine
 
-A Member joins, starts the engine, and sends heartbeats. One that is silent for two seconds is lost,
-and may join again. In the same way workers join their executor, which is their only client.
+A Member that is silent for two seconds is lost, and may join again.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import InitVar, dataclass
@@ -293,7 +294,12 @@ class AsyncLLM:
             log_request(state, self.config.observability.max_log_len)
         state.timeline.marks += [*state.marks, Mark("sent", state.sent_ns)]
         if state.is_counted:
-            state.timeline.begin(state.choices, state.params, state.request)
+            timeline = state.timeline
+            timeline.choices = state.choices
+            timeline.params = state.params
+            timeline.reads_prompt = state.params.prompt_logprobs is not None
+            timeline.prompt = array("I", state.prompt_token_ids)
+            timeline.salt = state.request.options.cache_keys
         if self.router is not None:
             state.routed = self.router.route(state.request, self._open_ranks())
             state.rank = state.routed.rank

@@ -12,7 +12,6 @@ import msgspec
 
 from servd.api.async_llm import AsyncLLM
 from servd.api.engine_client import EngineClient
-from servd.api.request_state import open_engine_ids
 from servd.errors import Unavailable
 from servd.messages import Audit
 
@@ -99,7 +98,7 @@ async def audit_engine(client: EngineClient) -> tuple[list[str], int]:
 def holdings(async_llm: AsyncLLM) -> Holdings:
     """What there is at this moment."""
     return Holdings(
-        requests=len(open_engine_ids(async_llm.requests.values())),
+        requests=sum(len(engine.open_ids()) for engine in async_llm.engines),
         admitted=async_llm.admission.prompts.total(),
         tasks=len(asyncio.all_tasks()),
         threads=threading.active_count(),

@@ -42,47 +42,31 @@ MAX_IGNORED = 32  # names in the header
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """The middleware makes it, and `call_of` finds it.
-
-    Attributes:
-        request_id: X-Request-Id, which the client may have chosen.
-        unique_id: differs from it then.
-        client: who takes turns with others: an owner or, without keys, an address.
-        since_ns: when the gateway of several models received it, or 0.
-        blocked: marks of writes that waited for the client.
-        refusal: why the connection may send no requests.
-        owner: name of its key.
-        timeout: of the header, in seconds.
-        deadline: on the clock of the event loop.
-        headers: of the response.
-        ignored: the header X-Servd-Ignored, if fields of the body have no effect.
-        model: its name in the response.
-        timeline_ids: of the timelines that end with this call.
-        is_logged: another process writes the access log.
-    """
+    """The middleware makes it, and `call_of` finds it."""
 
     scope: Scope
-    request_id: str
-    unique_id: str
-    client: str
+    request_id: str  # X-Request-Id, which the client may have chosen
+    unique_id: str  # differs from it then
+    client: str  # who takes turns with others: an owner or, without keys, an address
     span: RequestSpan | None = None
-    since_ns: int = 0
+    since_ns: int = 0  # when the gateway of several models received it, or 0
     priority_class: int = 0  # see RequestOptions.lane
-    blocked: deque[Mark] = field(default_factory=deque)
-    refusal: ServdError | None = None
+    blocked: deque[Mark] = field(default_factory=deque)  # writes that waited for the client
+    refusal: ServdError | None = None  # why the connection may send no requests
     key: Key = ANYONE
-    owner: str = ANYONE.name
-    timeout: float | None = None
-    deadline: float | None = None
-    headers: dict[str, str] = field(default_factory=dict)
+    owner: str = ANYONE.name  # name of the key
+    timeout: float | None = None  # of the header, in seconds
+    deadline: float | None = None  # on the clock of the event loop
+    headers: dict[str, str] = field(default_factory=dict)  # of the response
+    # The header X-Servd-Ignored, if fields of the body have no effect.
     ignored: dict[str, str] = field(default_factory=dict)
-    model: str = ""
+    model: str = ""  # its name in the response
     adapter: Adapter | None = None
     received_ns: int = 0  # 0 until the whole body is here
     parsed_ns: int = 0
     num_bytes: int = 0  # of the body
-    timeline_ids: list[str] = field(default_factory=list)
-    is_logged: bool = False
+    timeline_ids: list[str] = field(default_factory=list)  # that end with this call
+    is_logged: bool = False  # another process writes the access log
 
     @property
     def context(self) -> Context:

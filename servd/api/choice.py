@@ -13,11 +13,7 @@ from servd.outputs import CompletionOutput
 
 
 class Choice(msgspec.Struct, gc=False):
-    """What is known so far of one output. All times are CLOCK_MONOTONIC nanoseconds.
-
-    Timelines keep thousands of ended choices, so that `release` drops what only a running one
-    needs.
-    """
+    """What is known so far of one output. All times are CLOCK_MONOTONIC nanoseconds."""
 
     arrival_ns: int
     num_prompt_tokens: int
@@ -97,6 +93,6 @@ class Choice(msgspec.Struct, gc=False):
         return delta
 
     def release(self) -> None:
-        """Drop what only a running choice needs."""
+        """Drop what only a running choice needs: timelines keep thousands of ended ones."""
         self.token_ids = array("I")
         self.detokenizer = None

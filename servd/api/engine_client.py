@@ -16,7 +16,7 @@ from servd.api.metrics import Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.progress import Progress, progress
 from servd.api.recovery import Recovery
-from servd.api.request_state import RequestState, find_choice, open_engine_ids
+from servd.api.request_state import RequestState, find_choice
 from servd.api.timeline import Tracer
 from servd.config import Config
 from servd.core.client import EngineCoreClient
@@ -168,7 +168,8 @@ class EngineClient:
                 aborted.inc(len(engine_ids))
         if state.is_counted:
             self.metrics.observe_request(state.params, state.choices)
-        state.release()
+        for choice in state.choices:
+            choice.release()
         self.recovery.try_next()
 
     def fail(self, error: EngineError) -> None:
@@ -176,7 +177,8 @@ class EngineClient:
             state.stream.fail(error)
 
     def open_ids(self) -> set[str]:
-        return open_engine_ids(self.running.values())
+        running = self.running.values()
+        return {engine_id for state in running for engine_id in state.open_engine_ids()}
 
     def progress(self) -> Progress:
         running = [*self.running.values()]

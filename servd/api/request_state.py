@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from servd.api.choice import Choice
@@ -91,11 +91,6 @@ class RequestState:
         is_due = has_begun or self.params.structured_output is None
         return Unfinished(self.sent_ns, len(self.prompt_token_ids), has_begun, is_due)
 
-    def release(self) -> None:
-        """Drop what only a running request needs: its timeline keeps the choices."""
-        for choice in self.choices:
-            choice.release()
-
 
 def find_choice(
     requests: Mapping[str, RequestState], engine_id: str
@@ -112,8 +107,3 @@ def find_choice(
                 if choice.engine_id == engine_id and choice.is_open:
                     return state, choice
     return None
-
-
-def open_engine_ids(requests: Iterable[RequestState]) -> set[str]:
-    """Return the engine's ids of all choices that have not ended."""
-    return {engine_id for state in requests for engine_id in state.open_engine_ids()}

@@ -52,27 +52,19 @@ SECURITY_SCHEMES: Schema = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
+HEADER_TEXTS = {
+    "X-Request-Id": "The id of the request: the client's, from the same header, or a new one.",
+    "X-Servd-Ignored": "Names of fields in the body that had no effect.",
+    "Server-Timing": "Milliseconds of the stages of an answer that is not streamed.",
+    "traceresponse": "The OpenTelemetry span of the request, if spans are exported.",
+    "Retry-After": "Seconds after which to try again, where that may help.",
+}
 HEADERS: Schema = {
-    "X-Request-Id": {
-        "description": "The id of the request: the client's, from the same header, or a new one.",
-        "schema": {"type": "string"},
-    },
-    "X-Servd-Ignored": {
-        "description": "Names of fields in the body that had no effect.",
-        "schema": {"type": "string"},
-    },
-    "Server-Timing": {
-        "description": "Milliseconds of the stages of an answer that is not streamed.",
-        "schema": {"type": "string"},
-    },
-    "traceresponse": {
-        "description": "The OpenTelemetry span of the request, if spans are exported.",
-        "schema": {"type": "string"},
-    },
-    "Retry-After": {
-        "description": "Seconds after which to try again, where that may help.",
-        "schema": {"type": "integer"},
-    },
+    name: {
+        "description": text,
+        "schema": {"type": "integer" if name == "Retry-After" else "string"},
+    }
+    for name, text in HEADER_TEXTS.items()
 }
 ERRORS = {
     400: "A field or a header is missing, malformed or out of bounds; `param` names the field.",
@@ -105,12 +97,7 @@ class Route(APIRoute):
     """
 
     def __init__(
-        self,
-        path: str,
-        endpoint: Callable[..., Any],
-        *,
-        response_model: Any = None,
-        **options: Any,
+        self, path: str, endpoint: Callable[..., Any], *, response_model: Any = None, **options: Any
     ) -> None:
         super().__init__(path, endpoint, response_model=None, **options)
         self.tags = self.tags or [endpoint.__module__.rpartition(".")[2]]

@@ -19,7 +19,7 @@ import msgspec
 from servd.account import Account, account
 from servd.api.choice import Choice
 from servd.api.protocol.requests import RequestSummary
-from servd.messages import EngineCoreRequest, FinishReason
+from servd.messages import FinishReason
 from servd.params import SamplingParams
 from servd.tracing import Mark, StepRecord, first, now_ns
 
@@ -66,16 +66,6 @@ class Timeline(msgspec.Struct, gc=False):
     http_status: int = 0  # of its answer; 0: the client left before it got one
     account: Account | None = None  # computed early for a slow request with aging steps
     summary: RequestSummary | None = None  # cached once it has finished and was listed
-
-    def begin(
-        self, choices: Sequence[Choice], params: SamplingParams, request: EngineCoreRequest
-    ) -> None:
-        """Its request goes to the engine."""
-        self.choices = choices
-        self.params = params
-        self.reads_prompt = params.prompt_logprobs is not None
-        self.prompt = array("I", request.prompt_token_ids)
-        self.salt = request.options.cache_keys
 
     def move(self, engine: int, cache_number: int) -> None:
         """Another engine continues it."""

@@ -1,11 +1,8 @@
 """Lookahead: how many drafted tokens a request's next step verifies, learned while serving.
 
-A step that verifies drafts yields more tokens and takes longer, as does one that drafts. With `a`
-the chance that the next draft of a request is kept, its draft number j is worth a ** j tokens. It
-pays while that is more than what the whole step would yield in the same time: tokens of the step *
-seconds that one more token takes / seconds of the step. What it takes to draft counts as often as
-anything is found. And all drafts of a step together have to be worth what it takes to draft and
-verify at all. Chances are counted for each request; for the seconds see `StepCost`.
+With `a` the chance that the next draft of a request is kept, its draft number j is worth a ** j
+tokens. It pays while that is more than what the whole step would yield in the same time, and all
+drafts of a step together have to be worth what it takes to draft and verify at all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Scheduler: which requests compute how many tokens in the next step, and what came out of a step.
-
-No feature is named here: one that seems to need an `if <feature>` needs another design.
-"""
+"""Scheduler: which requests compute how many tokens in the next step, and what came out of it."""
 
 from __future__ import annotations
 

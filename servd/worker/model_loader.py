@@ -70,8 +70,7 @@ class Model(Loadable, Protocol):
         """[num_tokens] each -> hidden states [num_tokens, hidden]."""
         ...
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab]."""
+    def compute_logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab]
         ...
 
 

@@ -33,8 +33,7 @@ class Arrived(nn.Module):
     def make_room(self, max_num_tokens: int) -> None:
         self.stream = self.stream.new_zeros(max_num_tokens, self.stream.shape[1])
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """[num_tokens] -> [num_tokens, hidden]."""
+    def forward(self, input_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden]
         return self.stream[: len(input_ids)]
 
 
@@ -57,8 +56,7 @@ class NoHead(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab]."""
+    def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab]
         return hidden.new_zeros(len(hidden), self.vocab_size)
 
 

@@ -178,8 +178,7 @@ class Matrix(Weight):
         """[n, in] -> x @ self.T + bias, [n, out]."""
         return F.linear(x, self, bias) if self.form is None else self.form.multiply(x, bias)
 
-    def rows(self, index: Tensor) -> Tensor:
-        """int64 [n] -> [n, in]."""
+    def rows(self, index: Tensor) -> Tensor:  # int64 [n] -> [n, in]
         if self.form is None:
             return F.embedding(index, self)
         return self.form.rows(index).to(self.compute_dtype)

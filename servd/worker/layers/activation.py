@@ -34,6 +34,5 @@ class Activation(nn.Module):
 class Gate(Activation):
     """A gated activation: the function of one half of the inputs, times the other half."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, 2 * size] -> [num_tokens, size]."""
+    def forward(self, x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
         return self.ops.gate(x, self.name)

@@ -19,8 +19,7 @@ class Embedding(nn.Module):
         self.weight = Weight((num_rows, hidden_size), parallel)
         self.ops = ops.for_device(torch.get_default_device())
 
-    def forward(self, index: Tensor) -> Tensor:
-        """[num_tokens] -> [num_tokens, hidden]."""
+    def forward(self, index: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden]
         return self.ops.embed(index, self.weight)
 
 
@@ -50,8 +49,7 @@ class VocabEmbedding(nn.Module):
         self.factor = 1.0  # on embeddings
         self.ops = ops.for_device(torch.get_default_device())
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """[num_tokens] -> [num_tokens, hidden]."""
+    def forward(self, input_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden]
         rows = self._rows(input_ids)
         return rows if self.factor == 1.0 else self.ops.scale(rows, self.factor)
 

@@ -92,8 +92,7 @@ class Router(nn.Module):
         self.weight = RouterMatrix((num_experts, hidden_size), parallel)
         self.bias = Weight((num_experts,), parallel) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, hidden] -> [num_tokens, num_experts]."""
+    def forward(self, x: Tensor) -> Tensor:  # [num_tokens, hidden] -> [num_tokens, num_experts]
         return self.weight.product(x, self.bias)
 
 

@@ -23,8 +23,7 @@ class ReplicatedLinear(nn.Module):
         self.weight = Matrix((out_features, in_features), parallel)
         self.bias = Weight((out_features,), parallel) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, in] -> [num_tokens, out]."""
+    def forward(self, x: Tensor) -> Tensor:  # [num_tokens, in] -> [num_tokens, out]
         return self.weight.product(x, self.bias)
 
 
@@ -63,8 +62,7 @@ class ColumnParallelLinear(nn.Module):
         rows = map(self.weight.rows_of, range(len(out_features)))
         self.local_features = [part.stop - part.start for part in rows]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, in] -> [num_tokens, sum(out) / ranks]."""
+    def forward(self, x: Tensor) -> Tensor:  # [num_tokens, in] -> [num_tokens, sum(out) / ranks]
         return self.weight.product(x, self.bias)
 
 

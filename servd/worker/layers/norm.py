@@ -22,8 +22,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.ops = ops.for_device(torch.get_default_device())
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., size] -> [..., size]."""
+    def forward(self, x: Tensor) -> Tensor:  # [..., size] -> [..., size]
         return self.ops.rms_norm(x, None, self.weight, self.eps)[0]
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

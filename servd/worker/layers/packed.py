@@ -25,8 +25,7 @@ class Packed:
     def __init__(self, shape: torch.Size) -> None:
         self.shape = shape
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """float32 [n, in] -> [n, out]."""
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:  # float32 [n, in] -> [n, out]
         out = torch.empty(x.shape[0], self.shape[0])
         self.multiply_into(out, x, bias)
         return out
@@ -40,8 +39,7 @@ class Packed:
     def _multiply(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
         raise NotImplementedError
 
-    def rows(self, index: Tensor) -> Tensor:
-        """int64 [n] -> float32 [n, in]."""
+    def rows(self, index: Tensor) -> Tensor:  # int64 [n] -> float32 [n, in]
         raise NotImplementedError
 
 

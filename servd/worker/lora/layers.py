@@ -100,9 +100,7 @@ class AdaptedMatrix:
         return _whole(self.matrix.share(rows, part)) if self.matrix.shard_dim == 0 else rows
 
     def put(self, place: int, part: int, a: Tensor, b: Tensor) -> None:
-        """Give a place what `shares` made for it. Where a rank has less of it, the rest is
-        zero.
-        """
+        """Give a place what `shares` made for it. Where a rank has less of it, the rest is zero."""
         rank, first, rows = a.shape[1], part * self.max_rank, self.rows_of[part]
         self.factors.a[place, : len(a), first : first + rank].copy_(a)
         self.factors.b[place, :rank, rows.start : rows.start + b.shape[1]].copy_(b)

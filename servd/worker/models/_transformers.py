@@ -54,8 +54,7 @@ class Linear(nn.Linear):
     weight: Matrix  # pyright: ignore[reportIncompatibleVariableOverride]
     servd_ranks: Parallel | None = None  # each has a slice of the inputs
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
+    def forward(self, input: Tensor) -> Tensor:  # [..., in] -> [..., out]
         x = input.reshape(-1, input.shape[-1])
         if self.servd_ranks is None:
             out = self.weight.product(x, self.bias)
@@ -70,8 +69,7 @@ class Table(nn.Embedding):
 
     weight: Matrix  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[...] -> [..., size]."""
+    def forward(self, input: Tensor) -> Tensor:  # [...] -> [..., size]
         return self.weight.rows(input.flatten()).view(*input.shape, -1)
 
 
@@ -158,8 +156,7 @@ class TransformersForCausalLM(nn.Module):
             )
         return out.last_hidden_state[0]
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab]."""
+    def compute_logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab]
         return self.__dict__["head"](inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     def convert(

@@ -67,8 +67,7 @@ class FusedMLP(nn.Module):
     down_proj: Any
     gate: Gate
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] -> the same."""
+    def forward(self, x: Tensor) -> Tensor:  # [..., hidden] -> the same
         out = self.gate(self.gate_up_proj(x.reshape(-1, x.shape[-1])))
         return self.down_proj(out).view(x.shape)
 
@@ -80,8 +79,7 @@ class FusedNorm(nn.Module):
     servd_ops: ops.Ops
     servd_eps: float
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., size] -> the same."""
+    def forward(self, x: Tensor) -> Tensor:  # [..., size] -> the same
         x = x if x.dim() == 3 else x.contiguous()
         return self.servd_ops.rms_norm(x, None, self.weight, self.servd_eps)[0]
 

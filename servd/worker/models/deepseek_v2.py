@@ -45,8 +45,7 @@ class OfHeads(nn.Module):
     def is_capturable(self) -> bool:
         return self.grouped.is_capturable
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, heads, in] -> [num_tokens, heads, out]."""
+    def forward(self, x: Tensor) -> Tensor:  # [num_tokens, heads, in] -> [num_tokens, heads, out]
         num_tokens, num_heads, _ = x.shape
         rows = x.transpose(0, 1).flatten(0, 1)
         starts = torch.arange(num_heads + 1, dtype=torch.int32, device=x.device) * num_tokens

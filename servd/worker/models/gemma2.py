@@ -77,7 +77,6 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
         model.embed_tokens.factor = factor.item()
         self.cap = spec.config.get("final_logit_softcapping", self.logit_cap)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab]."""
+    def compute_logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab]
         logits = super().compute_logits(hidden)
         return logits if self.cap is None else (logits / self.cap).tanh() * self.cap

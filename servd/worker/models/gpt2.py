@@ -48,8 +48,7 @@ class GPT2MLP(nn.Module):
         )
         self.act = Activation(spec.config.get("activation_function", "gelu_new"))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+    def forward(self, x: Tensor) -> Tensor:  # [num_tokens, hidden] -> [num_tokens, hidden]
         return self.c_proj(self.act(self.c_fc(x)))
 
 
@@ -109,6 +108,5 @@ class GPT2LMHeadModel(nn.Module):
         """[num_tokens] each -> hidden states [num_tokens, hidden]."""
         return self.transformer(input_ids, positions, ctx)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab]."""
+    def compute_logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab]
         return self.lm_head.logits(hidden)

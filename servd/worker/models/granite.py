@@ -48,6 +48,5 @@ class GraniteForCausalLM(LlamaForCausalLM):
         self.model.embed_tokens.factor = spec.config.get("embedding_multiplier", 1.0)
         self.logits_scaling = spec.config.get("logits_scaling", 1.0)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab]."""
+    def compute_logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab]
         return super().compute_logits(hidden) / self.logits_scaling

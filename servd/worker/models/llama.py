@@ -93,8 +93,7 @@ class LlamaMLP(nn.Module):
         config = spec.config
         self.gate = Gate(config.get("hidden_activation") or config.get("hidden_act", "silu"))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+    def forward(self, x: Tensor) -> Tensor:  # [num_tokens, hidden] -> [num_tokens, hidden]
         return self.down_proj(self.gate(self.gate_up_proj(x)))
 
 
@@ -167,6 +166,5 @@ class LlamaForCausalLM(nn.Module):
         """[num_tokens] each -> hidden states [num_tokens, hidden]."""
         return self.model(input_ids, positions, ctx)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab]."""
+    def compute_logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab]
         return self.lm_head.logits(hidden)

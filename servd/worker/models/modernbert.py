@@ -53,8 +53,7 @@ class ModernBertEmbeddings(nn.Module):
         self.tok_embeddings = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
         self.norm = norm(spec, parallel)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """[num_tokens] -> [num_tokens, hidden]."""
+    def forward(self, input_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden]
         return self.norm.add(self.tok_embeddings(input_ids), None)[0]
 
 
@@ -87,8 +86,7 @@ class ModernBertMLP(nn.Module):
         self.Wo = RowParallelLinear(inner, size, parallel, bias=bias)
         self.gate = Gate(spec.config.get("hidden_activation", "gelu"))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+    def forward(self, x: Tensor) -> Tensor:  # [num_tokens, hidden] -> [num_tokens, hidden]
         return self.Wo(self.gate(self.Wi(x)))
 
 
@@ -166,8 +164,7 @@ class ModernBertPredictionHead(nn.Module):
         self.act = Activation(config.get("classifier_activation", "gelu"))
         self.norm = norm(spec, parallel)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[n, hidden] -> [n, hidden]."""
+    def forward(self, x: Tensor) -> Tensor:  # [n, hidden] -> [n, hidden]
         return self.norm.add(self.act(self.dense(x)), None)[0]
 
 

@@ -145,8 +145,7 @@ class Dense:
         except (OSError, KeyError, SafetensorError) as error:
             raise ModelNotFound(f"{file} cannot be read: {error}") from None
 
-    def __call__(self, vectors: Tensor) -> Tensor:
-        """[n, in] -> [n, out]."""
+    def __call__(self, vectors: Tensor) -> Tensor:  # [n, in] -> [n, out]
         return self.activation(F.linear(vectors, self.weight, self.bias))
 
 

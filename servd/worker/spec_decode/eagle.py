@@ -99,8 +99,7 @@ class EagleHead(nn.Module):
         """
         return hidden
 
-    def features(self, read: Tensor) -> Tensor:
-        """[n, num_read] -> [n, hidden]."""
+    def features(self, read: Tensor) -> Tensor:  # [n, num_read] -> [n, hidden]
         return read
 
     def forward(

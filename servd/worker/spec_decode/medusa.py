@@ -136,8 +136,7 @@ class MedusaHeads(nn.Module):
         top = top.view(-1, num_heads, width)
         return top if self.token_map is None else self.token_map[top]
 
-    def likeliest(self, logits: Tensor, width: int) -> Tensor:
-        """[n, vocab] -> token ids [n, width]."""
+    def likeliest(self, logits: Tensor, width: int) -> Tensor:  # [n, vocab] -> token ids [n, width]
         if width > 1:
             return logits.topk(width).indices
         return self.ops.shift(logits, Shift()).unsqueeze(1)
