@@ -16,7 +16,7 @@ from typing import Any
 
 from servd.cli._costs import Costs
 from servd.config import Config
-from servd.core.kv_cache.connector.offload import OffloadConnector, make_connector
+from servd.core.kv_cache.connector.offload import make_connector
 from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.scheduler import Scheduler
 from servd.core.step import StepLog
@@ -86,11 +86,11 @@ class Engine:
         self.scheduler.step_log = StepLog(max_records=1)  # nobody reads a fleet's gigabyte of them
         self.costs, self.clock = costs, clock
         self.copy_ns = costs.copied_byte * worker.kv_bytes_per_block
-        connector = make_connector(config, FAKE_SPEC, worker)
-        kv_cache.connect(connector)
-        self.copies_blocks = isinstance(connector, OffloadConnector)
-        if isinstance(connector, OffloadConnector):
+        self.copies_blocks = config.cache.has_connector
+        if self.copies_blocks:
+            connector = make_connector(config, FAKE_SPEC, worker)
             connector.costs.loading["host"].add(self.copy_ns, 1)
+            kv_cache.connect(connector)
         self.arrived: list[EngineCoreRequest] = []
         self.number = 0  # of what it does now, as events name it
         self.until = NEVER  # when that ends

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from servd.config import Config
 from servd.core.executor import Executor, PendingOutput
-from servd.core.kv_cache.connector.offload import make_connector
+from servd.core.kv_cache.connector import KVConnector
 from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.scheduler import Scheduler
 from servd.core.structured_output.manager import Compiled, GrammarManager
@@ -76,7 +76,11 @@ class EngineCore:
     def connect(self, executor: Executor, worker: WorkerReady) -> None:
         """Use this executor: the first one, or after `forget_workers` the one that replaces it."""
         self.executor = executor
-        connector = make_connector(self.config, self.spec, worker)
+        connector = KVConnector()
+        if self.config.cache.has_connector:
+            from servd.core.kv_cache.connector.offload import make_connector  # it needs zmq
+
+            connector = make_connector(self.config, self.spec, worker)
         connector.measure_copies(executor)
         self.scheduler.kv_cache.connect(connector)
 

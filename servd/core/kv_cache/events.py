@@ -17,7 +17,6 @@ from servd.config.kv_events import KVEventsConfig
 from servd.core.kv_cache.block_hash import NO_KEYS, is_of_other_group, root_hash
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.core.request import Request
-from servd.ipc import Publisher
 
 logger = logging.getLogger("servd.engine")
 DEVICE = "GPU"  # whatever it is: routers know CPU and STORAGE as other places
@@ -83,6 +82,8 @@ class KVEvents(NullEvents):
 
     def __init__(self, config: KVEventsConfig, pool: BlockPool, block_size: int) -> None:
         self.pool, self.block_size, self.rank = pool, block_size, config.data_parallel_rank
+        from servd.ipc import Publisher  # here: it needs zmq
+
         self._publisher = Publisher(
             config.endpoint, config.topic, config.hwm, config.replay_endpoint, config.buffer_steps
         )

@@ -191,7 +191,9 @@ class KVCacheManager:
         self.prefix_cache.pinned.drop(held)
         self.pool.forget(block for block in held if self.pool.ref_counts[block] == 1)
         request.num_registered_blocks = len(request.block_ids) // self.num_groups
-        self.connector.forget(request.block_hashes)
+        # A finished request may have stored the blocks that it computed; the others are shared.
+        first = request.num_attached_blocks if request.status is RequestStatus.FINISHED else 0
+        self.connector.forget(request.block_hashes[first:])
 
     # ---- all requests ----
 

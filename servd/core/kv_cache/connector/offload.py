@@ -290,15 +290,13 @@ class OffloadConnector(KVConnector):
         self.io_workers.flush()
 
 
-def make_connector(config: Config, spec: ModelSpec, worker: WorkerReady) -> KVConnector:
+def make_connector(config: Config, spec: ModelSpec, worker: WorkerReady) -> OffloadConnector:
     """Return the configured connector for the KV cache of started workers.
 
     Raises:
         ConfigError: the host's memory would not hold a block.
     """
     cache = config.cache
-    if not cache.has_connector:
-        return KVConnector()
     slot_bytes = worker.kv_bytes_per_block * config.parallel.tensor_parallel_size
     if cache.kv_offloading_size is not None:
         num_slots = int(cache.kv_offloading_size * GIB) // slot_bytes
