@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from uuid import uuid4
 
 import msgspec
@@ -58,6 +59,7 @@ class EngineClient:
         status: last status: EngineStatus while it loads, EngineReady, or EngineDead.
         stats: the scheduler's statistics as last reported.
         loading_since: when the last start of the engine began; seconds of the monotonic clock.
+        running: those of `requests` that this engine computes, in order of arrival.
         recovery: resends them when the engine is restarted.
         audits: pending, by number.
         cache_number: how often its prefix cache was emptied: by start, wake-up or reset.
@@ -80,7 +82,8 @@ class EngineClient:
         self.status: EngineStatus | EngineReady | EngineDeadMessage = status
         self.stats = SchedulerStats()
         self.loading_since = time.monotonic()
-        self.recovery = Recovery(self.rank, self.client, self.requests)
+        self.running: dict[str, RequestState] = {}
+        self.recovery = Recovery(self.client, self.running)
         self.audits: dict[int, asyncio.Future[EngineAudit]] = {}
         self.cache_number = 0
         self.num_watched = 0  # running requests whose messages are measured
@@ -97,7 +100,7 @@ class EngineClient:
 
     def close(self) -> None:
         """Stop receiving. The caller closes the channel."""
-        for state in self.running.values():
+        for state in [*self.running.values()]:
             self.end(state)
         if self._reading_on is not None:
             self._reading_on.remove_reader(self.client.fileno())
@@ -120,13 +123,9 @@ class EngineClient:
         reported = self.stats.num_running + self.stats.num_waiting
         return (self.config.scheduler.max_num_seqs or 0) - max(reported, len(self.open_ids()))
 
-    @property
-    def running(self) -> dict[str, RequestState]:
-        """Those of the requests that this engine computes, in order of arrival."""
-        return {name: state for name, state in self.requests.items() if state.rank == self.rank}
-
     def send(self, state: RequestState) -> None:
         """Send a new request to the engine, or once the engine has restarted."""
+        self.running[state.request_id] = state
         timeline = state.timeline
         timeline.engine = self.rank
         timeline.cache_number = self.cache_number
@@ -142,6 +141,7 @@ class EngineClient:
 
     def take_over(self, state: RequestState, lost: EngineClient) -> None:
         """Continue a request of an engine that restarts."""
+        self.running[state.request_id] = lost.running.pop(state.request_id)
         state.timeline.move(self.rank, self.cache_number)
         if state.request.options.is_watched:
             lost.num_watched -= 1
@@ -152,7 +152,7 @@ class EngineClient:
 
     def end(self, state: RequestState) -> None:
         """Forget a running request, and abort its unfinished choices."""
-        del self.requests[state.request_id]
+        del self.requests[state.request_id], self.running[state.request_id]
         if state.request.options.is_watched:
             self.num_watched -= 1
         if state.routed is not None:
@@ -181,17 +181,16 @@ class EngineClient:
         return {engine_id for state in running for engine_id in state.open_engine_ids()}
 
     def progress(self) -> Progress:
-        running = [*self.running.values()]
         if self.is_stalled:
             reason = "the engine is hung and is being replaced"
-            return Progress(STALLED, STALLED, len(running), reason=reason)
+            return Progress(STALLED, STALLED, len(self.running), reason=reason)
         if self.is_asleep:  # no steps until the model is loaded
-            return Progress("ready", "asleep", len(running))
-        looked_at = running[:REQUESTS_LOOKED_AT]
+            return Progress("ready", "asleep", len(self.running))
+        looked_at = [*islice(self.running.values(), REQUESTS_LOOKED_AT)]
         unfinished = [state.unfinished() for state in looked_at if state.is_open]
         budget = self.config.scheduler.max_num_batched_tokens or 0
         steps = self.tracer.latest_steps(STEPS_LOOKED_AT, self.rank)
-        num_others = len(running) - len(looked_at)
+        num_others = len(self.running) - len(looked_at)
         found = progress(unfinished, steps, budget, now_ns(), num_others)
         if isinstance(self.status, EngineReady) and self.status.worker.warning:
             found.warning = self.status.worker.warning
@@ -309,13 +308,13 @@ class EngineClient:
     def _take_outputs(self, outputs: list[EngineCoreOutput]) -> None:
         self._received_ns = now_ns()
         for output in outputs:
-            if output.marks and (found := find_choice(self.requests, output.request_id)):
+            if output.marks and (found := find_choice(self.running, output.request_id)):
                 state, choice = found
                 state.timeline.marks += output.marks
                 choice.add_report(output)
                 if state.routed is not None:
                     state.routed.answer(output.num_cached_tokens)
-        self._deltas = self.outputs.process(outputs, self.requests)
+        self._deltas = self.outputs.process(outputs, self.running)
 
     def _hand_on(self, end: float) -> bool:
         """Detokenize the outputs that were read, and put the deltas in their streams, until `end`;

@@ -28,9 +28,8 @@ class Recovery:
         is_trying: a suspect runs, or is still to be sent.
     """
 
-    rank: int  # of the engine
-    client: EngineCoreClient  # the channel to it
-    requests: Mapping[str, RequestState]  # of all engines, by id, in order of arrival
+    client: EngineCoreClient  # the channel to the engine
+    running: Mapping[str, RequestState]  # its requests by id, in order of arrival
 
     def __post_init__(self) -> None:
         self.is_restarting = False
@@ -117,11 +116,7 @@ class Recovery:
             self.client.send(msgspec.structs.replace(state.request, output_token_ids=outputs))
 
     def _open_requests(self) -> dict[str, RequestState]:
-        return {
-            request_id: state
-            for request_id, state in self.requests.items()
-            if state.rank == self.rank and state.is_open
-        }
+        return {name: state for name, state in self.running.items() if state.is_open}
 
 
 def _num_tokens(state: RequestState) -> int:

@@ -95,15 +95,16 @@ class RequestState:
 def find_choice(
     requests: Mapping[str, RequestState], engine_id: str
 ) -> tuple[RequestState, Choice] | None:
-    """Return the request and the choice that the engine knows by this id; None if it has ended.
-
-    Args:
-        requests: by request id.
-        engine_id: see `EngineCoreRequest.choice_ids`.
+    """Return the request and the choice that the engine knows by this id (see `choice_ids` of
+    EngineCoreRequest); None if it has ended.
     """
-    for request_id in (engine_id, engine_id.rpartition("_")[0]):
-        if (state := requests.get(request_id)) is not None:
-            for choice in state.choices:
-                if choice.engine_id == engine_id and choice.is_open:
-                    return state, choice
-    return None
+    state = requests.get(engine_id)
+    index = 0
+    if state is None or len(state.choices) > 1:
+        request_id, _, number = engine_id.rpartition("_")
+        state = requests.get(request_id)
+        if state is None or not number.isdecimal() or int(number) >= len(state.choices):
+            return None
+        index = int(number)
+    choice = state.choices[index]
+    return (state, choice) if choice.is_open else None
