@@ -11,6 +11,8 @@ from servd.api.detokenizer import Detokenizer
 from servd.messages import EngineCoreOutput, FinishReason
 from servd.outputs import CompletionOutput
 
+NO_TOKENS = array("I")  # of all released choices
+
 
 class Choice(msgspec.Struct, gc=False):
     """What is known so far of one output. All times are CLOCK_MONOTONIC nanoseconds."""
@@ -55,8 +57,6 @@ class Choice(msgspec.Struct, gc=False):
         a stop string is complete.
 
         Args:
-            steps: outputs of this choice, in order.
-            detokenizer: of this choice.
             shows_stop_token: the token that ends the output is part of the text.
         """
         first = steps[0]
@@ -94,5 +94,5 @@ class Choice(msgspec.Struct, gc=False):
 
     def release(self) -> None:
         """Drop what only a running choice needs: timelines keep thousands of ended ones."""
-        self.token_ids = array("I")
+        self.token_ids = NO_TOKENS
         self.detokenizer = None
