@@ -53,11 +53,9 @@ class Choice(msgspec.Struct, gc=False):
     def advance(
         self, steps: Sequence[EngineCoreOutput], detokenizer: Detokenizer, shows_stop_token: bool
     ) -> CompletionOutput:
-        """Return the delta of the outputs of one or several steps, and end where they end or where
-        a stop string is complete.
-
-        Args:
-            shows_stop_token: the token that ends the output is part of the text.
+        """Return the delta of the outputs of one or several steps, in order, and end where they end
+        or where a stop string is complete. With `shows_stop_token`, the token that ends the output
+        is part of the text.
         """
         first = steps[0]
         last = steps[-1]
