@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from servd.api.http_protocol import TimedFlow
 from servd.core.executor.fake import FakeExecutor
 from servd.core.structured_output.manager import GrammarManager
 from servd.hf import FAKE_SPEC
@@ -255,7 +256,16 @@ async def test_a_worker_that_stalls(slow_steps):
         assert (await causes_of(served, own))[0] == "stalled_worker"
 
 
-async def test_a_client_that_does_not_read(clock):
+async def test_a_client_that_does_not_read(clock, monkeypatch):
+    waiting: list[TimedFlow] = []
+    drain = TimedFlow.drain
+
+    async def watched_drain(flow: TimedFlow) -> None:
+        if flow.write_paused:
+            waiting.append(flow)
+        await drain(flow)
+
+    monkeypatch.setattr(TimedFlow, "drain", watched_drain)
     async with serve() as served, listening(served.app, send_buffer=4096) as url:
         body = json.dumps({"prompt": "a", "max_tokens": 300, "stream": True, "logprobs": 20})
         head = (
@@ -267,7 +277,9 @@ async def test_a_client_that_does_not_read(clock):
             client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
             client.sendall((head + body).encode())
             await until(lambda: served.async_llm.num_unfinished)
-            await until(lambda: not served.engine.core.scheduler.requests)
+            running = served.async_llm.requests
+            await until(lambda: running and not any(each.is_open for each in running.values()))
+            await until(lambda: waiting)
             clock.sleep(3.0)
             loop = asyncio.get_running_loop()
             while await loop.run_in_executor(None, client.recv, 65536):
