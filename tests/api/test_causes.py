@@ -9,6 +9,7 @@ import asyncio
 import json
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -218,16 +219,22 @@ async def test_parts_of_a_request_count_in_its_account(slow_steps, path, body):
 
 async def test_a_grammar(monkeypatch, clock):
     compile_grammar = GrammarManager._compile
+    may_compile = threading.Event()
+    may_compile.set()
 
     def slow_compile(manager: GrammarManager, output: Any) -> Any:
+        assert may_compile.wait(WAIT_SECONDS)
         clock.sleep(0.3)
         return compile_grammar(manager, output)
 
     monkeypatch.setattr(GrammarManager, "_compile", slow_compile)
     async with serve() as served:
         await post(served, "a", 1, guided_regex="a")  # what the first one loads
-        own = await post(served, "a", 5, guided_regex="[abc]{9}")
-        assert (await causes_of(served, own))[0] == "grammar_compile"
+        may_compile.clear()
+        own = asyncio.create_task(post(served, "a", 5, guided_regex="[abc]{9}"))
+        await until(lambda: served.engine.core.grammars.is_compiling)
+        may_compile.set()
+        assert (await causes_of(served, await own))[0] == "grammar_compile"
 
 
 @pytest.mark.usefixtures("may_always_draft")
