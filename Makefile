@@ -25,7 +25,7 @@ GPU_TESTS = tests/worker/attention tests/worker/ops tests/worker/quantization te
 	tests/worker/test_staging.py tests/worker/test_graph_runner.py tests/worker/test_batch_invariant.py \
 	tests/worker/test_compile.py tests/parity/test_gpu.py
 GPU_TESTS_ALONE = tests/worker/test_memory.py tests/worker/test_gpu_model_runner.py
-GPU_PYTEST = PYTHONPATH=.gpu timeout 470 $(GPU_PYTHON) -m pytest -m 'not slow' --durations=10
+GPU_PYTEST = PYTHONPATH=.gpu timeout 470 $(GPU_PYTHON) -m pytest -p no:benchmark -m 'not slow' --durations=10
 
 # What tells most within a minute: no server, no model, no long property test. Those of the commands run after pyright,
 # beside the others.

@@ -79,6 +79,8 @@ def compare_family(device: str, name: str, options: dict[str, Any]) -> None:
     from tests.worker.driver import Driver, config_for
 
     shape = next(iter(CASES[name].values()))
+    if name == "llama":
+        shape = shape | {"head_dim": 16}  # the least that servd's attention kernels take
     if "quantization" in options:
         shape = shape | {"hidden_size": 96, "intermediate_size": 64}
     facts: dict[str, Any] = {}

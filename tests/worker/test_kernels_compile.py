@@ -99,7 +99,7 @@ def test_kernels_compile_for_hopper(tmp_path):
     env = os.environ | {
         "TRITON_INTERPRET": "0",
         "TRITON_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": os.getcwd(),
+        "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path]),
     }
     done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -158,7 +158,7 @@ class Backend(AttentionBackend[Metadata]):
                 sinks,
             ).transpose(1, 2)  # [num_rows, query_len, num_heads, size]
             if group.tokens is None:
-                return attended.reshape(out.shape)
+                return attended.reshape(out.shape).contiguous()
             out[group.tokens] = attended.flatten(0, 1)
         return out
 

@@ -23,6 +23,7 @@ from servd.worker.quantization._packed import Module, floats, read_modules, take
 log = logging.getLogger("servd.worker")
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
+CPU_TORCH = "2.13"  # the first known to multiply 8-bit floats on a CPU
 MULTIPLE = 16  # both sizes of a matrix are one, for the tensor cores
 
 
@@ -41,8 +42,13 @@ def check_device(device: torch.device) -> None:
     """Warn, once, where fp8 is slow.
 
     Raises:
-        ConfigError: the GPU has no products of 8-bit floats.
+        ConfigError: the GPU, or this torch on a CPU, has no products of 8-bit floats.
     """
+    if device.type != "cuda" and torch.__version__ < CPU_TORCH:
+        raise ConfigError(
+            f"--quantization fp8 on a CPU needs torch {CPU_TORCH} or later, not "
+            f"{torch.__version__}: use --quantization int8"
+        )
     if device.type != "cuda":
         log.warning(
             "--quantization fp8 is made for GPUs and very slow on a CPU: use --quantization int8 "

@@ -132,7 +132,7 @@ class Rows:
         """cos and sin of these positions."""
         if self.angles is None:
             return None
-        angles = self.angles[positions].to(self.spec.device)
+        angles = self.angles[positions.cpu()].to(self.spec.device)
         return angles.cos().to(self.spec.dtype), angles.sin().to(self.spec.dtype)
 
     def slots(self, row: int, first: int, last: int) -> np.ndarray:

@@ -179,7 +179,7 @@ def test_a_prompt_takes_no_memory_for_every_part_of_its_context():
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = peak_kilobytes()
     backend.attend(torch.ones(num_tokens, 64, 16), cache, metadata, 1.0, None)
-    assert peak_kilobytes() - before < 30_000
+    assert peak_kilobytes() - before < 100_000
 
 
 def peak_kilobytes() -> int:

@@ -5,6 +5,7 @@ needed for that.
 from __future__ import annotations
 
 import inspect
+import os
 
 import pytest
 import torch
@@ -52,6 +53,7 @@ def test_it_says_what_torch_documents(backend_class: type[varlen.Backend], windo
     )
 
 
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 def test_keys_and_values_are_written_by_one_kernel(backend_class: type[varlen.Backend]):
     """On a GPU; here in the interpreter."""
     pytest.importorskip("triton")

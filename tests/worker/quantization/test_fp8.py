@@ -5,7 +5,9 @@ checkpoint.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +16,26 @@ from torch.nn.functional import kl_div
 
 from servd.errors import ConfigError, UnsupportedModel
 from servd.hf import DEMO_FOLDER
-from servd.worker.quantization.fp8 import check_device, quantize, round_rows
+from servd.worker.quantization import fp8
+from servd.worker.quantization.fp8 import CPU_TORCH, check_device, quantize, round_rows
 from tests.worker.driver import Driver, config_for
 
 ROUNDING = 2.0**-4  # the most for a number of e4m3
+needs_cpu_products = pytest.mark.skipif(
+    torch.__version__ < CPU_TORCH, reason=f"torch {CPU_TORCH} has products of fp8 on a CPU"
+)
 
 
-def test_products_are_exact_but_for_the_rounding_of_both_factors(device: torch.device):
+@pytest.fixture
+def fp8_device(device: torch.device) -> torch.device:
+    """A device on which this torch multiplies 8-bit floats."""
+    if device.type == "cpu" and torch.__version__ < CPU_TORCH:
+        pytest.skip(f"torch {CPU_TORCH} has products of fp8 on a CPU")
+    return device
+
+
+def test_products_are_exact_but_for_the_rounding_of_both_factors(fp8_device: torch.device):
+    device = fp8_device
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 64, generator=generator).to(device, torch.bfloat16)
     # Outputs of very different sizes: each has its own scale.
@@ -45,7 +60,8 @@ def test_products_are_exact_but_for_the_rounding_of_both_factors(device: torch.d
     ).all()
 
 
-def test_tokens_do_not_share_a_scale(device: torch.device):
+def test_tokens_do_not_share_a_scale(fp8_device: torch.device):
+    device = fp8_device
     x = torch.randn(2, 32, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
     form = quantize(torch.eye(32, device=device, dtype=torch.bfloat16))
     assert form is not None
@@ -56,9 +72,10 @@ def test_tokens_do_not_share_a_scale(device: torch.device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(0, 16), (1, 16), (7, 100), (3, 2100)], ids=str)
 def test_the_kernel_rounds_as_torch_does(
-    shape: tuple[int, int], dtype: torch.dtype, device: torch.device
-):
-    pytest.importorskip("triton")
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device,
+    load_module: Callable[[str, str], Any],
+):  # fmt: skip
+    load_module("servd.worker.ops", "triton")
     from servd.worker.ops.triton.round_rows import round_rows as fused
 
     numbers = torch.randn(shape[0], shape[1] + 5, generator=torch.Generator().manual_seed(2))
@@ -67,7 +84,8 @@ def test_the_kernel_rounds_as_torch_does(
     ]  # rows are apart
     if len(x):
         x[0] = 0
-    rounded, scale = round_rows(x)
+    # On a CPU: on a GPU torch multiplies by the reciprocal of 448.
+    rounded, scale = (part.to(device) for part in round_rows(x.cpu()))
     got, got_scale = fused(x)
     assert (
         got.shape == rounded.shape and got.dtype == rounded.dtype and torch.equal(got_scale, scale)
@@ -86,6 +104,7 @@ def test_the_kernel_rounds_as_torch_does(
     assert certain.sum() >= 0.8 * certain.numel()
 
 
+@needs_cpu_products
 def test_sizes_that_cannot_be_multiplied_are_left_as_they_are():
     assert quantize(torch.zeros(48, 20)) is None and quantize(torch.zeros(20, 48)) is None
 
@@ -102,6 +121,15 @@ def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
         quantize(OnCuda())  # type: ignore[arg-type]
 
 
+def test_a_torch_without_products_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fp8, "CPU_TORCH", "99.0")
+    check_device.cache_clear()
+    with pytest.raises(ConfigError, match=r"needs torch 99\.0 or later.*use --quantization int8"):
+        quantize(torch.ones(16, 16))
+    check_device.cache_clear()
+
+
+@needs_cpu_products
 def test_a_cpu_is_said_to_be_slow_once_and_not_for_every_matrix(caplog: pytest.LogCaptureFixture):
     check_device.cache_clear()
     for _ in range(2):
@@ -114,8 +142,9 @@ def test_a_cpu_is_said_to_be_slow_once_and_not_for_every_matrix(caplog: pytest.L
     "options", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}], ids=["weights", "cache"]
 )
 def test_outputs_are_close_to_those_without(
-    tiny_llama: Path, device: torch.device, options: dict[str, str]
+    tiny_llama: Path, fp8_device: torch.device, options: dict[str, str]
 ):
+    device = fp8_device
     logits = []
     for changed in ({}, options):
         dtype = "bfloat16" if device.type == "cuda" else "float32"
@@ -130,6 +159,7 @@ def test_outputs_are_close_to_those_without(
     assert 0 < divergence < 3e-2
 
 
+@needs_cpu_products
 @pytest.mark.parametrize("source", ["tiny_llama", "tiny_gpt2", "demo"])
 def test_a_checkpoint_of_16_bits_on_a_cpu_gets_the_tokens_of_torchs_attention(
     source: str, tmp_path: Path, request: pytest.FixtureRequest
