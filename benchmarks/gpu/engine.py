@@ -136,7 +136,7 @@ class Bench:
         """Weights that a decode step reads: all, less an embedding table that is not the output
         head as well.
         """
-        is_tied = self.spec.config["tie_word_embeddings"]
+        is_tied = self.spec.config.get("tie_word_embeddings", True)
         return self.ready.weights_bytes - (0 if is_tied else self.head_bytes)
 
 

@@ -104,7 +104,11 @@ def workload(is_tiny: bool) -> list[tuple[int, int]]:
 def offline(
     shape: dict[str, Any], name: str, device: str, is_tiny: bool, emit: Emit, max_num_seqs: int = 0
 ) -> Bench:
-    """The workload twice: the first time kernels are compiled and graphs captured."""
+    """The workload twice: the first time kernels are compiled and graphs captured.
+
+    Also the bytes that its decoding must read: the weights in each step of the longest output, and
+    for each token the keys and values of those before it.
+    """
     lengths = workload(is_tiny)
     bench = Bench(
         shapes.tiny(shape) if is_tiny else shape, device,
@@ -113,6 +117,10 @@ def offline(
         max_model_len=64 if is_tiny else 2048, kv_cache_memory=1 << 22 if is_tiny else None,
         async_scheduling=True,
     )  # fmt: skip
+    kv_bytes = bench.ready.kv_bytes_per_block / bench.config.cache.block_size  # of a token
+    num_read = sum(n * input_len + n * (n - 1) // 2 for input_len, n in lengths)
+    num_steps = max(output_len for _, output_len in lengths)
+    emit(**{f"{name}_bytes": num_read * kv_bytes + num_steps * bench.weight_bytes_per_step})
     for _ in range(2):
         for input_len, output_len in lengths:
             bench.add(input_len, output_len)
@@ -123,6 +131,7 @@ def offline(
         assert num_tokens == sum(output_len for _, output_len in lengths)
         emit(
             **{
+                f"{name}_seconds": seconds,
                 f"{name}_rate": num_tokens / seconds,
                 f"{name}_waiting": bench.executor.waited / seconds,
             }
@@ -148,7 +157,7 @@ def measure_qwen3(device: str, is_tiny: bool, emit: Emit) -> None:
     offline(shapes.QWEN3_06B, "qwen3", device, is_tiny, emit)
 
 
-def measure_rival(device: str, is_tiny: bool, emit: Emit, limit_s: float = 100.0) -> None:
+def measure_rival(device: str, is_tiny: bool, emit: Emit, limit_s: float = 45.0) -> None:
     """The continuous batching of transformers on the same shapes and workload, with its own
     choices.
     """
