@@ -347,6 +347,6 @@ async def test_the_page_needs_nothing_from_elsewhere(path, http):
     assert len(used) == 4
     for name in used:
         file = await http.get(f"/{name}")
-        assert file.status_code == 200 and len(file.content) > 1000
+        assert file.status_code == 200 and len(file.content) > 400
     for name in ("docs/none.js", "docs/..%2f__init__.py", "docs/"):
         assert (await http.get(f"/{name}")).status_code == 404
