@@ -54,7 +54,7 @@ test-unit: $(VENV)/.dev ## Run the tests that start no server
 # What pyproject.toml allows at least, over the locked tools for tests. torch stays: old builds for CPUs are in its own index only.
 OLDEST = build/oldest
 test-oldest: $(OLDEST)/.installed ## Run the tests without servers with the oldest dependencies that pyproject.toml allows
-	$(OLDEST)/bin/python -m pytest --ignore=tests/integration --ignore=tests/test_docs.py $(ARGS)
+	PYTHONPATH=$(CURDIR) $(OLDEST)/bin/python -m pytest --ignore=tests/integration --ignore=tests/test_docs.py $(ARGS)
 
 $(OLDEST)/.installed: pyproject.toml requirements/dev.txt $(VENV)/.servd
 	$(PYTHON) -m venv $(OLDEST)
