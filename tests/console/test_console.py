@@ -212,7 +212,7 @@ def test_live_shows_who_runs_and_whose_the_blocks_are(page: Page, server: Server
     thread = threading.Thread(target=lambda: [chat(server, "long", 600) for _ in range(6)])
     thread.start()
     page.wait(".panel a code", "chatcmpl-")
-    assert page.all(".map .owner0")
+    page.wait(".map .owner0")
     page.wait(".steps .decode")
     page.wait(".panel", "Engine and workers")
     page.wait(".panel", "No token has been drafted yet")
