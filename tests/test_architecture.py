@@ -89,18 +89,6 @@ PLUGINS = {
     "servd/worker/spec_decode": "Proposer",
 }
 
-# The common path knows no feature: nothing in its names and strings is called as a plugin is.
-COMMON_PATH = [
-    "servd/core/engine_core.py",
-    "servd/core/scheduler.py",
-    "servd/worker/gpu_model_runner.py",
-    "servd/worker/input_batch.py",
-    "servd/worker/model_runner.py",
-    "servd/worker/request_states.py",
-    "servd/worker/sample/rows.py",
-    "servd/worker/sample/sampler.py",
-]
-
 READS_BODIES = (
     "servd/api/context.py",
     "servd/api/protocol/",
@@ -265,29 +253,6 @@ def too_long(source: Source) -> list[str]:
     ]
 
 
-def words(source: Source) -> set[str]:
-    """Names and short strings of a source, in lower case; docstrings and comments do not count."""
-    found = set()
-    for node in ast.walk(source.tree):
-        match node:
-            case (
-                ast.Name(id=word)
-                | ast.Attribute(attr=word)
-                | ast.arg(arg=word)
-                | ast.alias(name=word)
-            ):
-                found.add(word.lower())
-            case (
-                ast.FunctionDef(name=word)
-                | ast.AsyncFunctionDef(name=word)
-                | ast.ClassDef(name=word)
-            ):
-                found.add(word.lower())
-            case ast.Constant(value=str(word)) if "\n" not in word and " " not in word:
-                found.add(word.lower())
-    return found
-
-
 @every_file
 def test_rooms_import_only_what_they_may(source):
     assert wrong_rooms(source) == []
@@ -405,27 +370,6 @@ def test_every_package_that_is_an_option_or_loads_its_own_files_is_a_package_of_
     assert {name.replace(".", "/") for name in options + loading} <= set(PLUGINS)
 
 
-# Words that name features: every plugin of the engine is one, however it is spelled.
-FEATURES = sorted(
-    {
-        Path(p.values[0].path).stem.replace("_", "")
-        for p in PLUGIN_FILES
-        if room_of(p.values[0].module) in ("core", "worker")
-    }
-)
-
-
-def features(source: Source) -> list[str]:
-    """Names of the source that contain one of a plugin."""
-    spelled = {word: word.replace("_", "").replace("array", "") for word in words(source)}
-    return sorted(word for word in spelled if any(f in spelled[word] for f in FEATURES))
-
-
-@pytest.mark.parametrize("path", COMMON_PATH)
-def test_the_common_path_knows_no_feature(path):
-    assert features(next(s for s in SOURCES if s.path == path)) == []
-
-
 def test_api_and_core_load_neither_torch_nor_transformers():
     modules = [
         s.module
@@ -468,8 +412,6 @@ BROKEN = [
     (pickling, "servd/worker/x.py", "torch.load('x')"),
     (pickling, "servd/x.py", "socket.send_pyobj(1)"),
     (reading_by_name, "servd/api/routes/x.py", "getattr(body, 'timeout', None)"),
-    (features, "servd/worker/model_runner.py", "from servd.worker.x import PromptLogprobsReader"),
-    (features, "servd/worker/sample/sampler.py", "def f(row): return row.bad_words"),
     (too_long, "servd/x.py", "pass\n" * (MAX_FILE_LINES + 1)),
     (too_long, "servd/x.py", "class A:\n  def f():\n" + "    pass\n" * MAX_FUNCTION_LINES),
 ]

@@ -1,7 +1,4 @@
-"""EngineCore: the step loop, and the handling of clients' messages.
-
-No feature is named here: one that seems to need an `if <feature>` needs another design.
-"""
+"""EngineCore: the step loop, and the handling of clients' messages."""
 
 from __future__ import annotations
 
