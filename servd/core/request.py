@@ -103,7 +103,7 @@ class Request:
     num_external_tokens: int = 0  # of those, loaded by the KV connector
     evicted_at_ns: int = 0  # see EngineCoreOutput
     num_preemptions: int = 0
-    aside_since: int = -1  # step since which it has waited for its adapter
+    deferred_since: int = -1  # step since which it has waited for an adapter slot
     slot: int = -1  # row in the workers while running
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks of known tokens

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import islice
 
 from servd import plugins
@@ -16,7 +16,7 @@ from servd.core.kv_cache.manager import KVCacheManager
 from servd.core.lookahead import Lookahead
 from servd.core.outputs import Outputs
 from servd.core.queues import QUEUES
-from servd.core.queues.fair import WaitingQueue, by_order
+from servd.core.queues.fcfs import WaitingQueue, by_order
 from servd.core.request import GrammarEnd, Request, RequestStatus, failure, prompt_too_long
 from servd.core.step import NO_DRAFTS, Step, StepLog
 from servd.messages import (
@@ -136,8 +136,7 @@ class Scheduler:
         self.lookahead.begin_step(record.step, len(self.running))
         self._make_room(step)
         budget = self.max_num_batched_tokens
-        for lane, first, end in self.waiting.lanes(self.running):
-            part = islice(self.running, first, end)
+        for lane, part in self._priority_classes():
             budget, partial = self._schedule_running(step, budget, part, idle_slots, forced_tokens)
             if partial or (self.waiting and self.free_slots):
                 budget = self._schedule_prompts(step, budget, partial, lane)
@@ -172,6 +171,20 @@ class Scheduler:
     @property
     def newest(self) -> StepRecord:
         return self._in_flight[-1].record
+
+    def _priority_classes(self) -> Iterator[tuple[int, Iterable[Request]]]:
+        """Each priority class, down to the lowest with requests, and its running ones. Lazy, as
+        scheduling one may preempt running requests of the next.
+        """
+        last = self.waiting.last_class
+        if self.running:
+            last = max(last, self.running[-1].order[0])
+        first = 0
+        for each in range(last):
+            end = bisect_left(self.running, (each + 1,), key=by_order)
+            yield each, islice(self.running, first, end)
+            first = bisect_left(self.running, (each + 1,), key=by_order)
+        yield last, islice(self.running, first, None)
 
     def _make_room(self, step: Step) -> None:
         for victim in self.waiting.outranked(self.running):
@@ -238,7 +251,7 @@ class Scheduler:
         now, queue, kv_cache, may_start = now_ns(), self.waiting, self.kv_cache, True
         spared = max(budget - self.max_background_tokens, 0) if lane else 0
         budget -= spared
-        has_long = queue.has_long(lane) or any(map(queue.is_long, partial))
+        has_long = queue.long_group(lane) is not None or any(map(queue.is_long, partial))
         for_long = min(self.long_prompt, budget // 2) if has_long else 0
         passed: list[Request] = []
         while budget > 0:
@@ -410,7 +423,7 @@ class Scheduler:
         """
         report, self._stats = self._stats, SchedulerStats()
         report.num_running, report.num_waiting = len(self.running), len(self.waiting)
-        report.running_adapters, report.waiting_adapters = self.waiting.adapters.names()
+        report.running_adapters, report.waiting_adapters = self.waiting.adapter_names()
         report.num_deferred, report.at_ns, report.step = num_deferred, now_ns(), self._num_steps
         self.kv_cache.report(report)
         return report

@@ -1,4 +1,4 @@
-"""AdapterTurns: which LoRA adapters' requests may run, as the workers hold a limited number."""
+"""AdapterQueue: which LoRA adapters' requests may run, as the workers hold a limited number."""
 
 from __future__ import annotations
 
@@ -9,87 +9,121 @@ from servd.core.request import Request
 from servd.lora import Adapter
 from servd.tracing import Mark, now_ns
 
-PATIENCE = 256  # steps that a request waits for its adapter before new ones of others wait, too
+MAX_DEFERRED_STEPS = 256  # then new requests of the running adapters are deferred, too
 REVIEW_INTERVAL = 16  # steps
 
 
-class AdapterTurns:
-    """Sets aside requests whose adapter has no place, until the last request of another one ends.
+class AdapterQueue:
+    """Defers requests whose adapter has no slot until the last request of another adapter ends.
+
+    A policy queues the others: it has `enqueue` and `dequeue`.
 
     Args:
-        most: adapters that may have running requests.
+        max_adapters: adapters that may have running requests.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.running: Counter[Adapter] = Counter()  # requests by adapter
-        self.aside: dict[Request, None] = {}  # requests without a place
-        self.is_closed = False  # whether new requests of running adapters have to wait
+    def __init__(self, max_adapters: int) -> None:
+        self.max_adapters = max_adapters
+        self.queued: dict[Request, tuple[int, int, bool]] = {}  # the policy's group of each
+        self.deferred: dict[Request, None] = {}
+        self._running_adapters: Counter[Adapter] = Counter()  # their requests
+        self._is_closed = False  # whether new requests of running adapters are deferred
+        self._step = 0
 
-    def names(self) -> tuple[list[str], list[str]]:
-        """The adapters that run, and those that wait for a place."""
-        waiting = {each.adapter for each in self.aside if each.adapter}
-        return [each.name for each in self.running], [each.name for each in waiting]
+    def enqueue(self, request: Request) -> None:
+        raise NotImplementedError
 
-    def admits(self, request: Request) -> bool:
-        """Whether a request may wait in the queue, rather than be set aside."""
-        if request.adapter is None or len(self.running) < self.most:
-            return True
-        return request.adapter in self.running and not self.is_closed
+    def dequeue(self, request: Request) -> None:
+        raise NotImplementedError
 
-    def set_aside(self, request: Request, step: int) -> None:
-        """Keep a request until its adapter may have a place."""
-        self.aside[request] = None
-        if request.aside_since < 0:
-            request.aside_since = step
-            request.marks.append(Mark("aside", now_ns()))
+    def __len__(self) -> int:
+        return len(self.queued) + len(self.deferred)
 
-    def review(self, step: int) -> list[Request]:
+    def __bool__(self) -> bool:
+        """Whether any could run next, rather than wait for an adapter slot."""
+        return bool(self.queued)
+
+    def adapter_names(self) -> tuple[list[str], list[str]]:
+        """The adapters that run, and those that wait for a slot."""
+        waiting = {each.adapter for each in self.deferred if each.adapter}
+        return [each.name for each in self._running_adapters], [each.name for each in waiting]
+
+    def begin_step(self) -> None:
         """Decide whether running adapters get new requests, which could keep other adapters out for
         ever. They are held and admitted in turns, each twice as long as the one before, since a
-        single long request could otherwise hold them up as long. Returns the requests to queue
-        again.
+        single long request could otherwise hold them up as long.
         """
-        if step % REVIEW_INTERVAL or not self.aside:
-            return []
-        waited = (step - min(each.aside_since for each in self.aside)) // PATIENCE
-        was_closed, self.is_closed = self.is_closed, waited.bit_length() % 2 == 1
-        return self._take_aside() if was_closed and not self.is_closed else []
+        self._step += 1
+        if self._is_review_due():
+            waited = self._step - min(each.deferred_since for each in self.deferred)
+            was_closed = self._is_closed
+            self._is_closed = (waited // MAX_DEFERRED_STEPS).bit_length() % 2 == 1
+            if was_closed and not self._is_closed:
+                self._readmit()
 
-    def outranked(self, running: Sequence[Request], step: int) -> list[Request]:
-        """Running requests to preempt, last first: those of an adapter whose place one of a better
-        lane needs.
+    def add(self, request: Request) -> None:
+        if self._admits(request):
+            self.enqueue(request)
+            return
+        self.deferred[request] = None
+        if request.deferred_since < 0:
+            request.deferred_since = self._step
+            request.marks.append(Mark("aside", now_ns()))
+
+    def remove(self, request: Request) -> None:
+        if request in self.deferred:
+            del self.deferred[request]
+        else:
+            self.dequeue(request)
+
+    def start(self, request: Request) -> None:
+        """Remove a request that gets a slot."""
+        self.dequeue(request)
+        if request.adapter is None:
+            return
+        request.deferred_since = -1
+        self._running_adapters[request.adapter] += 1
+        is_first = self._running_adapters[request.adapter] == 1
+        if is_first and len(self._running_adapters) == self.max_adapters:
+            for other in [*self.queued]:
+                if not self._admits(other):
+                    self.dequeue(other)
+                    self.add(other)
+
+    def stop(self, request: Request) -> None:
+        """A request gives its slot back."""
+        if request.adapter is None:
+            return
+        self._running_adapters[request.adapter] -= 1
+        if not self._running_adapters[request.adapter]:
+            del self._running_adapters[request.adapter]
+            self._readmit()
+
+    def outranked(self, running: Sequence[Request]) -> list[Request]:
+        """Running requests to preempt, last first: those of an adapter whose slot one of a better
+        priority class needs.
         """
-        if step % REVIEW_INTERVAL or not self.aside:
+        if not self._is_review_due():
             return []
-        lanes: dict[Adapter, int] = {}  # best lane of each running adapter
-        for request in reversed(running):
-            if request.adapter is not None:
-                lanes[request.adapter] = request.order[0]
-        waiting = [each.order[0] for each in self.aside if each.adapter not in lanes]
-        last = max(lanes, key=lanes.__getitem__, default=None)
-        if last is None or lanes[last] <= min(waiting, default=lanes[last]):
+        # The best priority class of each running adapter: that of its first request.
+        classes = {each.adapter: each.order[0] for each in reversed(running) if each.adapter}
+        waiting = [each.order[0] for each in self.deferred if each.adapter not in classes]
+        last = max(classes, key=classes.__getitem__, default=None)
+        if last is None or classes[last] <= min(waiting, default=classes[last]):
             return []
         return [request for request in reversed(running) if request.adapter == last]
 
-    def start(self, request: Request) -> bool:
-        """A request gets a slot. Returns whether its adapter took the last place."""
-        if request.adapter is None:
-            return False
-        request.aside_since = -1
-        self.running[request.adapter] += 1
-        return self.running[request.adapter] == 1 and len(self.running) == self.most
+    def _is_review_due(self) -> bool:
+        return bool(self.deferred) and self._step % REVIEW_INTERVAL == 0
 
-    def stop(self, request: Request) -> list[Request]:
-        """A request gives its slot back. Returns the requests to queue again."""
-        if request.adapter is None:
-            return []
-        self.running[request.adapter] -= 1
-        if self.running[request.adapter]:
-            return []
-        del self.running[request.adapter]
-        return self._take_aside()
+    def _admits(self, request: Request) -> bool:
+        if request.adapter is None or len(self._running_adapters) < self.max_adapters:
+            return True
+        return request.adapter in self._running_adapters and not self._is_closed
 
-    def _take_aside(self) -> list[Request]:
-        returning, self.aside, self.is_closed = [*self.aside], {}, False
-        return returning
+    def _readmit(self) -> None:
+        deferred = self.deferred
+        self.deferred = {}
+        self._is_closed = False
+        for request in deferred:
+            self.add(request)

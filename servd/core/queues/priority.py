@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from servd.core.queues import fair
+from servd.messages import RequestOptions
 
 
 class WaitingQueue(fair.WaitingQueue):
     """Fair among requests of one priority."""
 
-    by_priority = True
+    def order(self, options: RequestOptions) -> tuple[int, int, int]:
+        priority_class, _, arrival = super().order(options)
+        return priority_class, options.priority, arrival

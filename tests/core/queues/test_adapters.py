@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from servd.core.queues._adapters import PATIENCE
+from servd.core.queues._adapters import MAX_DEFERRED_STEPS
 from servd.lora import Adapter
 from tests.core.engines import Log, make_engine, make_request
 from tests.core.queues.test_sharing import Clocked
@@ -27,10 +27,10 @@ def test_a_long_request_and_one_that_waits_lock_no_newcomer_out():
     engine, log = make(), Log()
     engine.handle(make_request("long", [1], 2500, adapter=A))
     engine.handle(make_request("waits", [2], 4, adapter=B))
-    for _ in range(PATIENCE + 20):
+    for _ in range(MAX_DEFERRED_STEPS + 20):
         log.step(engine)
     engine.handle(make_request("short", [3], 4, adapter=A))
-    assert 200 < steps_until(engine, log, "short") < PATIENCE + 50
+    assert 200 < steps_until(engine, log, "short") < MAX_DEFERRED_STEPS + 50
     assert not log.finished("long")
     log.run(engine, 3000)
 
@@ -45,12 +45,12 @@ def test_newcomers_do_not_keep_an_adapter_out_for_ever():
         if step % 50 == 0:
             engine.handle(make_request(f"a{step}", [3], 100, adapter=A))
         log.step(engine)
-    assert step < 2 * PATIENCE
+    assert step < 2 * MAX_DEFERRED_STEPS
 
 
 def test_patience_goes_on_when_another_adapter_gets_the_place():
     engine, log = make(), Log()
-    engine.handle(make_request("a", [1], PATIENCE - 6, adapter=A))
+    engine.handle(make_request("a", [1], MAX_DEFERRED_STEPS - 6, adapter=A))
     engine.handle(make_request("b", [2], 100, adapter=B))
     engine.handle(make_request("c", [3], 4, adapter=C))
     steps_until(engine, log, "a")

@@ -386,4 +386,5 @@ def test_a_policy_forgets_those_that_leave(policy):
     engine.handle(AbortRequests(names[:100]))
     Log().run(engine)
     queue = engine.scheduler.waiting
-    assert len(queue) == 0 and not queue._backlogs and not queue._classes and not queue._running
+    assert len(queue) == 0 and not queue._groups and not queue._bypasses
+    assert not getattr(queue, "_heaps", None) and not getattr(queue, "_running", None)
