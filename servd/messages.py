@@ -58,7 +58,7 @@ class RequestOptions(msgspec.Struct, array_like=True, omit_defaults=True, frozen
     truncate_prompt_tokens: int | None = None
     owner: str = ""  # API key, user or address: owners share the engine fairly
     weight: float = 1.0  # its owner's share, relative to others'
-    lane: int = 0  # 1: in the background, with the capacity that lane 0 leaves
+    priority_class: int = 0  # 1: in the background, with the capacity that class 0 leaves
     adapter: Adapter | None = None  # None: the base model
     rank: int | None = None  # the engine that it has to run on, under --data-parallel-size
     is_watched: bool = False  # its outputs report its block ids
@@ -239,7 +239,7 @@ class EngineCoreOutputs(Message, tag=True):
 
     outputs: list[EngineCoreOutput]
     stats: SchedulerStats | None = None
-    steps: list[StepRecord] = []  # harvested since the last message to this API server
+    steps: list[StepRecord] = []  # collected since the last message to this API server
     incarnation: int = 0
     # By request id, before its `outputs`: requests for which a step added just one token.
     decoded: dict[str, int] = {}

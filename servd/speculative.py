@@ -16,7 +16,7 @@ from msgspec.structs import force_setattr
 from servd.errors import ConfigError
 from servd.hf import DEMO_HEAD, DEMO_MODEL
 
-MAX_FORCED_TOKENS = 16  # computed with the token before them, for one request in one step
+MAX_GRAMMAR_TOKENS = 16  # computed with the token before them, for one request in one step
 
 MOST_DRAFTS, DEFAULT_DRAFTS = 64, 5
 # Not the ones of servd.config, which imports this module.
@@ -152,9 +152,9 @@ def readers(key: str, method: str) -> set[str]:
 
 def max_num_samples(max_num_seqs: int, max_num_batched_tokens: int, max_drafts: int) -> int:
     """The most tokens that a step samples: of each request one, and one after each of its drafts;
-    and after the forced tokens of one request, which need no drafting.
+    and after the grammar tokens of one request, which need no drafting.
     """
-    return min(max_num_seqs * (1 + max_drafts) + MAX_FORCED_TOKENS, max_num_batched_tokens)
+    return min(max_num_seqs * (1 + max_drafts) + MAX_GRAMMAR_TOKENS, max_num_batched_tokens)
 
 
 LOSSY = "it changes what the model says, and servd's drafts never do; leave it out"

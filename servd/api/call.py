@@ -50,7 +50,7 @@ class Call:
     client: str  # who takes turns with others: an owner or, without keys, an address
     span: RequestSpan | None = None
     since_ns: int = 0  # when the gateway of several models received it, or 0
-    priority_class: int = 0  # see RequestOptions.lane
+    priority_class: int = 0  # see RequestOptions
     blocked: deque[Mark] = field(default_factory=deque)  # writes that waited for the client
     refusal: ServdError | None = None  # why the connection may send no requests
     key: Key = ANYONE
@@ -177,7 +177,7 @@ class Call:
             owner=owner,
             weight=key.weight,
             cache_salt=salt,
-            lane=max(options.lane, self.priority_class),
+            priority_class=max(options.priority_class, self.priority_class),
             adapter=self.adapter,
             is_watched="x-servd-watch" in headers and "metrics" in key.scopes,
             rank=None if rank is None else _rank(rank, self.async_llm),
@@ -185,7 +185,8 @@ class Call:
         timeout = math.inf
         if self.deadline is not None:
             timeout = max(self.deadline - asyncio.get_running_loop().time(), 0)
-        with self.async_llm.admit(num_prompts, key, self.client, options.lane, timeout) as admitted:
+        lane = options.priority_class
+        with self.async_llm.admit(num_prompts, key, self.client, lane, timeout) as admitted:
             self.headers = admitted.headers
             yield admitted, options
 

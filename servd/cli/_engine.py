@@ -150,7 +150,7 @@ class Engine:
                 self.is_stuck = False
         if self.arrived:
             for message in self.arrived:
-                scheduler.add(message)
+                scheduler.add_request(message)
                 self.owners.add(message.options.owner)
             self.arrived, self.is_stuck = [], False
         self._begin(was_idle)

@@ -12,16 +12,16 @@ from servd.messages import EngineCoreOutput, ModelRunnerOutput, ScheduledRequest
 
 
 def choose_drafts(
-    request: Request, forced: list[int] | None, in_flight: Iterable[Step]
+    request: Request, grammar_tokens: list[int] | None, in_flight: Iterable[Step]
 ) -> tuple[list[int], int]:
     """What a request's next step verifies: the engine's own drafts, or those that the workers have;
-    and how many. `forced` are the tokens that are sure to follow the harvested ones.
+    and how many. `grammar_tokens` are the only ones that its grammar allows next.
     """
-    if forced is None:
+    if grammar_tokens is None:
         return NO_DRAFTS, request.num_drafts
     if any(each.chose_drafts_of(request) for each in in_flight):
         return NO_DRAFTS, 0
-    drafts = request.forced_drafts(forced)
+    drafts = request.grammar_drafts(grammar_tokens)
     return drafts, len(drafts)
 
 

@@ -99,7 +99,7 @@ class EngineCore:
             case AbortRequests(request_ids):
                 for request in self.grammars.abort(request_ids):
                     self.scheduler.outputs.report_to(request.client)
-                self.scheduler.abort(request_ids)
+                self.scheduler.abort_requests(request_ids)
             case ResetPrefixCache():
                 self.scheduler.kv_cache.reset()
             case Attach() | Audit() | Sleep() | WakeUp():
@@ -109,7 +109,7 @@ class EngineCore:
         """Add a request. A malformed one fails by itself: the engine and other requests go on."""
         try:
             if has_grammar or self.grammars.admit(request):
-                self.scheduler.add(request)
+                self.scheduler.add_request(request)
             else:
                 self.scheduler.outputs.report_to(request.client)
         except Exception as error:
@@ -119,14 +119,14 @@ class EngineCore:
             )
 
     def step(self) -> dict[int, EngineCoreOutputs]:
-        """Schedule and launch a step, harvest the oldest one in flight; return outputs by client.
+        """Schedule and launch a step, collect the oldest one in flight; return outputs by client.
 
         Up to `depth` steps are in flight. The scheduler counts tokens before they are sampled, the
         workers have the real ones: so synchronous serving is this loop with depth 1.
         """
         grammars = self.grammars
         idle = self.turns.idle(self.scheduler.running, grammars.choose_idle())
-        scheduled = self.scheduler.schedule(idle, grammars.forced_tokens())
+        scheduled = self.scheduler.schedule(idle, grammars.grammar_tokens())
         if scheduled is not None:
             record = self.scheduler.newest
             self.on_scheduled(record)
@@ -134,7 +134,7 @@ class EngineCore:
             record.executed_ns = now_ns()
             grammars.begin_step(scheduled)
             while grammars.awaits_tokens:
-                self._harvest()
+                self._collect_outputs()
             self.in_flight.append(self.executor.sample_tokens(grammars.bitmask()))
             record.launched_ns = now_ns()
         # With nothing but background requests one step less is in flight, so that a new request
@@ -142,11 +142,11 @@ class EngineCore:
         num_stages = self.config.parallel.pipeline_parallel_size
         depth = max(self.depth - self.scheduler.is_background, num_stages)
         if self.in_flight and (scheduled is None or len(self.in_flight) >= depth):
-            self._harvest()
+            self._collect_outputs()
         elif scheduled is None and self.scheduler.kv_cache.connector.wait():
             self.on_wait()
         return self.scheduler.take_outputs(grammars.num_waiting)
 
-    def _harvest(self) -> None:
+    def _collect_outputs(self) -> None:
         result = self.in_flight.popleft().result()
         self.scheduler.update_from_output(result, self.grammars.advance(result))

@@ -19,7 +19,7 @@ from servd.messages import (
     TokenLogprobs,
 )
 from servd.params import PoolingParams, SamplingParams
-from servd.speculative import MAX_FORCED_TOKENS
+from servd.speculative import MAX_GRAMMAR_TOKENS
 from servd.tracing import Mark, now_ns
 
 
@@ -61,9 +61,9 @@ def _token_set(*token_ids: int) -> frozenset[int]:
 class Request:
     """The engine's view of one request.
 
-    `token_ids` holds the known tokens: prompt and harvested output. The counters run ahead of it:
+    `token_ids` holds the known tokens: prompt and collected output. The counters run ahead of it:
     a token to be sampled counts from the moment its step is scheduled, as a placeholder until it
-    is harvested; so does a draft, as if it were accepted. The `n` choices of a prompt share its
+    is collected; so does a draft, as if it were accepted. The `n` choices of a prompt share its
     token ids and block hashes: each copies them when its output begins.
     """
 
@@ -78,7 +78,7 @@ class Request:
     cache_keys: tuple[str | None, ...]  # see RequestOptions
     owner: str
     weight: float  # its owner's
-    order: tuple[int, int, int]  # (lane, priority, arrival): lower is served first
+    order: tuple[int, int, int]  # (priority class, priority, arrival): lower is served first
     max_num_tokens: int  # prompt and output together
     stop_token_ids: frozenset[int]  # those of the model and those of the request
     min_tokens: int
@@ -97,7 +97,7 @@ class Request:
     # plain decode; 0: it has not decoded yet, or the workers draft for it.
     decodes_until: int = 0
     num_drafts: int = 0  # for its next step, in the workers
-    num_found_drafts: int = 0  # by the workers, as of the last harvest
+    num_found_drafts: int = 0  # by the workers, as of the last output
     acceptance: Acceptance | None = None  # None: it is never drafted for
     num_cached_tokens: int = 0  # found in the prefix cache when first scheduled
     num_external_tokens: int = 0  # of those, loaded by the KV connector
@@ -188,20 +188,20 @@ class Request:
 
     @property
     def num_placeholders(self) -> int:
-        """Tokens sampled, or about to be, by steps that are not harvested yet."""
+        """Tokens sampled, or about to be, by steps whose output is not collected yet."""
         return self.num_tokens - len(self.token_ids)
 
     @property
     def num_uncomputed_tokens(self) -> int:
         return self.num_tokens - self.num_computed_tokens
 
-    def forced_drafts(self, token_ids: list[int]) -> list[int]:
-        """Drafts from `token_ids`, which are certain to follow the harvested tokens: those that no
-        step in flight samples, with room left for one token after them.
+    def grammar_drafts(self, token_ids: list[int]) -> list[int]:
+        """Return drafts from `token_ids`, the only tokens that its grammar allows next: those that
+        no step in flight samples, with room left for one token after them.
         """
         room = self.max_num_tokens - self.num_tokens - 1
         first = self.num_placeholders
-        return token_ids[first : first + min(room, MAX_FORCED_TOKENS)]
+        return token_ids[first : first + min(room, MAX_GRAMMAR_TOKENS)]
 
     def add_prompt_output(self, result: ModelRunnerOutput, row: int) -> None:
         """Append those of a step. After a preemption the first ones are computed again."""
@@ -211,7 +211,7 @@ class Request:
             self.prompt_logprobs += part.positions[known:]
 
     def append_decoded(self, token_id: int) -> bool:
-        """Append a token if it cannot end the output; else return False, for `harvest` to do it."""
+        """Append a token if it cannot end the output, and return whether it was appended."""
         known = self.token_ids
         if token_id in self.stop_token_ids or len(known) + 1 >= self.max_num_tokens:
             return False
@@ -230,7 +230,7 @@ class Request:
         """Correct the counters, which count all drafts of a step as accepted.
 
         Args:
-            scheduled: what the harvested step computed.
+            scheduled: what the step computed.
             output: of that step; gets the counts of the workers' drafts. Those of the engine are
                 not counted: all of them are accepted.
             num_sampled: tokens of the step; the end of the output may have cut some.
@@ -251,7 +251,7 @@ class Request:
             self.num_drafts = num_found
         return num_kept
 
-    def harvest(
+    def collect_output(
         self, result: ModelRunnerOutput, row: int, end: GrammarEnd | None, now: int, step: int
     ) -> EngineCoreOutput:
         """Append the tokens of a step, up to one that ends the output.

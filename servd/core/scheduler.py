@@ -32,10 +32,10 @@ from servd.tracing import Mark, StepRecord, now_ns
 
 logger = logging.getLogger("servd.scheduler")
 
-BACKGROUND_SHARE = 8  # prompts of lower lanes get 1/8 of the budget, which keeps steps short
+BACKGROUND_SHARE = 8  # prompts of lower classes get 1/8 of the budget, which keeps steps short
 MAX_PASSED = 8  # waiting requests that others may overtake in one step
-Forced = Mapping[int, list[int]]  # slot -> tokens that are certain to follow the harvested ones
-NOTHING_FORCED: Forced = {}
+GrammarTokens = Mapping[int, list[int]]  # slot -> the only tokens that its grammar allows next
+NO_TOKENS: GrammarTokens = {}
 
 
 class Scheduler:
@@ -89,12 +89,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything, even if only harvest or hand over outputs."""
+        """Whether a step would do anything, even if only collect or hand over outputs."""
         if self.requests or self._in_flight or self.outputs:
             return True
         return self.kv_cache.connector.has_copies
 
-    def add(self, message: EngineCoreRequest) -> None:
+    def add_request(self, message: EngineCoreRequest) -> None:
         """Accept a request; it ends in exactly one terminal output unless it is aborted."""
         assert message.request_id not in self.requests, "request ids are unique"
         order = self.waiting.order(message.options)
@@ -106,40 +106,40 @@ class Scheduler:
         self.requests[request.request_id] = request
         self.waiting.add(request)
 
-    def abort(self, request_ids: list[str]) -> None:
+    def abort_requests(self, request_ids: list[str]) -> None:
         """Drop requests in any state. Unknown ids are ignored: they may have just finished."""
         for request_id in request_ids:
             if (request := self.requests.get(request_id)) is not None:
-                self._finish(request)
+                self._finish_request(request)
                 self.outputs.report_to(request.client)
 
     # ---- schedule ----
 
     def schedule(
-        self, idle_slots: Set[int] = frozenset(), forced_tokens: Forced = NOTHING_FORCED
+        self, idle_slots: Set[int] = frozenset(), grammar_tokens: GrammarTokens = NO_TOKENS
     ) -> SchedulerOutput | None:
         """Choose the work of the next step; None if nothing can be computed now.
 
         Decoding requests come first, so that they never wait for another request's prompt. Then
-        prompts continue, or start while there are slots and blocks. While a lane has prompts to
-        compute, the lanes below it wait.
+        prompts continue, or start while there are slots and blocks. While a priority class has
+        prompts to compute, the classes below it wait.
 
         Args:
             idle_slots: slots of running requests that skip this step.
-            forced_tokens: of requests whose next tokens are known.
+            grammar_tokens: of requests whose grammar allows nothing else.
         """
         record = StepRecord(self._num_steps, now_ns())
         step = Step(record)
         self.waiting.begin_step()
         for request, error in self.kv_cache.connector.take_failed():
-            self._end(request, error)
+            self._end_with_error(request, error)
         self.lookahead.begin_step(record.step, len(self.running))
-        self._make_room(step)
+        self._preempt_for_waiting(step)
         budget = self.max_num_batched_tokens
-        for lane, part in self._priority_classes():
-            budget, partial = self._schedule_running(step, budget, part, idle_slots, forced_tokens)
+        for priority_class, part in self._priority_classes():
+            budget, partial = self._schedule_running(step, budget, part, idle_slots, grammar_tokens)
             if partial or (self.waiting and self.free_slots):
-                budget = self._schedule_prompts(step, budget, partial, lane)
+                budget = self._schedule_prompts(step, budget, partial, priority_class)
             if record.prefills:
                 break
         step.copies = self.kv_cache.connector.take_copies()
@@ -186,7 +186,7 @@ class Scheduler:
             first = bisect_left(self.running, (each + 1,), key=by_order)
         yield last, islice(self.running, first, None)
 
-    def _make_room(self, step: Step) -> None:
+    def _preempt_for_waiting(self, step: Step) -> None:
         for victim in self.waiting.outranked(self.running):
             self.running.remove(victim)
             self._preempt(victim, step.record)
@@ -198,9 +198,14 @@ class Scheduler:
             self._preempt(victim, step.record)
 
     def _schedule_running(
-        self, step: Step, budget: int, part: Iterable[Request], idle_slots: Set[int], forced: Forced
+        self,
+        step: Step,
+        budget: int,
+        part: Iterable[Request],
+        idle_slots: Set[int],
+        grammar_tokens: GrammarTokens,
     ) -> tuple[int, list[Request]]:
-        """Schedule the next token of each decoding request in `part`, with drafts if there are any.
+        """Schedule the next token of each decoding request, with drafts if there are any.
 
         Returns:
             the budget that is left, and the requests whose prompts are not computed yet.
@@ -209,11 +214,12 @@ class Scheduler:
         num_samples = min(len(self.requests), self.max_num_seqs)
         # One token of the budget is reserved for each running request.
         drafts_left = min(self.max_num_samples - num_samples, budget - len(self.running))
-        may_draft, special = self.lookahead.is_open, {*idle_slots, *forced}
+        may_draft = self.lookahead.is_open
+        others = {*idle_slots, *grammar_tokens}  # slots that do not just decode one token
         for request in part:
-            decodes = request.decodes_until and request.slot not in special
-            wanted = self.drafts.wanted(request) if may_draft and decodes else 0
-            decodes = decodes and not wanted
+            decodes = request.decodes_until and request.slot not in others
+            num_new_drafts = self.drafts.wanted(request) if may_draft and decodes else 0
+            decodes = decodes and not num_new_drafts
             if decodes and request.num_computed_tokens < request.decodes_until:
                 step.decode(request)
                 budget -= 1
@@ -225,40 +231,45 @@ class Scheduler:
                 continue
             drafts, num_drafts = NO_DRAFTS, 0
             if not decodes:
-                known = forced.get(request.slot)
-                drafts, num_drafts = choose_drafts(request, known, self._in_flight)
+                allowed = grammar_tokens.get(request.slot)
+                drafts, num_drafts = choose_drafts(request, allowed, self._in_flight)
                 num_drafts = max(min(num_drafts, drafts_left), 0)
             new_block_ids = self.kv_cache.allocate(request, 1 + num_drafts)
             if new_block_ids is None:
-                num_drafts, new_block_ids = 0, self._allocate(step, request, 1)
+                num_drafts = 0
+                new_block_ids = self._allocate_blocks(step, request, 1)
             if new_block_ids is None:
                 break
             if decodes and len(new_block_ids) < 2:  # Decodes has room for one per row
                 self._schedule_decode(step, request, new_block_ids)
             else:
                 scheduled = step.add(request, 1, new_block_ids, num_drafts, drafts[:num_drafts])
-                self._plan_next(request, scheduled, wanted)
+                self._plan_next(request, scheduled, num_new_drafts)
             budget -= 1 + num_drafts
             drafts_left -= num_drafts
         return budget, partial
 
-    def _schedule_prompts(self, step: Step, budget: int, partial: list[Request], lane: int) -> int:
-        """Schedule prompts of a lane, in the policy's order; returns the budget that is left.
+    def _schedule_prompts(
+        self, step: Step, budget: int, partial: list[Request], priority_class: int
+    ) -> int:
+        """Schedule prompts of a class, in the policy's order; return the budget that is left.
 
         A request that was preempted in this step does not restart in it: the blocks that it freed
         went to another.
         """
-        now, queue, kv_cache, may_start = now_ns(), self.waiting, self.kv_cache, True
-        spared = max(budget - self.max_background_tokens, 0) if lane else 0
-        budget -= spared
-        has_long = queue.long_group(lane) is not None or any(map(queue.is_long, partial))
+        now = now_ns()
+        queue = self.waiting
+        may_start = True
+        withheld = max(budget - self.max_background_tokens, 0) if priority_class > 0 else 0
+        budget -= withheld
+        has_long = queue.long_group(priority_class) is not None or any(map(queue.is_long, partial))
         for_long = min(self.long_prompt, budget // 2) if has_long else 0
         passed: list[Request] = []
         while budget > 0:
             partial = [each for each in partial if each.slot >= 0]  # others were preempted
             may_start = may_start and bool(self.free_slots)
             only_long = for_long >= budget
-            request = queue.next(partial, lane, may_start, only_long)
+            request = queue.next(partial, priority_class, may_start, only_long)
             if request is None:
                 if not only_long:
                     break
@@ -268,22 +279,23 @@ class Scheduler:
             if request.num_uncomputed_tokens > room and not self.chunks_prompts:
                 break
             if request.slot < 0:
-                cached = kv_cache.match_prefix(request)
-                # One preempted with a token in flight waits until that is harvested.
-                may_start = not request.num_placeholders and kv_cache.can_start(request, cached)
+                cached = self.kv_cache.match_prefix(request)
+                # One preempted with a token in flight waits until that is collected.
+                is_known = not request.num_placeholders
+                may_start = is_known and self.kv_cache.can_start(request, cached)
                 if not may_start:
                     step.record.waits_for = "blocks"
                     has_room = len(passed) < MAX_PASSED
-                    if has_room and kv_cache.connector.may_be_overtaken(request, len(cached)):
+                    if has_room and self.kv_cache.connector.may_be_overtaken(request, len(cached)):
                         queue.remove(request)
                         passed.append(request)
                         may_start = True
                     continue
-                self._admit(step, request, cached, now)
+                self._start_request(step, request, cached, now)
             else:
                 partial.remove(request)
             num_tokens = min(request.num_uncomputed_tokens, room)
-            new_block_ids = self._allocate(step, request, num_tokens)
+            new_block_ids = self._allocate_blocks(step, request, num_tokens)
             if new_block_ids is None:
                 continue
             queue.charge(request, num_tokens)
@@ -291,9 +303,9 @@ class Scheduler:
             budget -= num_tokens
         for request in passed:
             queue.add(request)
-        return budget + spared
+        return budget + withheld
 
-    def _allocate(self, step: Step, request: Request, num_tokens: int) -> list[int] | None:
+    def _allocate_blocks(self, step: Step, request: Request, num_tokens: int) -> list[int] | None:
         """Blocks for the next tokens of a request, for which the last running ones are preempted;
         None if it has to wait, as those that are in this step already keep their blocks.
         """
@@ -306,7 +318,7 @@ class Scheduler:
                 return None
         return new_block_ids
 
-    def _admit(self, step: Step, request: Request, cached: list[int], now: int) -> None:
+    def _start_request(self, step: Step, request: Request, cached: list[int], now: int) -> None:
         self.waiting.start(request)
         self.kv_cache.attach_cached_blocks(request, cached)
         request.slot = self.free_slots.pop()
@@ -327,20 +339,22 @@ class Scheduler:
         self.kv_cache.commit(request)
         step.decode(request)
 
-    def _plan_next(self, request: Request, scheduled: ScheduledRequest, wanted: int = 0) -> None:
+    def _plan_next(
+        self, request: Request, scheduled: ScheduledRequest, num_new_drafts: int = 0
+    ) -> None:
         """Ask for drafts for the step after a row that was just scheduled, see `Drafts.ask`, and
         enter its full blocks in the prefix cache.
         """
         if scheduled.samples:
             request.num_drafts = 0
             if self.lookahead.is_open:
-                self.drafts.ask(request, scheduled, wanted)
+                self.drafts.ask(request, scheduled, num_new_drafts)
             request.decodes_until = 0 if request.num_drafts else self.kv_cache.room_of(request)
         self.kv_cache.commit(request)
 
     def _preempt(self, request: Request, record: StepRecord) -> None:
         """Return a request, removed from `running`, to the queue: its blocks and slot are freed."""
-        self._release(request)
+        self._release_slot(request)
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
         request.marks.append(Mark("preempted", now_ns(), record.step))
@@ -353,7 +367,7 @@ class Scheduler:
             request.request_id, len(request.token_ids), len(self.running), len(self.waiting),
         )  # fmt: skip
 
-    # ---- harvest ----
+    # ---- collect outputs ----
 
     def update_from_output(self, result: ModelRunnerOutput, ends: Mapping[int, GrammarEnd]) -> None:
         """Process the output of the oldest step in flight.
@@ -375,15 +389,15 @@ class Scheduler:
         decoded, rows = step.append_decoded(result, ends)
         self.outputs.add_decoded(decoded)
         for row in rows:
-            self._harvest(step, row, result, ends.get(row))
+            self._collect_output(step, row, result, ends.get(row))
 
-    def _harvest(
+    def _collect_output(
         self, step: Step, row: int, result: ModelRunnerOutput, end: GrammarEnd | None
     ) -> None:
         """Process the output of one row; `end` is how its grammar ends the output."""
         request, scheduled = step.row(row)
         if row in result.errors:
-            self._fail(step, row, result.errors[row])
+            self._fail_row(step, row, result.errors[row])
         # A step launched before the end of a request was known samples one token too many.
         if request.status is RequestStatus.FINISHED:
             return
@@ -392,14 +406,14 @@ class Scheduler:
         if not result.tokens_of(row):
             return
         record = step.record
-        output = request.harvest(result, row, end, record.harvested_ns, record.step)
+        output = request.collect_output(result, row, end, record.harvested_ns, record.step)
         if scheduled.num_drafts or scheduled.max_new_drafts:
             record.num_drafts += scheduled.num_drafts
             record.num_accepted += self.drafts.settle(request, scheduled, output, result, row)
             if output.num_drafts:
                 self._stats.drafts.count(output.num_drafts, output.num_accepted)
         if output.finish_reason is not None:
-            self._finish(request)
+            self._finish_request(request)
         self.outputs.add(request.client, output)
 
     def take_outputs(self, num_deferred: int = 0) -> dict[int, EngineCoreOutputs]:
@@ -430,11 +444,11 @@ class Scheduler:
 
     # ---- the end of a request ----
 
-    def _fail(self, step: Step, index: int, error: str) -> None:
+    def _fail_row(self, step: Step, row: int, error: str) -> None:
         """End a request that failed in a step. What it computed from that step on is wrong, so
         requests that share those blocks fail, too.
         """
-        request, scheduled = step.row(index)
+        request, scheduled = step.row(row)
         # If drafts before this step were rejected, it began at the last known token.
         num_tokens = min(scheduled.num_computed_tokens, len(request.token_ids) - 1)
         # Requests that finished meanwhile have blocks in the cache, too.
@@ -444,14 +458,14 @@ class Scheduler:
         for each in [request, *sharers]:
             self.kv_cache.forget(each)
             if each.status is not RequestStatus.FINISHED:
-                self._end(each, error, step.record.step)
+                self._end_with_error(each, error, step.record.step)
 
-    def _end(self, request: Request, error: str, step: int = -1) -> None:
-        self._finish(request)
+    def _end_with_error(self, request: Request, error: str, step: int = -1) -> None:
+        self._finish_request(request)
         self._stats.num_failed += 1
         self.outputs.add(request.client, failure(request.request_id, request.marks, error, step))
 
-    def _finish(self, request: Request) -> None:
+    def _finish_request(self, request: Request) -> None:
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
         else:
@@ -459,10 +473,10 @@ class Scheduler:
             self.kv_cache.connector.stop_waiting(request)
         request.status = RequestStatus.FINISHED
         if request.slot >= 0:
-            self._release(request)
+            self._release_slot(request)
         del self.requests[request.request_id]
 
-    def _release(self, request: Request) -> None:
+    def _release_slot(self, request: Request) -> None:
         """Free slot and blocks. Steps in flight may still use them: the next owner's run later."""
         self.waiting.stop(request)
         self.kv_cache.free(request)

@@ -1,4 +1,4 @@
-"""Step: one step from its scheduling to its harvest; StepLog: the records of the latest steps."""
+"""Step: one step until its output is collected; StepLog: the records of the latest steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_SILENCE = 1_000_000_000  # nanoseconds
 
 
 class Step(msgspec.Struct):
-    """A step from its scheduling to its harvest.
+    """A step, from its scheduling until its output is collected.
 
     Its rows hold the requests themselves, not their ids: meanwhile a request may end, and its id
     may be used again.
@@ -88,17 +88,18 @@ class Step(msgspec.Struct):
     def append_decoded(
         self, result: ModelRunnerOutput, ends: Mapping[int, GrammarEnd]
     ) -> tuple[dict[int, dict[str, int]], list[int]]:
-        """Append the sampled tokens of rows whose output goes on with nothing else to report.
+        """Append the sampled tokens of rows whose output continues with nothing else to report.
 
         Returns:
             those tokens, by client and request id;
             the other rows, e.g. those whose output ends.
         """
         tokens: defaultdict[int, dict[str, int]] = defaultdict(dict)
-        special, rows = {*result.errors, *result.logprobs, *ends}, []
+        reporting = {*result.errors, *result.logprobs, *ends}
+        rows: list[int] = []
         assert len(self.decoding) == len(result.decoded)
         for row, request, token_id in zip(count(), self.decoding, result.decoded, strict=False):
-            if request.slot >= 0 and row not in special and request.append_decoded(token_id):
+            if request.slot >= 0 and row not in reporting and request.append_decoded(token_id):
                 tokens[request.client][request.request_id] = token_id
             else:
                 rows.append(row)
@@ -116,8 +117,8 @@ class Step(msgspec.Struct):
         return self.requests[other], self.scheduled[other]
 
     def chose_drafts_of(self, request: Request) -> bool:
-        """Whether the step verifies drafts that only the workers know: until it is harvested, the
-        engine does not know at which token the request's next step begins.
+        """Whether the step verifies drafts that only the workers know. Until its output is known,
+        the engine does not know at which token the request's next step begins.
         """
         return any(
             each is request and scheduled.num_drafts > len(scheduled.draft_token_ids)
@@ -126,7 +127,7 @@ class Step(msgspec.Struct):
 
 
 class StepLog:
-    """The records of harvested steps. Each client gets each of them once, with its outputs."""
+    """The records of collected steps. Each client gets each of them once, with its outputs."""
 
     def __init__(self, max_records: int = MAX_RECORDS) -> None:
         self._harvested_ns = 0
@@ -136,10 +137,10 @@ class StepLog:
         self._announced_ns = 0
 
     def add(self, record: StepRecord) -> tuple[int, bool]:
-        """Add the record of a harvested step.
+        """Add the record of a step whose output is collected.
 
         Returns:
-            nanoseconds since the harvest of the step before, idle time included;
+            nanoseconds since the output of the step before, idle time included;
             whether all clients with requests should get the records now, even without outputs:
             they detect by them an engine that makes no progress.
         """

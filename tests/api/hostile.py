@@ -144,7 +144,8 @@ EXTRA_FIELDS = sorted(
     {name for kind in subclasses(RequestBody) for name in kind.model_fields}
     | {"best_of", "keep_alive", "options", "raw", "format", "think", "rid", "data_parallel_rank",
        "lora_request", "prompt_embeds", "mm_processor_kwargs", "status", "id", "owner", "key",
-       "state", "headers", "deadline", "lane", "adapter", "__class__", "__dict__", "model_extra"}
+       "state", "headers", "deadline", "priority_class", "adapter", "__class__", "__dict__",
+       "model_extra"}
 )  # fmt: skip
 EXTRA_VALUES = [
     '"x"', "[1]", "{}", "null", "NaN", "Infinity", "-1", "0", "1e30", "true", "1" + "0" * 400,

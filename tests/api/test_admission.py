@@ -308,10 +308,10 @@ async def test_weight_users_and_tier_reach_the_engine(tmp_path):
     path = write_keys(tmp_path, weight="2.5", by_user="true")
     async with serve(api_key_file=path) as served:
         _, options = await sent_options(served, AUTHORIZED, user="u", service_tier="flex")
-        assert (options.weight, options.owner, options.lane) == (2.5, "k/u", 1)
+        assert (options.weight, options.owner, options.priority_class) == (2.5, "k/u", 1)
     async with serve() as served:  # without a key that says so, a name is no share
         _, options = await sent_options(served, {}, user="u", service_tier="auto")
-        assert options.owner != "u" and options.lane == 0
+        assert options.owner != "u" and options.priority_class == 0
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ async def test_requests_for_vectors_can_run_in_the_background(served: Served, pa
     answer = await served.http.post(path, json={**body, "service_tier": "flex"})
     assert answer.status_code == 200 and "x-servd-ignored" not in answer.headers
     requests = [each for each in served.engine.sent if isinstance(each, EngineCoreRequest)]
-    assert {request.options.lane for request in requests} == {1}
+    assert {request.options.priority_class for request in requests} == {1}
 
 
 # ---- draining ----

@@ -123,7 +123,7 @@ async def test_a_batch_is_answered_as_its_route_would(client, served):
     assert bad.keys() == {"hot"} and bad["hot"]["response"]["status_code"] == 400
     assert bad["hot"]["response"]["body"]["error"]["param"] == "temperature"
     sent = [message.options for message in served.engine.sent if hasattr(message, "options")]
-    assert len(sent) == 20 and all(options.lane == 1 for options in sent)
+    assert len(sent) == 20 and all(options.priority_class == 1 for options in sent)
     assert not list(Path(served.app.state.context.batches.store.open).iterdir())
 
 
@@ -147,7 +147,8 @@ async def test_every_route_of_batches_runs_in_the_background(client, served, url
     direct = (await served.http.post(url, json=body)).json()
     assert result["response"]["body"].keys() == direct.keys()
     options = [m.options for m in served.engine.sent if hasattr(m, "options")]
-    assert [one.lane for one in options] == [1] * (len(options) // 2) + [0] * (len(options) // 2)
+    half = len(options) // 2
+    assert [one.priority_class for one in options] == [1] * half + [0] * half
 
 
 @pytest.mark.parametrize(

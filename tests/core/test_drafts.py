@@ -97,13 +97,13 @@ def test_whoever_builds_on_a_failed_step_after_drafts_that_were_not_kept_fails_t
         scheduler.update_from_output(output, {})
 
     launched = deque()
-    scheduler.add(make_request("a", [1, 2, 3, 4, 5, 6], 20))
+    scheduler.add_request(make_request("a", [1, 2, 3, 4, 5, 6], 20))
     launched.append(scheduler.schedule())
     harvest(97, [7, 7, 7])
     launched += [scheduler.schedule(), scheduler.schedule()]
     harvest(98)  # so that the step in flight begins at the last token of a block
     assert [step.rows[0].num_computed_tokens for step in launched] == [10]
-    scheduler.add(make_request("b", [1, 2, 3, 4, 5, 6, 97, 98, 9], 20))
+    scheduler.add_request(make_request("b", [1, 2, 3, 4, 5, 6, 97, 98, 9], 20))
     assert scheduler.schedule().new_requests[0].num_computed_tokens == 8
     harvest(99, errors={0: "bad"})
     errors = {each.request_id: each.error for each in scheduler.take_outputs()[0].all_outputs}

@@ -29,7 +29,7 @@ class Arrival:
     priority: int
     cache_salt: str | None
     owner: str
-    lane: int
+    priority_class: int
     abort_after: int | None
 
 
@@ -45,7 +45,7 @@ arrivals = st.builds(
     priority=st.integers(0, 2),
     cache_salt=st.sampled_from([None, None, "a"]),
     owner=st.sampled_from(["a", "a", "b"]),
-    lane=st.sampled_from([0, 0, 1]),
+    priority_class=st.sampled_from([0, 0, 1]),
     abort_after=st.none() | st.integers(0, 25),
 )
 max_num_seqs = st.shared(st.integers(1, 6), key="max_num_seqs")
@@ -73,7 +73,7 @@ def serve(arrivals: list[Arrival], depth: int, options: dict) -> Log:
                     make_request(
                         str(i), arrival.prompt, arrival.max_tokens,
                         priority=arrival.priority, cache_salt=arrival.cache_salt,
-                        owner=arrival.owner, lane=arrival.lane,
+                        owner=arrival.owner, priority_class=arrival.priority_class,
                     )
                 )  # fmt: skip
             if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
@@ -102,16 +102,16 @@ def test_every_request_ends_once_with_its_own_tokens(arrivals, options):
 
 
 def test_two_steps_are_in_flight_at_depth_two():
-    launched_before_harvest = {}
+    launched_before_outputs = {}
     for depth in (1, 2):
         engine = make_engine(depth=depth)
         engine.handle(make_request("a", [1, 2, 3], 6))
         log = Log()
         log.step(engine)
         log.step(engine)
-        launched_before_harvest[depth] = len(engine.executor.steps) - len(log.outputs["a"])
+        launched_before_outputs[depth] = len(engine.executor.steps) - len(log.outputs["a"])
         log.run(engine)
-    assert launched_before_harvest == {1: 0, 2: 1}
+    assert launched_before_outputs == {1: 0, 2: 1}
 
 
 def test_scheduling_never_reads_the_history_again():

@@ -15,7 +15,7 @@ from servd.core import lookahead
 from servd.core.step_cost import StepCost
 from servd.messages import AbortRequests, EngineCoreRequest
 from servd.params import StructuredOutput
-from servd.speculative import MAX_FORCED_TOKENS
+from servd.speculative import MAX_GRAMMAR_TOKENS
 from tests.core.devices import SlowExecutor, TimedExecutor, overlap
 from tests.core.engines import (
     AuditedExecutor,
@@ -157,7 +157,7 @@ def serve(
         **options,
     )
     if not jumps_ahead:
-        engine.grammars.forced_tokens = dict
+        engine.grammars.grammar_tokens = dict
     settle, log = with_grammars(engine), Log()
     for step in range(max(arrival.step + (arrival.abort_after or 0) for arrival in arrivals) + 1):
         for i, arrival in enumerate(arrivals):
@@ -268,7 +268,7 @@ def test_drafts_save_steps(depth):
     ("depth", "max_drafts", "num_steps"),
     [(1, 0, 4), (2, 0, 5), (3, 0, 5), (1, 2, 4), (2, 2, 6), (3, 2, 6)],
 )
-def test_forced_tokens_take_one_step(depth, max_drafts, num_steps):
+def test_grammar_tokens_take_one_step(depth, max_drafts, num_steps):
     """Steps that were launched before one knew what is forced come before it; so does another
     one if nobody knows how many drafts they keep.
     """
@@ -291,7 +291,7 @@ def test_one_step_samples_no_more_than_it_can():
     num_samples = [
         sum(item.num_drafts + item.samples for item in step.rows) for step in engine.executor.steps
     ]
-    assert max(num_samples) == 6 + MAX_FORCED_TOKENS
+    assert max(num_samples) == 6 + MAX_GRAMMAR_TOKENS
     assert [outputs(log, str(i)) for i in range(6)] == [alone(arrival) for arrival in arrivals]
 
 

@@ -360,7 +360,7 @@ def test_prompts_that_may_not_be_split_wait_for_a_step_with_room():
     engine = make_engine(max_num_batched_tokens=32, max_model_len=32, **whole)
     lengths = {"a": 20, "b": 20, "c": 12, "d": 31}
     requests = [make_request(name, [1] * n, 0) for name, n in lengths.items()]
-    requests.append(make_request("background", [1] * 32, 0, lane=1))
+    requests.append(make_request("background", [1] * 32, 0, priority_class=1))
     _, steps = run_and_list_steps(engine, *requests)
     assert sorted(n for step in steps for n in step.values()) == [12, 20, 20, 31, 32]
     assert all(sum(step.values()) <= 32 for step in steps)

@@ -21,7 +21,7 @@ from servd.errors import ConfigError
 from servd.hf import read_spec
 from servd.messages import AbortRequests, EngineCoreRequest
 from servd.params import SamplingParams
-from servd.speculative import MAX_FORCED_TOKENS
+from servd.speculative import MAX_GRAMMAR_TOKENS
 from servd.worker.decode_inputs import DecodeInputs
 from servd.worker.gpu_model_runner import GPUModelRunner
 from servd.worker.graph_runner import GraphRunner, GraphSize, decode_sizes, mixed_sizes
@@ -143,8 +143,8 @@ def test_graphs_compute_what_is_computed_without(folder: Path):
         run_steps(folder, enforce_eager=enforce_eager) for enforce_eager in (False, True)
     )
     assert eager.worker.runner.graphs is None
-    # The largest is for all requests, one of them with as many forced tokens as it may have.
-    sizes = [1, 2, 4, 8, 16, 8 + MAX_FORCED_TOKENS]
+    # The largest is for all requests, one of them with as many grammar tokens as it may have.
+    sizes = [1, 2, 4, 8, 16, 8 + MAX_GRAMMAR_TOKENS]
     made = graphs.worker.runner.graphs.graphs
     assert sorted(size.num_tokens for size, _ in made if size.is_decode) == sizes
     assert sorted(size.num_tokens for size, _ in made if not size.is_decode) == mixed_sizes(256)

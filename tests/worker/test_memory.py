@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from servd.errors import NotEnoughMemory
 from servd.hf import read_spec
-from servd.speculative import MAX_FORCED_TOKENS
+from servd.speculative import MAX_GRAMMAR_TOKENS
 from servd.worker.graph_runner import mixed_sizes
 from servd.worker.memory import MemoryUse
 from servd.worker.worker import Worker
@@ -105,11 +105,11 @@ def test_the_profile_runs_the_largest_steps(worker: Worker, monkeypatch: pytest.
     assert use.outside == 2_000_000
     assert use.persistent == 1_500_000
     assert (use.forward, use.sampling) == (5_000_000 - 1_900_000, 9_900_000 - 1_900_000)
-    # For 1, 2, 4, 8, 16 and all requests, one with as many forced tokens as it may; and for steps
+    # For 1, 2, 4, 8, 16 and all requests, one with as many grammar tokens as it may; and for steps
     # with prompts.
     num_graphs = 6 + len(mixed_sizes(256))
     # Hidden states, slots and columns, and the tokens of all requests.
-    buffers = 256 * (48 * 4 + 2 * 8) + 8 * (8 + MAX_FORCED_TOKENS)
+    buffers = 256 * (48 * 4 + 2 * 8) + 8 * (8 + MAX_GRAMMAR_TOKENS)
     assert use.graphs == 5_000_000 + 500_000 * (num_graphs - 3) + buffers
     assert use.available == 50_000_000 - 2_000_000 - 1_500_000 - 8_000_000 - use.graphs
     block = ready.kv_bytes_per_block

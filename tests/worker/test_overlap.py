@@ -88,7 +88,7 @@ def serve(
     engine = EngineCore(config, spec, executor, executor.start())
     engine.depth = depth
     if not jumps_ahead:
-        engine.grammars.forced_tokens = dict
+        engine.grammars.grammar_tokens = dict
     settle, log = with_grammars(engine), Log()
     for wave in (requests[:3], requests[3:4], requests[4:]):
         for request in wave:

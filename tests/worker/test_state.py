@@ -109,7 +109,7 @@ def test_what_a_grammar_forces_is_not_drafted(folder: Path):
     for jumps in (True, False):
         engine = engine_of(folder, max_num_batched_tokens=64)
         if not jumps:
-            engine.grammars.forced_tokens = dict
+            engine.grammars.grammar_tokens = dict
         settle = with_grammars(engine)
         engine.handle(request)
         settle()

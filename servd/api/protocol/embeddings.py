@@ -34,7 +34,7 @@ class PooledRequest(RequestBody):
             self.priority or 0,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             owner=self.user or "",
-            lane=int(self.service_tier == "flex"),
+            priority_class=int(self.service_tier == "flex"),
         )
 
 

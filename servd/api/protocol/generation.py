@@ -324,7 +324,7 @@ class GenerationRequest(StructuredRequest):
             self.cache_salt,
             self.truncate_prompt_tokens,
             owner=self.user or "",
-            lane=int(self.service_tier == "flex"),
+            priority_class=int(self.service_tier == "flex"),
             retention=MAX_RETENTION
             if self.retention is None and self.prompt_cache_retention == "24h"
             else self.retention or 0.0,

@@ -25,7 +25,7 @@ class PendingOutput(Protocol):
 
 
 class Executor(ABC):
-    """Runs steps on one or more workers. Steps are launched and harvested in order.
+    """Runs steps on one or more workers. Steps are launched and collected in order.
 
     Every step is two calls, `execute_model` then `sample_tokens`; calling out of order raises
     RuntimeError.

@@ -52,7 +52,7 @@ class MultiProcExecutor(executor.Executor):
         self.inbox: Inbox[FromWorker] = Inbox(address(self.folder, "executor"), FromWorker)
         self.workers: list[Child] = []
         self.outboxes: list[Outbox] = []
-        # By rank, of steps that are not harvested yet.
+        # By rank, of steps whose output is not collected yet.
         self.outputs: list[deque[ModelRunnerOutput]] = []
         self.is_launched = False
         self.is_stopping = False
@@ -119,7 +119,7 @@ class MultiProcExecutor(executor.Executor):
         return self
 
     def result(self) -> ModelRunnerOutput:
-        """Output of the oldest step that is not harvested yet.
+        """Output of the oldest step that is not collected yet.
 
         Raises:
             EngineDead: a worker failed or is gone.

@@ -54,7 +54,7 @@ class AdapterQueue:
         single long request could otherwise hold them up as long.
         """
         self._step += 1
-        if self._is_review_due():
+        if self.deferred and self._step % REVIEW_INTERVAL == 0:
             waited = self._step - min(each.deferred_since for each in self.deferred)
             was_closed = self._is_closed
             self._is_closed = (waited // MAX_DEFERRED_STEPS).bit_length() % 2 == 1
@@ -103,7 +103,7 @@ class AdapterQueue:
         """Running requests to preempt, last first: those of an adapter whose slot one of a better
         priority class needs.
         """
-        if not self._is_review_due():
+        if not self.deferred or self._step % REVIEW_INTERVAL:
             return []
         # The best priority class of each running adapter: that of its first request.
         classes = {each.adapter: each.order[0] for each in reversed(running) if each.adapter}
@@ -112,9 +112,6 @@ class AdapterQueue:
         if last is None or classes[last] <= min(waiting, default=classes[last]):
             return []
         return [request for request in reversed(running) if request.adapter == last]
-
-    def _is_review_due(self) -> bool:
-        return bool(self.deferred) and self._step % REVIEW_INTERVAL == 0
 
     def _admits(self, request: Request) -> bool:
         if request.adapter is None or len(self._running_adapters) < self.max_adapters:

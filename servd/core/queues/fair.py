@@ -47,6 +47,8 @@ class WaitingQueue(fcfs.WaitingQueue):
     owners that were served as much.
     """
 
+    by_owner = True
+
     def __init__(self, long_prompt: int, max_adapters: int = 1) -> None:
         super().__init__(long_prompt, max_adapters)
         self._pushes = count()

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import count
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 from servd.core.queues._adapters import AdapterQueue
 from servd.core.request import Request
@@ -29,6 +29,8 @@ class WaitingQueue(AdapterQueue):
         max_adapters: adapters whose requests run at once, at most; those of others are deferred.
     """
 
+    by_owner: ClassVar[bool] = False  # whether the owner of a request matters
+
     def __init__(self, long_prompt: int, max_adapters: int = 1) -> None:
         super().__init__(max_adapters)
         self.long_prompt = long_prompt
@@ -43,7 +45,7 @@ class WaitingQueue(AdapterQueue):
 
     def order(self, options: RequestOptions) -> tuple[int, int, int]:
         """Rank of a new request: the lowest is served first and preempted last."""
-        return options.lane, 0, next(self._arrivals)
+        return options.priority_class, 0, next(self._arrivals)
 
     def enqueue(self, request: Request) -> None:
         priority_class, priority, _ = request.order

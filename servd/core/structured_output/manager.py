@@ -305,8 +305,8 @@ class GrammarManager:
                 idle.add(slot)
         return idle
 
-    def forced_tokens(self) -> dict[int, list[int]]:
-        """Slot -> the tokens that must follow the harvested ones, if there are any."""
+    def grammar_tokens(self) -> dict[int, list[int]]:
+        """Slot -> the only tokens that its grammar allows after the known ones, if any."""
         if not self._rows or self.spec.keeps_state:  # recurrent states cannot take drafts back
             return {}
         return {

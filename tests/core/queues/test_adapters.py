@@ -61,9 +61,9 @@ def test_patience_goes_on_when_another_adapter_gets_the_place():
     assert not log.finished("b2")
 
 
-def test_a_background_request_gives_its_adapters_place_to_a_better_lane():
+def test_a_background_request_gives_its_adapters_place_to_a_better_class():
     engine, log = make(), Log()
-    engine.handle(make_request("background", [1], 1504, adapter=A, lane=1))
+    engine.handle(make_request("background", [1], 1504, adapter=A, priority_class=1))
     for _ in range(5):
         log.step(engine)
     engine.handle(make_request("chat", [2], 4, adapter=B))

@@ -1,4 +1,4 @@
-"""How owners and lanes share an engine: simulated seconds, so the figures are exact."""
+"""How owners and priority classes share an engine: simulated seconds, so the figures are exact."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_the_background_waits_for_its_turn(policy):
     """Though there are slots, blocks and tokens left of the budget."""
     engine = make_engine(max_model_len=128, scheduling_policy=policy)
     engine.handle(make_request("first", [1] * 100, 2))
-    engine.handle(make_request("second", [2] * 4, 2, lane=1))
+    engine.handle(make_request("second", [2] * 4, 2, priority_class=1))
     Log().run(engine)
     assert lacks(engine) == ["budget"] * 4
 
@@ -301,16 +301,16 @@ def test_a_long_output_that_yields_to_a_long_prompt_does_not_come_back_before_it
     assert requests["a1"].num_preemptions == 1
 
 
-# ---- the background lane ----
+# ---- the background ----
 
 
-def loaded(*clients: str, lane: int = 0) -> Simulation:
+def loaded(*clients: str, priority_class: int = 0) -> Simulation:
     """A client that sends its requests one after another, one that has sent all of them, or
     both.
     """
     simulation = Simulation(max_num_seqs=32)
     for i in range(700 if "f" in clients else 0):
-        simulation.send(f"f{i}", 20, 100, owner="f", lane=lane)
+        simulation.send(f"f{i}", 20, 100, owner="f", priority_class=priority_class)
     for i in range(100 if "i" in clients else 0):
         simulation.send(f"i{i}", 500, 8, at=i * 0.1501, owner="i")
     simulation.run(until=15)
@@ -318,7 +318,7 @@ def loaded(*clients: str, lane: int = 0) -> Simulation:
 
 
 def test_the_background_uses_what_is_idle_and_is_hardly_noticed():
-    quiet, full, flood = loaded("i"), loaded("i", "f", lane=1), loaded("f")
+    quiet, full, flood = loaded("i"), loaded("i", "f", priority_class=1), loaded("f")
     p99 = [
         sorted(at - each.sent[name] for name, at in each.first.items() if name[0] == "i")[98]
         for each in (quiet, full)
@@ -334,7 +334,7 @@ def test_the_background_uses_what_is_idle_and_is_hardly_noticed():
 def test_the_background_yields_its_slots_within_a_step():
     simulation = Simulation(max_num_seqs=4)
     for i in range(8):
-        simulation.send(f"f{i}", 20, 400, lane=1)
+        simulation.send(f"f{i}", 20, 400, priority_class=1)
     simulation.send("i", 20, 4, at=1.0)
     simulation.run(until=1.3)
     assert simulation.first["i"] - 1.0 <= 2 * (STEP + 40 * TOKEN)
@@ -343,7 +343,7 @@ def test_the_background_yields_its_slots_within_a_step():
 def test_no_second_step_of_the_background_is_in_the_way_of_who_comes():
     engine = make_engine(max_num_seqs=4, depth=2)
     for i in range(2):
-        engine.handle(make_request(f"f{i}", [i], 50, lane=1))
+        engine.handle(make_request(f"f{i}", [i], 50, priority_class=1))
     for _ in range(5):
         engine.step()
         assert not engine.in_flight
@@ -356,7 +356,7 @@ def test_no_second_step_of_the_background_is_in_the_way_of_who_comes():
 def test_the_background_alone_keeps_all_stages_of_a_pipeline_busy():
     engine = make_engine(max_num_seqs=8, pipeline_parallel_size=2)
     for i in range(8):
-        engine.handle(make_request(f"f{i}", [i], 50, lane=1))
+        engine.handle(make_request(f"f{i}", [i], 50, priority_class=1))
     for _ in range(5):
         engine.step()
         assert len(engine.in_flight) == 1  # beside the one that was waited for
@@ -364,7 +364,7 @@ def test_the_background_alone_keeps_all_stages_of_a_pipeline_busy():
 
 def test_the_background_ends_with_its_own_tokens():
     engine = make_engine(max_num_seqs=2, num_blocks=64)
-    background = [make_request(f"f{i}", [i, 1, 2, 3, 4], 12, lane=1) for i in range(4)]
+    background = [make_request(f"f{i}", [i, 1, 2, 3, 4], 12, priority_class=1) for i in range(4)]
     front = [make_request(f"i{i}", [7, i, 2], 9) for i in range(3)]
     log = generate(engine, *background, *front)
     assert list(log.outputs)[:3] == ["i0", "i1", "f0"] or "f0" not in list(log.outputs)[:2]
@@ -380,7 +380,9 @@ def test_a_policy_forgets_those_that_leave(policy):
     engine = make_engine(max_num_seqs=2, scheduling_policy=policy)
     names = [f"{owner}{i}" for i in range(40) for owner in "abc"]
     for i, name in enumerate(names):
-        engine.handle(make_request(name, [i], 3, owner=name[0], priority=i % 3, lane=i % 2))
+        engine.handle(
+            make_request(name, [i], 3, owner=name[0], priority=i % 3, priority_class=i % 2)
+        )
     engine.step()
     assert len(engine.scheduler.waiting) == 118
     engine.handle(AbortRequests(names[:100]))
