@@ -45,19 +45,21 @@ def of_api_server() -> Replaced:
     from servd.api import middleware
     from servd.api.choice import Choice
     from servd.api.metrics import Metrics
+    from servd.api.request_state import RequestState
     from servd.api.timeline import Timeline, Tracer
 
     def count(metrics: Metrics, choice: Choice, num_tokens: int, now_ns: int) -> None:
         choice.num_tokens += num_tokens
 
-    def forget(tracer: Tracer, request_id: str, *_: object) -> Timeline:
-        return tracer.running.pop(request_id, None) or Timeline(request_id)
+    def forget(tracer: Tracer, state: RequestState, *_: object) -> Timeline:
+        tracer.requests.pop(state.request_id, None)
+        return Timeline(state.request_id)
 
     return [
         (Metrics, "observe_tokens", count),
         *((Metrics, f"observe_{what}", nothing) for what in COUNTED),
         (Tracer, "finish", forget),
-        (middleware, "server_timing", lambda timelines: ""),
+        (middleware, "server_timing", lambda prompts: ""),
     ]
 
 

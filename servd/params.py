@@ -187,11 +187,6 @@ class SamplingParams(
         return msgspec.structs.replace(self, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
 
     @property
-    def size(self) -> int:
-        """Approximate number of characters and ids in it, as a measure of processing cost."""
-        return sum(map(len, self.bad_words)) + len(self.allowed_token_ids or ())
-
-    @property
     def is_greedy(self) -> bool:
         """Temperature 0 (or so close that dividing by it would overflow)."""
         return self.temperature < 1e-5

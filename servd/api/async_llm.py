@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import InitVar, dataclass
 from functools import partial
+from itertools import repeat
 from typing import TypeVar
 
 from servd.access import Key
@@ -24,10 +24,11 @@ from servd.api.output_processor import OutputProcessor
 from servd.api.processor import NO_OPTIONS, Processor
 from servd.api.progress import Progress, combine
 from servd.api.prompt import Prompt
-from servd.api.request_log import log_request
-from servd.api.request_state import RequestState
+from servd.api.recorder import Recorder
+from servd.api.request_log import RequestLog
+from servd.api.request_state import Observer, RequestState
 from servd.api.routing import Router
-from servd.api.timeline import Timeline, Tracer
+from servd.api.timeline import Tracer
 from servd.config import Config
 from servd.core.client import EngineCoreClient
 from servd.errors import (
@@ -70,7 +71,9 @@ class AsyncLLM:
 
     Attributes:
         engines: the --data-parallel-size engines, by rank.
-        requests: the running prompts, by request id, in order of arrival.
+        requests: the running prompts, by request id, in order of arrival: those of clients until
+            their answers have been written, others until their last token.
+        observers: see Observer.
         admission: limits on unfinished requests.
         loop: shares the event loop fairly among owners.
         has_changed: set, and replaced by a new event, whenever the state of an engine changes.
@@ -81,20 +84,26 @@ class AsyncLLM:
     clients: InitVar[Sequence[EngineCoreClient]]  # the channels to the engines
     processor: Processor  # prompt -> EngineCoreRequest
     output_processor: OutputProcessor  # EngineCoreOutput -> text
-    tracer: Tracer  # gets the marks of every request; the middleware calls its `finish`
+    tracer: Tracer  # the middleware calls its `finish`
     metrics: Metrics
     router: Router | None = None  # chooses among several engines
 
     def __post_init__(self, clients: Sequence[EngineCoreClient]) -> None:
         config = self.config
         metrics = self.metrics
-        self.requests: dict[str, RequestState] = {}
+        self.requests = self.tracer.requests
+        self.observers: list[Observer] = [self.tracer, metrics]
+        observability = config.observability
+        if observability.record_trace is not None:
+            self.observers.append(Recorder(observability.record_trace, config))
+        if observability.enable_log_requests:
+            self.observers.append(RequestLog(observability.max_log_len))
         self.admission = Admission(config.scheduler, metrics)
         for _ in clients[1:]:
             Metrics(metrics.labels["model_name"], beside=metrics)
         self.engines = [
             EngineClient(
-                rank, config, client, self.requests, self.output_processor, self.tracer, own,
+                rank, config, client, self.output_processor, self.tracer, own, self.observers,
                 self._engine_changed, self._move,
             )
             for rank, (client, own) in enumerate(zip(clients, metrics.engines, strict=True))
@@ -195,7 +204,7 @@ class AsyncLLM:
         processor, owner = self.processor, options.owner
         each = PROMPT_SIZE
         if isinstance(params, SamplingParams):  # processed with every prompt
-            each += params.size
+            each += sum(map(len, params.bad_words)) + len(params.allowed_token_ids or ())
         size = sum(each + prompt.num_chars for prompt in prompts)
         try:
             async with asyncio.timeout_at(deadline):
@@ -205,9 +214,9 @@ class AsyncLLM:
                         owner, size, lambda: sum(processor.fewest_tokens(p, keep) for p in prompts)
                     )
                     admitted.count_tokens(fewest)
-                prepared = await self.run_in_thread(
-                    owner, size, lambda: [processor.process(p, params, options) for p in prompts]
-                )
+                opened = [self.requests.get(prompt.request_id) for prompt in prompts]
+                process = map(processor.process, prompts, repeat(params), repeat(options), opened)
+                prepared = await self.run_in_thread(owner, size, lambda: [*process])
                 if admitted is not None:
                     admitted.count_tokens(sum(len(one.prompt_token_ids) for one in prepared))
                 for one in prepared:
@@ -254,7 +263,8 @@ class AsyncLLM:
             DeadlineExceeded: the deadline came before the last delta.
         """
         for one in prepared:
-            if one.request_id in self.requests:
+            is_running = one.request_id in self.engines[one.rank].running
+            if is_running or self.requests.get(one.request_id, one) is not one:
                 raise InvalidRequest(
                     f"a request with the id {one.request_id!r} is running", param="request_id"
                 )
@@ -265,7 +275,7 @@ class AsyncLLM:
             error = DeadlineExceeded(DEADLINE_PASSED)
             timer = asyncio.get_running_loop().call_at(deadline, stream.fail, error)
         try:
-            await self.loop.each(owner, prepared, lambda one: self._start(one, stream))
+            await self.loop.each(owner, prepared, partial(self._start, stream))
             while stream.num_open:
                 for delta in await stream.next_deltas():
                     if delta.finish_reason is FinishReason.ERROR:
@@ -277,44 +287,32 @@ class AsyncLLM:
                 timer.cancel()
             self.loop.each(owner, prepared, self._end)
 
-    def _start(self, state: RequestState, stream: DeltaStream) -> None:
+    def _start(self, stream: DeltaStream, state: RequestState) -> None:
         if isinstance(self.status, EngineDeadMessage):  # it died since `admit`
             raise EngineDead(f"the engine is gone: {self.status.reason}")
         state.stream = stream
         state.first_index = stream.num_open
         stream.num_open += state.params.n
         state.sent_ns = now_ns()
-        state.timeline = self._timeline_of(state)
+        if state.part_of and state.first_index == 0:
+            state.whole = self.requests.get(state.part_of)
+        if state.whole is not None:
+            state.whole.marks += state.marks
+        recorded = state.recorded
         trace_id = current_request.get().get("trace_id")
         state.start(
-            arrival_ns=state.timeline.begin_ns,
+            arrival_ns=recorded.begin_ns,
             exemplar={"trace_id": trace_id} if trace_id else None,
         )
-        if self.config.observability.enable_log_requests:
-            log_request(state, self.config.observability.max_log_len)
-        state.timeline.marks += [*state.marks, Mark("sent", state.sent_ns)]
-        if state.is_counted:
-            timeline = state.timeline
-            timeline.choices = state.choices
-            timeline.params = state.params
-            timeline.reads_prompt = state.params.prompt_logprobs is not None
-            timeline.prompt = array("I", state.prompt_token_ids)
-            timeline.salt = state.request.options.cache_keys
+        recorded.marks.append(Mark("sent", state.sent_ns))
+        for observer in self.observers:
+            observer.began(state)
         if self.router is not None:
             state.routed = self.router.route(state.request, self._open_ranks())
             state.rank = state.routed.rank
-        self.requests[state.request_id] = state
+        if not state.route:  # else its call has added it
+            self.requests[state.request_id] = state
         self.engines[state.rank].send(state)
-
-    def _timeline_of(self, state: RequestState) -> Timeline:
-        """Return where its marks go. Of the parts of one request only the first one has any."""
-        timeline = None
-        is_later_part = bool(state.part_of) and state.first_index > 0
-        if not is_later_part:
-            timeline = self.tracer.running.get(state.part_of or state.request_id)
-        if timeline is None:
-            timeline = Timeline(state.request_id)
-        return timeline
 
     def _open_ranks(self) -> Sequence[int]:
         """Engines for a new request. A sleeping one, which would have to load its model first, is
@@ -327,8 +325,12 @@ class AsyncLLM:
         return [engine.rank for engine in ready or self.engines]
 
     def _end(self, state: RequestState) -> None:
-        if self.requests.get(state.request_id) is state:  # else it has not started
-            self.engines[state.rank].end(state)
+        engine = self.engines[state.rank]
+        if engine.running.get(state.request_id) is not state:  # it has not started
+            return
+        engine.end(state)
+        if not state.route:  # no call ends it
+            del self.requests[state.request_id]
 
     def _engine_changed(self, engine: EngineClient) -> None:
         self.has_changed.set()
@@ -371,9 +373,8 @@ class AsyncLLM:
                 assert state.routed is not None
                 state.routed.leave(state.num_output_tokens)
                 state.routed = self.router.route(state.request, fitting)
-                state.rank = state.routed.rank
-                free[state.rank] -= num_choices
-                self.engines[state.rank].take_over(state, engine)
+                free[state.routed.rank] -= num_choices
+                self.engines[state.routed.rank].take_over(state, engine)
 
     def progress(self) -> Progress:
         return combine([engine.progress() if engine.is_ready else None for engine in self.engines])

@@ -21,7 +21,6 @@ from servd.api.choice import Choice
 from servd.api.detokenizer import Detokenizer
 from servd.api.metrics import Metrics
 from servd.api.request_state import RequestState
-from servd.api.timeline import Timeline
 from servd.api.tokenizer import Tokenizer
 from servd.errors import EngineError
 from servd.messages import FinishReason, TokenLogprobs
@@ -68,9 +67,7 @@ class BeamSearch:
         """The complete choices, best first. Raises what `AsyncLLM.generate` raises."""
         answers: list[CompletionOutput] = []
         reason = FinishReason.ABORT
-        request_id = self.prepared.request_id
-        timeline = async_llm.tracer.running.get(request_id) or Timeline(request_id)
-        arrival_ns = timeline.begin_ns
+        arrival_ns = self.prepared.begin_ns
         try:
             while self.running:
                 self.advance(await self._step(async_llm, deadline))
@@ -80,7 +77,7 @@ class BeamSearch:
             reason = FinishReason.ERROR
             raise
         finally:
-            timeline.choices = self._count(async_llm.metrics, arrival_ns, answers, reason)
+            self.prepared.choices = self._count(async_llm.metrics, arrival_ns, answers, reason)
         return answers
 
     async def _step(self, async_llm: AsyncLLM, deadline: float | None) -> list[TokenLogprobs]:
@@ -156,10 +153,11 @@ class BeamSearch:
             params=params,
             eos_token_ids=[],
         )
-        marks = [] if self.length else self.prepared.marks
-        part_of = self.prepared.request_id
         return RequestState(
-            prompt=None, params=params, request=request, marks=marks, part_of=part_of
+            request_id=request.request_id,
+            params=params,
+            request=request,
+            part_of=self.prepared.request_id,
         )
 
     def _answer(self, tokenizer: Tokenizer, index: int, beam: Beam) -> CompletionOutput:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
@@ -26,7 +27,7 @@ from servd.api.batch_store import Shelf
 from servd.api.context import Context
 from servd.api.protocol.generation import GenerationRequest
 from servd.api.protocol.validation import MAX_VALUES, Body, RequestBody, parse
-from servd.api.timeline import Timeline
+from servd.api.request_state import RequestState
 from servd.errors import Forbidden, InvalidRequest, NotFound, ServdError
 from servd.lora import Adapter
 from servd.messages import RequestOptions
@@ -65,7 +66,7 @@ class Call:
     received_ns: int = 0  # 0 until the whole body is here
     parsed_ns: int = 0
     num_bytes: int = 0  # of the body
-    timeline_ids: list[str] = field(default_factory=list)  # that end with this call
+    requests: list[RequestState] = field(default_factory=list)  # that end with this call
     is_logged: bool = False  # another process writes the access log
 
     @property
@@ -190,28 +191,30 @@ class Call:
             self.headers = admitted.headers
             yield admitted, options
 
-    async def open_timelines(self, prompt_ids: Sequence[str]) -> None:
-        """Open a timeline for each prompt of a request whose body was read. The middleware ends
-        them. Their ids are unique among running ones.
+    async def open_requests(self, prompt_ids: Sequence[str]) -> None:
+        """Add a request for each prompt to the running ones, once the body was read. The middleware
+        ends them. Their ids are unique among running ones.
         """
         marks = [Mark("received", self.received_ns), Mark("parsed", self.parsed_ns)]
         if self.since_ns:
             marks[:1] = [Mark("received", self.since_ns), Mark("passed_on", self.received_ns)]
         if self.adapter is not None:
             marks.append(Mark("adapted", now_ns()))
-        running = self.async_llm.tracer.running
+        open_request = partial(self.open_request, marks)
+        await self.async_llm.loop.each(self.client, prompt_ids, open_request)
 
-        def begin(prompt_id: str) -> None:
-            running[prompt_id] = self.new_timeline(prompt_id, [*marks])
-            self.timeline_ids.append(prompt_id)
-
-        await self.async_llm.loop.each(self.client, prompt_ids, begin)
-
-    def new_timeline(self, name: str, marks: list[Mark]) -> Timeline:
-        """Return a timeline of this call."""
-        timeline = Timeline(name, self.owner, self.scope["path"][:200], self.model, marks)
-        timeline.http_id = self.request_id
-        return timeline
+    def open_request(self, marks: Sequence[Mark], prompt_id: str) -> None:
+        """Add a request with these marks to the running ones."""
+        state = RequestState(
+            request_id=prompt_id,
+            owner=self.owner,
+            route=self.scope["path"][:200],
+            model=self.model,
+            http_id=self.request_id,
+            marks=[*marks],
+        )
+        self.async_llm.requests[prompt_id] = state
+        self.requests.append(state)
 
     async def run_in_thread(self, size: int, work: Callable[[], T], *, is_new: bool = False) -> T:
         """`AsyncLLM.run_in_thread` for the client of this call."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -32,7 +33,7 @@ class Choice(msgspec.Struct, gc=False):
     marks: dict[str, int] = {}  # the engine's stages of this choice
     exemplar: dict[str, str] | None = None  # for OpenMetrics: the label of its trace
     # All that the engine sampled.
-    token_ids: array[int] = msgspec.field(default_factory=lambda: array("I"))
+    token_ids: array[int] = msgspec.field(default_factory=partial(array, "I"))
     detokenizer: Detokenizer | None = None  # from its first output to its last
 
     @property

@@ -10,7 +10,6 @@ import msgspec
 from starlette.requests import Request
 
 from servd.api.call import call_of
-from servd.api.context import context_of
 from servd.api.prompt import Pair, Prompt, SharedText
 from servd.api.protocol.embeddings import EmbeddingUsage
 from servd.api.protocol.score import SimilarityRequest
@@ -58,7 +57,8 @@ async def embed(
         ClientDisconnect: the client left.
     """
     call = call_of(request)
-    async_llm, deadline = context_of(request).async_llm, call.deadline
+    async_llm = call.async_llm
+    deadline = call.deadline
     prefix, named = f"{prefix}-{call.unique_id}", list[Prompt]()
 
     def name(prompt: Prompt) -> None:
@@ -67,7 +67,7 @@ async def embed(
 
     await async_llm.loop.each(call.client, prompts, name)
     vectors = [b""] * len(named)
-    await call.open_timelines([prompt.request_id for prompt in named])
+    await call.open_requests([prompt.request_id for prompt in named])
     with call.admit(options, len(named)) as (admitted, own):
         async with while_connected(request.receive):
             prepared = await async_llm.prepare(named, params, own, deadline, admitted)
@@ -94,7 +94,7 @@ async def compare(
         InvalidRequest: the model's head sorts into classes, or its files do not say how it scores;
             and see `embed`.
     """
-    pooling = context_of(request).async_llm.processor.pooling
+    pooling = call_of(request).async_llm.processor.pooling
     pooling.check_scores()
     if pooling.task != "classify":
         params = PoolingParams(pooling=body.pooling, normalize=True)

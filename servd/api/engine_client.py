@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from uuid import uuid4
@@ -17,7 +17,7 @@ from servd.api.metrics import Metrics
 from servd.api.output_processor import OutputProcessor
 from servd.api.progress import Progress, progress
 from servd.api.recovery import Recovery
-from servd.api.request_state import RequestState, find_choice
+from servd.api.request_state import Observer, RequestState, find_choice
 from servd.api.timeline import Tracer
 from servd.config import Config
 from servd.core.client import EngineCoreClient
@@ -59,7 +59,7 @@ class EngineClient:
         status: last status: EngineStatus while it loads, EngineReady, or EngineDead.
         stats: the scheduler's statistics as last reported.
         loading_since: when the last start of the engine began; seconds of the monotonic clock.
-        running: those of `requests` that this engine computes, in order of arrival.
+        running: those of `AsyncLLM.requests` that this engine computes, in order of arrival.
         recovery: resends them when the engine is restarted.
         audits: pending, by number.
         cache_number: how often its prefix cache was emptied: by start, wake-up or reset.
@@ -68,10 +68,10 @@ class EngineClient:
     rank: int  # number of the engine
     config: Config  # resolved
     client: EngineCoreClient  # the channel
-    requests: dict[str, RequestState]  # of all engines, by id: `AsyncLLM.requests`
     outputs: OutputProcessor  # EngineCoreOutput -> text
-    tracer: Tracer  # gets the engine's marks and steps
+    tracer: Tracer  # has the engine's steps
     metrics: Metrics  # of this rank
+    observers: Sequence[Observer]
     # Called when the engine becomes ready, falls asleep, wakes, restarts or is dead.
     on_change: Callable[[EngineClient], None]
     on_report: Callable[[], None]  # called whenever the engine's messages have been read
@@ -126,48 +126,43 @@ class EngineClient:
     def send(self, state: RequestState) -> None:
         """Send a new request to the engine, or once the engine has restarted."""
         self.running[state.request_id] = state
-        timeline = state.timeline
-        timeline.engine = self.rank
-        timeline.cache_number = self.cache_number
+        recorded = state.recorded
+        recorded.rank = self.rank
+        recorded.cache_number = self.cache_number
         if self.is_asleep:
-            timeline.marks.append(Mark("asleep", state.sent_ns))
+            recorded.marks.append(Mark("asleep", state.sent_ns))
         if state.request.options.is_watched:
-            timeline.num_bytes = len(msgspec.msgpack.encode(state.request))
+            recorded.num_bytes = len(msgspec.msgpack.encode(state.request))
             self.num_watched += 1
         if self.recovery.is_restarting:
-            timeline.marks.append(Mark("engine_lost", state.sent_ns))
+            recorded.marks.append(Mark("engine_lost", state.sent_ns))
         else:
             self.client.send(state.request)
 
     def take_over(self, state: RequestState, lost: EngineClient) -> None:
         """Continue a request of an engine that restarts."""
         self.running[state.request_id] = lost.running.pop(state.request_id)
-        state.timeline.move(self.rank, self.cache_number)
+        state.move(self.rank, self.cache_number)
         if state.request.options.is_watched:
             lost.num_watched -= 1
             self.num_watched += 1
         if self.is_asleep:
-            state.timeline.marks.append(Mark("asleep", now_ns()))
+            state.recorded.marks.append(Mark("asleep", now_ns()))
         self.recovery.send([state])
 
     def end(self, state: RequestState) -> None:
         """Forget a running request, and abort its unfinished choices."""
-        del self.requests[state.request_id], self.running[state.request_id]
+        del self.running[state.request_id]
         if state.request.options.is_watched:
             self.num_watched -= 1
         if state.routed is not None:
             state.routed.end([choice.num_tokens for choice in state.choices])
-        if self.tracer.recorder is not None and isinstance(self.status, EngineReady):
-            self.tracer.recorder.add(state, self.status)
+        for observer in self.observers:
+            observer.ended(state, self.status)
         engine_ids = state.open_engine_ids()
         if engine_ids and not isinstance(self.status, EngineDeadMessage):
             self.client.send(AbortRequests(engine_ids))
             log.info("%s: aborted after %d tokens", state.request_id, state.num_output_tokens)
-            if state.is_counted:
-                aborted = self.metrics.labelled["vllm:request_success", FinishReason.ABORT]
-                aborted.inc(len(engine_ids))
-        if state.is_counted:
-            self.metrics.observe_request(state.params, state.choices)
         for choice in state.choices:
             choice.release()
         self.recovery.try_next()
@@ -257,10 +252,10 @@ class EngineClient:
                 self.cache_number += not message.is_asleep
                 for state in self.running.values():
                     state.sent_ns = now_ns()  # no step could start before
-                    state.timeline.cache_number = self.cache_number
+                    state.recorded.cache_number = self.cache_number
                     if changes:
                         stage = "asleep" if message.is_asleep else "awake"
-                        state.timeline.marks.append(Mark(stage, state.sent_ns))
+                        state.recorded.marks.append(Mark(stage, state.sent_ns))
                 if message.is_asleep:
                     self._take_state(EngineCoreOutputs([], SchedulerStats(at_ns=now_ns())))
                 self.metrics.observe_ready(message, self.config)
@@ -275,7 +270,7 @@ class EngineClient:
         """Wait for the next engine; end the request that the last ones crashed on."""
         if not self.recovery.is_restarting:
             self.loading_since = time.monotonic()
-            lost = [state.timeline for state in self.running.values() if state.is_open]
+            lost = [state for state in self.running.values() if state.is_open]
             self.tracer.lose_engine(lost, self.rank)
         self.status = EngineStatus("restarting")
         self.is_stalled = False
@@ -300,17 +295,17 @@ class EngineClient:
             num_bytes = len(msgspec.msgpack.encode(message))
             for step in message.steps:
                 step.num_bytes = num_bytes
-        self.tracer.add_steps(message.steps, self.rank)
         if message.stats is not None:
             self.stats = message.stats
-            self.metrics.observe_step(message.stats)
+        for observer in self.observers:
+            observer.stepped(message.steps, message.stats, self.rank)
 
     def _take_outputs(self, outputs: list[EngineCoreOutput]) -> None:
         self._received_ns = now_ns()
         for output in outputs:
             if output.marks and (found := find_choice(self.running, output.request_id)):
                 state, choice = found
-                state.timeline.marks += output.marks
+                state.recorded.marks += output.marks
                 choice.add_report(output)
                 if state.routed is not None:
                     state.routed.answer(output.num_cached_tokens)
@@ -330,7 +325,7 @@ class EngineClient:
             if delta.finish_reason is not None:
                 if state.is_counted:
                     self.metrics.observe_finished(choice, delta.finish_reason, now)
-                state.timeline.marks += [
+                state.recorded.marks += [
                     Mark("returned", self._received_ns),
                     Mark("detokenised", now),
                 ]

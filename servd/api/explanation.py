@@ -19,7 +19,8 @@ from servd.api.protocol.requests import (
     TimelineSpan,
     TimelineStep,
 )
-from servd.api.timeline import BY_TIME, Inquiry, Timeline
+from servd.api.request_state import Timeline
+from servd.api.timeline import BY_TIME, Inquiry
 from servd.tracing import Mark, StepRecord, first, now_ns, unix_time
 
 MAX_NEIGHBOURS = 16
@@ -100,10 +101,10 @@ def explain(inquiry: Inquiry, others: Mapping[str, Ran | None]) -> RequestTimeli
 def _summary(timeline: Timeline, account: Account) -> dict[str, Any]:
     cause, ttft = account.largest_wait, timeline.ttft_ns
     return {
-        "id": timeline.id,
+        "id": timeline.request_id,
         "route": timeline.route,
         "model": timeline.model,
-        "engine": timeline.engine,
+        "engine": timeline.rank,
         "status": _status(timeline),
         "owner": timeline.owner,
         "outcome": timeline.outcome or UNSET,
@@ -136,7 +137,7 @@ def _behind(inquiry: Inquiry, account: Account, others: Mapping[str, Ran | None]
     held = {
         name: min(each[1] or end, end) - max(each[0], begin)
         for name, each in others.items()
-        if each is not None and name != inquiry.timeline.id
+        if each is not None and name != inquiry.timeline.request_id
     }
     longest = sorted((name for name in held if held[name] > 0), key=lambda name: -held[name])
     return longest[:MAX_NEIGHBOURS]
@@ -198,11 +199,11 @@ def _phases(record: StepRecord) -> dict[str, Any]:
     }
 
 
-def stage_ns(timelines: Iterable[Timeline]) -> dict[str, int]:
+def stage_ns(prompts: Iterable[Timeline]) -> dict[str, int]:
     """Return nanoseconds by stage (of SUMMARY_STAGES, and `total`) of a request with these prompts,
     the first MAX_PROMPTS of them. Until it is finished, it counts as being written.
     """
-    known = [*islice(timelines, MAX_PROMPTS)]
+    known = [*islice(prompts, MAX_PROMPTS)]
     is_running = not all(each.is_finished for each in known)
     if is_running and sum(len(each.marks) for each in known) > MAX_SUMMARY_MARKS:
         return {"total": now_ns() - min(each.begin_ns for each in known)}
@@ -216,9 +217,9 @@ def stage_ns(timelines: Iterable[Timeline]) -> dict[str, int]:
     return {**in_order, "total": found.total()}
 
 
-def server_timing(timelines: Iterable[Timeline]) -> str:
+def server_timing(prompts: Iterable[Timeline]) -> str:
     """The header Server-Timing, which browsers show."""
-    return ", ".join(f"{name};dur={_ms(ns)}" for name, ns in stage_ns(timelines).items())
+    return ", ".join(f"{name};dur={_ms(ns)}" for name, ns in stage_ns(prompts).items())
 
 
 def trace_of(timeline: RequestTimeline) -> dict[str, Any]:

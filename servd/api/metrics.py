@@ -22,11 +22,13 @@ from prometheus_client.utils import floatToGoString
 from servd.api import metric_names as names
 from servd.api.choice import Choice
 from servd.api.collectors import EngineCollector, EngineState, ProcessesCollector, WithExemplars
+from servd.api.request_state import Observer, RequestState
 from servd.config import Config
 from servd.kv_layout import KVLayout
-from servd.messages import EngineReady, FinishReason
+from servd.messages import EngineDead, EngineReady, EngineStatus, FinishReason
 from servd.params import SamplingParams
 from servd.stats import SchedulerStats
+from servd.tracing import StepRecord
 
 SECOND = 1e9  # nanoseconds
 OPEN_METRICS = "application/openmetrics-text"
@@ -126,7 +128,7 @@ class Families:
             histogram.flush()
 
 
-class Metrics:
+class Metrics(Observer):
     """All metrics, with the labels `model_name` and `engine` filled in.
 
     Args:
@@ -170,6 +172,19 @@ class Metrics:
         self._note_steps = self.histograms["vllm:iteration_tokens_total"].values.extend
         # Tokens not yet in a counter; prompt tokens as (all, cached, loaded from lower tiers).
         self._num_generated = self._num_prompt = self._num_cached = self._num_external = 0
+
+    def stepped(self, steps: Sequence[StepRecord], stats: SchedulerStats | None, rank: int) -> None:
+        if stats is not None:
+            self.engines[rank].observe_step(stats)
+
+    def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineDead) -> None:
+        if not state.is_counted:
+            return
+        own = self.engines[state.rank]
+        num_aborted = len(state.open_engine_ids())
+        if num_aborted and not isinstance(status, EngineDead):
+            own.labelled["vllm:request_success", FinishReason.ABORT].inc(num_aborted)
+        own.observe_request(state.params, state.choices)
 
     def observe_ready(self, ready: EngineReady, config: Config) -> None:
         """Record the KV cache's configuration, the limit of adapters, and whether the model is

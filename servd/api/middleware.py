@@ -29,10 +29,12 @@ from servd.api.http_protocol import CONNECTION, ConnectionState
 from servd.api.metrics import Metrics
 from servd.api.protocol.errors import error_reply
 from servd.api.protocol.validation import REQUEST_ID
-from servd.api.timeline import Timeline, Tracer
+from servd.api.request_state import RequestState, Timeline
+from servd.api.timeline import Tracer
 from servd.bounds import MAX_TIMEOUT
 from servd.errors import Forbidden, InvalidRequest
 from servd.log import MODEL, current_request
+from servd.messages import FinishReason
 from servd.tracing import Mark, now_ns
 
 log = logging.getLogger("servd.access")
@@ -54,7 +56,7 @@ class RequestContext:
     """
 
     app: ASGIApp
-    tracer: Tracer  # has the timelines
+    tracer: Tracer  # keeps the timelines
     loop: FairLoop  # for ending many timelines in turns
     metrics: Metrics | None  # None: responses are not counted
     access_log: str = "off"  # --access-log
@@ -161,12 +163,8 @@ class RequestContext:
             yield name.encode(), value.encode()
         if call.span is not None:
             yield b"traceresponse", call.span.traceparent.encode()
-        if call.timeline_ids and any(name == b"content-length" for name, _ in start["headers"]):
-            yield b"server-timing", server_timing(self._running(call)).encode()
-
-    def _running(self, call: Call) -> list[Timeline]:
-        running = self.tracer.running
-        return [running[name] for name in call.timeline_ids if name in running]
+        if call.requests and any(name == b"content-length" for name, _ in start["headers"]):
+            yield b"server-timing", server_timing(call.requests).encode()
 
     def _observe(self, call: Call, status: int, seconds: float) -> None:
         scope = call.scope
@@ -175,7 +173,7 @@ class RequestContext:
             self.access_log == "requests" and path not in MONITORING
         )
         if is_wanted and not call.is_logged:
-            _log_answer(call, status, seconds, self._running(call))
+            _log_answer(call, status, seconds)
         if status and self.metrics is not None:  # else the client left before
             route = scope.get("route")  # none if it was refused before it reached the router
             handler = route.path if route else handler_of(path, scope["app"])
@@ -184,25 +182,22 @@ class RequestContext:
     def _end(self, call: Call, status: int, written: bool) -> None:
         now = now_ns()
         timelines: list[Timeline] = []
-        if status >= 400 and not call.timeline_ids and call.received_ns:
-            # It was refused before it had one.
-            marks = [Mark("received", call.received_ns)]
-            self.tracer.running[call.unique_id] = call.new_timeline(call.unique_id, marks)
-            call.timeline_ids.append(call.unique_id)
+        if status >= 400 and not call.requests and call.received_ns:  # refused before it had one
+            call.open_request([Mark("received", call.received_ns)], call.unique_id)
+        requests, call.requests = call.requests, []  # an idle connection keeps the call
         marks = [*call.blocked, *([Mark("written", now)] if written else ()), Mark("done", now)]
         call.blocked.clear()
 
-        def finish(name: str) -> None:
-            timeline = self.tracer.running.get(name)
-            outcome = _outcome(timeline, status, written)
-            timelines.append(self.tracer.finish(name, marks, outcome, status))
+        def finish(state: RequestState) -> None:
+            outcome = _outcome(state, status, written)
+            timelines.append(self.tracer.finish(state, marks, outcome, status))
 
-        done = self.loop.each(call.client, call.timeline_ids, finish)
+        done = self.loop.each(call.client, requests, finish)
         if (span := call.span) is not None:
             done.add_done_callback(lambda _: span.end(timelines, status or LEFT))
 
 
-def _outcome(timeline: Timeline | None, status: int, written: bool) -> str:
+def _outcome(state: RequestState, status: int, written: bool) -> str:
     """What became of a request, as its client saw it; "" for the end of its generation."""
     if status >= 500:
         return "error"
@@ -210,7 +205,7 @@ def _outcome(timeline: Timeline | None, status: int, written: bool) -> str:
         return "refused"
     if not written:
         return "abort"
-    has_ended = timeline is None or timeline.generated != "abort"
+    has_ended = state.generated is not FinishReason.ABORT
     return "" if has_ended else "error"  # such as a deadline in the middle of a stream
 
 
@@ -222,7 +217,7 @@ def _timeout(text: str) -> float:
     return float(text)
 
 
-def _log_answer(call: Call, status: int, seconds: float, timelines: list[Timeline]) -> None:
+def _log_answer(call: Call, status: int, seconds: float) -> None:
     """Log a line, without the query, which may contain a secret."""
     scope = call.scope
     fields = {
@@ -230,8 +225,8 @@ def _log_answer(call: Call, status: int, seconds: float, timelines: list[Timelin
         "path": quote(scope["path"]),
         "status": status or LEFT,
         "seconds": round(seconds, 6),
-        "num_prompt_tokens": sum(each.num_prompt_tokens for each in timelines),
-        "num_output_tokens": sum(each.num_output_tokens for each in timelines),
+        "num_prompt_tokens": sum(each.num_prompt_tokens for each in call.requests),
+        "num_output_tokens": sum(each.num_output_tokens for each in call.requests),
         "key": call.owner,
         "client": scope["client"][0] if scope.get("client") else "",  # not a Unix socket's
         "request_id": call.request_id,  # the body may have named it

@@ -23,7 +23,7 @@ from opentelemetry.util.types import AttributeValue
 import servd
 from servd.account import STAGE_OF, phases
 from servd.api.explanation import stage_ns
-from servd.api.timeline import Timeline
+from servd.api.request_state import Timeline
 from servd.messages import FinishReason
 from servd.tracing import now_ns
 
@@ -143,9 +143,9 @@ def _attributes(timelines: Sequence[Timeline]) -> dict[str, AttributeValue]:
         "operation.name": OPERATIONS.get(first.route, "chat"),
         "request.model": first.model,
         "response.model": first.model,
-        "request.id": first.id,
-        "response.id": first.id,
-        **{f"request.{name}": getattr(first.params, name, None) for name in PARAMS},
+        "request.id": first.request_id,
+        "response.id": first.request_id,
+        **{f"request.{name}": getattr(first.params_of_span, name, None) for name in PARAMS},
         "response.finish_reasons": [str(reason) for reason in reasons],
         "usage.prompt_tokens": num_prompt,
         "usage.input_tokens": num_prompt,

@@ -10,7 +10,7 @@ from typing import Self
 import msgspec
 
 from servd.api.protocol.requests import PrefixCache, PrefixDifference
-from servd.api.timeline import Timeline
+from servd.api.request_state import Timeline
 from servd.config import CacheConfig
 from servd.tracing import first
 
@@ -52,7 +52,7 @@ def explain_prefix(
         config: of the prefix cache.
         token_text: renders a token.
     """
-    size, prompt = config.block_size, timeline.prompt  # which may be dropped meanwhile
+    size, prompt = config.block_size, timeline.tokens  # which may be dropped meanwhile
     # The last token is always computed: its logits give the first output token.
     num_blocks = max(len(prompt) - 1, 0) // size
     num_matched = timeline.num_cached_tokens // size
@@ -102,25 +102,26 @@ class Sought(msgspec.Struct):
     @classmethod
     def of(cls, timeline: Timeline) -> Self:
         return cls(
-            timeline.owner, timeline.id, timeline.prompt.tobytes(), timeline.salt, timeline.engine,
-            first(timeline.marks, "scheduled") or 0, timeline.cache_number,
+            timeline.owner, timeline.request_id, timeline.tokens.tobytes(), timeline.salt,
+            timeline.rank, first(timeline.marks, "scheduled") or 0, timeline.cache_number,
         )  # fmt: skip
 
     def search(self, others: Iterable[Timeline]) -> Likeness | None:
         """The result among these requests; None if none of them is earlier."""
         prompt, found = array("I", self.prompt), list[Likeness]()
         for other in others:
-            tokens = other.prompt  # which may be dropped meanwhile
-            if tokens and other.id != self.request_id and other.marks[0].at_ns < self.before_ns:
+            tokens = other.tokens  # which may be dropped meanwhile
+            is_earlier = other.marks[0].at_ns < self.before_ns
+            if tokens and is_earlier and other.request_id != self.request_id:
                 length = common_length(prompt, tokens)
                 following = tokens[length] if length < len(tokens) else None
-                found.append(Likeness(length, self._obstacles(other), other.id, following))
+                found.append(Likeness(length, self._obstacles(other), other.request_id, following))
         return max(found, key=attrgetter("rank"), default=None)
 
     def _obstacles(self, earlier: Timeline) -> list[str]:
         """Why the cached blocks of an earlier prompt could not be used for this one."""
         (salt, adapter), (own_salt, own_adapter) = earlier.salt, self.salt
-        is_elsewhere = earlier.engine != self.engine
+        is_elsewhere = earlier.rank != self.engine
         was_emptied = self.cache_number not in (None, earlier.cache_number)
         applies = {
             "salt": salt != own_salt,

@@ -88,6 +88,7 @@ class Processor:
         prompt: Prompt,
         params: SamplingParams | PoolingParams,
         options: RequestOptions = NO_OPTIONS,
+        state: RequestState | None = None,
     ) -> RequestState:
         """Render, tokenise and validate. The caller also has to call `check_structured_output`,
         which may take seconds.
@@ -96,6 +97,7 @@ class Processor:
             prompt: as the client sent it.
             params: `max_tokens` None means up to the end of the context.
             options: how the request is served.
+            state: what gets the result; by default, a new one.
 
         Raises:
             InvalidRequest: the model has another task, a parameter is out of bounds, the template
@@ -118,9 +120,10 @@ class Processor:
         if isinstance(chat := prompt.content, Chat):
             marks.append(Mark("templated", now_ns()))
             if asked is params:
+                last = chat.messages[-1].get("content") if chat.continue_final_message else None
                 expected = self.model_format.expect(
                     str(text), chat.tool_options, asked.structured_output,
-                    asked.skip_special_tokens, chat.continued,
+                    asked.skip_special_tokens, str(last or ""),
                 )  # fmt: skip
         least = 1 if asked.max_tokens is None else asked.max_tokens  # tokens kept free for output
         token_ids, was_cut = self._encode(prompt, marked, options.truncate_prompt_tokens, least)
@@ -134,10 +137,13 @@ class Processor:
         request = EngineCoreRequest(
             prompt.request_id, token_ids, params, self.client, eos_token_ids, options
         )
-        shown = text if isinstance(text, str) and not was_cut else None
-        return RequestState(
-            prompt=shown, params=asked, request=request, expected=expected, marks=marks
-        )
+        state = state or RequestState(request_id=prompt.request_id)
+        state.prompt = text if isinstance(text, str) and not was_cut else None
+        state.params = asked
+        state.request = request
+        state.expected = expected
+        state.marks += marks
+        return state
 
     def fewest_tokens(self, prompt: Prompt, keep: int | None) -> int:
         """Lower bound of the tokens of a prompt, if `process` accepts it. For chats only messages

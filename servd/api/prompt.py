@@ -30,10 +30,6 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
     def tools(self) -> list[dict[str, Any]] | None:
         return self.tool_options.tools if self.tool_options else None
 
-    @property
-    def continued(self) -> str:
-        return str(self.messages[-1].get("content") or "") if self.continue_final_message else ""
-
 
 class SharedText(msgspec.Struct):
     """The first text of many pairs, which is tokenised once."""

@@ -14,11 +14,12 @@ from typing import Any
 import msgspec
 
 from servd.api.choice import Choice
-from servd.api.request_state import RequestState
+from servd.api.request_state import Observer, RequestState
 from servd.config import Config, options_by_name
 from servd.errors import ConfigError
-from servd.messages import EngineReady
+from servd.messages import EngineDead, EngineReady, EngineStatus
 from servd.params import SamplingParams
+from servd.stats import SchedulerStats
 from servd.tracing import StepRecord
 
 log = logging.getLogger("servd.api")
@@ -70,7 +71,7 @@ class RequestLine(msgspec.Struct, omit_defaults=True, gc=False):
     returned: float = 0.0  # the API server has the last token
 
 
-class Recorder:
+class Recorder(Observer):
     """Appends to a file, also with other API servers and over restarts. Blocks are known by hashes
     with a key, which is kept beside the file: who has the file alone cannot try out texts.
 
@@ -92,29 +93,25 @@ class Recorder:
         self._lines: list[bytes] = []
         self._has_begun = False
 
-    @classmethod
-    def of(cls, config: Config) -> Recorder | None:
-        path = config.observability.record_trace
-        return cls(path, config) if path is not None else None
-
-    def add_steps(self, steps: Sequence[StepRecord], engine: int) -> None:
+    def stepped(self, steps: Sequence[StepRecord], stats: SchedulerStats | None, rank: int) -> None:
         """Keep steps until a request ends."""
         for each in steps:
             line = StepLine(
-                engine, each.started_ns, each.harvested_ns, each.num_tokens, each.num_requests
+                rank, each.started_ns, each.harvested_ns, each.num_tokens, each.num_requests
             )
             self._lines.append(msgspec.json.encode({"step": line}))
 
-    def add(self, state: RequestState, ready: EngineReady) -> None:
-        """Add a request that has ended or whose client has disconnected."""
+    def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineDead) -> None:
+        if not isinstance(status, EngineReady):
+            return
         if not self._has_begun:
             self._has_begun = True
             options: dict[str, Any] = {}
             for name in OPTIONS:
                 section, _ = options_by_name()[name]
                 options[name] = getattr(getattr(self.config, section), name)
-            worker = ready.worker
-            options["max_model_len"] = ready.max_model_len
+            worker = status.worker
+            options["max_model_len"] = status.max_model_len
             line = ServerLine(
                 worker.num_blocks, worker.kv_bytes_per_block, options, worker.kv_windows
             )
@@ -151,7 +148,7 @@ class Recorder:
             ids, output_ids, size,
             params.max_tokens if isinstance(params, SamplingParams) else 0,
             self._digest(options.owner.encode()).hex()[:8] if options.owner else "",
-            state.timeline.engine, choice.num_cached_tokens,
+            state.rank, choice.num_cached_tokens,
             since(state.sent_ns), since(marks.get("scheduled")), since(marks.get("first_token")),
             since(marks.get("finished")), since(choice.last_ns),
         )  # fmt: skip

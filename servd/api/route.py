@@ -32,12 +32,16 @@ Responses = dict[int | str, Schema]
 
 
 async def read_parsed(request: Request) -> RequestBody:
-    """Read the body of a request as its route does."""
+    """Read and validate the body of a request.
+
+    Raises:
+        RequestError: see `Call.read`.
+    """
     route: Route = request.scope["route"]
-    return await route.read(request)
+    return await call_of(request).read(request, route.kinds[0])
 
 
-# The body, as a model that is read by `Route.read`.
+# The body, as a model that is read by `read_parsed`.
 Parsed = Annotated[T, Depends(read_parsed)]
 # A part of the path. The router finds no route for an empty one.
 PathPart = Annotated[str, Path(json_schema_extra={"minLength": 1})]
@@ -136,14 +140,6 @@ class Route(APIRoute):
             if self.path.startswith(ANTHROPIC_ROUTES):
                 statuses |= {529}
         return sorted(statuses)
-
-    async def read(self, request: Request) -> RequestBody:
-        """Read and validate the body.
-
-        Raises:
-            RequestError: see `Call.read`.
-        """
-        return await call_of(request).read(request, self.kinds[0])
 
 
 @functools.cache

@@ -36,7 +36,6 @@ from servd.api.middleware import count_refusal
 from servd.api.output_processor import OutputProcessor
 from servd.api.pinned_prefixes import PinnedPrefixes
 from servd.api.processor import Processor
-from servd.api.recorder import Recorder
 from servd.api.routing import Router
 from servd.api.timeline import Tracer
 from servd.api.tokenizer import Tokenizer
@@ -273,7 +272,7 @@ async def serve(start: StartAPIServer) -> int:
         clients,
         processor,
         OutputProcessor(tokenizer),
-        Tracer(spans=(spans := spans_of(config.observability)), recorder=Recorder.of(config)),
+        Tracer(spans=(spans := spans_of(config.observability))),
         Metrics(
             config.model.served_model_name[0], config.model.max_model_len,
             first_rank=config.parallel.first_rank,

@@ -74,7 +74,7 @@ class FindTimeline(msgspec.Struct, tag=True):
 
         def explained() -> RequestTimeline:
             result = explain(inquiry, others)
-            if timeline.prompt and first(inquiry.marks, "scheduled"):
+            if timeline.tokens and first(inquiry.marks, "scheduled"):
                 result.prefix_cache = explain_prefix(
                     timeline,
                     max(nearest, key=attrgetter("rank"), default=None),
@@ -100,11 +100,12 @@ class FindOthers(Sought, tag=True):
 
     async def answered_by(self, server: Siblings) -> Others:
         timelines = server.async_llm.tracer.of_owner(self.owner)
-        size = sum(CHARS_PER_STEP + len(each.prompt) for each in timelines)
+        size = sum(CHARS_PER_STEP + len(each.tokens) for each in timelines)
 
         def found() -> Others:
-            own = [each for each in timelines if each.engine == self.engine]
-            return Others({each.id: ran([*each.marks]) for each in own}, self.search(timelines))
+            own = [each for each in timelines if each.rank == self.engine]
+            times = {each.request_id: ran([*each.marks]) for each in own}
+            return Others(times, self.search(timelines))
 
         return await server.async_llm.run_in_thread(self.owner, size, found)
 
@@ -207,4 +208,4 @@ def _recency(request: RequestSummary) -> tuple[bool, float]:
 
 
 def _size(inquiries: Iterable[Inquiry]) -> int:
-    return sum(CHARS_PER_STEP * len(each.steps.get(each.timeline.engine, ())) for each in inquiries)
+    return sum(CHARS_PER_STEP * len(each.steps.get(each.timeline.rank, ())) for each in inquiries)

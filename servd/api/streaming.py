@@ -91,22 +91,20 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = _Writer(send, self.raw_headers)
         async with while_connected(receive):
-            await self._write_all(writer, scope["path"])
-
-    async def _write_all(self, writer: _Writer, path: str) -> None:
-        repeating = asyncio.create_task(writer.repeat(self.keep_alive_frame, self.keep_alive))
-        try:
-            async with aclosing(self.frames):
-                async for frame in self.frames:
-                    await writer.write(frame)
-        except Exception as error:
-            if not writer.has_started:
-                raise
-            await writer.write(self.error_frame(error_reply(error, self.request_id, path)))
-        finally:
-            repeating.cancel()
-            await asyncio.gather(repeating, return_exceptions=True)
-        await writer.write(self.end, more=False)
+            repeating = asyncio.create_task(writer.repeat(self.keep_alive_frame, self.keep_alive))
+            try:
+                async with aclosing(self.frames):
+                    async for frame in self.frames:
+                        await writer.write(frame)
+            except Exception as error:
+                if not writer.has_started:
+                    raise
+                reply = error_reply(error, self.request_id, scope["path"])
+                await writer.write(self.error_frame(reply))
+            finally:
+                repeating.cancel()
+                await asyncio.gather(repeating, return_exceptions=True)
+            await writer.write(self.end, more=False)
 
 
 class _Writer:

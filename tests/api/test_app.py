@@ -59,7 +59,7 @@ async def test_no_request_leaves_an_open_timeline(served: Served):
     await served.http.post("/v1/completions", json={"prompt": "a"})
     await served.http.post("/v1/completions", json={"prompt": ["a", "b"], "stream": True})
     await served.http.post("/v1/completions", json={"prompt": "a", "top_p": 7})
-    assert served.async_llm.tracer.running == {}
+    assert served.async_llm.requests == {}
 
 
 async def test_an_oversized_body_is_refused_by_its_content_length(http):

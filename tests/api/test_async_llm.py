@@ -17,7 +17,7 @@ from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
 from servd.api.prompt import Chat, Prompt
 from servd.api.request_state import RequestState
-from servd.api.timeline import Timeline, Tracer
+from servd.api.timeline import Tracer
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
 from servd.errors import EngineDead, EngineError, InvalidRequest, Overloaded, ShuttingDown
@@ -196,8 +196,7 @@ async def test_cancelling_before_the_first_token_aborts(llm, caplog):
     assert "r: aborted after 0 tokens" in caplog.text
     llm.engines[0].client.answer("late", request_id="r_0", marks=[Mark("queued", now_ns())])
     await settle()
-    llm.tracer.finish("r")
-    assert llm.tracer.running == {}  # late marks do not open the timeline again
+    assert llm.requests == {}  # late marks do not open the request again
 
 
 async def test_closing_the_stream_aborts_only_what_runs(llm):
@@ -359,7 +358,8 @@ async def test_loading(llm):
 
 async def test_timeline_and_stats(llm):
     begin = now_ns()
-    llm.tracer.running["r"] = Timeline("r", marks=[Mark("received", begin)])
+    state = RequestState(request_id="r", route="/", marks=[Mark("received", begin)])
+    llm.requests["r"] = state
     chat = Chat(messages=[{"role": "user", "content": "hi"}])
     prompts = [Prompt(content=chat, request_id="r")]
     (prepared,) = await llm.prepare(prompts, SamplingParams(temperature=0))
@@ -371,7 +371,7 @@ async def test_timeline_and_stats(llm):
         marks=[Mark("queued", at), Mark("scheduled", at + 1, 7), Mark("first_token", at + 2, 7)],
     )
     await settle()
-    assert llm.tracer.running["r"].marks[-1] == Mark("first_token", at + 2, 7)
+    assert state.marks[-1] == Mark("first_token", at + 2, 7)
     llm.engines[0].client.push(
         EngineCoreOutputs(
             [EngineCoreOutput("r", [256], FinishReason.STOP, marks=[Mark("finished", at + 3, 8)])],
@@ -379,7 +379,7 @@ async def test_timeline_and_stats(llm):
         )
     )
     await task
-    marks = llm.tracer.finish("r").marks
+    marks = llm.tracer.finish(state).marks
     assert [mark.stage for mark in marks] == [
         "received", "templated", "tokenised", "sent", "queued", "scheduled", "first_token",
         "finished", "returned", "detokenised",

@@ -76,7 +76,7 @@ async def test_requests_that_one_end_alone_has_are_named(served: Served):
     served.engine.may_step.clear()
     body = {"prompt": "hi", "max_tokens": 5}
     task = asyncio.create_task(served.http.post("/v1/completions", json=body))
-    await until(lambda: served.async_llm.requests)
+    await until(lambda: served.engine.sent)
     [name] = served.async_llm.requests
     core = served.engine.core
     core.handle(AbortRequests([name]))  # nobody here has asked for it

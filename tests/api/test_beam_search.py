@@ -49,7 +49,7 @@ async def test_steps_share_the_prefix_cache_and_leave_nothing_behind(served):
         if line.startswith(f"vllm:prefix_cache_{name}_total")
     )
     assert hits / queries > 0.85
-    assert not served.async_llm.tracer.running and len(served.async_llm.tracer.recent) == 1
+    assert not served.async_llm.requests and len(served.async_llm.tracer.recent) == 1
 
 
 async def test_a_search_is_one_request_in_the_list_while_it_runs(served):

@@ -99,7 +99,7 @@ async def causes_of(served: Served, request_id: str) -> list[str]:
 async def has_token(served: Served) -> None:
     choices = served.async_llm.requests
     async with asyncio.timeout(WAIT_SECONDS):
-        while not any(one.choices[0].num_tokens for one in choices.values()):
+        while not any(one.num_output_tokens for one in choices.values()):
             await asyncio.sleep(0)  # steps take no real time: look after each
 
 
@@ -291,6 +291,6 @@ async def test_a_client_that_does_not_read(clock, monkeypatch):
             loop = asyncio.get_running_loop()
             while await loop.run_in_executor(None, client.recv, 65536):
                 pass
-        await until(lambda: not served.async_llm.tracer.running)
+        await until(lambda: not served.async_llm.requests)
         (own,) = served.async_llm.tracer.recent
         assert (await causes_of(served, own))[0] == "slow_reader"

@@ -219,7 +219,7 @@ async def test_requests_move_to_an_engine_that_is_awake():
         await until(lambda: lost.running and awake.running and asleep.running)
         (kept,) = awake.running
         (left,) = asleep.running
-        number = served.async_llm.tracer.running[left].prompt[1] - ord("0")
+        number = served.async_llm.requests[left].prompt_token_ids[1] - ord("0")
         tasks.pop(number).cancel()
         await until(lambda: not asleep.running)
         served.engines[2].tell(msgspec.structs.replace(served.engines[2].ready, is_asleep=True))

@@ -118,7 +118,7 @@ async def test_inputs_beyond_the_context(http):
 async def test_every_input_has_a_timeline_and_nothing_keeps_running(served: Served):
     await ask(served.http, input=["a", "b"])
     assert served.async_llm.num_unfinished == 0 and not served.engine.core.scheduler.requests
-    await until(lambda: not served.async_llm.tracer.running)
+    await until(lambda: not served.async_llm.requests)
     assert len(served.async_llm.tracer.recent) == 2
 
 

@@ -95,7 +95,7 @@ async def test_idle_a_long_prompt_and_decoding(served: Served):
     served.engine.step_seconds = 0.002
     served.engine.may_step.set()
     choices = served.async_llm.requests
-    await until(lambda: any(running.choices[0].num_tokens for running in choices.values()))
+    await until(lambda: any(running.num_output_tokens for running in choices.values()))
     assert await health() == ("decoding", 1)
     running.cancel()
     await until(lambda: served.async_llm.num_unfinished == 0)

@@ -177,7 +177,7 @@ async def test_a_body_that_comes_too_slowly_is_refused(served: Served, connect):
         client = await connect(url)
         answer = await client.send_slowly([completion(10_000), *[b" "] * 9000], 0.02)
         assert answer.startswith(b"HTTP/1.1 408 ") and b"--body-timeout" in answer
-    assert served.async_llm.tracer.running == {}
+    assert served.async_llm.requests == {}
 
 
 async def test_a_long_body_that_keeps_coming_is_read_to_its_end(served: Served, connect):

@@ -149,7 +149,7 @@ async def longest_piece(served: Served, path: str, body: dict[str, Any], monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(asyncio.Handle, "_run", run)
         await asyncio.create_task(answer())
-        while served.async_llm.tracer.running:
+        while served.async_llm.requests:
             await asyncio.sleep(0)
     assert statuses == [200]
     return max(pieces)

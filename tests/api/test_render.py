@@ -10,7 +10,7 @@ URL = "/v1/chat/completions/render"
 async def test_it_shows_what_the_chat_route_sends(served: Served):
     body = {"messages": user("hi"), "temperature": 0, "max_tokens": 3, "stop": ["x"]}
     rendered = (await served.http.post(URL, json=body)).json()
-    assert served.engine.sent == [] and served.async_llm.tracer.running == {}
+    assert served.engine.sent == [] and served.async_llm.requests == {}
     assert (rendered["prompt"], rendered["model"]) == (chat_prompt("hi"), MODEL)
     assert rendered["prompt_token_ids"] == list(chat_prompt("hi").encode())
     await served.http.post("/v1/chat/completions", json=body)

@@ -56,7 +56,7 @@ async def test_recent_and_slowest_requests(served: Served):
         await served.http.post(COMPLETIONS, json=body, headers={"x-request-id": f"r{i}"})
     served.engine.may_step.clear()
     running = asyncio.create_task(served.http.post(COMPLETIONS, json={"prompt": "running"}))
-    await until(lambda: len(served.async_llm.tracer.running) == 1)
+    await until(lambda: len(served.async_llm.requests) == 1)
     recent = (await served.http.get("/v1/requests?recent=2")).json()["data"]
     slowest = (await served.http.get("/v1/requests?slowest=1")).json()["data"]
     everything = (await served.http.get("/v1/requests")).json()["data"]
@@ -132,7 +132,7 @@ async def test_each_request_is_listed_with_its_outcome(listening_server: Served)
         running = await timeline_of(served, f"left-{stream}")
         assert running["status"] == "running" and "outcome" not in running
         task.cancel()
-        await until(lambda: not served.async_llm.tracer.running)
+        await until(lambda: not served.async_llm.requests)
         served.engine.may_step.set()
         assert (await timeline_of(served, f"left-{stream}"))["outcome"] == "abort"
     late = await http.post(COMPLETIONS, json={"prompt": "a", "timeout": 1e-6})

@@ -436,7 +436,7 @@ async def test_background(listening_server: Served):
         assert (
             await client.responses.create(model=MODEL, input="go on", previous_response_id=done.id)
         ).output_text
-        assert listening_server.async_llm.tracer.running == {}
+        assert listening_server.async_llm.requests == {}
 
         engine.may_step.clear()
         response = await client.responses.create(model=MODEL, input="hi", background=True)
@@ -595,7 +595,7 @@ async def test_a_background_response_that_is_cancelled_before_it_begins(served: 
     name = (await served.http.post(URL, json={"input": "hi", "background": True})).json()["id"]
     cancelled = await served.http.post(f"{URL}/{name}/cancel")
     assert cancelled.json()["status"] == "cancelled"
-    await until(lambda: not served.async_llm.tracer.running)
+    await until(lambda: not served.async_llm.requests)
     assert served.async_llm.num_unfinished == 0
 
 

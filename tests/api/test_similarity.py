@@ -301,4 +301,4 @@ async def test_bad_requests(http, path, body, param):
 async def test_nothing_is_left_running(served: Served):
     await served.http.post("/rerank", json={"query": "q", "documents": ["a", "b"]})
     assert served.async_llm.num_unfinished == 0 and not served.engine.core.scheduler.requests
-    assert not served.async_llm.tracer.running
+    assert not served.async_llm.requests

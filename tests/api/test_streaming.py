@@ -145,7 +145,7 @@ async def test_a_client_that_leaves_aborts_its_requests(
     assert len(set(aborted(served))) == 4
     served.engine.may_step.set()
     await until(lambda: not served.engine.core.has_work)
-    await until(lambda: not served.async_llm.tracer.running)
+    await until(lambda: not served.async_llm.requests)
 
 
 async def test_a_client_that_stops_reading_and_disconnects(listening_server: Served):

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Iterable
 from threading import Event
 
 from hypothesis import given
@@ -9,9 +10,10 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 
 from servd.account import IN_ENGINE, STAGE_OF, Span, phases
-from servd.api import timeline
+from servd.api import request_state, timeline
 from servd.api.explanation import explain, server_timing, steps_of, trace_of
 from servd.api.protocol.requests import TimelineStep
+from servd.api.request_state import RequestState
 from servd.api.timeline import MAX_SLOWEST, MAX_STEPS, Inquiry, Timeline, Tracer
 from servd.tracing import STAGES, Mark, StepRecord
 from tests.limits import WAIT_SECONDS
@@ -19,9 +21,17 @@ from tests.test_account import MARKS, MS, STEPS
 from tests.test_account import steps_of as random_steps
 
 
+def open_request(tracer: Tracer, request_id: str, owner: str = "") -> RequestState:
+    state = RequestState(request_id=request_id, owner=owner, route="/v1/completions")
+    return tracer.requests.setdefault(request_id, state)
+
+
 def mark(tracer: Tracer, request_id: str, stage: str, at_ns: int) -> None:
-    timeline = tracer.running.setdefault(request_id, Timeline(request_id))
-    timeline.marks.append(Mark(stage, at_ns))
+    open_request(tracer, request_id).marks.append(Mark(stage, at_ns))
+
+
+def finish(tracer: Tracer, request_id: str, marks: Iterable[Mark] = ()) -> Timeline:
+    return tracer.finish(open_request(tracer, request_id), marks)
 
 
 @given(
@@ -33,7 +43,7 @@ def test_marks_are_in_order_of_time_wherever_they_were_taken(marks):
     for stage, at_ns, is_late in marks:
         if not is_late:
             mark(tracer, "r", stage, at_ns)
-    finished = tracer.finish("r", late)
+    finished = finish(tracer, "r", late)
     assert finished is tracer.get("r")
     assert [m.at_ns for m in finished.marks] == sorted(at_ns for _, at_ns, _ in marks)
 
@@ -43,10 +53,10 @@ def test_the_most_recent_and_the_slowest_finished_requests_are_kept():
     for i in range(100):
         mark(tracer, str(i), "received", 1)
         mark(tracer, str(i), "done", 10**9 if i == 7 else 10 + i)
-        tracer.finish(str(i))
-    assert len(tracer.recent) == 3 and tracer.running == {}
-    assert [t.id for t in tracer.latest("", 2)] == ["99", "98"]
-    assert [t.id for t in tracer.longest("", 3)] == ["7", "99", "98"]
+        finish(tracer, str(i))
+    assert len(tracer.recent) == 3 and tracer.requests == {}
+    assert [t.request_id for t in tracer.latest("", 2)] == ["99", "98"]
+    assert [t.request_id for t in tracer.longest("", 3)] == ["7", "99", "98"]
     slowest = {"7", *map(str, range(101 - MAX_SLOWEST, 100))}
     assert {str(i) for i in range(100) if tracer.get(str(i))} == slowest
 
@@ -57,7 +67,7 @@ def test_requests_with_many_marks_are_bounded_by_those(monkeypatch):
     for i in range(200):
         for number in range(11 if i % 2 else 10):
             mark(tracer, str(i), "sent", number + 1)
-        tracer.finish(str(i))
+        finish(tracer, str(i))
         assert sum(len(t.marks) for t in tracer.recent.values()) <= timeline.MAX_MARKS
     assert len(tracer.recent) >= timeline.MAX_MARKS // 11
     assert {int(i) % 2 for i in tracer.slowest} == {0}
@@ -66,13 +76,13 @@ def test_requests_with_many_marks_are_bounded_by_those(monkeypatch):
 def test_a_timeline_is_shown_to_its_owner_alone():
     tracer = Tracer()
     for i, owner in enumerate("aabb"):
-        tracer.running[str(i)] = Timeline(str(i), owner, marks=[Mark("received", 1)])
+        open_request(tracer, str(i), owner).marks.append(Mark("received", 1))
     for i in "13":
-        tracer.finish(i)
+        finish(tracer, i)
     for owner, own in (("a", ["0", "1"]), ("b", ["2", "3"]), ("", [])):
         assert [i for i in "0123" if tracer.get(i, owner)] == own
-        assert sorted(t.id for t in tracer.latest(owner, 9)) == own
-    assert [t.id for t in tracer.longest("a", 9)] == ["1"]
+        assert sorted(t.request_id for t in tracer.latest(owner, 9)) == own
+    assert [t.request_id for t in tracer.longest("a", 9)] == ["1"]
 
 
 def steps(first: int, count: int) -> list[StepRecord]:
@@ -91,13 +101,13 @@ def test_a_slow_request_is_accounted_for_before_its_steps_are_forgotten_and_off_
 
     monkeypatch.setattr(timeline, "account", account_later)
     tracer = Tracer()
-    tracer.add_steps(steps(0, 100), 0)
+    tracer.stepped(steps(0, 100), None, 0)
     mark(tracer, "r", "received", 500)
     mark(tracer, "r", "done", 905)
-    finished = tracer.finish("r")
+    finished = finish(tracer, "r")
     for first in range(100, MAX_STEPS + 40, 8):  # some of its steps are still kept
         assert finished.account is None
-        tracer.add_steps(steps(first, 8), 0)
+        tracer.stepped(steps(first, 8), None, 0)
     may_account.set()
     deadline = time.monotonic() + WAIT_SECONDS
     while finished.account is None and time.monotonic() < deadline:
@@ -108,10 +118,10 @@ def test_a_slow_request_is_accounted_for_before_its_steps_are_forgotten_and_off_
 
 def test_a_request_that_began_long_ago_is_accounted_for_as_it_ends():
     tracer = Tracer()
-    tracer.add_steps(steps(0, MAX_STEPS), 0)
+    tracer.stepped(steps(0, MAX_STEPS), None, 0)
     mark(tracer, "r", "received", 5)
     mark(tracer, "r", "done", 10 * MAX_STEPS)
-    finished = tracer.finish("r")
+    finished = finish(tracer, "r")
     tracer._accountant.shutdown()
     assert finished.account is not None
 
@@ -121,19 +131,19 @@ def test_inquiries_take_the_steps_of_a_request_and_some_before():
     tracer.steps[0] += [StepRecord(i, 10 * i, harvested_ns=10 * i + 9) for i in range(1000)]
     mark(tracer, "r", "received", 5000)
     mark(tracer, "r", "done", 5100)
-    (inquiry,) = tracer.inquiries([tracer.finish("r")])
+    (inquiry,) = tracer.inquiries([finish(tracer, "r")])
     assert [inquiry.known[0].step, inquiry.known[-1].step] == [500 - timeline.STEPS_BEFORE, 509]
 
 
 def test_a_request_that_moved_is_explained_by_the_steps_of_both_engines(monkeypatch):
     tracer = Tracer()
     for engine in (0, 1):
-        tracer.add_steps(steps(0, 1000), engine)
+        tracer.stepped(steps(0, 1000), None, engine)
     mark(tracer, "r", "received", 4000)
-    monkeypatch.setattr(timeline, "now_ns", lambda: 5000)
-    tracer.running["r"].move(1, 0)
+    monkeypatch.setattr(request_state, "now_ns", lambda: 5000)
+    tracer.requests["r"].move(1, 0)
     mark(tracer, "r", "done", 6000)
-    (inquiry,) = tracer.inquiries([tracer.finish("r")])
+    (inquiry,) = tracer.inquiries([finish(tracer, "r")])
     own = [(step.engine, step.step) for step in inquiry.known if step.started_ns >= 4000]
     assert own == [(0, i) for i in range(400, 500)] + [(1, i) for i in range(500, 600)]
 

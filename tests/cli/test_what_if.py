@@ -11,7 +11,6 @@ import pytest
 
 from servd import cli
 from servd.api.recorder import Recorder, RequestLine, StepLine
-from servd.api.timeline import Tracer
 from servd.cli import _costs, _traces
 from servd.cli._costs import Costs
 from servd.cli._engine import Engine
@@ -155,9 +154,7 @@ async def test_a_recorded_conversation_is_cached_as_it_was(tmp_path):
     ones have; and nothing of the texts is in the file.
     """
     path = tmp_path / "trace.jsonl"
-    config = Config.load({"block_size": 4})
-    recorder = Recorder(str(path), config)
-    async with serve(tracer=Tracer(recorder=recorder), block_size=4) as served:
+    async with serve(record_trace=str(path), block_size=4) as served:
         text = "Tell me of the sea, please."
         for _ in range(3):
             body = {"prompt": text, "max_tokens": 11, "seed": 1, "n": 2}
@@ -165,7 +162,6 @@ async def test_a_recorded_conversation_is_cached_as_it_was(tmp_path):
             text += answer["choices"][0]["text"] + " More of it."
         vectors = {"prompt": "Another one, and longer than the others", "max_tokens": 3}
         await served.http.post("/v1/completions", json=vectors)
-    recorder.close()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert "sea" not in path.read_text() and "101,108,108" not in path.read_text()
     found = _traces.read(str(path))

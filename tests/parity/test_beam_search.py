@@ -21,7 +21,7 @@ def search(folder, prompt, num_beams, eos, length_penalty, early_stopping) -> Be
     """Run BeamSearch with transformers as the engine."""
     params = SamplingParams(n=num_beams, max_tokens=MAX_TOKENS)
     request = EngineCoreRequest("r", prompt, params, eos_token_ids=eos)
-    prepared = RequestState(prompt=None, params=params, request=request)
+    prepared = RequestState(request_id=request.request_id, params=params, request=request)
     beams = BeamSearch(prepared, length_penalty, early_stopping)
     while beams.running:
         likely = []

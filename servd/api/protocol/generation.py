@@ -305,16 +305,6 @@ class GenerationRequest(StructuredRequest):
         return sorted(names | {f"stream_options.{name}" for name in options})
 
     @property
-    def include_usage(self) -> bool:
-        """Whether the usage is sent in a last chunk."""
-        return bool((self.stream_options or {}).get("include_usage"))
-
-    @property
-    def continuous_usage(self) -> bool:
-        """Whether every chunk has the usage so far."""
-        return bool((self.stream_options or {}).get("continuous_usage_stats"))
-
-    @property
     def request_options(self) -> RequestOptions:
         """The options that are not sampling parameters."""
         transfer = self.kv_transfer_params or {}

@@ -16,7 +16,6 @@ from starlette.responses import Response
 from servd.api import beam_search
 from servd.api.async_llm import MAX_INLINE
 from servd.api.call import call_of
-from servd.api.context import context_of
 from servd.api.delta_stream import MAX_LOGPROBS_HELD
 from servd.api.incremental import Delta
 from servd.api.output_parser import OutputParser
@@ -26,7 +25,6 @@ from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.generation import GenerationRequest
 from servd.api.request_state import RequestState
 from servd.api.streaming import DONE, KEEP_ALIVE, EventStream, event, while_connected
-from servd.api.timeline import Timeline
 from servd.errors import EngineDead, InvalidRequest
 from servd.messages import EngineReady
 from servd.outputs import CompletionOutput
@@ -70,7 +68,7 @@ class ResponseBuilder(ABC):
     ) -> None:
         self.request = request
         self.call = call_of(request)
-        self.context = context_of(request)
+        self.context = self.call.context
         self.async_llm = self.context.async_llm
         self.tokenizer = self.async_llm.processor.tokenizer
         self.asked = asked
@@ -195,7 +193,7 @@ class ResponseBuilder(ABC):
         """
         async_llm, asked, deadline = self.async_llm, self.asked, self.call.deadline
         prompt_ids = [prompt.request_id for prompt in self.prompts]
-        await self.call.open_timelines(prompt_ids)
+        await self.call.open_requests(prompt_ids)
         with self.call.admit(self.options, len(prompt_ids)) as (admitted, self.options):
             prepared = self.prepared = await async_llm.prepare(
                 self.prompts, self.params, self.options, deadline, admitted
@@ -267,12 +265,6 @@ class ResponseBuilder(ABC):
         return await asyncio.to_thread(Receipt.of, config, spec, ready.worker, prompts)
 
     @property
-    def timelines(self) -> list[Timeline]:
-        """Timelines of the prompts, as long as the client is connected."""
-        running = self.async_llm.tracer.running
-        return [running[p.request_id] for p in self.prompts if p.request_id in running]
-
-    @property
     def num_prompt_tokens(self) -> int:
         return sum(len(one.prompt_token_ids) for one in self.prepared)
 
@@ -291,18 +283,13 @@ class ResponseBuilder(ABC):
         if output.finish_reason is not None:
             deltas = [*deltas, *parser.finish()]
         if parser.num_calls:
-            self._time_parsing(output.index, began)
+            state = self.prepared[output.index // self.n]
+            state.parsed_from_ns = state.parsed_from_ns or began
+            state.parsed_to_ns = now_ns()
+            state.parsing_ns += state.parsed_to_ns - began
         if output.finish_reason is not None and parser.looks_for_calls:
             mode = "streaming" if self.stream else "non_streaming"
             outcome = "tool_call" if parser.num_calls else "no_tool_call"
             name = "vllm:tool_call_parser_invocations"
             self.async_llm.metrics.labelled[name, mode, outcome, self.request_type].inc()
         return deltas
-
-    def _time_parsing(self, index: int, began: int) -> None:
-        """Account for parsing a piece of a tool call, from `began` to now."""
-        timeline = self.async_llm.tracer.running.get(self.prompts[index // self.n].request_id)
-        if timeline is not None:
-            timeline.parsed_from_ns = timeline.parsed_from_ns or began
-            timeline.parsed_to_ns = now_ns()
-            timeline.parsing_ns += timeline.parsed_to_ns - began

@@ -36,9 +36,10 @@ class ChunkBuilder(ResponseBuilder):
     def start(self) -> None:
         self.created = int(time.time())
         self.encode = msgspec.json.Encoder().encode
-        server = self.async_llm.processor.config.server
-        self.include_usage = self.asked.include_usage or server.enable_force_include_usage
-        self.continuous_usage = self.asked.continuous_usage
+        asked = self.asked.stream_options or {}
+        is_forced = self.context.config.server.enable_force_include_usage
+        self.include_usage = is_forced or bool(asked.get("include_usage"))  # in a last chunk
+        self.continuous_usage = bool(asked.get("continuous_usage_stats"))  # in every chunk
         self.choices = [CompletionOutput(index=i) for i in range(self.n * len(self.prompts))]
         self.has_begun = [False] * len(self.choices)  # by choice
         self.drafts: list[tuple[int, int]] = []  # see CompletionOutput; of all choices
@@ -97,7 +98,7 @@ class ChunkBuilder(ResponseBuilder):
             return UNSET
         num_cached = sum(self.num_cached_tokens)
         num_prompt, num_output = self.num_prompt_tokens - num_cached, self.num_output_tokens
-        times = stage_ns(self.timelines)
+        times = stage_ns(self.prepared)
         prompt_ms, output_ms = (round(times.get(n, 0) / 1e6, 3) for n in ("prefill", "decode"))
         return Timings(
             num_cached,
@@ -123,7 +124,7 @@ class ChunkBuilder(ResponseBuilder):
         """Where another engine finds what this one computed of the prompt, if it is to go on."""
         if not self.options.is_exported:
             return UNSET
-        rank = next((each.engine for each in self.timelines), 0)
+        rank = self.prepared[0].rank
         return kv_transfer.answer(self.context.config, rank, self.id, self.num_prompt_tokens)
 
     def chunk_usage(self) -> Usage | None | UnsetType:

@@ -51,7 +51,7 @@ async def create_decision(request: Request, body: Parsed[DecisionsRequest]) -> R
     async_llm.processor.check_sums()
     request_id = f"decision-{call.unique_id}"
     asked = RequestOptions(body.priority or 0, cache_salt=body.prompt_cache_key)
-    await call.open_timelines([request_id])
+    await call.open_requests([request_id])
     with call.admit(asked) as (_, options):
         scorer = OptionScorer(async_llm, request_id, options, call.deadline)
         async with while_connected(request.receive):

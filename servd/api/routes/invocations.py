@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,7 +18,7 @@ from servd.api.protocol.embeddings import EmbeddingRequest, Embeddings
 from servd.api.protocol.rerank import Ranking, RerankRequest
 from servd.api.protocol.score import ScoreRequest, Scores
 from servd.api.protocol.validation import RequestBody
-from servd.api.route import Parsed, Route, events
+from servd.api.route import Route, events
 from servd.errors import InvalidRequest
 from servd.json_reader import read_json
 
@@ -33,29 +34,27 @@ FILE_OF = {
 }
 
 
-class InvocationRoute(Route):
-    """Reads a body as the route does that its fields belong to."""
-
-    async def read(self, request: Request) -> RequestBody:
-        """Read and validate the body.
-
-        Raises:
-            InvalidRequest: there is no such route, or what the route raises.
-        """
-        try:
-            data = await request.body()
-            parse = partial(read_json, data, dict[str, msgspec.Raw])
-            fields = await call_of(request).run_in_thread(len(data), parse, is_new=True)
-        except ValueError:
-            return await _first_route("chat").read(request)  # says what is wrong with it
-        for name, file in FILE_OF.items():
-            if name in fields:
-                return await _first_route(file).read(request)
-        names = ", ".join(f"`{name}`" for name in FILE_OF)
-        raise InvalidRequest(f"the body must have one of {names}")
+router = APIRouter(route_class=Route)
 
 
-router = APIRouter(route_class=InvocationRoute)
+async def read_invocation(request: Request) -> RequestBody:
+    """Read a body as the route does that its fields belong to.
+
+    Raises:
+        InvalidRequest: there is no such route, or see `Call.read`.
+    """
+    call = call_of(request)
+    try:
+        data = await request.body()
+        parse = partial(read_json, data, dict[str, msgspec.Raw])
+        fields = await call.run_in_thread(len(data), parse, is_new=True)
+    except ValueError:
+        fields = {"messages": None}  # reading a chat says what is wrong with it
+    for name, file in FILE_OF.items():
+        if name in fields:
+            return await call.read(request, _first_route(file).kinds[0])
+    names = ", ".join(f"`{name}`" for name in FILE_OF)
+    raise InvalidRequest(f"the body must have one of {names}")
 
 
 @router.post(
@@ -65,8 +64,9 @@ router = APIRouter(route_class=InvocationRoute)
 )
 async def invoke(
     request: Request,
-    body: Parsed[
-        ChatCompletionRequest | CompletionRequest | RerankRequest | ScoreRequest | EmbeddingRequest
+    body: Annotated[
+        ChatCompletionRequest | CompletionRequest | RerankRequest | ScoreRequest | EmbeddingRequest,
+        Depends(read_invocation),
     ],
 ) -> Response:
     """Answer as the route for such a body does."""

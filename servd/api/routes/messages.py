@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.call import call_of
 from servd.api.context import context_of, json_response
-from servd.api.processor import Processor
 from servd.api.protocol.anthropic import (
     CHAT_NAMES,
     CountTokensRequest,
@@ -24,23 +25,24 @@ from servd.api.response_builders.messages import MessageBuilder
 from servd.api.route import Parsed, Route, events
 from servd.errors import InvalidRequest
 
-
-class MessagesRoute(Route):
-    """Reads reasoning budgets only where the model's reasoning can be limited."""
-
-    async def read(self, request: Request) -> RequestBody:
-        """Read and validate the body; see `Route`."""
-        is_limited = self.endpoint is create_message
-        if is_limited and not _can_limit_reasoning(context_of(request).async_llm.processor):
-            return await call_of(request).read(request, MessagesRequest)
-        return await super().read(request)
+router = APIRouter(route_class=Route)
 
 
-router = APIRouter(route_class=MessagesRoute)
+async def read_message(request: Request) -> RequestBody:
+    """Read the body, and a reasoning budget only where the model's reasoning can be limited."""
+    kind: type[MessagesRequest] = LimitedMessagesRequest
+    try:
+        context_of(request).async_llm.processor.reasoning_tags(None)
+    except InvalidRequest:
+        kind = MessagesRequest
+    return await call_of(request).read(request, kind)
+
+
+ParsedMessage = Annotated[LimitedMessagesRequest, Depends(read_message)]
 
 
 @router.post("/v1/messages", response_model=Message, responses=events(MessageEvent))
-async def create_message(request: Request, body: Parsed[LimitedMessagesRequest]) -> Response:
+async def create_message(request: Request, body: ParsedMessage) -> Response:
     """Answer a conversation."""
     call = call_of(request)
     message_id = f"msg_{call.unique_id}"
@@ -48,14 +50,6 @@ async def create_message(request: Request, body: Parsed[LimitedMessagesRequest])
         chat = await call.run_in_thread(call.num_bytes, lambda: body.as_chat(body.chat_fields()))
         builder = MessageBuilder(request, body, message_id, chat)
     return await builder.respond({"request-id": call.request_id})
-
-
-def _can_limit_reasoning(processor: Processor) -> bool:
-    try:
-        processor.reasoning_tags(None)
-    except InvalidRequest:
-        return False
-    return True
 
 
 @router.post("/v1/messages/count_tokens", response_model=TokensCount)

@@ -72,7 +72,7 @@ async def create_response(request: Request, body: Parsed[ResponsesRequest]) -> H
     async with AsyncExitStack() as admission:
         outputs = await admission.enter_async_context(builder.outputs())
         store.check_room()  # others may have come while it was prepared
-        call.timeline_ids.remove(response_id)  # its timeline is longer than the request
+        call.requests.clear()  # its timeline is longer than the call
         span, call.span = call.span, None
         task = asyncio.create_task(_run_detached(builder, outputs, log, admission.pop_all()))
         # With all its bytes, which count in the store; forgotten meanwhile, it stays so.
@@ -230,6 +230,6 @@ async def _run_detached(
 
 
 def _end_timeline(builder: ResponsesBuilder, span: RequestSpan | None) -> None:
-    timeline = builder.async_llm.tracer.finish(builder.id)
+    timeline = builder.async_llm.tracer.finish(builder.prepared[0])
     if span is not None:
         span.end([timeline])
