@@ -80,7 +80,7 @@ FIGURES = [
         for rows, goal in ((64, 100_000), (256, 220_000), (1024, 300_000))
     ),
     Figure(
-        "GPT-2 124M, 256 sequences of 100-1024 in and out: (weights + KV) / bandwidth over its time",
+        "GPT-2 124M, 256 sequences of 100-1024 in and out: of what the bandwidth allows",
         "gpt2", lambda f: 100 * f["gpt2_bytes"] / f["bandwidth"] / f["gpt2_seconds"], " %", 75,
     ),
     Figure(
