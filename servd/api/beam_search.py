@@ -100,8 +100,11 @@ class BeamSearch:
     ) -> list[Choice]:
         """Count this as one request in the metrics; all its tokens arrive at once."""
         num_prompt_tokens, now = len(self.prepared.prompt_token_ids), now_ns()
-        choices = [Choice(arrival_ns, num_prompt_tokens, len(a.token_ids)) for a in answers]
-        whole = Choice(arrival_ns, num_prompt_tokens)
+        choices = [
+            Choice(arrival_ns, num_prompt_tokens, len(a.token_ids), finish_reason=a.finish_reason)
+            for a in answers
+        ]
+        whole = Choice(arrival_ns, num_prompt_tokens, finish_reason=reason)
         metrics.observe_tokens(whole, sum(choice.num_tokens for choice in choices), now)
         metrics.observe_finished(whole, reason, now)
         metrics.observe_request(self.prepared.params, choices or [whole])

@@ -38,15 +38,10 @@ class Context(msgspec.Struct, frozen=True):
     adapters: Adapters | None  # None without --enable-lora
 
     @property
-    def model_names(self) -> list[str]:
-        """Names of the served model; the first is used if a request names none."""
-        return self.config.model.served_model_name
-
-    @property
     def shown_names(self) -> list[str]:
-        """Those of the names that do not tell where a folder is."""
-        names = [name for name in self.model_names if not os.path.isabs(name)]
-        return names or self.model_names[:1]
+        """Those of the model's names that do not tell where a folder is."""
+        names = self.config.model.served_model_name
+        return [name for name in names if not os.path.isabs(name)] or names[:1]
 
     @property
     def max_model_len(self) -> int:
@@ -59,10 +54,9 @@ class Context(msgspec.Struct, frozen=True):
             UnknownModel: no such model is served.
             InvalidRequest, Unavailable: see `Adapters.load`.
         """
-        if asked is None:
-            return self.model_names[0], None
-        if asked in self.model_names:
-            return asked, None
+        names = self.config.model.served_model_name
+        if asked is None or asked in names:
+            return asked or names[0], None
         served = self.shown_names
         if self.adapters is not None:
             if (adapter := await self.adapters.find(asked)) is not None:

@@ -38,7 +38,7 @@ class Timeline(msgspec.Struct, gc=False):
     params_of_span: SamplingParams | None = None  # once finished, if spans export them
     reads_prompt: bool = False  # it asked for results of every prompt token
     tokens: array[int] = NO_TOKENS  # of the prompt; empty once dropped
-    salt: tuple[str | None, ...] = ()  # see `RequestOptions.cache_keys`
+    salt: tuple[str | None, ...] = (None, None)  # see `RequestOptions.cache_keys`
     # From its first tool call to its end, and how long the parser worked in it.
     parsed_from_ns: int = 0
     parsed_to_ns: int = 0

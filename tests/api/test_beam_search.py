@@ -52,6 +52,17 @@ async def test_steps_share_the_prefix_cache_and_leave_nothing_behind(served):
     assert not served.async_llm.requests and len(served.async_llm.tracer.recent) == 1
 
 
+async def test_a_search_has_a_timeline_that_says_how_it_ended(served):
+    """Beside an earlier prompt, with which the prefix cache would compare another one's."""
+    body = {"prompt": "x" * 40, "max_tokens": 3}
+    assert (await served.http.post(COMPLETIONS, json=body)).status_code == 200
+    search = {**body, "use_beam_search": True, "n": 2}
+    answer = (await served.http.post(COMPLETIONS, json=search)).json()
+    timeline = await served.http.get(f"/v1/requests/{answer['id']}/timeline")
+    assert timeline.status_code == 200
+    assert timeline.json()["outcome"] == "length"
+
+
 async def test_a_search_is_one_request_in_the_list_while_it_runs(served):
     served.engine.may_step.clear()
     body = {"prompt": "abc", "n": 3, "max_tokens": 5, "use_beam_search": True}

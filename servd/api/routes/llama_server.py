@@ -58,7 +58,7 @@ async def props(request: Request) -> Response:
     answer = Props(
         Settings(context.max_model_len),
         len(_slots(request)),
-        context.model_names[0],
+        context.config.model.served_model_name[0],
         context.root,
         processor.chat_template.source,
         tokenizer.bos_token or "",

@@ -40,5 +40,5 @@ def _card(context: Context, name: str, adapter: Adapter | None = None) -> ModelC
         created=adapter.created if adapter else int(context.started_at),
         root=adapter.name if adapter else context.root,
         max_model_len=context.max_model_len,
-        parent=context.model_names[0] if adapter else None,
+        parent=context.config.model.served_model_name[0] if adapter else None,
     )

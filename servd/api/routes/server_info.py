@@ -66,7 +66,7 @@ async def server_info(request: Request) -> Response:
     info = ServerInfo(
         version=servd.__version__,
         versions={name: v for name, v in versions().items() if name != "servd"},
-        model=context.model_names,
+        model=context.config.model.served_model_name,
         architecture=context.async_llm.spec.architecture,
         uptime_seconds=round(time.time() - context.started_at, 3),
         options=list(_options(context)),
