@@ -102,7 +102,7 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     num_bytes: int = 0
 
 
-PATIENCE = 5  # a step is overdue after so many times the expected time, plus some seconds
+OVERDUE_FACTOR = 5  # a step is overdue after so many times the expected time, plus some seconds
 FIRST_STEP = 120.0  # seconds that a step may take while nothing is known
 
 

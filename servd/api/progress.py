@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from servd.tracing import PATIENCE, Pace, StepRecord
+from servd.tracing import OVERDUE_FACTOR, Pace, StepRecord
 
 SECOND = 1_000_000_000
 # In order of precedence when several engines are combined.
 ORDER = ("prefill", "decoding", "idle", "asleep", "stalled")
-GRACE = 10.0  # seconds beyond PATIENCE for a busy machine, or the first step of a size
+GRACE = 10.0  # seconds beyond OVERDUE_FACTOR for a busy machine, or the first step of a size
 
 
 class Unfinished(msgspec.Struct):
@@ -83,7 +83,7 @@ def progress(
     found.expected_seconds = round(expected, 3)
     begin = min(request.sent_ns for request in due)
     silent = (now_ns - max(begin, steps[-1].harvested_ns if steps else 0)) / SECOND
-    if silent > PATIENCE * expected + GRACE:
+    if silent > OVERDUE_FACTOR * expected + GRACE:
         found.status = found.activity = "stalled"
         found.reason = (
             f"{len(due)} requests are unfinished and no step has ended for {silent:.0f} s; the "

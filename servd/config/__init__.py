@@ -56,8 +56,8 @@ class Config(Section, frozen=True):
         return self.parallel.pipeline_parallel_size + bool(self.scheduler.async_scheduling)
 
     @property
-    def num_turns(self) -> int:
-        """Number of consecutive steps that must not share requests: see `Turns`."""
+    def num_micro_batches(self) -> int:
+        """Number of consecutive steps that must not share requests: see `MicroBatches`."""
         return self.num_steps_in_flight if self.parallel.pipeline_parallel_size > 1 else 1
 
     @classmethod

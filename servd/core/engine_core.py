@@ -10,9 +10,9 @@ from servd.config import Config
 from servd.core.executor import Executor, PendingOutput
 from servd.core.kv_cache.connector import KVConnector
 from servd.core.kv_cache.manager import KVCacheManager
+from servd.core.micro_batches import MicroBatches
 from servd.core.scheduler import Scheduler
 from servd.core.structured_output.manager import Compiled, GrammarManager
-from servd.core.turns import Turns
 from servd.hf import ModelSpec
 from servd.kv_layout import KVLayout
 from servd.messages import (
@@ -59,7 +59,7 @@ class EngineCore:
         self.connect(executor, worker)
         self.grammars = GrammarManager(config, spec)
         self.depth = config.num_steps_in_flight
-        self.turns = Turns(config.num_turns)
+        self.micro_batches = MicroBatches(config.num_micro_batches)
         self.in_flight: deque[PendingOutput] = deque()
         # Called with each step before it is launched.
         self.on_scheduled: Callable[[StepRecord], None] = lambda record: None
@@ -89,11 +89,11 @@ class EngineCore:
         match message:
             case EngineCoreRequest():
                 for request in message.choices():
-                    self._add(request)
+                    self._add_request(request)
             case Compiled(error=error):
                 for request in self.grammars.take(message):
                     if error is None:
-                        self._add(request, has_grammar=True)
+                        self._add_request(request, has_grammar=True)
                     else:
                         self.scheduler.outputs.reject(request, error)
             case AbortRequests(request_ids):
@@ -105,8 +105,8 @@ class EngineCore:
             case Attach() | Audit() | Sleep() | WakeUp():
                 pass  # EngineCoreProc handles these
 
-    def _add(self, request: EngineCoreRequest, has_grammar: bool = False) -> None:
-        """Add a request. A malformed one fails by itself: the engine and other requests go on."""
+    def _add_request(self, request: EngineCoreRequest, has_grammar: bool = False) -> None:
+        """Add a request. A malformed one fails by itself, and other requests continue."""
         try:
             if has_grammar or self.grammars.admit(request):
                 self.scheduler.add_request(request)
@@ -125,7 +125,8 @@ class EngineCore:
         workers have the real ones: so synchronous serving is this loop with depth 1.
         """
         grammars = self.grammars
-        idle = self.turns.idle(self.scheduler.running, grammars.choose_idle())
+        running = self.scheduler.running
+        idle = self.micro_batches.choose_idle(running, grammars.choose_idle())
         scheduled = self.scheduler.schedule(idle, grammars.grammar_tokens())
         if scheduled is not None:
             record = self.scheduler.newest

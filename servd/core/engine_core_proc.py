@@ -55,7 +55,7 @@ from servd.messages import (
     WorkerReady,
 )
 from servd.params import MAX_N, SamplingParams
-from servd.tracing import FIRST_STEP, PATIENCE, Pace, StepRecord
+from servd.tracing import FIRST_STEP, OVERDUE_FACTOR, Pace, StepRecord
 
 logger = logging.getLogger("servd.engine")
 
@@ -143,7 +143,7 @@ class EngineCoreProc:
             self.heartbeat.beat()
             time.sleep(BEAT_INTERVAL)
 
-    def progress(self, phase: str, fraction: float) -> None:
+    def report_progress(self, phase: str, fraction: float) -> None:
         if phase != self.clock.phase:
             logger.info("%s", phase)
         self.clock.enter(phase)
@@ -151,7 +151,7 @@ class EngineCoreProc:
 
     def load(self) -> EngineCore:
         config, spec = self.start.config, self.start.spec
-        executor, worker = self.start_executor(config, self.progress)
+        executor, worker = self.start_executor(config, self.report_progress)
         engine = EngineCore(config, spec, executor, worker)
         engine.grammars.on_compiled = self.inputs.put
         engine.on_scheduled = partial(self.begin_step, engine)
@@ -204,7 +204,9 @@ class EngineCoreProc:
         if record.step % PACE_INTERVAL == 0 or record.step < FIRST_STEPS:
             self.pace = engine.scheduler.step_log.pace
         expected = self.pace.expected_seconds(record.num_tokens)
-        self.heartbeat.work(self.start.config.server.engine_hang_timeout + PATIENCE * expected)
+        self.heartbeat.work(
+            self.start.config.server.engine_hang_timeout + OVERDUE_FACTOR * expected
+        )
         self.heartbeat.compute(record.prefills)
 
     def next_input(self, engine: EngineCore) -> ToEngine | Compiled | WorkerFailed | ClientGone:
@@ -217,10 +219,10 @@ class EngineCoreProc:
             return self.inputs.get(timeout=IDLE)
         except queue.Empty:
             engine.grammars.warm_up()
-        patience = IDLE if self.was_asleep else self.start.config.server.sleep_idle_seconds
-        if patience is not None:
+        timeout = IDLE if self.was_asleep else self.start.config.server.sleep_idle_seconds
+        if timeout is not None:
             try:
-                return self.inputs.get(timeout=max(patience - IDLE, 0))
+                return self.inputs.get(timeout=max(timeout - IDLE, 0))
             except queue.Empty:
                 self.sleep(engine)
         return self.inputs.get()
@@ -245,7 +247,7 @@ class EngineCoreProc:
         engine.forget_workers()
         ctypes.CDLL(None).malloc_trim(0)  # glibc would keep most of it
         logger.info("asleep: weights and KV cache are freed")
-        self.say_asleep(True)
+        self.report_asleep(True)
         gc.unfreeze()
         gc.collect()  # reference cycles of the model
         gc.freeze()  # else the process takes 0.5 s more to exit
@@ -265,9 +267,9 @@ class EngineCoreProc:
         assert worker.num_blocks == known.num_blocks, worker
         engine.connect(executor, worker)
         logger.info("awake after %.2f s", time.monotonic() - started_at)
-        self.say_asleep(False)
+        self.report_asleep(False)
 
-    def say_asleep(self, is_asleep: bool) -> None:
+    def report_asleep(self, is_asleep: bool) -> None:
         assert self.ready is not None
         self.ready = msgspec.structs.replace(self.ready, is_asleep=is_asleep)
         self.heartbeat.sleep(is_asleep)

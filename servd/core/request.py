@@ -169,7 +169,7 @@ class Request:
             request.num_tokens = len(request.token_ids)
         return request
 
-    def as_new(self) -> NewRequest:
+    def to_new_request(self) -> NewRequest:
         return NewRequest(
             slot=self.slot,
             token_ids=self.token_ids.copy(),

@@ -148,7 +148,7 @@ class Scheduler:
         self._num_steps += 1
         self._in_flight.append(step)
         freed, self._freed_slots = self._freed_slots, []
-        output = step.launch(freed)
+        output = step.build_output(freed)
         record.num_tokens = self.max_num_batched_tokens - budget
         self._stats.step_tokens.append(record.num_tokens)
         record.num_requests, record.num_waiting = output.num_rows, len(self.waiting)
@@ -221,7 +221,7 @@ class Scheduler:
             num_new_drafts = self.drafts.wanted(request) if may_draft and decodes else 0
             decodes = decodes and not num_new_drafts
             if decodes and request.num_computed_tokens < request.decodes_until:
-                step.decode(request)
+                step.add_decode(request)
                 budget -= 1
                 continue
             if request.num_tokens >= request.max_num_tokens or request.slot in idle_slots:
@@ -243,8 +243,8 @@ class Scheduler:
             if decodes and len(new_block_ids) < 2:  # Decodes has room for one per row
                 self._schedule_decode(step, request, new_block_ids)
             else:
-                scheduled = step.add(request, 1, new_block_ids, num_drafts, drafts[:num_drafts])
-                self._plan_next(request, scheduled, num_new_drafts)
+                scheduled = step.add_row(request, 1, new_block_ids, num_drafts, drafts[:num_drafts])
+                self._finish_scheduling(request, scheduled, num_new_drafts)
             budget -= 1 + num_drafts
             drafts_left -= num_drafts
         return budget, partial
@@ -299,7 +299,7 @@ class Scheduler:
             if new_block_ids is None:
                 continue
             queue.charge(request, num_tokens)
-            self._plan_next(request, step.add(request, num_tokens, new_block_ids))
+            self._finish_scheduling(request, step.add_row(request, num_tokens, new_block_ids))
             budget -= num_tokens
         for request in passed:
             queue.add(request)
@@ -329,7 +329,7 @@ class Scheduler:
             self.kv_cache.count_hits(request, self._stats)
         request.marks.append(Mark("scheduled", now, step.record.step))
         step.record.num_cached_tokens += request.num_computed_tokens
-        step.new_requests.append(request.as_new())
+        step.new_requests.append(request.to_new_request())
 
     def _schedule_decode(self, step: Step, request: Request, new_block_ids: list[int]) -> None:
         """Schedule a request's next token; `new_block_ids` are one block at most."""
@@ -337,9 +337,9 @@ class Scheduler:
             step.new_blocks[request.slot] = block
             request.decodes_until = self.kv_cache.room_of(request)
         self.kv_cache.commit(request)
-        step.decode(request)
+        step.add_decode(request)
 
-    def _plan_next(
+    def _finish_scheduling(
         self, request: Request, scheduled: ScheduledRequest, num_new_drafts: int = 0
     ) -> None:
         """Ask for drafts for the step after a row that was just scheduled, see `Drafts.ask`, and
@@ -379,8 +379,8 @@ class Scheduler:
         step = self._in_flight.popleft()
         record = step.record
         record.harvested_ns, record.worker_ns = now_ns(), result.times_ns
-        took_ns, is_news_due = self.step_log.add(record)
-        if is_news_due:
+        took_ns, is_report_due = self.step_log.add(record)
+        if is_report_due:
             for request in self.requests.values():
                 self.outputs.report_to(request.client)
         self.kv_cache.connector.collect_outputs(step)
@@ -428,7 +428,7 @@ class Scheduler:
                 self.outputs.report_to(client)
         outputs = self.outputs.take()
         for client, each in outputs.items():
-            each.stats, each.steps = self.report(num_deferred), self.step_log.news(client)
+            each.stats, each.steps = self.report(num_deferred), self.step_log.take_new(client)
         return outputs
 
     def report(self, num_deferred: int) -> SchedulerStats:

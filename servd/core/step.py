@@ -21,7 +21,7 @@ from servd.tracing import Pace, StepRecord
 
 NO_DRAFTS: list[int] = []
 MAX_RECORDS = 1024  # kept for clients that have not been given them, about half a kilobyte each
-NEWS_INTERVAL = 256  # steps
+REPORT_INTERVAL = 256  # steps
 MAX_SILENCE = 1_000_000_000  # nanoseconds
 
 
@@ -44,13 +44,13 @@ class Step(msgspec.Struct):
     def __contains__(self, request: Request) -> bool:
         return request in self.requests or request in self.decoding
 
-    def decode(self, request: Request) -> None:
+    def add_decode(self, request: Request) -> None:
         """Add a row that decodes one token: that counts as computed, its successor as sampled."""
         request.num_computed_tokens += 1
         request.num_tokens += 1
         self.decoding.append(request)
 
-    def add(
+    def add_row(
         self,
         request: Request,
         num_tokens: int,
@@ -75,7 +75,7 @@ class Step(msgspec.Struct):
         self.scheduled.append(scheduled)
         return scheduled
 
-    def launch(self, freed_slots: list[int]) -> SchedulerOutput:
+    def build_output(self, freed_slots: list[int]) -> SchedulerOutput:
         if self.decoding:
             slots = [request.slot for request in self.decoding]
             computed = [request.num_computed_tokens - 1 for request in self.decoding]
@@ -151,17 +151,17 @@ class StepLog:
         is_late = now - self._announced_ns >= MAX_SILENCE
         if is_late:
             self._announced_ns = now
-        return now - before, is_late or self._num_added % NEWS_INTERVAL == 0
+        return now - before, is_late or self._num_added % REPORT_INTERVAL == 0
 
     @property
     def pace(self) -> Pace:
-        return Pace.of(list(islice(reversed(self._records), NEWS_INTERVAL)))
+        return Pace.of(list(islice(reversed(self._records), REPORT_INTERVAL)))
 
     @property
     def clients(self) -> Iterable[int]:
         return self._num_given.keys()
 
-    def news(self, client: int) -> list[StepRecord]:
+    def take_new(self, client: int) -> list[StepRecord]:
         """The records since the last call for this client, as far as they are kept."""
         num_new = self._num_added - self._num_given.get(client, 0)
         self._num_given[client] = self._num_added

@@ -204,7 +204,7 @@ def test_preempted_for_another_owner_a_request_loses_no_token():
 
 def lacks(engine: EngineCore) -> list[str]:
     """What was noted of each step in which somebody waited."""
-    records = engine.scheduler.step_log.news(client=99)
+    records = engine.scheduler.step_log.take_new(client=99)
     assert all(bool(record.num_waiting) == bool(record.waits_for) for record in records)
     return [record.waits_for for record in records if record.waits_for]
 

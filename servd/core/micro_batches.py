@@ -1,0 +1,34 @@
+"""MicroBatches: which running requests skip a step, so that no pipeline stage is without one.
+
+A request's next step needs the token sampled by its last one, so steps that are in flight in
+different stages have different requests: each step takes an equal share of all, of those whose
+tokens are known. Prompts continue in any step, as their tokens are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+from servd.core.request import Request
+
+
+class MicroBatches:
+    """Args: num_batches: steps in which each request is computed once; 1: none skips a step."""
+
+    def __init__(self, num_batches: int) -> None:
+        self.num_batches = num_batches
+
+    def choose_idle(self, running: Sequence[Request], idle: Set[int]) -> Set[int]:
+        """Return the slots that skip the next step: `idle`, and those of other micro-batches."""
+        if self.num_batches == 1:
+            return idle
+        room = -(-len(running) // self.num_batches)
+        skipping = set(idle)
+        for request in running:
+            if request.num_placeholders:
+                skipping.add(request.slot)
+            elif request.num_uncomputed_tokens <= 1 and request.slot not in idle:
+                room -= 1
+                if room < 0:
+                    skipping.add(request.slot)
+        return skipping
