@@ -161,6 +161,6 @@ def _checkpoint(name, model_class, config, torch, tokenizer: Path, tmp_path_fact
 
 @pytest.fixture
 def may_always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lookahead asks requests in every step: it never pauses, however little drafts paid."""
-    monkeypatch.setattr("servd.core.lookahead.PAUSE_STEPS", 0)
-    monkeypatch.setattr("servd.core.lookahead.IDLE_INTERVAL", 1)
+    """Requests are asked in every step: drafting never pauses, however little drafts paid."""
+    monkeypatch.setattr("servd.core.draft_length.PAUSE_STEPS", 0)
+    monkeypatch.setattr("servd.core.draft_length.IDLE_INTERVAL", 1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from servd.core.draft_length import DraftLengthController
 from servd.core.kv_cache.manager import KVCacheManager
-from servd.core.lookahead import Lookahead
 from servd.core.request import Request
 from servd.core.step import NO_DRAFTS, Step
 from servd.messages import EngineCoreOutput, ModelRunnerOutput, ScheduledRequest
@@ -26,16 +26,16 @@ def choose_drafts(
 
 
 class Drafts:
-    """Args: lookahead: says how many are worth their time; kv_cache: has the room for them."""
+    """Args: draft_length: says how many are worth their time; kv_cache: has the room for them."""
 
-    def __init__(self, lookahead: Lookahead, kv_cache: KVCacheManager) -> None:
-        self.lookahead = lookahead
+    def __init__(self, draft_length: DraftLengthController, kv_cache: KVCacheManager) -> None:
+        self.draft_length = draft_length
         self.kv_cache = kv_cache
 
     def wanted(self, request: Request) -> int:
         """How many are worth their time, if there is room for any."""
         has_room = request.num_tokens + 2 < request.max_num_tokens
-        return self.lookahead.num_drafts(request.acceptance) if has_room else 0
+        return self.draft_length.num_drafts(request.acceptance) if has_room else 0
 
     def ask(self, request: Request, scheduled: ScheduledRequest, wanted: int) -> None:
         """Have the workers draft as far as it is worth its time and leaves room for the token after
@@ -43,7 +43,7 @@ class Drafts:
         `wanted` has said; 0: it was not asked.
         """
         room = request.max_num_tokens - request.num_tokens - 1
-        wanted = wanted or self.lookahead.num_drafts(request.acceptance)
+        wanted = wanted or self.draft_length.num_drafts(request.acceptance)
         num_drafts = max(min(wanted, room), 0)
         block_ids = self.kv_cache.extend(request, num_drafts) if num_drafts else []
         if block_ids is None:
@@ -68,6 +68,7 @@ class Drafts:
         num_sampled = len(result.tokens_of(row))
         num_found = len(result.draft_token_ids.get(row, ()))
         num_kept = request.settle(scheduled, output, num_sampled, num_found)
-        counts = output.num_drafts, output.num_accepted, scheduled.max_new_drafts, num_found
-        self.lookahead.count(request.acceptance, *counts)
+        if request.acceptance is not None:
+            num_asked = scheduled.max_new_drafts
+            request.acceptance.count(output.num_drafts, output.num_accepted, num_asked, num_found)
         return num_kept

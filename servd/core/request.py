@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
 
-from servd.core.lookahead import Acceptance
+from servd.core.draft_length import Acceptance
 from servd.core.repetition import RepetitionDetector
 from servd.lora import Adapter
 from servd.messages import (

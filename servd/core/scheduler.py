@@ -10,10 +10,10 @@ from itertools import islice
 
 from servd import plugins
 from servd.config import SchedulerConfig
+from servd.core.draft_length import DraftLengthController
 from servd.core.drafts import Drafts, choose_drafts
 from servd.core.kv_cache.connector import KVConnector
 from servd.core.kv_cache.manager import KVCacheManager
-from servd.core.lookahead import Lookahead
 from servd.core.outputs import Outputs
 from servd.core.queues import QUEUES
 from servd.core.queues.fcfs import WaitingQueue, by_order
@@ -68,8 +68,8 @@ class Scheduler:
         self.kv_cache = kv_cache
         self.cache_len = kv_cache.max_tokens(max_model_len)
         self.max_model_len = min(max_model_len, self.cache_len)
-        self.lookahead = Lookahead(max_drafts)
-        self.drafts = Drafts(self.lookahead, self.kv_cache)
+        self.draft_length = DraftLengthController(max_drafts)
+        self.drafts = Drafts(self.draft_length, self.kv_cache)
         self.requests: dict[str, Request] = {}  # unfinished
         self.running: list[Request] = []  # by order: the last is preempted first
         self.max_background_tokens = max(self.max_num_batched_tokens // BACKGROUND_SHARE, 1)
@@ -133,7 +133,7 @@ class Scheduler:
         self.waiting.begin_step()
         for request, error in self.kv_cache.connector.take_failed():
             self._end_with_error(request, error)
-        self.lookahead.begin_step(record.step, len(self.running))
+        self.draft_length.begin_step(record.step, len(self.running))
         self._preempt_for_waiting(step)
         budget = self.max_num_batched_tokens
         for priority_class, part in self._priority_classes():
@@ -214,7 +214,7 @@ class Scheduler:
         num_samples = min(len(self.requests), self.max_num_seqs)
         # One token of the budget is reserved for each running request.
         drafts_left = min(self.max_num_samples - num_samples, budget - len(self.running))
-        may_draft = self.lookahead.is_open
+        may_draft = self.draft_length.is_open
         others = {*idle_slots, *grammar_tokens}  # slots that do not just decode one token
         for request in part:
             decodes = request.decodes_until and request.slot not in others
@@ -347,7 +347,7 @@ class Scheduler:
         """
         if scheduled.samples:
             request.num_drafts = 0
-            if self.lookahead.is_open:
+            if self.draft_length.is_open:
                 self.drafts.ask(request, scheduled, num_new_drafts)
             request.decodes_until = 0 if request.num_drafts else self.kv_cache.room_of(request)
         self.kv_cache.commit(request)
@@ -384,8 +384,8 @@ class Scheduler:
             for request in self.requests.values():
                 self.outputs.report_to(request.client)
         self.kv_cache.connector.collect_outputs(step)
-        if self.lookahead.max_drafts:
-            self.lookahead.time(record.step, step.scheduled, took_ns, len(step.decoding))
+        if self.draft_length.max_drafts:
+            self.draft_length.time(step.scheduled, took_ns * 1e-9, len(step.decoding))
         decoded, rows = step.append_decoded(result, ends)
         self.outputs.add_decoded(decoded)
         for row in rows:

@@ -245,9 +245,9 @@ async def test_rejected_drafts(slow_steps, monkeypatch):
     slow_steps(lambda scheduled: 0.02 * scheduled.num_tokens)
     monkeypatch.setattr(FakeExecutor, "_draft", wrong_drafts)
     async with serve(speculative_config={"method": "ngram", "num_speculative_tokens": 4}) as served:
-        lookahead = served.engine.core.scheduler.lookahead
+        controller = served.engine.core.scheduler.draft_length
         most = [0]
-        monkeypatch.setattr(lookahead, "num_drafts", lambda acceptance: most[0])
+        monkeypatch.setattr(controller, "num_drafts", lambda acceptance: most[0])
         await post(served, "a", 5)  # what steps without drafts take
         most[0] = 4
         own = await post(served, "b", 16)

@@ -268,8 +268,8 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
 async def test_an_answer_tells_what_became_of_its_drafts(path, body, level, monkeypatch):
     options = {"per_request_spec_decode_metrics": level, "speculative_config": DRAFTS}
     async with serve(**options) as served:
-        lookahead = served.engine.core.scheduler.lookahead
-        monkeypatch.setattr(lookahead, "num_drafts", lambda acceptance: 3)
+        controller = served.engine.core.scheduler.draft_length
+        monkeypatch.setattr(controller, "num_drafts", lambda acceptance: 3)
         body = {**body, "max_tokens": 40}
         whole = (await served.http.post(path, json=body)).json()
         told = whole["metrics"]["speculative_decoding"]

@@ -5,9 +5,9 @@ from collections import deque
 
 import pytest
 
-from servd.core import lookahead, stats_line
+from servd.core import draft_length, stats_line
+from servd.core.draft_length import DraftLengthController
 from servd.core.stats_line import StatsLine
-from servd.core.step_cost import StepCost
 from servd.messages import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput
 from servd.stats import DraftStats, SchedulerStats
 from tests.core.engines import generate, make_engine, make_request
@@ -17,9 +17,9 @@ PROMPT = [1, 2, 3]
 
 
 @pytest.fixture(autouse=True)
-def eager_lookahead(monkeypatch):
+def eager_drafts(monkeypatch):
     """Every draft is worth its time: steps of a fake device take none, or any."""
-    monkeypatch.setattr(StepCost, "shares", lambda *_: (1e-9, 0.0, 0.0))
+    monkeypatch.setattr(DraftLengthController, "relative_costs", lambda *_: (1e-9, 0.0))
 
 
 def total(log):
@@ -88,7 +88,7 @@ def test_the_line_of_the_log_tells_what_became_of_drafts(monkeypatch, caplog):
 
 def test_whoever_builds_on_a_failed_step_after_drafts_that_were_not_kept_fails_too(monkeypatch):
     """The step was scheduled as if they were, three tokens further on."""
-    monkeypatch.setattr(lookahead, "PAUSE_STEPS", 0)
+    monkeypatch.setattr(draft_length, "PAUSE_STEPS", 0)
     scheduler = make_engine(depth=2, speculative_config=DRAFTS).scheduler
 
     def harvest(token_id, drafts=(), **options):

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from servd.core import lookahead
-from servd.core.step_cost import StepCost
+from servd.core import draft_length
+from servd.core.draft_length import DraftLengthController
 from servd.messages import AbortRequests, EngineCoreRequest
 from servd.params import StructuredOutput
 from servd.speculative import MAX_GRAMMAR_TOKENS
@@ -132,10 +132,10 @@ def drafting(max_drafts: int) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def eager_lookahead(monkeypatch):
+def eager_drafts(monkeypatch):
     """Every draft is worth its time: steps of a fake device take none, or any."""
-    monkeypatch.setattr(StepCost, "shares", lambda *_: (1e-9, 0.0, 0.0))
-    monkeypatch.setattr(lookahead, "PAUSE_STEPS", 0)
+    monkeypatch.setattr(DraftLengthController, "relative_costs", lambda *_: (1e-9, 0.0))
+    monkeypatch.setattr(draft_length, "PAUSE_STEPS", 0)
 
 
 def serve(

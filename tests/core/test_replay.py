@@ -21,7 +21,7 @@ from tests.core.test_overlap import (  # noqa: F401  (a fixture)
     alone,
     arrivals,
     drafting,
-    eager_lookahead,
+    eager_drafts,
     outputs,
     with_grammars,
 )

@@ -16,9 +16,11 @@ QUESTIONS = ("What is servd?", "What is 7 + 5?", "Count from 3 to 9.", "Tell me 
 )
 def test_most_steps_yield_more_than_one_token(options, monkeypatch):
     """With weights and caches of 32, 16 and 8 bits; greedy and drawn."""
-    from servd.core.lookahead import Lookahead
+    from servd.core.draft_length import DraftLengthController
 
-    monkeypatch.setattr(Lookahead, "num_drafts", lambda self, acceptance: self.max_drafts)
+    monkeypatch.setattr(
+        DraftLengthController, "num_drafts", lambda self, acceptance: self.max_drafts
+    )
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     params = [SamplingParams(temperature=t, seed=1, max_tokens=60) for t in (0, 0, 0, 1.0)]
     outputs = []

@@ -8,12 +8,12 @@ import random
 
 import pytest
 
+from servd.core.draft_length import DraftLengthController
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import Executor
 from servd.core.kv_cache.block_hash import of_group
 from servd.core.kv_cache.connector.costs import LoadCosts
 from servd.core.request import Request
-from servd.core.step_cost import StepCost
 from servd.hf import read_spec
 from servd.messages import EngineCoreRequest
 from servd.params import SamplingParams
@@ -87,7 +87,7 @@ def test_hits_around_the_edge_of_a_window(checkpoints, monkeypatch, model_type: 
     most of which are not kept, while the window of 7 moves over the blocks of 4.
     """
     monkeypatch.setattr(
-        StepCost, "shares", lambda *_: (1e-9, 0.0, 0.0)
+        DraftLengthController, "relative_costs", lambda *_: (1e-9, 0.0)
     )  # drafts are worth their time
     folder = checkpoints(model_type, next(iter(CASES[model_type])))
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from servd.core import lookahead
+from servd.core import draft_length
 from servd.core.audit import problems
+from servd.core.draft_length import DraftLengthController
 from servd.core.kv_cache.block_hash import of_group
 from servd.core.kv_cache.prefix_cache import NO_BLOCK
 from servd.core.request import Request
-from servd.core.step_cost import StepCost
 from servd.kv_layout import KVLayout
 from servd.messages import AbortRequests
 from tests.core.devices import SlowExecutor
@@ -207,8 +207,9 @@ def test_no_block_is_both_free_and_read(
 def test_drafts_that_are_not_kept_take_the_edge_of_a_window_back(
     monkeypatch, windows, depth, num_blocks
 ):
-    monkeypatch.setattr(StepCost, "shares", lambda *_: (1e-9, 0.0, 0.0))  # worth their time
-    monkeypatch.setattr(lookahead, "PAUSE_STEPS", 0)
+    # Every draft is worth its time.
+    monkeypatch.setattr(DraftLengthController, "relative_costs", lambda *_: (1e-9, 0.0))
+    monkeypatch.setattr(draft_length, "PAUSE_STEPS", 0)
     drafts = {"method": "ngram", "num_speculative_tokens": 5}  # see FakeExecutor._draft
     engine = make_engine(
         num_blocks, depth, with_windows(*windows), speculative_config=drafts, max_num_seqs=4

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from servd.core import lookahead
-from servd.core.lookahead import Lookahead
-from servd.core.step_cost import StepCost
+from servd.core import draft_length
+from servd.core.draft_length import Acceptance, DraftLengthController
 
 
 @pytest.fixture
@@ -15,13 +14,13 @@ def counts(monkeypatch) -> list[tuple[int, int]]:
     step does without.
     """
     counted: list[tuple[int, int]] = []
-    monkeypatch.setattr(StepCost, "shares", lambda *_: (1e-9, 0.0, 0.0))
-    monkeypatch.setattr(lookahead, "PAUSE_STEPS", 0)
-    count = Lookahead.count
+    monkeypatch.setattr(DraftLengthController, "relative_costs", lambda *_: (1e-9, 0.0))
+    monkeypatch.setattr(draft_length, "PAUSE_STEPS", 0)
+    count = Acceptance.count
 
-    def spy(self, acceptance, num_drafts, num_kept, *asked):
+    def spy(self, num_drafts, num_kept, *asked):
         counted.append((num_drafts, num_kept))
-        count(self, acceptance, num_drafts, num_kept, *asked)
+        count(self, num_drafts, num_kept, *asked)
 
-    monkeypatch.setattr(Lookahead, "count", spy)
+    monkeypatch.setattr(Acceptance, "count", spy)
     return counted

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from servd.core.lookahead import Lookahead
+from servd.core.draft_length import DraftLengthController
 from servd.errors import ConfigError
 from servd.messages import EngineCoreRequest
 from servd.params import SamplingParams, StructuredOutput
@@ -120,7 +120,9 @@ def test_drafts_are_those_of_transformers(
     """
     folder, block_size = draft
     recorder, draw = Recorder(monkeypatch), random.Random(0)
-    monkeypatch.setattr(Lookahead, "num_drafts", lambda *_: draw.choice([0, 0, 1, 3, 5]))
+    monkeypatch.setattr(
+        DraftLengthController, "num_drafts", lambda *_: draw.choice([0, 0, 1, 3, 5])
+    )
     log = serve_all(tiny_llama, folder, 8000, depth, GRAMMAR, block_size=block_size)
     assert log.total("prefix_cache_hits") > 0 and log.total("num_preemptions") == 0
     assert len(recorder.drafted) > 300
@@ -163,7 +165,7 @@ def test_rejected_drafts_of_short_rows_that_pause(
     """
     folder, block_size = draft
     recorder, draw = Recorder(monkeypatch), random.Random(seed)
-    monkeypatch.setattr(Lookahead, "num_drafts", lambda *_: draw.choice([0, 0, 0, 5]))
+    monkeypatch.setattr(DraftLengthController, "num_drafts", lambda *_: draw.choice([0, 0, 0, 5]))
     requests = [
         EngineCoreRequest(str(i), [7 + i], SamplingParams(temperature=0.0, max_tokens=30))
         for i in range(7)

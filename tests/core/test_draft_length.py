@@ -1,5 +1,5 @@
-"""Lookahead: in a simulation with known costs and chances, it is never much slower than no drafts,
-and not far from the best fixed depth.
+"""DraftLengthController: in a simulation with known costs and chances, it is never much slower than
+no drafts, and not far from the best fixed depth.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from servd.core.lookahead import PAUSE_STEPS, Acceptance, Lookahead
-from servd.core.step_cost import StepCost
+from servd.core.draft_length import PAUSE_STEPS, Acceptance, DraftLengthController
 from servd.messages import ScheduledRequest
 
 MAX_DRAFTS = 6
@@ -50,38 +49,40 @@ class Machine:
 
 def throughput(
     machine: Machine,
-    chance: float,
+    chance: float | list[float],
     num_requests: int,
     first_step: int = 0,
+    last_step: int = NUM_STEPS,
     lifetime: int = NUM_STEPS,
     hit_rate: float = 1.0,
     interruption: float = 0.0,
 ) -> float:
-    """Tokens per second at the depths that Lookahead chooses, with noise; drafts are found at
-    `hit_rate`, and each is kept with `chance`. Steps before `first_step` do not count. A request
-    ends after `lifetime` steps, and another one follows it. Others may take the machine for
-    `interruption` seconds, as often as one step of eight takes no longer than `base`; what they
-    take is not of the throughput.
+    """Tokens per second at the depths that the controller chooses, with noise; drafts are found at
+    `hit_rate`, and each is kept with `chance`, of which a list has one for each step. Steps before
+    `first_step` do not count, nor those from `last_step` on. A request ends after `lifetime` steps,
+    and another one follows it. Others may take the machine for `interruption` seconds, as often as
+    one step of eight takes no longer than `base`; what they take is not of the throughput.
     """
-    noise, lookahead = random.Random(3), Lookahead(MAX_DRAFTS)
+    noise, controller = random.Random(3), DraftLengthController(MAX_DRAFTS)
     requests = [Acceptance() for _ in range(num_requests)]
+    chances = chance if isinstance(chance, list) else [chance] * NUM_STEPS
     depths, asked_in = [0] * num_requests, [0] * num_requests
     num_yielded, seconds = 0, 0.0
     for step in range(NUM_STEPS):
-        lookahead.begin_step(step, num_requests)
+        controller.begin_step(step, num_requests)
         scheduled, num_kept, behind, num_asked = [], 0, 0, 0
         for row in range(num_requests):
             if (step + row * lifetime // num_requests) % lifetime == 0:
                 requests[row], depths[row], asked_in[row] = Acceptance(), 0, step - 1
             acceptance, num_drafts = requests[row], depths[row]
-            asked = lookahead.num_drafts(acceptance)
+            asked = controller.num_drafts(acceptance)
             depths[row] = asked if noise.random() < hit_rate else 0
             if asked:
                 behind, asked_in[row] = behind + step - asked_in[row] - 1, step
             kept = 0
-            while kept < num_drafts and noise.random() < chance:
+            while kept < num_drafts and noise.random() < chances[step]:
                 kept += 1
-            lookahead.count(acceptance, num_drafts, kept, asked, depths[row])
+            acceptance.count(num_drafts, kept, asked, depths[row])
             scheduled.append(ScheduledRequest(0, 1 + num_drafts, [], True, 0, num_drafts, asked))
             num_kept += kept
             num_asked += asked
@@ -89,8 +90,8 @@ def throughput(
         took = machine.seconds(num_tokens, num_tokens - num_requests, num_asked, behind)
         took *= noise.uniform(0.7, 1.3)
         is_interrupted = interruption and noise.random() < took / machine.base / 8
-        lookahead.time(step, scheduled, round((took + interruption * is_interrupted) * 1e9))
-        if step >= first_step:
+        controller.time(scheduled, took + interruption * is_interrupted)
+        if first_step <= step < last_step:
             num_yielded += num_requests + num_kept
             seconds += took
     return num_yielded / seconds
@@ -160,87 +161,112 @@ def test_new_requests_do_not_all_try_drafts_that_never_pay(num_requests):
     assert got >= 0.97 * machine.throughput(0.05, num_requests, 0)
 
 
+def learned(steps) -> DraftLengthController:
+    """After steps of (rows, drafts of each, seconds)."""
+    controller = DraftLengthController(MAX_DRAFTS)
+    for rows, num_drafts, seconds in steps:
+        row = ScheduledRequest(0, 1 + num_drafts, [], True, 0, num_drafts, num_drafts)
+        controller.begin_step(PAUSE_STEPS, rows)
+        controller.time([row] * rows, seconds)
+    return controller
+
+
 def test_the_costs_are_the_slopes_of_the_steps():
-    cost, noise = StepCost(), random.Random(1)
-    for _ in range(300):
-        num_tokens, num_asked = noise.randrange(4, 20), noise.randrange(10)
-        drafting = noise.choice([0.0, 0.5, 1.0])
-        took = (30 + 2 * num_tokens + 3 * num_asked + 20 * drafting) * noise.uniform(0.9, 1.1)
-        cost.count(4, num_tokens, num_asked, drafting, took * 1e-3)
-    assert cost.shares(8) == pytest.approx((2 / 46, 3 / 46, 20 / 46), rel=0.3)
+    noise = random.Random(1)
+
+    def steps():
+        for step in range(600):
+            num_drafts = noise.randrange(1, 5) if step % 40 > 10 else 0
+            took = 30 + 2 * (4 + 4 * num_drafts) + 20 * (num_drafts > 0)
+            yield 4, num_drafts, took * noise.uniform(0.9, 1.1)
+
+    assert learned(steps()).relative_costs(4) == pytest.approx((2 / 38, 20 / 38), rel=0.3)
 
 
 def test_where_all_steps_draft_as_much_it_is_drafting_at_all_that_costs():
-    cost = StepCost()
-    for step in range(200):
-        drafts = step % 10 > 0
-        cost.count(1, 1 + 4 * drafts, 4 * drafts, float(drafts), 1.0 + drafts)
-    token, draft, drafting = cost.shares(1)
-    assert 4 * (token + draft) + drafting == pytest.approx(1.0, rel=0.1)
-    assert drafting > 0.5
+    steps = [(1, 4, 2.0) if step % 10 > 2 else (1, 0, 1.0) for step in range(200)]
+    token, overhead = learned(steps).relative_costs(1)
+    assert 4 * token + overhead == pytest.approx(1.0, rel=0.1)
+    assert overhead > 0.5
 
 
 def test_without_a_method_nothing_is_ever_drafted():
-    lookahead = Lookahead(0)
-    lookahead.begin_step(0, 1)
-    assert lookahead.num_drafts(Acceptance()) == 0
-
-
-def started() -> Lookahead:
-    """After the first steps, which draft nothing."""
-    lookahead = Lookahead(MAX_DRAFTS)
-    lookahead.num_steps = PAUSE_STEPS
-    return lookahead
+    controller = DraftLengthController(0)
+    controller.begin_step(PAUSE_STEPS, 1)
+    assert controller.num_drafts(Acceptance()) == 0
 
 
 def test_a_request_that_opts_out_gets_no_drafts():
-    lookahead = started()
-    lookahead.begin_step(0, 1)
-    assert lookahead.num_drafts(Acceptance()) > 0
-    assert lookahead.num_drafts(None) == 0
+    controller = DraftLengthController(MAX_DRAFTS)
+    controller.begin_step(PAUSE_STEPS, 1)
+    assert controller.num_drafts(Acceptance()) > 0
+    assert controller.num_drafts(None) == 0
 
 
 def test_drafts_are_made_while_every_step_holds_a_prompt():
-    lookahead, asked = Lookahead(MAX_DRAFTS), []
+    controller, asked = DraftLengthController(MAX_DRAFTS), []
     prompt = ScheduledRequest(1, 64, [], False, 0, 0, 0)
     for step in range(4 * PAUSE_STEPS):
-        lookahead.begin_step(step, 2)
-        asked.append(lookahead.num_drafts(Acceptance()))
+        controller.begin_step(step, 2)
+        asked.append(controller.num_drafts(Acceptance()))
         answer = ScheduledRequest(0, 1, [], True, 0, 0, asked[-1])
-        lookahead.time(step, [answer, prompt], 10**6)
+        controller.time([answer, prompt], 1e-3)
     assert not any(asked[:PAUSE_STEPS]) and max(asked) > 0
 
 
 def test_steps_of_copies_alone_say_nothing():
-    lookahead = started()
+    controller = DraftLengthController(MAX_DRAFTS)
     for step in range(20):
-        lookahead.begin_step(step, 0)
-        lookahead.time(step, [], 10**6)
-    assert not lookahead.cost.weight
+        controller.begin_step(step, 0)
+        controller.time([], 1e-3)
+    assert not controller.plain.weight
 
 
 def test_what_became_of_others_drafts_does_not_keep_a_request_from_trying():
-    lookahead = started()
-    for _ in range(50):
-        lookahead.begin_step(0, 1)
-        lookahead.count(Acceptance(), 3, 0, 3, 3)
-    assert lookahead.num_drafts(Acceptance()) > 0
+    controller = DraftLengthController(MAX_DRAFTS)
+    for step in range(PAUSE_STEPS, 50):
+        failed = Acceptance()
+        controller.begin_step(step, 1)
+        controller.num_drafts(failed)
+        failed.count(3, 0, 3, 3)
+    assert controller.num_drafts(Acceptance()) > 0
 
 
 def test_drafts_that_are_seldom_found_must_pay_for_the_search():
-    lookahead = started()
     found, missed = Acceptance(), Acceptance()
-    for step in range(40):
-        num_asked = step % 2 * 4
-        lookahead.cost.count(1, 1, num_asked, 0.0, 1.0 + 0.1 * num_asked)
+    controller = DraftLengthController(MAX_DRAFTS)
+    for step in range(80):
+        is_asked = step % 4 >= 2
         found.count(4, 3, 4, 4)
         missed.count(0, 0, 4, 0)
-    lookahead.begin_step(0, 1)
-    assert lookahead.num_drafts(found) > lookahead.num_drafts(missed) == 0
+        row = ScheduledRequest(0, 1, [], True, 0, 0, 4 * is_asked)
+        controller.time([row], 1.4 if is_asked else 1.0)
+    controller.begin_step(PAUSE_STEPS, 1)
+    assert controller.num_drafts(found) > controller.num_drafts(missed) == 0
+
+
+def test_more_is_drafted_for_a_request_whose_drafts_are_accepted():
+    controller = DraftLengthController(MAX_DRAFTS)
+    accepted, rejected = Acceptance(), Acceptance()
+    for _ in range(10):
+        accepted.count(4, 4, 4, 4)
+        rejected.count(4, 0, 4, 4)
+    controller.begin_step(PAUSE_STEPS, 2)
+    assert controller.num_drafts(accepted) == MAX_DRAFTS
+    assert controller.num_drafts(rejected) < 2
+
+
+@pytest.mark.parametrize("num_requests", [1, 8])
+def test_drafting_starts_again_when_acceptance_returns(num_requests):
+    machine = Machine(20.0, verifying=2.0)
+    chances = [0.0] * 500 + [0.9] * 1000
+    assert throughput(machine, chances, num_requests, first_step=100, last_step=500) >= (
+        0.97 * machine.throughput(0.0, num_requests, 0)
+    )
+    got = throughput(machine, chances, num_requests, first_step=1100)
+    assert got >= 0.85 * machine.best(0.9, num_requests)
 
 
 def test_the_first_step_of_a_size_may_take_long():
-    cost = StepCost()
-    for num_tokens, took in [(1, 100.0), (1, 1.0), (5, 100.0), (1, 1.0), (5, 1.0)]:
-        cost.count(1, num_tokens, 0, 0.0, took)
-    assert cost.shares(1)[0] < 0.1
+    steps = [(1, 0, 100.0), (1, 0, 1.0), (1, 0, 1.0), (1, 4, 1.0), (1, 4, 100.0), (1, 4, 1.0)]
+    assert learned(steps).relative_costs(1)[1] < 0.5
