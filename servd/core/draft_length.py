@@ -13,7 +13,7 @@ FIRST_TOKEN_COST = 1 / 128  # plain steps that one more token takes, until it is
 MARGIN = 1.15  # estimates are noisy, and too many drafts cost more than too few
 PAUSE_INTERVAL, PAUSE_STEPS = 100, 4  # of 100 steps, 4 draft nothing: their time is to be beaten
 IDLE_INTERVAL = 8  # steps between looks at requests while nothing pays: a look takes CPU time
-TRY_INTERVAL, MAX_TRY_INTERVAL = 32, 256  # steps between trials once drafts stop to pay, and later
+TRY_INTERVAL, MAX_TRY_INTERVAL = 128, 256  # steps between trials soon after drafts paid, and later
 
 
 class Acceptance(Struct):
@@ -88,7 +88,7 @@ class DraftLengthController(Struct, dict=True):
         num_drafts = min(max(int(math.log(self.least_gain, chance)), 0), self.max_drafts)
         gain = chance * (1 - chance**num_drafts) / (1 - chance)
         worth = acceptance.hit_rate * (gain - self.least_gain * num_drafts)
-        pays = self.worth > self.least_worth and worth >= self.least_worth / 2
+        pays = self.worth > self.least_worth and worth >= self.least_worth / 16  # finds some
         self.worth += (worth - self.worth) / self.num_requests
         if pays and num_drafts:
             return num_drafts
@@ -115,6 +115,6 @@ class DraftLengthController(Struct, dict=True):
         kind.tokens += (num_tokens - kind.tokens) / kind.weight
         kind.seconds += (seconds - kind.seconds) / kind.weight
         x = num_tokens - kind.tokens
-        error = seconds - kind.expect(num_tokens, self.slope)
+        error = seconds - kind.seconds - self.slope * x
         self.variance = TIME_MEMORY * self.variance + x * x
         self.slope += x * error / (self.variance + self.num_requests**2)
