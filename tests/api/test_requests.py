@@ -51,20 +51,20 @@ async def test_the_timeline_of_a_request_sums_to_its_wall_time(served: Served):
 
 async def test_recent_and_slowest_requests(served: Served):
     for i in range(3):
-        served.engine.step_seconds = 0.03 if i == 1 else 0.0
         body = {"prompt": "a", "max_tokens": 4}
         await served.http.post(COMPLETIONS, json=body, headers={"x-request-id": f"r{i}"})
     served.engine.may_step.clear()
     running = asyncio.create_task(served.http.post(COMPLETIONS, json={"prompt": "running"}))
     await until(lambda: len(served.async_llm.requests) == 1)
     recent = (await served.http.get("/v1/requests?recent=2")).json()["data"]
-    slowest = (await served.http.get("/v1/requests?slowest=1")).json()["data"]
-    everything = (await served.http.get("/v1/requests")).json()["data"]
     served.engine.may_step.set()
     await running
     assert [one["status"] for one in recent] == ["running", "finished"]
-    assert recent[0]["wall_ms"] > 0 and "r2" in recent[1]["id"] and len(everything) == 4
-    assert "r1" in slowest[0]["id"] and slowest[0]["wall_ms"] >= 90
+    assert recent[0]["wall_ms"] > 0 and "r2" in recent[1]["id"]
+    everything = (await served.http.get("/v1/requests")).json()["data"]
+    slowest = (await served.http.get("/v1/requests?slowest=1")).json()["data"]
+    assert len(everything) == 4
+    assert slowest == [max(everything, key=lambda one: one["wall_ms"])]
     assert slowest[0]["route"] == COMPLETIONS
 
 
