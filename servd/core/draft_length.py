@@ -34,6 +34,7 @@ class StepTime(Struct):
     weight: float = 0.0
     tokens: float = 0.0
     seconds: float = 0.0
+    is_short: bool = False  # whether the last step took less than half of what was expected
 
     def expect(self, tokens: int, slope: float) -> float:
         return max(self.seconds + slope * (tokens - self.tokens), self.seconds / 4)
@@ -90,10 +91,8 @@ class DraftLengthController(Struct, dict=True):
         worth = acceptance.hit_rate * (gain - self.least_gain * num_drafts)
         pays = self.worth > self.least_worth and worth >= self.least_worth / 16  # finds some
         self.worth += (worth - self.worth) / self.num_requests
-        if pays and num_drafts:
-            return num_drafts
-        if not self.num_trials:
-            return 0
+        if (pays and num_drafts) or not self.num_trials:
+            return num_drafts if pays else 0
         self.num_trials -= 1
         acceptance.num_tried /= 2
         return (self.max_drafts + 1) // 2
@@ -105,11 +104,17 @@ class DraftLengthController(Struct, dict=True):
         kind = self.drafting if any(item.max_new_drafts for item in scheduled) else self.plain
         is_known = num_tokens in self.sizes and kind is self.last_kind
         self.last_kind = kind
+        if not 0 < num_tokens == num_decoded:
+            return
         self.sizes.add(num_tokens)
-        if not is_known or not 0 < num_tokens == num_decoded:
+        if not is_known or not seconds > 0:
             return
         expected = kind.expect(num_tokens, self.slope)
-        weight = kind.weight if seconds > expected / 2 else 0.0  # others interrupted the mean
+        was_short = kind.is_short
+        kind.is_short = seconds <= expected / 2
+        if kind.is_short and kind.weight > 1 and not was_short:
+            return  # the step before was collected late
+        weight = 0.0 if kind.is_short else kind.weight  # others interrupted the mean
         seconds = min(seconds, 1.5 * expected) if weight else seconds  # or this step
         kind.weight = TIME_MEMORY * weight + 1
         kind.tokens += (num_tokens - kind.tokens) / kind.weight

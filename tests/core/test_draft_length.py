@@ -56,12 +56,14 @@ def throughput(
     lifetime: int = NUM_STEPS,
     hit_rate: float = 1.0,
     interruption: float = 0.0,
+    late_interval: int = 0,
 ) -> float:
     """Tokens per second at the depths that the controller chooses, with noise; drafts are found at
     `hit_rate`, and each is kept with `chance`, of which a list has one for each step. Steps before
     `first_step` do not count, nor those from `last_step` on. A request ends after `lifetime` steps,
     and another one follows it. Others may take the machine for `interruption` seconds, as often as
-    one step of eight takes no longer than `base`; what they take is not of the throughput.
+    one step of eight takes no longer than `base`; what they take is not of the throughput. One step
+    in `late_interval` is collected late, and the one after it at once.
     """
     noise, controller = random.Random(3), DraftLengthController(MAX_DRAFTS)
     requests = [Acceptance() for _ in range(num_requests)]
@@ -90,7 +92,10 @@ def throughput(
         took = machine.seconds(num_tokens, num_tokens - num_requests, num_asked, behind)
         took *= noise.uniform(0.7, 1.3)
         is_interrupted = interruption and noise.random() < took / machine.base / 8
-        controller.time(scheduled, took + interruption * is_interrupted)
+        seen = took + interruption * is_interrupted
+        if late_interval:
+            seen *= {0: 2.0, 1: 0.02}.get(step % late_interval, 1.0)
+        controller.time(scheduled, seen)
         if first_step <= step < last_step:
             num_yielded += num_requests + num_kept
             seconds += took
@@ -128,6 +133,17 @@ def test_a_busy_machine_does_not_mislead_it(chance, num_requests):
     """On which others may run in the midst of a step, for longer than it takes."""
     machine = Machine(20.0, verifying=10.0, drafting=10.0, draft=0.5)
     got = throughput(machine, chance, num_requests, first_step=100, interruption=400.0)
+    assert got >= 0.97 * machine.throughput(chance, num_requests, 0)
+    assert got >= 0.8 * machine.best(chance, num_requests)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.7])
+@pytest.mark.parametrize("num_requests", [1, 8])
+@pytest.mark.parametrize("late_interval", [51, 151])
+def test_a_step_that_is_collected_late_does_not_mislead_it(chance, num_requests, late_interval):
+    """With two steps in flight the next one is over at once, which says nothing of its time."""
+    machine = Machine(20.0, verifying=10.0, drafting=10.0, draft=0.5)
+    got = throughput(machine, chance, num_requests, first_step=100, late_interval=late_interval)
     assert got >= 0.97 * machine.throughput(chance, num_requests, 0)
     assert got >= 0.8 * machine.best(chance, num_requests)
 
