@@ -26,7 +26,7 @@ from servd.api.progress import Progress, combine
 from servd.api.prompt import Prompt
 from servd.api.recorder import Recorder
 from servd.api.request_log import RequestLog
-from servd.api.request_state import Observer, RequestState
+from servd.api.request_state import Observer, Observers, RequestState
 from servd.api.routing import Router
 from servd.api.timeline import Tracer
 from servd.config import Config
@@ -73,7 +73,7 @@ class AsyncLLM:
         engines: the --data-parallel-size engines, by rank.
         requests: the running prompts, by request id, in order of arrival: those of clients until
             their answers have been written, others until their last token.
-        observers: see Observer.
+        observer: all observers, in one.
         admission: limits on unfinished requests.
         loop: shares the event loop fairly among owners.
         has_changed: set, and replaced by a new event, whenever the state of an engine changes.
@@ -92,18 +92,19 @@ class AsyncLLM:
         config = self.config
         metrics = self.metrics
         self.requests = self.tracer.requests
-        self.observers: list[Observer] = [self.tracer, metrics]
+        observers: list[Observer] = [self.tracer, metrics]
         observability = config.observability
         if observability.record_trace is not None:
-            self.observers.append(Recorder(observability.record_trace, config))
+            observers.append(Recorder(observability.record_trace, config))
         if observability.enable_log_requests:
-            self.observers.append(RequestLog(observability.max_log_len))
+            observers.append(RequestLog(observability.max_log_len))
+        self.observer = Observers(observers)
         self.admission = Admission(config.scheduler, metrics)
         for _ in clients[1:]:
             Metrics(metrics.labels["model_name"], beside=metrics)
         self.engines = [
             EngineClient(
-                rank, config, client, self.output_processor, self.tracer, own, self.observers,
+                rank, config, client, self.output_processor, self.tracer, own, self.observer,
                 self._engine_changed, self._move,
             )
             for rank, (client, own) in enumerate(zip(clients, metrics.engines, strict=True))
@@ -305,8 +306,7 @@ class AsyncLLM:
             exemplar={"trace_id": trace_id} if trace_id else None,
         )
         recorded.marks.append(Mark("sent", state.sent_ns))
-        for observer in self.observers:
-            observer.began(state)
+        self.observer.began(state)
         if self.router is not None:
             state.routed = self.router.route(state.request, self._open_ranks())
             state.rank = state.routed.rank

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from uuid import uuid4
@@ -71,7 +71,7 @@ class EngineClient:
     outputs: OutputProcessor  # EngineCoreOutput -> text
     tracer: Tracer  # has the engine's steps
     metrics: Metrics  # of this rank
-    observers: Sequence[Observer]
+    observer: Observer
     # Called when the engine becomes ready, falls asleep, wakes, restarts or is dead.
     on_change: Callable[[EngineClient], None]
     on_report: Callable[[], None]  # called whenever the engine's messages have been read
@@ -157,8 +157,7 @@ class EngineClient:
             self.num_watched -= 1
         if state.routed is not None:
             state.routed.end([choice.num_tokens for choice in state.choices])
-        for observer in self.observers:
-            observer.ended(state, self.status)
+        self.observer.ended(state, self.status)
         engine_ids = state.open_engine_ids()
         if engine_ids and not isinstance(self.status, EngineDeadMessage):
             self.client.send(AbortRequests(engine_ids))
@@ -297,8 +296,7 @@ class EngineClient:
                 step.num_bytes = num_bytes
         if message.stats is not None:
             self.stats = message.stats
-        for observer in self.observers:
-            observer.stepped(message.steps, message.stats, self.rank)
+        self.observer.stepped(message.steps, message.stats, self.rank)
 
     def _take_outputs(self, outputs: list[EngineCoreOutput]) -> None:
         self._received_ns = now_ns()

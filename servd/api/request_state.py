@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from servd.params import SamplingParams
 from servd.stats import SchedulerStats
 from servd.tracing import Mark, StepRecord, first, now_ns
 
+log = logging.getLogger("servd.api")
+
 NOT_YET: Any = None  # of a field that is set before anybody reads it
 
 
@@ -31,7 +34,7 @@ class Timeline(msgspec.Struct, gc=False):
 
     request_id: str
     owner: str = ""  # name of the API key
-    route: str = ""  # "": no client sent it, and nobody sees it
+    route: str = ""  # "": no client sent it, or it is a part of one that did; nobody sees it
     model: str = ""  # as the response names it
     marks: list[Mark] = []
     choices: list[Choice] = []  # none until it is sent to the engine
@@ -101,8 +104,9 @@ class Timeline(msgspec.Struct, gc=False):
 
 
 class RequestState(Timeline, kw_only=True, gc=True, eq=False):
-    """A prompt of a request. `Call.open_request` makes it, `Processor.process` prepares it, and
-    `start` gives it its choices. `AsyncLLM.requests` has it until its answer has been written.
+    """A prompt of a request. `Call.open_request` makes it for a client, `Processor.process` makes
+    others and prepares all, and `start` gives it its choices. `AsyncLLM.requests` has it until its
+    answer has been written.
     """
 
     # Set by `Processor.process`.
@@ -178,16 +182,42 @@ class RequestState(Timeline, kw_only=True, gc=True, eq=False):
 
 
 class Observer:
-    """Watches requests and the steps of engines. `AsyncLLM.observers` has all of them."""
+    """Watches requests and the steps of engines. `AsyncLLM.observer` stands for all of them."""
 
     def began(self, state: RequestState) -> None:
-        """A request goes to its engine."""
+        """A request is about to go to an engine, which is not chosen yet."""
 
     def stepped(self, steps: Sequence[StepRecord], stats: SchedulerStats | None, rank: int) -> None:
         """An engine reports its latest steps."""
 
     def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineDead) -> None:
         """A request has got its last token, or its client has left. `status` is its engine's."""
+
+
+class Observers(Observer):
+    """Several observers. No request waits or fails because one of them fails after it began."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.observers = observers
+
+    def began(self, state: RequestState) -> None:
+        for observer in self.observers:
+            observer.began(state)
+
+    def stepped(self, steps: Sequence[StepRecord], stats: SchedulerStats | None, rank: int) -> None:
+        for observer in self.observers:
+            try:
+                observer.stepped(steps, stats, rank)
+            except Exception:
+                log.exception("%s failed at steps of engine %d", type(observer).__name__, rank)
+
+    def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineDead) -> None:
+        for observer in self.observers:
+            try:
+                observer.ended(state, status)
+            except Exception:
+                name = type(observer).__name__
+                log.exception("%s failed at the end of %s", name, state.request_id)
 
 
 def find_choice(

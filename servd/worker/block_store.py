@@ -49,7 +49,7 @@ class BlockStore:
                 log.warning("copies of blocks wait for the device: cannot pin memory (%s)", error)
 
     def make(self, copies: Sequence[BlockCopy]) -> None:
-        """Queue copies on the device, after the steps launched before. A step is harvested when all
+        """Queue copies on the device, after the steps launched before. A step is collected when all
         ranks have answered, so its copies are made then.
         """
         for copy in copies:

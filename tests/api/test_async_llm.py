@@ -278,6 +278,21 @@ async def test_a_fault_of_the_server_ends_all_requests_and_later_ones_are_served
     assert (await later)[0].text == "fine"
 
 
+async def test_an_observer_that_fails_keeps_nothing_running(llm, monkeypatch, caplog):
+    monkeypatch.setattr(Tracer, "stepped", lambda *_: 1 / 0)
+    monkeypatch.setattr(Tracer, "ended", lambda *_: 1 / 0)
+    first = await start(llm, prepare(llm, "a"))
+    second = await start(llm, prepare(llm, "b"))
+    llm.engines[0].client.answer("fine", FinishReason.LENGTH, "a")
+    assert (await first)[0].text == "fine"
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    assert llm.engines[0].client.aborted() == ["b"]
+    assert not llm.requests and not llm.engines[0].running
+    assert "Tracer failed at the end of a" in caplog.text
+
+
 async def test_text_before_the_death_is_delivered(llm):
     stream = llm.generate([prepare(llm)])
     first = asyncio.ensure_future(anext(stream))

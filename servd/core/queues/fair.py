@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush, heapreplace, nsmallest
+from heapq import heappop, heappush, heapreplace
 from itertools import count
 from typing import Any
 
@@ -155,9 +155,11 @@ class WaitingQueue(fcfs.WaitingQueue):
 
     def _floor(self, priority_class: int) -> float:
         """Least counter of an owner that was idle: that of the owners who are next."""
-        groups = [each for each in self._heaps if each[0] == priority_class]
-        heads = map(self._head_of, nsmallest(MAX_FLOOR_GROUPS, groups))
-        accounts = [self._account(head) for head in heads]
+        begin = bisect_left(self._sorted, (priority_class,))
+        groups = self._sorted[begin : begin + MAX_FLOOR_GROUPS]
+        # The group of the request that comes may have no heap yet.
+        known = [each for each in groups if each[0] == priority_class and each in self._heaps]
+        accounts = [self._account(self._head_of(group)) for group in known]
         if not accounts and priority_class in self._latest:
             accounts = [self._latest[priority_class]]
         return min((account.counter(self._step) for account in accounts), default=0.0)

@@ -35,13 +35,14 @@ class WaitingQueue(AdapterQueue):
         super().__init__(max_adapters)
         self.long_prompt = long_prompt
         self._groups: dict[Group, list[Request]] = {}  # each by order
+        self._sorted: list[Group] = []  # keys of it: there may be as many as priorities
         self._bypasses: Counter[Group] = Counter()  # of each, since the last start in it
         self._arrivals = count(1)
 
     @property
     def last_class(self) -> int:
         """The lowest priority class with requests."""
-        return max(self._groups)[0] if self._groups else 0
+        return self._sorted[-1][0] if self._sorted else 0
 
     def order(self, options: RequestOptions) -> tuple[int, int, int]:
         """Rank of a new request: the lowest is served first and preempted last."""
@@ -51,7 +52,10 @@ class WaitingQueue(AdapterQueue):
         priority_class, priority, _ = request.order
         group = priority_class, priority, self.is_long(request)
         self.queued[request] = group
-        insort(self._groups.setdefault(group, []), request, key=by_order)
+        if group not in self._groups:
+            self._groups[group] = []
+            insort(self._sorted, group)
+        insort(self._groups[group], request, key=by_order)
 
     def dequeue(self, request: Request) -> None:
         group = self.queued.pop(request)
@@ -59,6 +63,7 @@ class WaitingQueue(AdapterQueue):
         del requests[bisect_left(requests, request.order, key=by_order)]
         if not requests:
             del self._groups[group], self._bypasses[group]
+            del self._sorted[bisect_left(self._sorted, group)]
 
     def start(self, request: Request) -> None:
         group = self.queued[request]
@@ -78,14 +83,14 @@ class WaitingQueue(AdapterQueue):
 
     def long_group(self, priority_class: int) -> Group | None:
         """The first group of long prompts."""
-        groups = [each for each in self._groups if each[0] == priority_class and each[2]]
-        return min(groups, default=None)
+        groups = (each for each in self._sorted if each[0] == priority_class and each[2])
+        return next(groups, None)
 
     def head(self, partial: Sequence[Request] = ()) -> Request:
         """The next request; `partial` are prompts that have started. A long one comes before short
         ones once enough have overtaken it, unless another long one is computed.
         """
-        group = min(self._groups)
+        group = self._sorted[0]
         head = self._head_of(group)
         longer = (group[0], group[1], True)
         if group == longer or longer not in self._groups:
@@ -100,7 +105,7 @@ class WaitingQueue(AdapterQueue):
         a waiting one, if one may start.
         """
         candidates = [each for each in partial if not only_long or self.is_long(each)]
-        if may_start and self._groups and min(self._groups)[0] == priority_class:
+        if may_start and self._sorted and self._sorted[0][0] == priority_class:
             if not only_long:
                 candidates.append(self.head(candidates))
             elif (group := self.long_group(priority_class)) is not None:
@@ -111,7 +116,7 @@ class WaitingQueue(AdapterQueue):
 
     def victim(self, running: Sequence[Request]) -> Request | None:
         """The running request to preempt if the head gets no slot or blocks: of a lower class."""
-        is_lower = running and running[-1].order[0] > min(self._groups)[0]
+        is_lower = running and running[-1].order[0] > self._sorted[0][0]
         return running[-1] if is_lower else None
 
     def _rank(self, request: Request) -> tuple[Any, ...]:

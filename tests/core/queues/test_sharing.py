@@ -388,5 +388,7 @@ def test_a_policy_forgets_those_that_leave(policy):
     engine.handle(AbortRequests(names[:100]))
     Log().run(engine)
     queue = engine.scheduler.waiting
-    assert len(queue) == 0 and not queue._groups and not queue._bypasses
-    assert not getattr(queue, "_heaps", None) and not getattr(queue, "_running", None)
+    assert len(queue) == 0 and not queue._groups and not queue._sorted and not queue._bypasses
+    if policy != "fcfs":
+        assert not queue._heaps and not queue._running
+        assert not any(account.waiting for account in queue._accounts.values())
