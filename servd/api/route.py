@@ -130,7 +130,7 @@ class Route(APIRoute):
         """Statuses of the errors that path, query and body bring."""
         statuses: set[int] = set()
         if self.path not in OPEN_PATHS:
-            statuses |= {401, 403}
+            statuses |= {400, 401, 403}  # 400: X-Request-Timeout
         if "{" in self.path:
             statuses |= {404}
         if self.dependant.query_params:

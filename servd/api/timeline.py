@@ -184,13 +184,15 @@ class Tracer(Observer):
         """A running, recent or slow request of `owner`, if known.
 
         Args:
-            request_id: the `id` of its answer, or the X-Request-Id: then the newest that had it.
+            request_id: the `id` of its answer, whose first prompt it then is; or the
+                X-Request-Id: then the newest that had it.
             owner: of the request.
         """
-        for kept in (self.requests, self.recent, self.slowest):
-            timeline = kept.get(request_id)
-            if timeline is not None and timeline.is_shown_to(owner):
-                return timeline
+        for name in (request_id, f"{request_id}-0"):
+            for kept in (self.requests, self.recent, self.slowest):
+                timeline = kept.get(name)
+                if timeline is not None and timeline.is_shown_to(owner):
+                    return timeline
         newest_first = chain(self.latest(owner), self.longest(owner, MAX_SLOWEST))
         return next((each for each in newest_first if each.http_id == request_id), None)
 

@@ -68,6 +68,14 @@ async def test_recent_and_slowest_requests(served: Served):
     assert slowest[0]["route"] == COMPLETIONS
 
 
+async def test_the_id_of_an_answer_to_several_prompts_finds_the_first(served: Served):
+    answer = await served.http.post(COMPLETIONS, json={"prompt": ["a", "bcd"], "max_tokens": 2})
+    url = f"/v1/requests/{answer.json()['id']}/timeline"
+    timeline = await served.http.get(url)
+    assert timeline.status_code == 200
+    assert timeline.json()["num_prompt_tokens"] == 1
+
+
 @pytest.mark.parametrize("query", ["recent=0", "recent=x", "slowest=201", "recent=99999999999"])
 async def test_counts_out_of_bounds(http, query):
     answer = await http.get(f"/v1/requests?{query}")
