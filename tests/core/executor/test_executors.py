@@ -95,7 +95,7 @@ def test_all_workers_run_every_step_and_the_smallest_cache_decides(start):
     engine = EngineCore(executor.config, FAKE_SPEC, executor, ready)
     log = generate(engine, request)
     assert log.token_ids("a") == solo(request)
-    records = engine.scheduler.step_log.news(1)
+    records = engine.scheduler.step_log.take_new(1)
     assert len(records) == 5
     for record in records:  # each rank's own times, of this step
         ranks = record.worker_ns[:4], record.worker_ns[4:]
