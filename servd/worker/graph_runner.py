@@ -16,6 +16,7 @@ come between the two.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from bisect import bisect_left
@@ -210,7 +211,14 @@ class CudaRecorder:
 
     def __call__(self, run: Callable[[], object]) -> Run:
         graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate memory meanwhile.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            run()
+        # The collector could free the graphs of an earlier model, which ends a capture.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            # Other threads may allocate memory meanwhile.
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                run()
+        finally:
+            if collects:
+                gc.enable()
         return graph.replay

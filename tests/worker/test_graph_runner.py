@@ -4,6 +4,8 @@ computed.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import random
 import threading
@@ -24,7 +26,13 @@ from servd.params import SamplingParams
 from servd.speculative import MAX_GRAMMAR_TOKENS
 from servd.worker.decode_inputs import DecodeInputs
 from servd.worker.gpu_model_runner import GPUModelRunner
-from servd.worker.graph_runner import GraphRunner, GraphSize, decode_sizes, mixed_sizes
+from servd.worker.graph_runner import (
+    CudaRecorder,
+    GraphRunner,
+    GraphSize,
+    decode_sizes,
+    mixed_sizes,
+)
 from servd.worker.input_batch import decode_attention
 from servd.worker.request_states import RequestStates
 from servd.worker.sample.sampler import Sampler
@@ -426,3 +434,13 @@ def test_a_failing_capture_names_the_way_out(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(RecordedRunner, "recorder", lambda self: fail)
     with pytest.raises(ConfigError, match=r"\(256 tokens, .* not permitted .* --enforce-eager"):
         Driver(config_for(folder, load_format="dummy"))
+
+
+def test_no_garbage_is_collected_during_a_capture(monkeypatch: pytest.MonkeyPatch):
+    """The graphs of an earlier model may be in it, and freeing one ends the capture."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
+    collects: list[bool] = []
+    CudaRecorder()(lambda: collects.append(gc.isenabled()))
+    assert collects == [False] and gc.isenabled()
