@@ -22,7 +22,8 @@ EXPLANATION = (
     "Tiny random checkpoints of all classes of `MODEL_FOR_CAUSAL_LM_MAPPING`, in float32: logits "
     "and greedy\ntokens are those of `transformers` in chunked, mixed, cached and restarted "
     "requests (equal), or servd\nrefuses (refused; some have a file of servd, see above; denied: "
-    "they differ, and nobody knows why; fails: servd ends with this error). Not tried: the test knows no tiny config of the class.\n"
+    "they differ, and nobody knows why; fails: servd ends with this error). Not tried: the test "
+    "knows no tiny config of the class.\n"
     "Written by `make test-slow` with transformers {version}: {counts}.\n"
 )
 
