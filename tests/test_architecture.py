@@ -44,6 +44,7 @@ TOP = {
 ONE_DOOR = {
     "aiohttp": ["servd/cli/bench/_load.py"],
     "fastapi": ["servd/api/"],
+    "gguf": ["servd/gguf.py", "servd/worker/quantization/gguf.py"],
     "httpx": ["servd/api/front.py", "servd/api/model_server.py", "servd/serve_app.py"],
     "huggingface_hub": ["servd/hf.py"],
     "jinja2": ["servd/api/chat_template.py"],
@@ -56,7 +57,7 @@ ONE_DOOR = {
     "pydantic_core": ["servd/api/"],
     "safetensors": ["servd/worker/"],
     "starlette": ["servd/api/", "servd/serve_app.py"],
-    "tokenizers": ["servd/api/tokenizer.py", "servd/api/detokenizer.py"],
+    "tokenizers": ["servd/api/tokenizer.py", "servd/api/detokenizer.py", "servd/gguf.py"],
     "torch": ["servd/worker/"],
     "tqdm": ["servd/llm.py", "servd/llm_engine.py", "servd/cli/"],
     "transformers": ["servd/worker/"],
