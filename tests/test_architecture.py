@@ -77,6 +77,7 @@ PICKLING_CALLS = {"send_pyobj", "recv_pyobj", "torch.load", "torch.save", "numpy
 PLUGINS = {
     "servd/api/reasoning_parsers": "Parser",
     "servd/api/routes": "router",
+    "servd/api/routes/compat": "router",
     "servd/api/tool_parsers": "Parser",
     "servd/cli": "run",
     "servd/cli/bench": "run",

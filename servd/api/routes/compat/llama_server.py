@@ -54,15 +54,14 @@ async def props(request: Request) -> Response:
     """The model's names, template, context and slots."""
     context = context_of(request)
     processor = context.async_llm.processor
-    tokenizer = processor.tokenizer
     answer = Props(
         Settings(context.async_llm.processor.max_model_len),
         len(_slots(request)),
         context.config.model.served_model_name[0],
         context.root,
         processor.chat_template.source,
-        tokenizer.bos_token or "",
-        tokenizer.eos_token or "",
+        processor.tokenizer.bos_token or "",
+        processor.tokenizer.eos_token or "",
         f"servd {servd.__version__}",
         Modalities(),
     )
