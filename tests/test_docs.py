@@ -64,8 +64,7 @@ OTHER_FLAGS = {
     "--a-url", "--b-url", "--rounds",  # servd bench compare
     "--shape", "--requests", "--rate", "--speed", "--costs", "--servers", "--balancing",
     "--routing", "--num-blocks",  # servd what-if
-    "--to", "--calibrate", "--tokens", "--group-size", "--output", "--bits",  # servd quantize
-    "--asymmetric",
+    "--to", "--calibrate", "--tokens", "--group-size", "--output",  # servd quantize
 }  # fmt: skip
 
 
