@@ -59,11 +59,8 @@ class Drafts:
         result: ModelRunnerOutput,
         row: int,
     ) -> int:
-        """Take in which were kept, and which were found for the next step; `output` is what came
-        of the step.
-
-        Returns:
-            how many were kept, and are part of the output.
+        """Take in which were kept, and which were found for the next step; `output` is what came of
+        the step. Returns how many were kept, and are part of the output.
         """
         num_sampled = len(result.tokens_of(row))
         num_found = len(result.draft_token_ids.get(row, ()))

@@ -36,8 +36,6 @@ class EngineCore:
     """Runs the step loop: the Scheduler decides each step, the Executor computes it on the workers.
 
     Args:
-        config: resolved, see resolve.py.
-        spec: the architecture of the model.
         executor: started.
         worker: what `executor.start` returned.
     """

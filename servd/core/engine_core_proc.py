@@ -390,9 +390,7 @@ def start_executor(
     config: Config, spec: hf.ModelSpec, progress: Progress
 ) -> tuple[Executor, WorkerReady]:
     """Make the configured executor and have it load the model, downloading the weights if needed.
-
-    Raises:
-        ConfigError: the weights cannot be had, or the model cannot be loaded here.
+    Raises ConfigError: the weights cannot be had, or the model cannot be loaded here.
     """
     model = config.model
     assert config.parallel.executor is not None

@@ -19,10 +19,8 @@ class RepetitionDetector:
         self.runs: dict[int, int] = {}
 
     def append(self, token_ids: list[int], begin: int) -> bool:
-        """Process the last of `token_ids`, in which the output starts at index `begin`.
-
-        Returns:
-            Whether the output ends in `min_count` copies of a pattern.
+        """Process the last of `token_ids`, in which the output starts at index `begin`. Returns
+        whether the output ends in `min_count` copies of a pattern.
         """
         last = len(token_ids) - 1
         token_id = token_ids[last]

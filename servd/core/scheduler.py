@@ -44,7 +44,6 @@ class Scheduler:
     Args:
         config: resolved; the budget must hold one token of every running request.
         max_model_len: limit of prompt and output together, in tokens.
-        kv_cache: manages the blocks of the workers' KV cache.
         max_drafts: draft tokens per request and step, at most.
         max_adapters: LoRA adapters that the workers can hold at once.
     """
@@ -205,10 +204,8 @@ class Scheduler:
         idle_slots: Set[int],
         grammar_tokens: GrammarTokens,
     ) -> tuple[int, list[Request]]:
-        """Schedule the next token of each decoding request, with drafts if there are any.
-
-        Returns:
-            the budget that is left, and the requests whose prompts are not computed yet.
+        """Schedule the next token of each decoding request, with drafts if there are any. Returns
+        the budget that is left, and the requests whose prompts are not computed yet.
         """
         partial: list[Request] = []
         num_samples = min(len(self.requests), self.max_num_seqs)

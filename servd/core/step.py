@@ -89,10 +89,8 @@ class Step(msgspec.Struct):
         self, result: ModelRunnerOutput, ends: Mapping[int, GrammarEnd]
     ) -> tuple[dict[int, dict[str, int]], list[int]]:
         """Append the sampled tokens of rows whose output continues with nothing else to report.
-
-        Returns:
-            those tokens, by client and request id;
-            the other rows, e.g. those whose output ends.
+        Returns those tokens, by client and request id; the other rows, e.g. those whose output
+        ends.
         """
         tokens: defaultdict[int, dict[str, int]] = defaultdict(dict)
         reporting = {*result.errors, *result.logprobs, *ends}
@@ -137,12 +135,9 @@ class StepLog:
         self._announced_ns = 0
 
     def add(self, record: StepRecord) -> tuple[int, bool]:
-        """Add the record of a step whose output is collected.
-
-        Returns:
-            nanoseconds since the output of the step before, idle time included;
-            whether all clients with requests should get the records now, even without outputs:
-            they detect by them an engine that makes no progress.
+        """Add the record of a step whose output is collected. Returns nanoseconds since the output
+        of the step before, idle time included; whether all clients with requests should get the
+        records now, even without outputs: they detect by them an engine that makes no progress.
         """
         now, before = record.harvested_ns, self._harvested_ns
         self._records.append(record)

@@ -34,9 +34,7 @@ class EngineProcess(Child):
     """An engine process, which waits for `start`.
 
     Args:
-        ipc_dir: folder of its socket.
         prepares: executor and number of workers for which it imports ahead; see Executor.prepare.
-        name: for the log.
         devices: CUDA_VISIBLE_DEVICES for it; empty: as in this process.
     """
 

@@ -52,11 +52,7 @@ ENGINE_STOP_TIMEOUT = 3.0  # the same for the engine
 
 
 def check_access(access: AccessConfig) -> None:
-    """Check that the files of keys and certificates can be read.
-
-    Raises:
-        ConfigError: one cannot.
-    """
+    """Check that the files of keys and certificates can be read. Raises ConfigError: one cannot."""
     read_keys(access)
     tls_context(access)
 
@@ -125,11 +121,7 @@ class ProcessTree:
         self.adapters: set[str] = set()  # names of those in --lora-modules
 
     def start(self) -> None:
-        """Start the children.
-
-        Raises:
-            ConfigError: an adapter of --lora-modules cannot be served.
-        """
+        """Start the children. Raises ConfigError: an adapter of --lora-modules cannot be served."""
         if not self.config.server.attach:
             AdapterStore.beside(self.ipc_dir).clear()
             modules = self.load_adapters(self.config.lora.lora_modules)
@@ -152,9 +144,7 @@ class ProcessTree:
 
     def make_engines(self) -> None:
         """Make the engines of this host, which come first, and let those of other hosts join.
-
-        Raises:
-            ConfigError: others cannot join.
+        Raises ConfigError: others cannot join.
         """
         num_here = self.config.parallel.num_engines_here
         for place, folder in enumerate(self.folders):
@@ -190,10 +180,8 @@ class ProcessTree:
 
     def load_adapters(self, entries: Sequence[str]) -> list[str]:
         """Copy the adapters of --lora-modules, so that a restarted engine finds them unchanged, and
-        unload those that the option no longer has. Returns the entries for the copies.
-
-        Raises:
-            ConfigError: one cannot be served; nothing has changed.
+        unload those that the option no longer has. Returns the entries for the copies. Raises
+        ConfigError: one cannot be served; nothing has changed.
         """
         store, max_rank = AdapterStore.beside(self.ipc_dir), self.config.lora.max_lora_rank
         sources = dict(map(parse_module, entries))
@@ -210,7 +198,6 @@ class ProcessTree:
         one of them.
 
         Args:
-            name: for the log.
             waits: to accept connections only when the engine is ready, as another tree does.
         """
         assert self.listener is not None

@@ -35,10 +35,8 @@ class InvariantMatrix:
 
 
 def make_batch_invariant(runner: ModelRunner) -> None:
-    """Replace the products and the attention of a runner whose model is loaded.
-
-    Raises:
-        ConfigError: a part of the model has no batch-invariant kernel.
+    """Replace the products and the attention of a runner whose model is loaded. Raises ConfigError:
+    a part of the model has no batch-invariant kernel.
     """
     if not runner.backend.supports_batch_invariance:
         raise ConfigError(

@@ -20,7 +20,6 @@ class BlockStore:
     """Slots of host memory, each with the bytes of one block: rank by rank, layer by layer.
 
     Args:
-        path: see `BlockCopies.memory`.
         caches: of the layers, [2, num_blocks, ...] or [1, num_blocks, ...] each.
         parallel: the ranks.
     """

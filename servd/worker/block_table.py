@@ -16,10 +16,8 @@ class BlockTables:
     follow it.
 
     Args:
-        max_num_seqs: number of slots.
         max_model_len: tokens per slot, at most.
         block_size: tokens per block.
-        device: of the tables.
     """
 
     def __init__(

@@ -51,7 +51,6 @@ class DecodeInputs:
 
     Args:
         max_num_tokens: of a step, at most.
-        null_slot: slot of padding.
         device: where steps run.
     """
 
@@ -109,16 +108,14 @@ class DecodeInputs:
         changes: np.ndarray,
         columns: np.ndarray | int = NOT_COMPUTED,
     ) -> tuple[Columns, np.ndarray]:
-        """Fill in the host's part of a step, and start its copy to the device.
+        """Fill in the host's part of a step, and start its copy to the device. Returns the step,
+        without what `begin_decode` finds, and the slots, int64 [n], on the host. Both are valid
+        until the next step.
 
         Args:
             slots: of each token; distinct with NOT_COMPUTED.
             changes: see `BlockTables.take_changes`; of at most as many blocks as tokens.
             columns: of each token, int64 [n].
-
-        Returns:
-            the step, without what `begin_decode` finds, and the slots, int64 [n], on the host. Both
-            are valid until the next step.
         """
         num_tokens, num_changes = len(slots), len(changes) // 3
         size = self.size_for(num_tokens)

@@ -46,10 +46,8 @@ def set_num_threads(num_workers: int = 1, cgroup: Path = CGROUP) -> int:
 
 
 def require_c_compiler() -> None:
-    """Check for a C compiler, which Triton needs for the launchers of its kernels.
-
-    Raises:
-        ConfigError: there is none.
+    """Check for a C compiler, which Triton needs for the launchers of its kernels. Raises
+    ConfigError: there is none.
     """
     named = os.environ.get("CC")
     if not any(map(shutil.which, [named] if named else ["gcc", "clang"])):
@@ -60,10 +58,8 @@ def require_c_compiler() -> None:
 
 
 def count_gpus() -> int:
-    """The GPUs that torch can use.
-
-    Raises:
-        ConfigError: there is none, though the driver may show some.
+    """The GPUs that torch can use. Raises ConfigError: there is none, though the driver may show
+    some.
     """
     if count := torch.cuda.device_count():
         return count

@@ -77,7 +77,6 @@ class Chain:
         """Drafts [n, k + 1] int64.
 
         Args:
-            first: what the first drafts follow.
             slots: int64 [n], as tensor or, on a CPU, array, as those that follow.
             positions: int64 [k, n], of the drafts but the last one.
             columns: int64 [k, n]: their places in the blocks of their rows.

@@ -66,10 +66,8 @@ class Weightless(TorchFunctionMode):
 
 
 def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
-    """Plan the engine's memory, given what is free now.
-
-    Raises:
-        ConfigError: the model cannot be loaded here.
+    """Plan the engine's memory, given what is free now. Raises ConfigError: the model cannot be
+    loaded here.
     """
     on_cuda = config.parallel.device == "cuda"
     if on_cuda:  # caches of other backends are as large, and need not be asked what they can do
@@ -126,10 +124,8 @@ def predict(runner: ModelRunner) -> MemorySizes | None:
 
 
 def check_fits(runner: ModelRunner, sizes: MemorySizes) -> None:
-    """Compare what a runner will need with what is free, before it loads for minutes.
-
-    Raises:
-        NotEnoughMemory: the model, or the KV cache that is asked for, is larger than that.
+    """Compare what a runner will need with what is free, before it loads for minutes. Raises
+    NotEnoughMemory: the model, or the KV cache that is asked for, is larger than that.
     """
     cache = runner.config.cache
     if runner.device.type == "cuda":
@@ -173,10 +169,8 @@ def load(
     device: torch.device,
     parallel: Parallel | None = None,
 ) -> ModelRunner:
-    """A rank's runner, by default the first one's, loaded without its weights.
-
-    Raises:
-        ConfigError: the model cannot be loaded here.
+    """A rank's runner, by default the first one's, loaded without its weights. Raises ConfigError:
+    the model cannot be loaded here.
     """
     with Weightless(device):
         options = config.parallel

@@ -71,12 +71,9 @@ class GraphRunner:
     """Captures a graph when its size is first needed.
 
     Args:
-        forward: see `Forward`.
         max_num_rows: of a step.
         max_mixed_tokens: tokens of the largest mixed graph; 0: none.
-        decode_inputs: input buffers of decode steps, for max_num_rows.
         hidden: [0, hidden], of the type of hidden states.
-        record: see `Record`.
         num_inputs: rows of `InputBatch.tokens`.
         choose: see `Choose`; None: no second graphs.
     """
@@ -128,7 +125,6 @@ class GraphRunner:
         larger than any graph.
 
         Args:
-            tokens: see `InputBatch.tokens`.
             ends: index of each row's last token; None for decode steps.
             columns: set if the step is in `decode_inputs` already.
         """

@@ -291,13 +291,9 @@ def _find(
     """Finds the tokens of rows that compute one known token and drafts; int64 [num_tokens] each.
 
     Args:
-        states: the rows.
         token_slots: slot of each token.
         offsets: of each token from the first one of its row.
         bounds: upper bounds of the sequence lengths at each token, if drafts are chains.
-
-    Returns:
-        see `InputBatch.tokens` and `positions`; and the bounds, also with draft trees.
     """
     num_tokens, changes, places = len(offsets), states.block_tables.take_changes(), offsets[:0]
     if states.tree is not None:

@@ -44,16 +44,12 @@ def forward_apart(
     then halves of what fails. Parts run in order, as a row may read keys and values that an earlier
     row writes; writing some of them again changes nothing.
 
+    Returns hidden states [num_tokens, hidden], zeros in rows that fail, and their errors by row.
+    Raises Exception: `error`, if every row fails: the process itself may be broken.
+
     Args:
-        batch: the step.
         forward: computes a part; its result may be overwritten by the next call.
         error: with which the whole step failed.
-
-    Returns:
-        Hidden states [num_tokens, hidden], zeros in rows that fail, and their errors by row.
-
-    Raises:
-        Exception: `error`, if every row fails: the process itself may be broken.
     """
     num_rows = len(batch.query_lens)
     found: dict[int, torch.Tensor] = {}  # by first row

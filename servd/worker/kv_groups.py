@@ -28,12 +28,7 @@ def arrange(
 
     Args:
         model: its layers have the numbers of their caches, and no group.
-        config: resolved.
-        backend: the attention backend.
         has_draft: whether a draft model has keys and values in the same blocks.
-
-    Returns:
-        see `WorkerReady.kv_windows`.
     """
     longest, layers = config.model.max_model_len, attention_layers(model)
     assert longest is not None

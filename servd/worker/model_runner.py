@@ -83,8 +83,6 @@ class ModelRunner(ABC):
     """One model on one device.
 
     Args:
-        config: resolved, see resolve.py.
-        spec: the architecture of the model.
         device: where it runs.
         parallel: the ranks among which it is divided.
     """
@@ -122,9 +120,7 @@ class ModelRunner(ABC):
 
     def load_model(self, progress: Callable[[float], None]) -> None:
         """Build the model, load its weights, choose the attention backend, make the request states.
-
-        Raises:
-            ConfigError: the model or the backend cannot run here.
+        Raises ConfigError: the model or the backend cannot run here.
         """
         self.model = model_loader.build_model(
             self.spec,
@@ -200,9 +196,7 @@ class ModelRunner(ABC):
 
     def count_blocks(self, room: int | None = None) -> int:
         """KV-cache blocks that fit: in --kv-cache-memory, else in `room`, else in what is free.
-
-        Raises:
-            NotEnoughMemory: too few for one request.
+        Raises NotEnoughMemory: too few for one request.
         """
         memory = self.config.cache.kv_cache_memory
         if memory is None:
@@ -392,10 +386,8 @@ class ModelRunner(ABC):
         self.states.write_drafts(scheduled.scheduled)
 
     def _add(self, request: NewRequest) -> None:
-        """Put a request in its slot.
-
-        Raises:
-            InvalidRequest: a parameter or token id is out of bounds, though the API checks them.
+        """Put a request in its slot. Raises InvalidRequest: a parameter or token id is out of
+        bounds, though the API checks them.
         """
         params, prompt_len = request.params, request.num_prompt_tokens
         is_sampling = isinstance(params, SamplingParams)

@@ -61,10 +61,8 @@ class NoHead(nn.Module):
 
 
 def cut(model: Any, parallel: Parallel, num_layers: int) -> None:
-    """Reduce a model to this stage, before its weights are loaded.
-
-    Raises:
-        UnsupportedModel: it does not build its layers with `Parallel.layers`.
+    """Reduce a model to this stage, before its weights are loaded. Raises UnsupportedModel: it does
+    not build its layers with `Parallel.layers`.
     """
     layers, own = attention_layers(model), parallel.own_layers(num_layers)
     if len(layers) != len(own):

@@ -22,9 +22,6 @@ from servd.worker.pipeline_model import Arrived
 class Stage:
     """Receives hidden states from the previous stage, computes its layers, and sends the result to
     the next stage; the last one samples.
-
-    Args:
-        runner: with its model loaded.
     """
 
     def __init__(self, runner: ModelRunner) -> None:

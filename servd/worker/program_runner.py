@@ -57,10 +57,8 @@ class ProgramRunner:
     than the native library's runs them one by one.
 
     Args:
-        forward: the model.
         max_num_rows: of a step; each has one token, known or a draft.
         max_num_blocks: of a row.
-        num_groups: see `AttentionBatch.others`.
     """
 
     is_recordable = True
@@ -314,10 +312,8 @@ class Memory:
         return torch.from_numpy(part).view(shape)
 
     def lend(self, taken: Tensor) -> Tensor:
-        """A tensor of the same memory that does not keep the buffer from being reused.
-
-        Raises:
-            NotRecordable: `taken` is not a whole buffer.
+        """A tensor of the same memory that does not keep the buffer from being reused. Raises
+        NotRecordable: `taken` is not a whole buffer.
         """
         for buffer in self.buffers:
             if buffer.ctypes.data == taken.data_ptr() and taken.is_contiguous():

@@ -66,10 +66,8 @@ class RequestStates:
         return sum(part.nbytes for part in parts if part is not None)
 
     def add(self, request: NewRequest) -> None:
-        """Put a request in its slot.
-
-        Raises:
-            InvalidRequest: a token id that is not in the vocabulary.
+        """Put a request in its slot. Raises InvalidRequest: a token id that is not in the
+        vocabulary.
         """
         assert self.of_layers is None or not request.num_computed_tokens, "states are not cached"
         slot = request.slot

@@ -89,10 +89,8 @@ class SelfCheck:
             )
 
     def run(self) -> None:
-        """Compare, once the worker can run steps.
-
-        Raises:
-            UnsupportedModel: the model's vectors differ from the reference.
+        """Compare, once the worker can run steps. Raises UnsupportedModel: the model's vectors
+        differ from the reference.
         """
         if not self.is_on:
             return

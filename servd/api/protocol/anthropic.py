@@ -171,11 +171,7 @@ class CountTokensRequest(TranslatedRequest):
         return sorted({*super().ignored(), *names})
 
     def chat(self) -> ChatCompletionRequest:
-        """The chat request that this is.
-
-        Raises:
-            InvalidRequest: see `as_chat`.
-        """
+        """The chat request that this is."""
         return self.as_chat(self.chat_fields())
 
     def chat_fields(self) -> dict[str, Any]:

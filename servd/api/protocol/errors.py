@@ -69,7 +69,6 @@ def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply
 
     Args:
         error: what was raised.
-        request_id: the request's.
         path: the route's, which decides the shape.
     """
     headers: dict[str, str] = {}

@@ -14,7 +14,6 @@ def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
     tell.
 
     Args:
-        schema: a value's.
         root: what its references speak of.
         seen: references that were followed; they add nothing.
     """
@@ -49,16 +48,13 @@ def texts_of(schema: Any, root: Any, end: str, line: str = "\n") -> list[str]:
 
     Each goes from after the opening tag and `line` to the end of `end`. `line` before that does not
     count. All are strings; null too, where the schema allows it. Regular expressions are to be
-    matched as lazily as possible.
+    matched as lazily as possible. Raises NotExpressible: no text does, or the texts cannot be told
+    from others in this way.
 
     Args:
-        schema: the value's.
         root: what its references speak of.
         end: closing tag.
         line: a line break, or nothing.
-
-    Raises:
-        NotExpressible: no text does, or the texts cannot be told from others in this way.
     """
     found = _Texts(root, end, line)
     found.add(schema)

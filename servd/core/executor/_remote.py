@@ -51,10 +51,8 @@ class RemoteExecutor(MultiProcExecutor):
 
 
 def find_model(config: Config) -> hf.ModelSpec:
-    """The model on this host, with its weights.
-
-    Raises:
-        ConfigError: it is not here, and cannot be had.
+    """The model on this host, with its weights. Raises ConfigError: it is not here, and cannot be
+    had.
     """
     model = config.model
     assert model.model is not None
@@ -70,11 +68,8 @@ class WorkerMember(Member):
 
     Args:
         at: where it listens.
-        join: what is said of this host.
         keys: of the token.
-        spec: the model on this host.
         num_here: workers of this host, which share its CPUs.
-        on_failure: see Relay.
     """
 
     def __init__(

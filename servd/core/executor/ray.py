@@ -27,11 +27,7 @@ PLACEMENT_TIMEOUT = 60.0  # seconds in which bundles become free, or nodes are a
 
 
 def library(name: str = "ray") -> Any:
-    """A module of Ray.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """A module of Ray. Raises ConfigError: it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -51,9 +47,6 @@ class Bundle:
 
         Args:
             at: where it listens.
-            token: of this executor alone.
-            config: its own.
-            rank: of the worker.
             num_here: workers of this host, which share its CPUs.
         """
         spec = find_model(msgspec.msgpack.decode(config, type=Config))
@@ -78,11 +71,7 @@ class RayExecutor(RemoteExecutor):
         return self.ray.get(self.actors[0].meeting_point.remote())
 
     def start(self) -> WorkerReady:
-        """Place the workers.
-
-        Raises:
-            ConfigError: there is no cluster, or it has not as much free.
-        """
+        """Place the workers. Raises ConfigError: no cluster, or not as much of it is free."""
         ray = self.ray = library()
         if not ray.is_initialized():
             try:

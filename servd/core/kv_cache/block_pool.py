@@ -18,7 +18,6 @@ class BlockPool:
     least recently used first.
 
     Args:
-        num_blocks: size of the pool.
         times: samples the lifetimes of blocks, or None.
     """
 

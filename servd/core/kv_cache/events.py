@@ -75,7 +75,6 @@ class KVEvents(NullEvents):
     """Collects the events of a step, and publishes them.
 
     Args:
-        config: the endpoints.
         pool: the device's blocks.
         block_size: tokens per block.
     """

@@ -52,10 +52,8 @@ class GrammarCache:
         self._in_use[id(output)] = grammar
 
     def find_or_compile(self, output: StructuredOutput) -> Grammar:
-        """The grammar of an admitted request's output, if need be compiled again.
-
-        Raises:
-            GrammarError: it cannot be compiled.
+        """The grammar of an admitted request's output, if need be compiled again. Raises
+        GrammarError: it cannot be compiled.
         """
         grammar = self.find(output)
         if grammar is None:
@@ -63,10 +61,8 @@ class GrammarCache:
         return grammar
 
     def replace(self, output: StructuredOutput, grammar: Grammar) -> Grammar:
-        """A replacement for a grammar whose lexer states are used up.
-
-        Raises:
-            GrammarError: it takes too long to compile.
+        """A replacement for a grammar whose lexer states are used up. Raises GrammarError: it takes
+        too long to compile.
         """
         if (newer := self.find(output)) is not None and newer is not grammar:
             return newer

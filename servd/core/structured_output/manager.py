@@ -338,10 +338,8 @@ class GrammarManager:
         return bitmask if masks else None
 
     def advance(self, output: ModelRunnerOutput) -> dict[int, GrammarEnd]:
-        """Process the tokens of the oldest step in flight.
-
-        Returns:
-            Row -> how its output ends, for those that end with one of these tokens.
+        """Process the tokens of the oldest step in flight. Returns row -> how its output ends, for
+        those that end with one of these tokens.
         """
         ends: dict[int, GrammarEnd] = {}
         for index, row, _ in self._in_flight.popleft():

@@ -35,20 +35,15 @@ def quantize(
     held_out: list[list[int]],
     progress: Callable[[float], None],
 ) -> Result:
-    """Write a checkpoint.
+    """Write a checkpoint. Raises ConfigError: it is quantized already; UnsupportedModel:
+    transformers does not know it, or there is nothing to be quantized.
 
     Args:
-        folder: of the original.
         output: a folder that is made.
         bits: 4 or 8.
         group_size: columns that share a scale.
         rows: token ids to calibrate with, equally many each.
-        held_out: to measure with.
         progress: called with how far it is, 0 to 1.
-
-    Raises:
-        ConfigError: it is quantized already.
-        UnsupportedModel: transformers does not know it, or there is nothing to be quantized.
     """
     if (stated := quantization_of(folder)) is not None:
         raise ConfigError(f"{folder} is quantized already, by {stated.get('quant_method')}")

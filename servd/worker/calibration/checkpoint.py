@@ -24,7 +24,6 @@ def write(folder: Path, output: Path, matrices: dict[str, Codes], left: list[str
     weights.
 
     Args:
-        folder: of the original.
         output: a folder that is made.
         matrices: by the name of the tensor in the original.
         left: names of the layers whose matrices stay as they are.

@@ -115,7 +115,6 @@ class Codes:
 
         Args:
             weight: [out, in].
-            order: of its columns.
             upper: Cholesky factor of the inverse of the moments, in this order.
         """
         left = weight[:, order]  # numbers to be rounded, as errors so far have changed them

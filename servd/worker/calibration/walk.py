@@ -28,10 +28,8 @@ class Reached(Exception):
 
 
 class Model:
-    """A model of transformers in float32.
-
-    Raises:
-        UnsupportedModel: transformers cannot load it, or it is not a list of layers.
+    """A model of transformers in float32. Raises UnsupportedModel: transformers cannot load it, or
+    it is not a list of layers.
     """
 
     def __init__(self, folder: Path) -> None:

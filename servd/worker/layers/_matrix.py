@@ -50,10 +50,8 @@ class MakeForm(NamedTuple):
     importance: Mapping[str, Tensor] = MappingProxyType({})
 
     def of(self, name: str, weight: Weight) -> MakeForm:
-        """The same with the importance of the tensor of this name.
-
-        Raises:
-            ValueError: the importance has another shape.
+        """The same with the importance of the tensor of this name. Raises ValueError: the
+        importance has another shape.
         """
         if (importance := self.importance.get(name)) is None:
             return self

@@ -130,10 +130,8 @@ class SparseMoE(nn.Module):
     Args:
         hidden_size: of the tokens.
         size: of the experts, between their two products.
-        num_experts: to choose from.
         top_k: experts of a token.
         renormalize: the weights of a token's experts add up to 1.
-        activation: see Gate.
         parallel: the ranks.
         bias: router and experts have biases.
     """

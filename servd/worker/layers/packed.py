@@ -94,7 +94,6 @@ class GroupedMatrix(Packed):
     """A matrix with a scale, and optionally an offset, for each group of elements of a row.
 
     Args:
-        quantized: the weights.
         x_dtype: see `PackedMatrix`; int8 for weights whose codes are integers.
     """
 

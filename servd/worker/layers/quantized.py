@@ -78,10 +78,8 @@ class Quantized:
         return [self.narrow(0, start, n) for start, n in zip(starts, rows, strict=True)]
 
     def narrow(self, dim: int, start: int, length: int) -> Quantized:
-        """Rows or columns. Groups that would be cut become smaller ones.
-
-        Raises:
-            ValueError: columns are not in order.
+        """Rows or columns. Groups that would be cut become smaller ones. Raises ValueError: columns
+        are not in order.
         """
         if length == self.shape[dim]:
             return self
@@ -137,7 +135,6 @@ class QuantizedMatrix:
     """With the products that torch has: the reference, and slow.
 
     Args:
-        quantized: the weights.
         dtype: that the model computes in.
     """
 

@@ -70,10 +70,8 @@ class Weight(nn.Parameter):
     ) -> None:
         """Copy this rank's shard of `tensor`, which is part number `part`, or all parts at once.
 
-        A quantized tensor is [out, in] whatever `transposed` says.
-
-        Raises:
-            ValueError: the tensor has an unexpected shape.
+        A quantized tensor is [out, in] whatever `transposed` says. Raises ValueError: the tensor
+        has an unexpected shape.
         """
         if self.transposed and isinstance(tensor, Tensor) and tensor.dim() == 2:
             tensor = tensor.t()

@@ -38,11 +38,7 @@ class AdaptedMatrix:
     """The form of a matrix that some rows of a step have additions to.
 
     Args:
-        matrix: loaded.
-        rows: those of the step.
         num_places: adapters at once.
-        max_rank: of an adapter.
-        dtype: of the additions.
     """
 
     def __init__(

@@ -249,10 +249,8 @@ def inspect(
     model: Any, num_layers: int, max_model_len: int
 ) -> tuple[dict[str, list[Attention]], set[str]]:
     """What each layer asks of attention, by the name of its module; and the linear layers that are
-    asked for nothing but their product.
-
-    Raises:
-        UnsupportedModel: tokens meet elsewhere too, or in a way that servd's attention has not.
+    asked for nothing but their product. Raises UnsupportedModel: tokens meet elsewhere too, or in a
+    way that servd's attention has not.
     """
     layer = _state_of(model)  # not all classes with one say that they have
     if model._is_stateful or layer:

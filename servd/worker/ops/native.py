@@ -75,9 +75,7 @@ class Signature:
     """What a kernel takes, compiled to one expression: a call that fits costs a microsecond.
 
     Args:
-        number: of its entry in the table.
         kernel: the entry. Its expressions are code of this process, as the kernel itself is.
-        names: functions for them.
     """
 
     def __init__(self, number: int, kernel: Kernel, names: dict[str, Any]) -> None:
@@ -140,11 +138,8 @@ FAILURES = {1: IndexError, 2: MemoryError}  # by the status of servd_run
 
 
 class Library:
-    """The kernels as they were compiled for one instruction set.
-
-    Raises:
-        OSError: not a library.
-        AttributeError, ValueError: not one of these kernels.
+    """The kernels as they were compiled for one instruction set. Raises OSError: not a library;
+    AttributeError, ValueError: not one of these kernels.
     """
 
     def __init__(self, path: Path) -> None:
@@ -171,12 +166,9 @@ class Library:
 
     def encode(self, kernel: str, *arguments: Any) -> bytes:
         """A program of one call. It holds addresses, so the tensors must live until it has run.
-
-        Raises:
-            KeyError: no such kernel.
-            TypeError: not as many arguments as the kernel has parameters.
-            ValueError: a tensor has another type than the kernel's, is not contiguous, or too short
-                for the sizes beside it.
+        Raises KeyError: no such kernel; TypeError: not as many arguments as the kernel has
+        parameters; ValueError: a tensor has another type than the kernel's, is not contiguous, or
+        too short for the sizes beside it.
         """
         signature = self.signatures[kernel]
         if not signature.fits(*arguments):
@@ -188,13 +180,9 @@ class Library:
         return signature.layout.pack(signature.number, *words)
 
     def run(self, program: bytes) -> None:
-        """Make the calls of a program, in order.
-
-        Raises:
-            IndexError: a call was given an index outside of what it indexes. It and those after it
-                have not run.
-            MemoryError: a call found no memory for its intermediate results. Those after it have
-                not run.
+        """Make the calls of a program, in order. Raises IndexError: a call was given an index
+        outside of what it indexes. It and those after it have not run; MemoryError: a call found no
+        memory for its intermediate results. Those after it have not run.
         """
         message = Message()
         if status := self._run(program, len(program) // 8, message, len(message)):
@@ -250,12 +238,7 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def call(kernel: str, *arguments: Argument) -> None:
-    """Call a kernel of the library. A TorchFunctionMode sees it, as it sees torch's functions.
-
-    Raises:
-        ValueError: see `Library.encode`.
-        IndexError, MemoryError: see `Library.run`.
-    """
+    """Call a kernel of the library. A TorchFunctionMode sees it, as it sees torch's functions."""
     if has_torch_function(arguments):
         return handle_torch_function(call, arguments, kernel, *arguments)
     lib = loaded_library()

@@ -19,12 +19,9 @@ LEAST = 1e-3  # of the mean: a column that was never seen is not nothing
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """Mean squares of the inputs of matrices, float32 [in], by the names that Hugging Face gives
-    to these.
-
-    Raises:
-        ConfigError: it is no such file, or none of a model whose layers have other names.
-        ModelNotFound: it cannot be read as GGUF.
+    """Mean squares of the inputs of matrices, float32 [in], by the names that Hugging Face gives to
+    these. Raises ConfigError: it is no such file, or none of a model whose layers have other names;
+    ModelNotFound: it cannot be read as GGUF.
     """
     reader, values = open_file(path)
     kind = values.get("general.type")

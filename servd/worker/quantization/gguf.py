@@ -47,11 +47,8 @@ MXFP4 = (0.0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the
 def read(
     files: list[Path], config: dict[str, Any], device: torch.device
 ) -> Iterator[tuple[str, Tensor | Quantized]]:
-    """Every tensor of the file, mapped, under the name that Hugging Face gives it.
-
-    Raises:
-        ModelNotFound: the file is damaged.
-        UnsupportedModel: a tensor of a type that is not known.
+    """Every tensor of the file, mapped, under the name that Hugging Face gives it. Raises
+    ModelNotFound: the file is damaged; UnsupportedModel: a tensor of a type that is not known.
     """
     reader, values = open_file(files[0])
     for found in reader.tensors:

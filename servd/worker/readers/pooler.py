@@ -128,11 +128,8 @@ class Dense:
 
     @classmethod
     def read(cls, folder: str, device: torch.device) -> Dense:
-        """The layer of sentence-transformers' files in `folder`.
-
-        Raises:
-            ModelNotFound: a file is missing or broken.
-            UnsupportedModel: its activation is not one of torch.
+        """The layer of sentence-transformers' files in `folder`. Raises ModelNotFound: a file is
+        missing or broken; UnsupportedModel: its activation is not one of torch.
         """
         config, file = read_json(Path(folder) / "config.json"), Path(folder) / "model.safetensors"
         path = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))

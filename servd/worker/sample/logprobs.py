@@ -92,7 +92,6 @@ class SampledLogprobs:
             logits: [m, vocab] float32, of these rows.
             sampled: [num_rows] int64.
             rows: those that asked.
-            num_rows: the step's.
         """
         num_logprobs: list[int | None] = [None] * num_rows
         slots = rows.host_slots.tolist()

@@ -44,7 +44,6 @@ class SpecDecodeMetadata:
         """None for a step without drafts.
 
         Args:
-            batch: of the step.
             chances: [k], for benchmarks: that a draft is kept if those before it are.
         """
         if len(batch.sample_host_slots) == len(batch.sample_rows):

@@ -34,10 +34,8 @@ class DraftModelProposer(Proposer):
     further draft in one more.
 
     Prompts are followed at once, since others may find them in the prefix cache. Rows that want no
-    drafts are left behind, which costs nothing where drafts do not pay.
-
-    Raises:
-        ConfigError: the draft has another vocabulary, keeps a state, or cannot run here.
+    drafts are left behind, which costs nothing where drafts do not pay. Raises ConfigError: the
+    draft has another vocabulary, keeps a state, or cannot run here.
     """
 
     def __init__(self, config: SpeculativeConfig, target: Target) -> None:
@@ -122,12 +120,10 @@ class DraftModelProposer(Proposer):
         row has blocks for.
 
         Args:
-            batch: the step.
             lens: [num_rows] int64: how many of each row.
             behind: [num_rows] int64: how far before the newest token they begin; in a row that
                 turns out to be shorter, at its first token.
             drafting: [n] int64: rows whose newest token is among them.
-
         """
         rows, ends = np.flatnonzero(lens), np.cumsum(lens)
         firsts = ends - lens

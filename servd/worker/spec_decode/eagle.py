@@ -58,10 +58,8 @@ class EagleHead(nn.Module):
     of the token after it, and makes the feature of that one.
 
     Args:
-        spec: the head's.
         names: of the checkpoint's tensors; the target has the embedding and the output head if it
             has none.
-        target: whose features they are.
     """
 
     packed: ClassVar[dict[str, tuple[str, int]]] = LlamaForCausalLM.packed
@@ -111,7 +109,6 @@ class EagleHead(nn.Module):
             token_ids: these tokens, int64 [num_tokens].
             features: of the tokens before them, [num_tokens, hidden].
             positions: of the tokens before them, int64 [num_tokens].
-            ctx: with the cache of this layer.
         """
         x, residual = self.enter(self.embed(token_ids), features)
         rotation = self.rotary(positions)
@@ -176,21 +173,13 @@ class EagleProposer(Proposer):
         return {self.rename(name) for name in tensor_shapes(folder)}
 
     def check(self, names: Set[str]) -> None:
-        """See that the head is for the target.
-
-        Raises:
-            ConfigError: it is not.
-        """
+        """See that the head is for the target. Raises ConfigError: it is not."""
         own, wanted = self.spec, self.target.spec
         self.check_size("tokens in the vocabulary", own.vocab_size, wanted.vocab_size)
         self.check_size("numbers in a hidden state", own.hidden_size, wanted.hidden_size)
 
     def check_size(self, what: str, own: int, wanted: int) -> None:
-        """See that a size of the head is that of the target.
-
-        Raises:
-            ConfigError: it is not.
-        """
+        """See that a size of the head is that of the target. Raises ConfigError: it is not."""
         if own != wanted:
             raise ConfigError(
                 f"--speculative-config: {self.config.model} has {own} {what} and the model has "

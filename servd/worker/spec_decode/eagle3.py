@@ -170,10 +170,7 @@ class Eagle3Head(EagleHead):
 
 def aux_layers(spec: ModelSpec, target: Target) -> list[int]:
     """Numbers of the target's layers whose inputs are read: an early, a middle and a late one if
-    config.json names none.
-
-    Raises:
-        ConfigError: the target has no such layers.
+    config.json names none. Raises ConfigError: the target has no such layers.
     """
     key, num_layers = "eagle_aux_hidden_state_layer_ids", target.spec.num_layers
     layers = spec.config.get(key) or spec.config.get("eagle_config", {}).get(key)

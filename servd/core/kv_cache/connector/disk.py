@@ -39,7 +39,6 @@ class Disk:
     """Blocks of one identity, which is all that their bytes depend on beside their hash.
 
     Args:
-        root: folder of all identities.
         limit: bytes of all files in it; the least recently read or written are deleted first.
         identify: returns the identity, 32 bytes; it may take long.
     """

@@ -13,10 +13,6 @@ class HostMemory(BlockPool):
 
     A slot is owned while it is copied, written or read. Otherwise it is cached, and the least
     recently used slot is evicted first.
-
-    Args:
-        num_slots: how many there are.
-        slot_bytes: size of each.
     """
 
     name = "host"

@@ -35,8 +35,6 @@ class IOWorkers:
     """Owners of slots hand them over to be read or written; `collect_finished` releases them.
 
     Args:
-        host: the slots.
-        costs: gets what reading takes.
         peer_timeout: seconds after which a peer that does not answer is given up.
     """
 

@@ -51,7 +51,6 @@ class OffloadConnector(KVConnector):
     computed: so a slot or block counts as filled from the moment of the decision.
 
     Args:
-        host: the slots.
         disk: files, or None.
         remote: the blocks of peers, and for peers, or None.
         block_size: tokens of a block.
@@ -291,10 +290,8 @@ class OffloadConnector(KVConnector):
 
 
 def make_connector(config: Config, spec: ModelSpec, worker: WorkerReady) -> OffloadConnector:
-    """Return the configured connector for the KV cache of started workers.
-
-    Raises:
-        ConfigError: the host's memory would not hold a block.
+    """Return the configured connector for the KV cache of started workers. Raises ConfigError: the
+    host's memory would not hold a block.
     """
     cache = config.cache
     slot_bytes = worker.kv_bytes_per_block * config.parallel.tensor_parallel_size

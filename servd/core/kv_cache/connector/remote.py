@@ -41,14 +41,11 @@ class Give(Message, tag=True):
 
 class RemoteStore:
     """Blocks that this engine keeps for its peers, in memory of its own, and those of its peers.
+    Raises ConfigError: it cannot listen where the option says.
 
     Args:
-        config: the option.
         keys: of the token that all peers have.
         identify: returns the identity, 32 bytes; it may take long.
-
-    Raises:
-        ConfigError: it cannot listen where the option says.
     """
 
     name = "remote"

@@ -132,10 +132,7 @@ class PagedAttention:
     """The attention of a model's layers with the same window.
 
     Args:
-        num_heads: of queries.
-        num_kv_heads: of keys and values.
         head_dim: a power of two.
-        dtype: of queries.
         device: where all is.
         window: a token sees itself and the window - 1 tokens before; None: all before.
         batch_invariant: a token's bits do not depend on other rows.
@@ -206,21 +203,14 @@ class PagedAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of the last tokens of each row over the row's keys and values in the
-        cache.
+        cache. Returns [num_tokens, num_heads, head_dim], contiguous. Tokens of no row are anything.
 
         Args:
             q: [num_tokens, num_heads, head_dim]; heads are contiguous, tokens may be apart.
             kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of q's type or narrower.
                 What lies outside of the rows' visible keys is not read, and may be anything.
-            batch: the step.
-            plan: of the step.
-            work: of the step.
-            scale: factor on the scores.
             soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they stay.
             sinks: [num_heads], scores of one more key each, whose value is zero.
-
-        Returns:
-            [num_tokens, num_heads, head_dim], contiguous. Tokens of no row are anything.
         """
         assert q.stride()[1:] == (self.head_dim, 1)
         assert kv_cache.is_contiguous() and batch.block_tables.stride(1) == 1
