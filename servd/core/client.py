@@ -66,7 +66,6 @@ class EngineCoreClient:
         self._attach(incarnation)
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message to the engine; never blocks."""
         self.outbox.send(message)
 
     def recv(self, timeout: float | None = None) -> FromEngine | None:

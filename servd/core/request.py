@@ -294,7 +294,6 @@ class Request:
         return output
 
     def _end(self, output: EngineCoreOutput, end: GrammarEnd) -> None:
-        """Set how the grammar ends the output."""
         if end.error is not None:
             output.finish_reason, output.stop_reason = FinishReason.LENGTH, end.error
             output.new_token_ids = output.new_token_ids[:-1]

@@ -329,7 +329,6 @@ class Scheduler:
         step.new_requests.append(request.to_new_request())
 
     def _schedule_decode(self, step: Step, request: Request, new_block_ids: list[int]) -> None:
-        """Schedule a request's next token; `new_block_ids` are one block at most."""
         for block in new_block_ids:
             step.new_blocks[request.slot] = block
             request.decodes_until = self.kv_cache.room_of(request)
@@ -391,7 +390,6 @@ class Scheduler:
     def _collect_output(
         self, step: Step, row: int, result: ModelRunnerOutput, end: GrammarEnd | None
     ) -> None:
-        """Process the output of one row; `end` is how its grammar ends the output."""
         request, scheduled = step.row(row)
         if row in result.errors:
             self._fail_row(step, row, result.errors[row])

@@ -109,7 +109,6 @@ class Step(msgspec.Struct):
         return self.decoding + self.requests
 
     def row(self, index: int) -> tuple[Request, ScheduledRequest]:
-        """The request of a row, and what was scheduled for it."""
         if (other := index - len(self.decoding)) < 0:
             return self.decoding[index], self.decodes.row(index)
         return self.requests[other], self.scheduled[other]

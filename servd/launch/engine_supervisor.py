@@ -191,7 +191,6 @@ class EngineSupervisor:
                 child.terminate()
 
     def stop(self, timeout: float) -> None:
-        """Stop the engine, and kill it after `timeout` seconds."""
         for child in (self.standby, self.child):
             if child is not None:
                 child.stop(timeout)
@@ -202,13 +201,11 @@ class EngineSupervisor:
         self.number = number
 
     def discard(self, timeout: float) -> None:
-        """Stop the engine for good; see `stop`."""
         self.stop(timeout)
         self.child = self.standby = None
 
     @property
     def was_ready(self) -> bool:
-        """Whether any of its engines has been ready."""
         return bool(self.number > self.first or (self.child and self.child.heartbeat.is_ready))
 
     def handle_exit(self) -> str | None:

@@ -58,7 +58,6 @@ def check_access(access: AccessConfig) -> None:
 
 
 def has_terminal() -> bool:
-    """Whether this process belongs to a terminal that is still there."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:

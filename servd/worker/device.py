@@ -162,5 +162,4 @@ def sent(array: np.ndarray, device: torch.device) -> Any:
 
 
 def name_of(device: torch.device) -> str:
-    """E.g. "cpu" or "NVIDIA H200"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

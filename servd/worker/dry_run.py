@@ -49,7 +49,6 @@ class Weightless(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Called for every torch function, and for `native.call`."""
         kwargs = kwargs or {}
         if func is native.call:
             return None
@@ -145,7 +144,6 @@ def check_fits(runner: ModelRunner, sizes: MemorySizes) -> None:
 
 
 def compare(runner: ModelRunner, planned: MemorySizes) -> None:
-    """Log the memory of a loaded runner beside the expected sizes."""
     pairs = {
         "weights": (planned.weights + planned.adapters, runner.weights_bytes),
         "KV cache per block": (planned.kv_per_block, runner.bytes_per_block),

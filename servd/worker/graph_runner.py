@@ -115,7 +115,6 @@ class GraphRunner:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers."""
         return self.hidden.nbytes + self.inputs.nbytes + self.chosen.nbytes
 
     def __call__(
@@ -164,7 +163,6 @@ class GraphRunner:
         self.ends[len(ends) : self._num_rows(size)] = ends[-1:]  # rows without a token
 
     def capture(self, size: GraphSize) -> None:
-        """Capture the graphs of a size."""
         started, num_tokens = time.monotonic(), size.num_tokens
         columns, ends = None, None
         if size.is_decode:

@@ -26,7 +26,6 @@ class Failures:
 
     @classmethod
     def of(cls, batch: InputBatch, failed: Mapping[int, str]) -> Failures:
-        """The failures in a step, from those of all slots."""
         slots = enumerate(batch.host_slots.tolist())
         return cls({row: failed[slot] for row, slot in slots if slot in failed})
 
@@ -77,7 +76,6 @@ def forward_apart(
 
 
 def _report(error: Exception) -> str:
-    """The message for the client; the log has the traceback."""
     report = uuid4().hex[:8]
     log.error("the model fails on a request (report %s)", report, exc_info=error)
     return f"the model failed on this request ({type(error).__name__}, report {report})"

@@ -28,7 +28,6 @@ def bytes_per_block(backend: Backend[Any], model: Loadable) -> int:
 
 
 def dtype_of(config: Config, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Type of the cache of a model of type `dtype`."""
     name, model = config.cache.kv_cache_dtype, config.model
     if name == "auto":
         rounds = {"auto": model.quantization in ("int8", "int4"), "int8": True}

@@ -58,9 +58,7 @@ class Loadable(Protocol):
         """Every parameter once; tied ones under their first name."""
         ...
 
-    def named_modules(self) -> Iterator[tuple[str, Any]]:
-        """Every layer by name."""
-        ...
+    def named_modules(self) -> Iterator[tuple[str, Any]]: ...
 
 
 class Model(Loadable, Protocol):
@@ -116,7 +114,6 @@ def build_model(
 
 @contextmanager
 def defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """A context in which new tensors have this dtype and device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -438,6 +435,5 @@ def _pack(dtype: torch.dtype, weight: Tensor) -> Form | None:
 
 
 def count_bytes(model: Loadable) -> int:
-    """Bytes of all weights on this rank."""
     weights = (weight for _, weight in model.named_parameters())
     return sum(w.num_bytes if isinstance(w, Matrix) else w.nbytes for w in weights)

@@ -213,12 +213,10 @@ class ModelRunner(ABC):
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of a KV-cache block on this rank."""
         own = kv_cache.bytes_per_block(self.backend, self.model)
         return own + (self.proposer.bytes_per_block if self.proposer else 0)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the cache; afterwards steps can run."""
         self.kv_caches = kv_cache.allocate(self.backend, self.model, num_blocks)
         if self.proposer is not None:
             self.proposer.allocate_kv_cache(num_blocks)

@@ -105,7 +105,6 @@ class ProgramRunner:
     def fill(
         self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *others: Tensor
     ) -> None:
-        """Write the inputs of a step to where programs read them."""
         num_rows = len(input_ids)
         self.tokens[0, :num_rows] = input_ids.numpy()
         self.tokens[1, :num_rows] = positions.numpy()
@@ -123,7 +122,6 @@ class ProgramRunner:
             self.others[number][: len(other)] = other.numpy()
 
     def inputs(self, num_rows: int) -> tuple[Any, ...]:
-        """What `fill` has written, in the same memory every time."""
         input_ids, positions = torch.from_numpy(self.tokens)[:, :num_rows]
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
         seq_lens = self.seq_lens[:num_rows]
@@ -273,7 +271,6 @@ class OnlyViews(TorchDispatchMode):
         return False  # True, the default, imports torch's compiler at the first call, for seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raises NotRecordable."""
         if not func.is_view:
             raise NotRecordable(f"{func} is not of the native library")
         result = func(*args, **(kwargs or {}))
@@ -332,7 +329,6 @@ class Recorder(TorchFunctionMode):
         self.calls: list[bytes] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called in place of every function of torch, and of `native.call`."""
         if func is torch.empty and not kwargs:
             shape = torch.Size(args if isinstance(args[0], int) else args[0])
             return self.memory.take(shape, self.num_rows)

@@ -89,7 +89,6 @@ class RequestStates:
         self.inputs.pad(block_id)
 
     def begin_decode(self, columns: Columns) -> None:
-        """Find the inputs of a step on the device; see decode_inputs.py."""
         tables = self.block_tables
         self.ops.begin_decode(
             columns.step, columns.seq_lens, self.token_ids, self.num_computed, tables.tables,

@@ -97,7 +97,6 @@ def calls_grammar(
 
 
 def quoted(text: str) -> str:
-    """Text as a literal."""
     return json.dumps(text, ensure_ascii=False)
 
 

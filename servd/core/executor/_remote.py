@@ -88,7 +88,6 @@ class WorkerMember(Member):
         super().__init__(at, join, addresses, keys, on_failure, clients=[ONLY_CLIENT])
 
     def begin(self, welcome: Welcome) -> None:
-        """With the executor's options, which count all workers."""
         start = msgspec.msgpack.decode(welcome.start, type=StartWorker)
         inbox, outbox = self.addresses.process(0, 0), self.addresses.client(0, 0)
         start = msgspec.structs.replace(

@@ -111,7 +111,6 @@ class BlockPool:
             self._blank.append(self._evict(None))
 
     def take_evictions(self) -> list[BlockEviction]:
-        """Sampled evictions since the last call."""
         return self.times.news() if self.times is not None else []
 
     def _evict(self, on_evict: Callable[[int, bytes], None] | None) -> int:

@@ -35,7 +35,6 @@ class BlockTimes:
                 del times[1:-MAX_USES]
 
     def evict(self, block: int) -> None:
-        """This block is evicted."""
         if times := self._times.pop(block, None):
             now = now_ns()
             gaps = [later - earlier for earlier, later in pairwise(times[1:])]

@@ -92,7 +92,6 @@ class Row:
             self.token_ids.append(token_id)
 
     def forced_tokens(self) -> list[int]:
-        """The tokens that must come next."""
         if self.starts_after:
             return []
         start = time.perf_counter()
@@ -265,7 +264,6 @@ class GrammarManager:
     # ---- steps ----
 
     def begin_step(self, scheduled: SchedulerOutput) -> None:
-        """Update the rows, and find those of this step that have a grammar."""
         for slot in scheduled.freed_slots:
             self._rows.pop(slot, None)
         for request in scheduled.new_requests:
@@ -281,7 +279,6 @@ class GrammarManager:
             ]
 
     def forget_rows(self) -> None:
-        """Discard all rows; see `EngineCore.forget_workers`."""
         self._rows.clear()
 
     def choose_idle(self) -> Set[int]:

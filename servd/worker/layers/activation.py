@@ -23,7 +23,6 @@ class Activation(nn.Module):
         self.ops = ops.for_device(torch.get_default_device())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Elementwise, for any shape."""
         return self.ops.activate(x, self.name)
 
 

@@ -143,7 +143,6 @@ def attention_layers(model: Loadable) -> list[Attention]:
 
 
 def num_caches(model: Loadable) -> int:
-    """Number of KV caches, which layers may share."""
     return len({layer.layer for layer in attention_layers(model)})
 
 

@@ -130,7 +130,6 @@ class GroupedMatrix(Packed):
 
 
 def _take_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """x[:, columns] by the native library, so that it can be recorded in a program."""
     out, size = torch.empty(x.shape), len(columns)
     for row, to in zip(x, out, strict=True):
         call("embed", row, size, 1, columns, size, to)
@@ -169,7 +168,6 @@ class ExpertMatrices:
 
     @staticmethod
     def kind(matrix: object) -> tuple[object, ...] | None:
-        """The kind that all matrices have in common; None: they differ."""
         if isinstance(matrix, PackedMatrix):
             return matrix.type, matrix.num_terms, matrix.scale is None, matrix.is_spread
         if isinstance(matrix, GroupedMatrix) and matrix.columns is None:

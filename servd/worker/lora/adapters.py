@@ -125,7 +125,6 @@ class Adapters:
         return place
 
     def remove(self, slot: int) -> None:
-        """The request leaves its slot, whether or not it had an adapter."""
         place = int(self.place_of_slot[slot])
         if place >= 0:
             self.users[place] -= 1

@@ -195,7 +195,6 @@ class TransformersForCausalLM(nn.Module):
 
 
 def natural(name: str) -> list[Any]:
-    """Sorts numbers in names as numbers."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 

@@ -137,7 +137,6 @@ class Watch(TorchDispatchMode):
 
 
 def sees(rule: Callable[..., Any], window: int | None) -> bool:
-    """Whether a mask is causal, and hides what is before the window."""
     far = 3 * (window or 1 << 20)
     zero = torch.tensor(0)
 
@@ -209,7 +208,6 @@ class Mask(Tensor):
 
 
 def mask_of_rule(*, mask_function: Callable[..., Any], **_: Any) -> Tensor:
-    """What transformers calls for a mask."""
     mask = torch.empty(1, 1, 1, 1, device="meta").as_subclass(Mask)
     mask.rule = mask_function
     return mask

@@ -111,7 +111,6 @@ class Signature:
         return f"({null[1:] or name} is None if {name} is None else {test})"
 
     def find_misfit(self, arguments: Sequence[Any]) -> str:
-        """Name the first argument that does not fit."""
         for name, value in zip(self.names, arguments, strict=True):
             if name in self.tests and not self._compile(self.tests[name])(*arguments):
                 if value is None:
@@ -191,7 +190,6 @@ class Library:
 
 @cache
 def library() -> Library | None:
-    """The library for this CPU, or None where there is none or it is switched off."""
     capability, wanted = torch.backends.cpu.get_cpu_capability(), os.environ.get(SWITCH, "")
     if wanted and wanted not in (*CAPABILITIES, "off"):
         raise ConfigError(f"{SWITCH}={wanted}: there are {', '.join(CAPABILITIES)} and off")
@@ -246,7 +244,6 @@ def call(kernel: str, *arguments: Argument) -> None:
 
 
 def loaded_library() -> Library:
-    """The library where there must be one."""
     lib = library()
     assert lib is not None
     return lib
@@ -355,7 +352,6 @@ def add(x: Tensor, residual: Tensor, out: Tensor) -> None:
 
 
 def can_concatenate(parts: Any, dim: int = 0) -> bool:
-    """Whether `concatenate` makes what torch.cat would."""
     return dim in (1, -1) and all(part.dim() == 2 and _fits(part) for part in parts)
 
 

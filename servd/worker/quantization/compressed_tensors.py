@@ -37,7 +37,7 @@ UNUSED = ("input_scale", "input_zero_point")  # scales of activations
 def read(
     files: list[Path], config: dict[str, Any], device: torch.device
 ) -> Iterator[tuple[str, Tensor | Quantized]]:
-    """See the package. Which layers are quantized, and how, is seen from their tensors. Raises
+    """Which layers are quantized, and how, is seen from their tensors. Raises
     UnsupportedModel: there is more to be done than to dequantize.
     """
     groups = config.get("config_groups") or {}

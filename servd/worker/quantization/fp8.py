@@ -102,7 +102,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def read(
     files: list[Path], config: dict[str, Any], device: torch.device
 ) -> Iterator[tuple[str, Tensor | Quantized]]:
-    """See the package. Activations stay as they are."""
+    """Activations stay as they are."""
     block = config.get("weight_block_size")
     return read_modules(files, functools.partial(_weight, block, device))
 

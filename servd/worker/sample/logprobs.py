@@ -76,7 +76,6 @@ class SampledLogprobs:
         self.named: dict[int, list[int]] = {}  # slot -> token ids asked for by name
 
     def add(self, slot: int, params: SamplingParams) -> bool:
-        """Whether the request in the slot asks for any."""
         self.named.pop(slot, None)
         if params.logprobs is None:
             return False

@@ -173,7 +173,6 @@ class EagleProposer(Proposer):
         return {self.rename(name) for name in tensor_shapes(folder)}
 
     def check(self, names: Set[str]) -> None:
-        """See that the head is for the target. Raises ConfigError: it is not."""
         own, wanted = self.spec, self.target.spec
         self.check_size("tokens in the vocabulary", own.vocab_size, wanted.vocab_size)
         self.check_size("numbers in a hidden state", own.hidden_size, wanted.hidden_size)
@@ -262,14 +261,12 @@ class EagleProposer(Proposer):
     def advance(
         self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch, features: Tensor
     ) -> Tensor:
-        """See `Drafter`; here the positions are those of the features."""
         ctx = ForwardContext(self.backend, attention, self.kv_caches)
         return self.head(token_ids, features, positions, ctx)
 
     def begin(
         self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch, *read: Tensor
     ) -> Tensor:
-        """See `Drafter`; the positions are those of what was read."""
         return self.advance(token_ids, positions, attention, self.head.features(*read))
 
 

@@ -86,7 +86,6 @@ class Disk:
         return block_hash not in self.known
 
     def open_reader(self, peer: str) -> AbstractContextManager[Reader]:
-        """Return what reads blocks; files need no peer."""
         return nullcontext(self.read)
 
     def read(self, block_hash: bytes, buffer: memoryview) -> bool:
@@ -143,7 +142,6 @@ class Disk:
             self.trim()
 
     def delete(self, block_hashes: Sequence[bytes]) -> None:
-        """Delete the files of these blocks: their contents may be wrong."""
         if self._folder is None:
             return
         for block_hash in block_hashes:

@@ -35,7 +35,6 @@ class HostMemory(BlockPool):
         return self.num_cached * self.slot_bytes
 
     def buffer(self, slot: int) -> memoryview:
-        """Return the bytes of a slot, to read and to write."""
         first = slot * self.slot_bytes
         return memoryview(self._memory)[first : first + self.slot_bytes]
 

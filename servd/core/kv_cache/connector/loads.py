@@ -53,7 +53,6 @@ class Loads:
     _failed: dict[Request, str] = field(default_factory=dict)
 
     def is_loading(self, request: Request, num_cached: int) -> bool:
-        """See KVConnector."""
         load = self._find_load(request)
         if load.deadline_ns == NOTHING_TO_LOAD:
             return False
@@ -87,7 +86,6 @@ class Loads:
         return list(failed.items())
 
     def stop_waiting(self, request: Request) -> None:
-        """A request starts, or ends."""
         self._loads.pop(request, None)
         self._failed.pop(request, None)
 

@@ -283,7 +283,6 @@ class OffloadConnector(KVConnector):
             self.remote.close()
 
     def flush(self) -> None:
-        """Wait until files are found, written and read: for tests."""
         for store in self._stores:
             store.is_open.wait()
         self.io_workers.flush()

@@ -78,7 +78,6 @@ class RemoteStore:
         return len(self._kept)
 
     def close(self) -> None:
-        """Stop answering peers, and waiting for them."""
         self._is_closed.set()
         if hasattr(self, "_server"):
             self._server.join()

@@ -121,7 +121,6 @@ def num_sms(device: torch.device) -> int:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have."""
     if device.type != "cuda":
         return 0
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
@@ -152,7 +151,6 @@ class PagedAttention:
 
     @property
     def num_wanted(self) -> int:
-        """Splits that keep the device busy; see `work_list`."""
         if self.batch_invariant:
             return 0
         return -(-num_sms(self.device) * SPLITS_PER_SM // self.num_kv_heads)
@@ -167,7 +165,6 @@ class PagedAttention:
         return max(self.tunings[1].lines // self.group, 1)
 
     def plan(self, batch: AttentionBatch) -> Plan:
-        """Plan a step, whose lengths on the host may be bounds."""
         num_rows, num_tokens = len(batch.query_lens), len(batch.slot_mapping)
         few, longest = split_queries(self.group), int(batch.query_lens.max())
         num_tiles = 0 if longest <= few else num_tokens // self.tile_queries + num_rows
@@ -246,7 +243,6 @@ class PagedAttention:
         return out
 
     def _grid(self, num_pieces: int, more: int = 1) -> tuple[int]:
-        """Programs for so many pieces of each kv head."""
         most = more * PROGRAMS_PER_SM * num_sms(self.device)
         return (min(num_pieces * self.num_kv_heads, most),)
 
