@@ -34,10 +34,7 @@ logger = logging.getLogger("servd.engine")
 
 class EngineCore:
     """Runs the step loop: the Scheduler decides each step, the Executor computes it on the workers.
-
-    Args:
-        executor: started.
-        worker: what `executor.start` returned.
+    `executor`: started; `worker`: what `executor.start` returned.
     """
 
     def __init__(

@@ -6,10 +6,8 @@ from servd.params import RepetitionDetection
 
 
 class RepetitionDetector:
-    """Follows one output token by token, at a cost per token of O(max_pattern_size).
-
-    Args:
-        params: which patterns count, and how many copies.
+    """Follows one output token by token, at a cost per token of O(max_pattern_size). `params`:
+    which patterns count, and how many copies.
     """
 
     def __init__(self, params: RepetitionDetection) -> None:

@@ -252,10 +252,7 @@ class Request:
         self, result: ModelRunnerOutput, row: int, end: GrammarEnd | None, now: int, step: int
     ) -> EngineCoreOutput:
         """Append the tokens of a step, up to one that ends the output. Returns the output for the
-        client.
-
-        Args:
-            end: how the grammar ends the output with one of these tokens.
+        client. `end`: how the grammar ends the output with one of these tokens.
         """
         token_ids = result.tokens_of(row)
         if end is not None:

@@ -121,11 +121,8 @@ class Scheduler:
 
         Decoding requests come first, so that they never wait for another request's prompt. Then
         prompts continue, or start while there are slots and blocks. While a priority class has
-        prompts to compute, the classes below it wait.
-
-        Args:
-            idle_slots: slots of running requests that skip this step.
-            grammar_tokens: of requests whose grammar allows nothing else.
+        prompts to compute, the classes below it wait. `idle_slots`: slots of running requests that
+        skip this step; `grammar_tokens`: of requests whose grammar allows nothing else.
         """
         record = StepRecord(self._num_steps, now_ns())
         step = Step(record)
@@ -366,11 +363,8 @@ class Scheduler:
     # ---- collect outputs ----
 
     def update_from_output(self, result: ModelRunnerOutput, ends: Mapping[int, GrammarEnd]) -> None:
-        """Process the output of the oldest step in flight.
-
-        Args:
-            result: the workers' output of that step.
-            ends: row -> how the grammar of its request ends the output with this step.
+        """Process the output of the oldest step in flight. `result`: the workers' output of that
+        step; `ends`: row -> how the grammar of its request ends the output with this step.
         """
         step = self._in_flight.popleft()
         record = step.record
@@ -414,9 +408,7 @@ class Scheduler:
     def take_outputs(self, num_deferred: int = 0) -> dict[int, EngineCoreOutputs]:
         """Outputs since the last call, by client, with the engine's current statistics. A client
         without outputs gets none, unless the engine has become idle, which all are told.
-
-        Args:
-            num_deferred: requests that wait for a grammar, not for capacity.
+        `num_deferred`: requests that wait for a grammar, not for capacity.
         """
         if self.outputs and not self.requests:
             for client in self.step_log.clients:

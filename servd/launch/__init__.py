@@ -32,10 +32,7 @@ logger = logging.getLogger("servd.launch")
 def serve(read_config: Callable[[], Config]) -> int:
     """Run engines and API servers. Returns the exit code: 0 after a signal, 1 if they cannot be
     kept alive, 2 after a ConfigError in one of them. Raises ConfigError: before anything was
-    started.
-
-    Args:
-        read_config: reads the options, now and at each SIGHUP.
+    started. `read_config`: reads the options, now and at each SIGHUP.
     """
     started_at = time.monotonic()
     config = read_config()

@@ -30,11 +30,7 @@ logger = logging.getLogger("servd.launch")
 
 
 class GivenUp(Exception):
-    """An engine keeps dying.
-
-    Attributes:
-        code: exit code for this process.
-    """
+    """An engine keeps dying. `code`: exit code for this process."""
 
     def __init__(self, why: str, code: int) -> None:
         super().__init__(why)

@@ -194,10 +194,8 @@ class ProcessTree:
 
     def start_api_server(self, name: str, waits: bool) -> Child:
         """Start an API server. They share the listening socket: the kernel gives each connection to
-        one of them.
-
-        Args:
-            waits: to accept connections only when the engine is ready, as another tree does.
+        one of them. `waits`: to accept connections only when the engine is ready, as another tree
+        does.
         """
         assert self.listener is not None
         # Random, as API servers of several launchers may attach to one engine.
@@ -394,12 +392,9 @@ class ProcessTree:
         self, timeout: float, replace: Callable[[EngineSupervisor], str | None] | None = None
     ) -> None:
         """Wait until all have ended, `timeout` seconds are over, or a signal to end arrives.
-
-        Args:
-            timeout: seconds.
-            replace: restarts an engine that dies meanwhile, which open requests need. An engine
-                that exits with 0 was stopped together with this process, e.g. by systemd: then this
-                returns at once.
+        `timeout`: seconds. `replace`: restarts an engine that dies meanwhile, which open requests
+        need. An engine that exits with 0 was stopped together with this process, e.g. by systemd:
+        then this returns at once.
         """
         deadline = time.monotonic() + timeout
         while any(child.exit_code is None for child in self.api_servers):

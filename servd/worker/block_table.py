@@ -13,11 +13,7 @@ class BlockTables:
     past the row's length, or before a group's window, are any valid block.
 
     The row after the last slot is for padding (see graph_runner.py). The rows of the next group
-    follow it.
-
-    Args:
-        max_model_len: tokens per slot, at most.
-        block_size: tokens per block.
+    follow it. `max_model_len`: tokens per slot, at most; `block_size`: tokens per block.
     """
 
     def __init__(

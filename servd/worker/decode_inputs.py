@@ -48,10 +48,7 @@ class Columns(NamedTuple):
 
 class DecodeInputs:
     """The buffer, for one step at a time: a device runs the steps in flight one after another.
-
-    Args:
-        max_num_tokens: of a step, at most.
-        device: where steps run.
+    `max_num_tokens`: of a step, at most; `device`: where steps run.
     """
 
     def __init__(self, max_num_tokens: int, null_slot: int, device: torch.device) -> None:
@@ -110,12 +107,9 @@ class DecodeInputs:
     ) -> tuple[Columns, np.ndarray]:
         """Fill in the host's part of a step, and start its copy to the device. Returns the step,
         without what `begin_decode` finds, and the slots, int64 [n], on the host. Both are valid
-        until the next step.
-
-        Args:
-            slots: of each token; distinct with NOT_COMPUTED.
-            changes: see `BlockTables.take_changes`; of at most as many blocks as tokens.
-            columns: of each token, int64 [n].
+        until the next step. `slots`: of each token; distinct with NOT_COMPUTED. `changes`: see
+        `BlockTables.take_changes`; of at most as many blocks as tokens. `columns`: of each token,
+        int64 [n].
         """
         num_tokens, num_changes = len(slots), len(changes) // 3
         size = self.size_for(num_tokens)

@@ -86,11 +86,8 @@ def keep_freed_memory(largest: int = 32 << 20, most: int = 1 << 30) -> None:
     """Have glibc keep freed memory for the next step instead of returning it to the system.
 
     Newly mapped memory is faulted in and cleared page by page, which was a quarter of the time of
-    GPT-2's prompts.
-
-    Args:
-        largest: bytes of the largest block that is kept (glibc's maximum).
-        most: bytes kept in all.
+    GPT-2's prompts. `largest`: bytes of the largest block that is kept (glibc's maximum); `most`:
+    bytes kept in all.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     # The user's settings have precedence.

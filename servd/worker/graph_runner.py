@@ -121,11 +121,8 @@ class GraphRunner:
         self, tokens: Tensor, ends: Tensor | None, columns: Columns | None = None
     ) -> Tensor | None:
         """Hidden states [num_tokens, hidden] of a step, valid until the next call; None if it is
-        larger than any graph.
-
-        Args:
-            ends: index of each row's last token; None for decode steps.
-            columns: set if the step is in `decode_inputs` already.
+        larger than any graph. `ends`: index of each row's last token; None for decode steps.
+        `columns`: set if the step is in `decode_inputs` already.
         """
         num_tokens = tokens.shape[1]
         sizes = self.decode_sizes if ends is None else self.mixed_sizes

@@ -289,11 +289,8 @@ def _find(
     states: RequestStates, token_slots: np.ndarray, offsets: np.ndarray, bounds: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
     """Finds the tokens of rows that compute one known token and drafts; int64 [num_tokens] each.
-
-    Args:
-        token_slots: slot of each token.
-        offsets: of each token from the first one of its row.
-        bounds: upper bounds of the sequence lengths at each token, if drafts are chains.
+    `token_slots`: slot of each token; `offsets`: of each token from the first one of its row;
+    `bounds`: upper bounds of the sequence lengths at each token, if drafts are chains.
     """
     num_tokens, changes, places = len(offsets), states.block_tables.take_changes(), offsets[:0]
     if states.tree is not None:

@@ -44,11 +44,9 @@ def forward_apart(
     row writes; writing some of them again changes nothing.
 
     Returns hidden states [num_tokens, hidden], zeros in rows that fail, and their errors by row.
-    Raises Exception: `error`, if every row fails: the process itself may be broken.
-
-    Args:
-        forward: computes a part; its result may be overwritten by the next call.
-        error: with which the whole step failed.
+    Raises Exception: `error`, if every row fails: the process itself may be broken. `forward`:
+    computes a part; its result may be overwritten by the next call. `error`: with which the whole
+    step failed.
     """
     num_rows = len(batch.query_lens)
     found: dict[int, torch.Tensor] = {}  # by first row

@@ -48,12 +48,8 @@ def count_blocks(
 ) -> int:
     """Blocks to allocate in `memory` bytes: at most what all slots at full length can use. Raises
     NotEnoughMemory: not even one request of max_model_len fits, and the context may not be
-    shortened.
-
-    Args:
-        block_bytes: size of a block on this rank.
-        memory: bytes that the cache may take.
-        more_memory: changes of options that would free so many bytes.
+    shortened. `block_bytes`: size of a block on this rank; `memory`: bytes that the cache may take;
+    `more_memory`: changes of options that would free so many bytes.
     """
     max_model_len, max_num_seqs = config.model.max_model_len, config.scheduler.max_num_seqs
     assert max_model_len is not None and max_num_seqs is not None, "config must be resolved"

@@ -24,11 +24,9 @@ log = logging.getLogger("servd.worker")
 def arrange(
     model: Loadable, config: Config, backend: Backend[Any], has_draft: bool
 ) -> tuple[int | None, ...]:
-    """Assign each attention layer its group, and its tensor within the group.
-
-    Args:
-        model: its layers have the numbers of their caches, and no group.
-        has_draft: whether a draft model has keys and values in the same blocks.
+    """Assign each attention layer its group, and its tensor within the group. `model`: its layers
+    have the numbers of their caches, and no group; `has_draft`: whether a draft model has keys and
+    values in the same blocks.
     """
     longest, layers = config.model.max_model_len, attention_layers(model)
     assert longest is not None

@@ -143,11 +143,9 @@ def load_weights(
 
     Raises ModelNotFound: a file or tensor is missing or broken; UnsupportedModel: a tensor is
     unknown to the model or has another shape, or servd does not support the quantization;
-    ConfigError: the importance matrix is of a model whose layers have other names.
-
-    Args:
-        progress: called with the progress, 0 to 1.
-        rename: maps a tensor's name in the checkpoint to the model's.
+    ConfigError: the importance matrix is of a model whose layers have other names. `progress`:
+    called with the progress, 0 to 1; `rename`: maps a tensor's name in the checkpoint to the
+    model's.
     """
     weights: dict[str, Weight] = dict(model.named_parameters())
     attentions = {name: m for name, m in model.named_modules() if isinstance(m, Attention)}
@@ -392,12 +390,9 @@ def form_maker(
     imatrix: str | None = None,
 ) -> MakeForm:
     """See `MakeForm`. Raises ConfigError: the checkpoint is quantized already, or should be but is
-    not.
-
-    Args:
-        dtype: of matrices that are not quantized; narrower ones stay as they are.
-        quantization: a module of servd/worker/quantization, or None.
-        activations: --cpu-activation-dtype.
+    not. `dtype`: of matrices that are not quantized; narrower ones stay as they are.
+    `quantization`: a module of servd/worker/quantization, or None. `activations`:
+    --cpu-activation-dtype.
     """
     stated = quantization_of(folder) if folder else None
     method = stated and str(stated.get("quant_method")).replace("-", "_")

@@ -80,11 +80,8 @@ class AsyncOutput:
 
 
 class ModelRunner(ABC):
-    """One model on one device.
-
-    Args:
-        device: where it runs.
-        parallel: the ranks among which it is divided.
+    """One model on one device. `device`: where it runs; `parallel`: the ranks among which it is
+    divided.
     """
 
     def __init__(

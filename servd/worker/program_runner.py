@@ -54,11 +54,8 @@ class Places:
 
 class ProgramRunner:
     """Records a program when a number of rows is first run; a model that needs other operations
-    than the native library's runs them one by one.
-
-    Args:
-        max_num_rows: of a step; each has one token, known or a draft.
-        max_num_blocks: of a row.
+    than the native library's runs them one by one. `max_num_rows`: of a step; each has one token,
+    known or a draft. `max_num_blocks`: of a row.
     """
 
     is_recordable = True

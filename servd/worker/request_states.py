@@ -99,11 +99,8 @@ class RequestStates:
         self, slots: np.ndarray, token_slots: np.ndarray, offsets: np.ndarray
     ) -> Columns:
         """Find the inputs of a step, on a CPU, in which slots compute their next token and drafts.
-
-        Args:
-            slots: int64 [n].
-            token_slots: slot of each token, int64 [m].
-            offsets: of each token from the first one of its row, int64 [m].
+        `slots`: int64 [n]; `token_slots`: slot of each token, int64 [m]; `offsets`: of each token
+        from the first one of its row, int64 [m].
         """
         num_computed = self.num_computed.numpy()
         columns = num_computed[token_slots] + offsets

@@ -56,10 +56,8 @@ def prompts(spec: ModelSpec, limit: int) -> list[list[int]]:
 
 
 class SelfCheck:
-    """Starts computing the reference; `run` waits for it and compares.
-
-    Args:
-        worker: of the model to check, whose weights need not be loaded yet.
+    """Starts computing the reference; `run` waits for it and compares. `worker`: of the model to
+    check, whose weights need not be loaded yet.
     """
 
     def __init__(self, worker: Worker) -> None:

@@ -11,11 +11,8 @@ NULLS = ("null", "None")  # texts that stand for null where a schema allows it
 
 def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
     """JSON types that a schema allows: `string` where it does not say, `any` where that is hard to
-    tell.
-
-    Args:
-        root: what its references speak of.
-        seen: references that were followed; they add nothing.
+    tell. `root`: what its references speak of. `seen`: references that were followed; they add
+    nothing.
     """
     if (reference := _reference(schema)) is not None:
         seen = set() if seen is None else seen

@@ -64,12 +64,8 @@ def find_model(config: Config) -> hf.ModelSpec:
 
 
 class WorkerMember(Member):
-    """A worker for an executor on another host, for as long as that is there.
-
-    Args:
-        at: where it listens.
-        keys: of the token.
-        num_here: workers of this host, which share its CPUs.
+    """A worker for an executor on another host, for as long as that is there. `at`: where it
+    listens; `keys`: of the token; `num_here`: workers of this host, which share its CPUs.
     """
 
     def __init__(

@@ -43,11 +43,8 @@ class Bundle:
             return tcp_address(library().util.get_node_ip_address(), probe.getsockname()[1])
 
     def run(self, at: str, token: str, config: bytes, rank: int, num_here: int) -> None:
-        """Be joined to the executor until it is gone.
-
-        Args:
-            at: where it listens.
-            num_here: workers of this host, which share its CPUs.
+        """Be joined to the executor until it is gone. `at`: where it listens; `num_here`: workers
+        of this host, which share its CPUs.
         """
         spec = find_model(msgspec.msgpack.decode(config, type=Config))
         join, errors = Join(servd.__version__, socket.gethostname(), 0, rank, {}), list[Exception]()

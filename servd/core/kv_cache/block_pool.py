@@ -15,10 +15,7 @@ class BlockPool:
 
     A block is free when nobody owns it. A free block that still has a hash is cached: it can be
     shared again until the space is needed. Blank blocks are handed out first, then cached ones,
-    least recently used first.
-
-    Args:
-        times: samples the lifetimes of blocks, or None.
+    least recently used first. `times`: samples the lifetimes of blocks, or None.
     """
 
     def __init__(self, num_blocks: int, times: BlockTimes | None = None) -> None:

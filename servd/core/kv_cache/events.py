@@ -72,11 +72,8 @@ class NullEvents:
 
 
 class KVEvents(NullEvents):
-    """Collects the events of a step, and publishes them.
-
-    Args:
-        pool: the device's blocks.
-        block_size: tokens per block.
+    """Collects the events of a step, and publishes them. `pool`: the device's blocks; `block_size`:
+    tokens per block.
     """
 
     def __init__(self, config: KVEventsConfig, pool: BlockPool, block_size: int) -> None:

@@ -21,10 +21,8 @@ def key_of(output: StructuredOutput) -> Key:
 
 
 class GrammarCache:
-    """The grammars used last, and those of all unfinished requests.
-
-    Args:
-        compile: compiles the grammar of an output; raises GrammarError.
+    """The grammars used last, and those of all unfinished requests. `compile`: compiles the grammar
+    of an output; raises GrammarError.
     """
 
     def __init__(self, compile: Callable[[StructuredOutput], Grammar]) -> None:

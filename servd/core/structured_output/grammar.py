@@ -63,11 +63,8 @@ class UsedUp(GrammarError):
 
 class Grammar:
     """One compiled grammar. Its matchers share the lexer states that they discover. Raises
-    GrammarError: the value is malformed, not supported, or beyond LIMITS.
-
-    Attributes:
-        seconds: CPU time of its compilation.
-        mask_seconds: CPU time of the first mask.
+    GrammarError: the value is malformed, not supported, or beyond LIMITS. `seconds`: CPU time of
+    its compilation; `mask_seconds`: CPU time of the first mask.
     """
 
     def __init__(self, output: StructuredOutput, vocabulary: LLTokenizer) -> None:

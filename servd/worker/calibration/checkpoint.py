@@ -21,12 +21,8 @@ LAYOUT = "pack-quantized"
 
 def write(folder: Path, output: Path, matrices: dict[str, Codes], left: list[str]) -> int:
     """The checkpoint of `folder`, with these matrices in place of some; returns the bytes of all
-    weights.
-
-    Args:
-        output: a folder that is made.
-        matrices: by the name of the tensor in the original.
-        left: names of the layers whose matrices stay as they are.
+    weights. `output`: a folder that is made; `matrices`: by the name of the tensor in the original;
+    `left`: names of the layers whose matrices stay as they are.
     """
     output.mkdir(parents=True)
     for pattern in METADATA_FILES:

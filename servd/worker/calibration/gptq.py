@@ -111,11 +111,8 @@ class Codes:
         return (self._values() * self.scale[..., None]).flatten(1)
 
     def round_in_order(self, weight: Tensor, order: Tensor, upper: Tensor) -> None:
-        """GPTQ.
-
-        Args:
-            weight: [out, in].
-            upper: Cholesky factor of the inverse of the moments, in this order.
+        """GPTQ. `weight`: [out, in]; `upper`: Cholesky factor of the inverse of the moments, in
+        this order.
         """
         left = weight[:, order]  # numbers to be rounded, as errors so far have changed them
         columns = order.tolist()

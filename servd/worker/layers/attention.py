@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 class ForwardContext:
-    """What the forward pass of a step needs beside its inputs.
-
-    Args:
-        kv_caches: one per layer.
-    """
+    """What the forward pass of a step needs beside its inputs. `kv_caches`: one per layer."""
 
     def __init__(
         self,

@@ -92,9 +92,7 @@ class PackedMatrix(Packed):
 
 class GroupedMatrix(Packed):
     """A matrix with a scale, and optionally an offset, for each group of elements of a row.
-
-    Args:
-        x_dtype: see `PackedMatrix`; int8 for weights whose codes are integers.
+    `x_dtype`: see `PackedMatrix`; int8 for weights whose codes are integers.
     """
 
     def __init__(self, quantized: Quantized, x_dtype: torch.dtype = torch.float32) -> None:
@@ -211,11 +209,8 @@ def _num_terms(quantized: Quantized, x_dtype: torch.dtype) -> int:
 
 
 def _pack(weight: Tensor, num_terms: int = 0) -> Tensor:
-    """Pack [out, in] in panels of rows; two 4-bit codes in a byte.
-
-    Args:
-        weight: [out, in].
-        num_terms: of x; 0: x is float32, or these are scales.
+    """Pack [out, in] in panels of rows; two 4-bit codes in a byte. `weight`: [out, in].
+    `num_terms`: of x; 0: x is float32, or these are scales.
     """
     num_rows, size = weight.shape
     if weight.dtype == torch.uint8:

@@ -35,10 +35,8 @@ class Target(NamedTuple):
 
 
 class AdaptedMatrix:
-    """The form of a matrix that some rows of a step have additions to.
-
-    Args:
-        num_places: adapters at once.
+    """The form of a matrix that some rows of a step have additions to. `num_places`: adapters at
+    once.
     """
 
     def __init__(

@@ -73,9 +73,7 @@ class Kernel(ctypes.Structure):
 
 class Signature:
     """What a kernel takes, compiled to one expression: a call that fits costs a microsecond.
-
-    Args:
-        kernel: the entry. Its expressions are code of this process, as the kernel itself is.
+    `kernel`: the entry. Its expressions are code of this process, as the kernel itself is.
     """
 
     def __init__(self, number: int, kernel: Kernel, names: dict[str, Any]) -> None:

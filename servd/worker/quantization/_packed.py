@@ -155,11 +155,9 @@ def _only_value(zeros: Tensor, assumed: int | None) -> int | None:
 
 def side_by_side(name: str, weight: Quantized, group_of: Tensor) -> Quantized:
     """A matrix whose column i is of group `group_of[i]`, the columns of a group put side by side.
-    Raises UnsupportedModel: groups are not of the size that the matrix has.
-
-    Args:
-        weight: with the columns in the order of the checkpoint.
-        group_of: int [in]; empty: the columns of each group are side by side.
+    Raises UnsupportedModel: groups are not of the size that the matrix has. `weight`: with the
+    columns in the order of the checkpoint. `group_of`: int [in]; empty: the columns of each group
+    are side by side.
     """
     if not group_of.numel() or weight.scale.shape[1] == 1:
         return weight

@@ -122,12 +122,9 @@ class Sampler:
     ) -> bool:
         """Add a request. After preemption it is added again, with its outputs so far. Returns
         whether its drafts may be trees: no stateful processor or grammar follows its tokens.
-
-        Args:
-            prompt_token_ids: at least one.
-            output_token_ids: sampled before; empty at first.
-            eos_token_ids: forbidden, with params.stop_token_ids, for the first params.min_tokens
-                outputs.
+        `prompt_token_ids`: at least one. `output_token_ids`: sampled before; empty at first.
+        `eos_token_ids`: forbidden, with params.stop_token_ids, for the first params.min_tokens
+        outputs.
         """
         request = SlotRequest(slot, params, prompt_token_ids, output_token_ids, eos_token_ids)
         self.uses[slot] = 0

@@ -55,11 +55,8 @@ class Unnormed(nn.Module):
 
 class EagleHead(nn.Module):
     """Reads the feature of a token, which is the target's last hidden state, beside the embedding
-    of the token after it, and makes the feature of that one.
-
-    Args:
-        names: of the checkpoint's tensors; the target has the embedding and the output head if it
-            has none.
+    of the token after it, and makes the feature of that one. `names`: of the checkpoint's tensors;
+    the target has the embedding and the output head if it has none.
     """
 
     packed: ClassVar[dict[str, tuple[str, int]]] = LlamaForCausalLM.packed
@@ -103,12 +100,9 @@ class EagleHead(nn.Module):
     def forward(
         self, token_ids: Tensor, features: Tensor, positions: Tensor, ctx: ForwardContext
     ) -> Tensor:
-        """Features of the tokens after `features`.
-
-        Args:
-            token_ids: these tokens, int64 [num_tokens].
-            features: of the tokens before them, [num_tokens, hidden].
-            positions: of the tokens before them, int64 [num_tokens].
+        """Features of the tokens after `features`. `token_ids`: these tokens, int64 [num_tokens];
+        `features`: of the tokens before them, [num_tokens, hidden]; `positions`: of the tokens
+        before them, int64 [num_tokens].
         """
         x, residual = self.enter(self.embed(token_ids), features)
         rotation = self.rotary(positions)

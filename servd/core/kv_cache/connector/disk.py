@@ -36,11 +36,9 @@ Reader = Callable[[bytes, memoryview], bool]
 
 
 class Disk:
-    """Blocks of one identity, which is all that their bytes depend on beside their hash.
-
-    Args:
-        limit: bytes of all files in it; the least recently read or written are deleted first.
-        identify: returns the identity, 32 bytes; it may take long.
+    """Blocks of one identity, which is all that their bytes depend on beside their hash. `limit`:
+    bytes of all files in it; the least recently read or written are deleted first. `identify`:
+    returns the identity, 32 bytes; it may take long.
     """
 
     name = "disk"

@@ -33,9 +33,7 @@ class Finished:
 
 class IOWorkers:
     """Owners of slots hand them over to be read or written; `collect_finished` releases them.
-
-    Args:
-        peer_timeout: seconds after which a peer that does not answer is given up.
+    `peer_timeout`: seconds after which a peer that does not answer is given up.
     """
 
     def __init__(self, host: HostMemory, costs: LoadCosts, peer_timeout: float) -> None:

@@ -48,12 +48,8 @@ class OffloadConnector(KVConnector):
     """Decides which blocks are copied, written and read, in numbers of blocks and slots.
 
     Copies are made by the workers in the order of the decisions, before anything of the step is
-    computed: so a slot or block counts as filled from the moment of the decision.
-
-    Args:
-        disk: files, or None.
-        remote: the blocks of peers, and for peers, or None.
-        block_size: tokens of a block.
+    computed: so a slot or block counts as filled from the moment of the decision. `disk`: files, or
+    None; `remote`: the blocks of peers, and for peers, or None; `block_size`: tokens of a block.
     """
 
     def __init__(

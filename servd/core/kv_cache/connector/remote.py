@@ -41,11 +41,8 @@ class Give(Message, tag=True):
 
 class RemoteStore:
     """Blocks that this engine keeps for its peers, in memory of its own, and those of its peers.
-    Raises ConfigError: it cannot listen where the option says.
-
-    Args:
-        keys: of the token that all peers have.
-        identify: returns the identity, 32 bytes; it may take long.
+    Raises ConfigError: it cannot listen where the option says. `keys`: of the token that all peers
+    have. `identify`: returns the identity, 32 bytes; it may take long.
     """
 
     name = "remote"
