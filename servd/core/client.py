@@ -73,7 +73,6 @@ class EngineCoreClient:
         return self.inbox.recv(timeout)
 
     def drain(self, most: int) -> list[FromEngine]:
-        """Up to `most` messages that have arrived; see `Inbox.drain`."""
         return self.inbox.drain(most)
 
     def fileno(self) -> int:

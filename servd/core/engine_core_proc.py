@@ -89,8 +89,6 @@ class Attached(NamedTuple):
 
 
 class EngineCoreProc:
-    """Runs one EngineCore and connects it to its clients."""
-
     def __init__(self, start: StartEngine) -> None:
         self.start = start
         self.clock = StartupClock(start.started_at)

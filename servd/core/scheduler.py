@@ -335,7 +335,7 @@ class Scheduler:
     def _finish_scheduling(
         self, request: Request, scheduled: ScheduledRequest, num_new_drafts: int = 0
     ) -> None:
-        """Ask for drafts for the step after a row that was just scheduled, see `Drafts.ask`, and
+        """Ask for drafts for the step after a row that was just scheduled, and
         enter its full blocks in the prefix cache.
         """
         if scheduled.samples:

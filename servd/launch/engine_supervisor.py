@@ -32,7 +32,7 @@ STANDBY_DELAY = 10.0  # seconds after the engine is ready, when a standby proces
 
 class EngineProcess(Child):
     """An engine process, which waits for `start`. `prepares`: executor and number of workers for
-    which it imports ahead; see Executor.prepare. `devices`: CUDA_VISIBLE_DEVICES for it; empty: as
+    which it imports ahead. `devices`: CUDA_VISIBLE_DEVICES for it; empty: as
     in this process.
     """
 

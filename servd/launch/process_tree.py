@@ -87,8 +87,6 @@ def addresses_of(folders: Mapping[int, str]) -> Addresses:
 
 @dataclass(eq=False)
 class ProcessTree:
-    """This process's children: engines and API servers."""
-
     config: Config
     spec: hf.ModelSpec
     decided: InitVar[dict[str, Decision]]

@@ -1,8 +1,7 @@
 """--batch-invariant: results for a request are bit-identical whatever else is in the step.
 
-Norms, activations and sampling treat rows independently in any case. What remains are matrix
-products, where cuBLAS chooses its kernel by the number of rows, and attention, which splits rows by
-the load of the device.
+Left to change are matrix products, where cuBLAS chooses its kernel by the number of rows, and
+attention, which splits rows by the load of the device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """DecodeInputs: the inputs of decode steps, in buffers whose addresses stay the same, for graphs.
 
-The host's part goes to the device in one copy from pinned memory. The rest is found there by one
-kernel (`Ops.begin_decode`), which is the first one of a graph. On a CPU, host and device share the
-memory.
+The host's part is one copy from pinned memory; the first kernel of a graph, `Ops.begin_decode`,
+finds the rest. On a CPU, host and device share the memory.
 """
 
 from __future__ import annotations

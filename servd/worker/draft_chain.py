@@ -64,8 +64,6 @@ class Pass:
 
 @dataclass(eq=False)
 class Chain:
-    """Drafts for rows, token by token."""
-
     drafter: Drafter  # makes them
     states: RequestStates  # has the rows' blocks
 

@@ -1,8 +1,6 @@
 """Dry run: computes the memory that a model will need from config.json and file headers alone.
 
-The runner's own `load_model` runs on meta tensors, which have a shape but no storage: whatever it
-converts, packs or quantizes, including a draft model, is counted exactly, and a checkpoint that
-cannot be loaded fails with the same error.
+The runner's own `load_model` runs on meta tensors: all that it converts, packs or quantizes counts.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
 """GraphRunner: the forward pass of steps as CUDA graphs, captured for a set of token counts.
 
-A step launches hundreds of small kernels, which takes the host longer than the device needs to run
-them; a graph is launched at once. It repeats its kernels with the same addresses, so inputs and
-output have fixed buffers, and a step with fewer tokens than the graph is padded with tokens of
-`null_slot`, which write to a block that no request owns.
+The host takes longer to launch hundreds of kernels than the device to run them; a graph is launched
+at once. It repeats addresses, so inputs and output have fixed buffers, and a smaller step is padded
+with tokens of `null_slot`, which write to a block that no request owns.
 
-There are two kinds. In decode graphs each token is a row of the attention, also those of padding.
-In mixed graphs rows have any number of tokens, and their ends are read from the device; unused rows
-are empty, and tokens of padding belong to no row.
-
-Decode steps of plain greedy requests run a second graph after the first: the head, the most
-probable tokens, and storing these in the request states. It is separate as a grammar's bitmask may
-come between the two.
+In decode graphs each token is a row of the attention, padding too. In mixed graphs rows have any
+number of tokens, and their ends are read from the device; rows of padding are empty. Plain greedy
+decode steps run a second graph, which chooses and stores the tokens: a grammar's bitmask may come
+between the two.
 """
 
 from __future__ import annotations
@@ -44,8 +40,6 @@ MOST_MIXED_TOKENS = 2048
 
 
 class GraphSize(NamedTuple):
-    """The size and kind of a graph."""
-
     num_tokens: int
     is_decode: bool
 

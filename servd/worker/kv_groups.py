@@ -1,8 +1,7 @@
 """Groups of layers in the KV cache of hybrid models: sliding-window layers keep only their window.
 
-Groups share tensors: the first layers of all groups use the first one, the second layers the
-second, and so on. So a block has the same size in every group, and can be used by any; see
-`KVLayout`.
+Groups share tensors: the first layers of all groups use the first one, and so on. So a block has
+the same size in every group, and can be used by any.
 """
 
 from __future__ import annotations

@@ -62,8 +62,6 @@ class Loadable(Protocol):
 
 
 class Model(Loadable, Protocol):
-    """The part of a model's interface that the runner uses; see servd/worker/models."""
-
     def __call__(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """[num_tokens] each -> hidden states [num_tokens, hidden]."""
         ...
@@ -389,9 +387,9 @@ def form_maker(
     activations: str = "auto",
     imatrix: str | None = None,
 ) -> MakeForm:
-    """See `MakeForm`. Raises ConfigError: the checkpoint is quantized already, or should be but is
-    not. `dtype`: of matrices that are not quantized; narrower ones stay as they are.
-    `quantization`: a module of servd/worker/quantization, or None. `activations`:
+    """Return what converts matrices. Raises ConfigError: the checkpoint is quantized already, or
+    should be but is not. `dtype`: of matrices that are not quantized; narrower ones stay as they
+    are. `quantization`: a module of servd/worker/quantization, or None. `activations`:
     --cpu-activation-dtype.
     """
     stated = quantization_of(folder) if folder else None

@@ -1,8 +1,4 @@
-"""ModelRunner: computes steps of the model, on the rows of requests that it keeps.
-
-What differs between CPU and CUDA is in cpu_model_runner.py and gpu_model_runner.py. No feature is
-named here: features are followers, readers or proposers, each in its own file.
-"""
+"""ModelRunner: computes steps of the model, on the rows of requests that it keeps."""
 
 from __future__ import annotations
 
@@ -278,7 +274,7 @@ class ModelRunner(ABC):
         return self.run(batch.input_ids, batch.positions, batch.attention)
 
     def make_chain(self, drafter: Drafter, max_num_rows: int, max_num_tokens: int) -> Chain:
-        """Drafts by another model, for the requests of this one; see `Target`."""
+        """Drafts by another model, for the requests of this one."""
         return Chain(drafter, self.states)
 
     def run(
@@ -343,7 +339,6 @@ class ModelRunner(ABC):
         return SampledTokens(batch.sample_rows, batch.num_drafts, output)
 
     def choose(self, hidden: torch.Tensor, columns: Columns) -> torch.Tensor:
-        """Sample a step of plain greedy requests; see `SamplingOps.choose`."""
         logits = self.model.compute_logits(hidden)
         token_ids = self.states.token_ids
         return self.sampler.ops.choose(logits, columns.slots, columns.next_columns, token_ids)
@@ -352,7 +347,7 @@ class ModelRunner(ABC):
         self, batch: InputBatch, hidden: torch.Tensor, order: torch.Tensor
     ) -> torch.Tensor:
         """Move keys, values and hidden states of the accepted drafts of a tree to where a chain
-        has them; see `SamplerOutput.order`.
+        has them.
         """
         tokens, moved = batch.sample_tokens, batch.sample_tokens[order]
         if self.device.type == "cpu":  # comparing is free there, and most need not move

@@ -1,8 +1,7 @@
 """Cuts a model to one pipeline stage: layers of other stages are neither built nor loaded.
 
-A stage maps a residual stream to a residual stream, [num_tokens, hidden]: the embedding is replaced
-by the input from the previous stage, the final norm by the sum that it would normalise. A model
-only has to build its layers with `Parallel.layers`.
+A stage maps a residual stream, [num_tokens, hidden], to another: the embedding is replaced by the
+input from the previous stage, the final norm by the sum that it would normalise.
 """
 
 from __future__ import annotations

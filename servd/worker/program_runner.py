@@ -1,10 +1,9 @@
 """ProgramRunner: the forward pass of decode steps on a CPU as one call of the native library.
 
-The CPU's counterpart of CUDA graphs. Between kernels, Python and torch run out of cold caches, as
-the weights evict everything else. So the first step with a number of rows records its kernel calls,
-and later ones pass the list to the library, which repeats them (`servd_run` in
-ops/cpu/program.cpp). Addresses are repeated, too: inputs have fixed buffers, and results are in
-buffers that all programs share.
+Between kernels, Python and torch run out of cold caches, as the weights evict everything else. So
+the first step with a number of rows records its kernel calls, and later ones pass the list to the
+library (`servd_run` in ops/cpu/program.cpp). Inputs have fixed buffers; all programs share those
+of results.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ MOST_TOGETHER = 8
 
 
 class Places:
-    """Input buffers of the attention of one group of layers; see AttentionBatch."""
+    """Input buffers of the attention of one group of layers."""
 
     def __init__(self, max_num_rows: int, max_num_blocks: int) -> None:
         self.slot_mapping = np.zeros(max_num_rows, dtype=np.int64)

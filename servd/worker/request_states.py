@@ -110,7 +110,7 @@ class RequestStates:
         return step
 
     def take_changes(self, most: int) -> np.ndarray:
-        """See `BlockTables.take_changes`; more than `most` are written to the tables at once."""
+        """More than `most` are written to the tables at once."""
         changes = self.block_tables.take_changes()
         if len(changes) <= 3 * most:
             return changes

@@ -1,9 +1,8 @@
 """Self-check: before serving, compares embeddings or scores of a pooling model with a reference by
 transformers, which `python -m servd.worker.self_check` computes.
 
-The reference runs in its own process while the model loads: importing transformers takes seconds
-and hundreds of megabytes, and 16-bit weights are converted to float32 one layer at a time. The
-reference is cached, so the next start does not wait for it; the comparison runs at every start.
+The reference runs in its own process while the model loads, as transformers takes seconds and
+hundreds of megabytes, and is cached. The comparison runs at every start.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class RemoteExecutor(MultiProcExecutor):
         """Nothing: their hosts do."""
 
     def listen(self, at: str, terms: Callable[[], Mapping[str, str]], keys: Keys) -> str:
-        """Let workers join; see Head. Returns where. One that is lost takes the model with it."""
+        """Let workers join. Returns where. One that is lost takes the model with it."""
         addresses = Addresses(lambda rank, _: self.address_of(rank), lambda *_: self.inbox.at)
         start = msgspec.msgpack.encode(self.start_message(-1))
         others = range(self.num_here, self.config.parallel.num_workers)

@@ -98,8 +98,6 @@ def vector(state: int, params: PoolingParams, size: int) -> bytes:
 
 @dataclass(slots=True)
 class Row:
-    """A running request, as a worker keeps it."""
-
     token_ids: list[int]
     num_computed_tokens: int
     block_ids: list[int]
@@ -118,15 +116,11 @@ class Stream(Protocol):
 
 
 class Pending(Protocol):
-    """A call in a stream."""
-
     def result(self) -> Any: ...
 
 
 @dataclass(slots=True, frozen=True)
 class Done:
-    """A call that has returned."""
-
     value: Any
 
     def result(self) -> Any:

@@ -1,7 +1,6 @@
 """RayExecutor: workers in the bundles of a placement group of a Ray cluster, one in each.
 
-Ray chooses the hosts and starts an actor in each bundle, and no more: what workers are told and
-answer passes servd's own links, which notice within a second when one is gone.
+Ray only starts the actors: servd's own links notice within a second when one is gone.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from servd.stats import SchedulerStats
 class KVCacheManager:
     """The blocks of all requests, over a pool, a prefix cache and a connector.
 
-    Each group of layers has its own blocks, see `WorkerReady.kv_windows`, all from one pool. Counts
+    Each group of layers has its own blocks, all from one pool. Counts
     of a request's blocks, such as `num_registered_blocks`, are those of one group. Blocks before a
     group's window are freed while the request runs. The connector, at first the null one, loads
     blocks from other places and saves them there; with another one, workers make one group.

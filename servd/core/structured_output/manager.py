@@ -1,7 +1,6 @@
 """GrammarManager: compiles grammars in threads, and makes the bitmasks of the rows that have one.
 
-It keeps its rows as the workers do: a row begins with a NewRequest, which after preemption has the
-output so far, and ends when its slot is freed.
+A row begins with a NewRequest, after preemption with its output so far, and ends with its slot.
 """
 
 from __future__ import annotations

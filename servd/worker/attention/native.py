@@ -22,8 +22,6 @@ VECTOR = 16  # elements of the widest vector: block size and head dimension are 
 
 @dataclass(frozen=True)
 class Metadata:
-    """The kernel reads the batch's own arrays."""
-
     slot_mapping: Tensor
     query_lens: Tensor
     seq_lens: Tensor

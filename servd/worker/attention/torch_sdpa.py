@@ -41,8 +41,6 @@ class Group:
 
 @dataclass(frozen=True)
 class Metadata:
-    """The groups of a step."""
-
     slot_mapping: Tensor
     groups: list[Group]
 

@@ -41,7 +41,7 @@ def check_modules(config: LoRAConfig, model: Model) -> None:
 
 
 class Adapters:
-    """Follows the requests of adapters; see `AdapterRows`.
+    """Follows the requests of adapters.
 
     An adapter is its bytes: what a request names stays what it was, whoever replaces it.
 

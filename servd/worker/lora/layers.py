@@ -28,8 +28,6 @@ class AdapterRows:
 
 
 class Target(NamedTuple):
-    """What a module of an adapter belongs to."""
-
     matrix: AdaptedMatrix
     part: int | None  # None: all of it
 
@@ -67,7 +65,7 @@ class AdaptedMatrix:
         self.ops = ops.for_device(device)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Form`. A step without adapters is that of the model."""
+        """A step without adapters is that of the model."""
         out = self.base.multiply(x, bias)
         if self.step.is_active:
             self.ops.add_low_rank(out, x, self.factors, self.step.places[: len(x)])

@@ -316,7 +316,7 @@ def _fix_rotary(name: str, module: Any, max_model_len: int) -> None:
 
 
 def _note(model: Any) -> tuple[dict[str, list[Attention]], set[str]]:
-    """See `inspect`; of a model all of whose tensors have no storage."""
+    """Note down what layers ask of attention; no tensor of the model has storage."""
     linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
     for module in model.modules():
         if type(module).__name__.endswith("Experts"):  # their shapes may depend on numbers

@@ -152,8 +152,6 @@ class ModernBertForMaskedLM(ModernBertModel):
 
 
 class ModernBertPredictionHead(nn.Module):
-    """A layer before the classes."""
-
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
         size, config = spec.hidden_size, spec.config

@@ -126,7 +126,7 @@ def _reach(tensor: Tensor) -> int:
 
 
 def _row_size(type: int, size: int) -> int:
-    """Elements of a row of the KV cache: in int8 a scale follows it, see attention/native.py."""
+    """Elements of a row of the KV cache: in int8 a scale follows it."""
     return size + 4 if DTYPES[type] == torch.int8 else size
 
 

@@ -208,7 +208,7 @@ def scales_of_rows(
 def floats(
     name: str, codes: Tensor, scale: Tensor, block: Sequence[int] | None = None
 ) -> Quantized:
-    """The matrix `code * scale` of 8-bit floats [out, in]; see `scales_of_rows`. Raises
+    """The matrix `code * scale` of 8-bit floats [out, in]. Raises
     UnsupportedModel: there is a NaN, which products do not know.
     """
     if not codes.is_meta and bool((codes.view(torch.uint8) & 127 == 127).any()):

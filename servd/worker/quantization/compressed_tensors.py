@@ -1,7 +1,6 @@
 """compressed-tensors: integers of 4 and 8 bits, packed or not, and 8-bit floats.
 
-Activations stay as they are where the checkpoint would have them rounded to 8 bits: that is for
-speed on other devices, and the result is closer to the original's without.
+Activations are not rounded to 8 bits: that is for speed on other devices, and less exact.
 """
 
 from __future__ import annotations

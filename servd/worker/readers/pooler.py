@@ -113,7 +113,7 @@ class Reader(readers.Reader):
 
 
 def score_of(logits: Tensor, tokens: list[int]) -> Tensor:
-    """See `PoolingSpec.score_tokens`; [n, vocab] -> [n, 1]."""
+    """[n, vocab] -> [n, 1]."""
     score, *others = logits[:, tokens].split(1, dim=1)
     return score - others[0] if others else score
 

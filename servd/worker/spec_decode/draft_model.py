@@ -1,9 +1,8 @@
 """draft_model: a smaller model with the same vocabulary writes ahead
 (https://arxiv.org/abs/2211.17192).
 
-Its keys and values lie in blocks with the numbers of the target's, so that block tables and the
-prefix cache hold for both. Those past a row's newest token are of drafts that were not kept; a pass
-reads none of them, and computes them again when the row comes there.
+Its keys and values lie in blocks with the numbers of the target's. A pass reads none past a row's
+newest token, which are of drafts that were not kept, and computes them again.
 """
 
 from __future__ import annotations

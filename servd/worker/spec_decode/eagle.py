@@ -172,7 +172,6 @@ class EagleProposer(Proposer):
         self.check_size("numbers in a hidden state", own.hidden_size, wanted.hidden_size)
 
     def check_size(self, what: str, own: int, wanted: int) -> None:
-        """See that a size of the head is that of the target. Raises ConfigError: it is not."""
         if own != wanted:
             raise ConfigError(
                 f"--speculative-config: {self.config.model} has {own} {what} and the model has "

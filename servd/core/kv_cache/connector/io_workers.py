@@ -23,8 +23,6 @@ MAX_MISSED = 1 << 16  # hashes that are remembered
 
 @dataclass(slots=True)
 class Finished:
-    """A slot that was read or written."""
-
     slot: int
     block_hash: bytes
     source: Store | None  # what it was to be read from; None: it was written

@@ -23,8 +23,6 @@ NOTHING_TO_LOAD = 0
 
 @dataclass(slots=True)
 class Load:
-    """What a waiting request waits for."""
-
     source: Store | None
     peer: str  # that its blocks come from; "": they come from files
     is_required: bool  # whether the request fails without these blocks

@@ -1,7 +1,7 @@
 """RemoteStore: blocks that peers, which are other engines, ask for or have, by hash.
 
 Links need a token. Nothing that comes is trusted to be what was asked for: it has the header of a
-file (see `disk`), and is a miss if the header is not of this block and this model.
+file, and is a miss if the header is not of this block and this model.
 """
 
 from __future__ import annotations

@@ -56,8 +56,6 @@ LOG2E = math.log2(math.e)  # kernels compute powers of two
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a tile is computed."""
-
     lines: int  # (token, head) pairs of a tile, at least
     tile_keys: int  # keys per turn of the loop; divides MIN_SPLIT
     num_warps: int

@@ -1,8 +1,7 @@
 """Work list of a step's attention: how many pieces each row has, counted on the device.
 
-The attention kernels have a fixed number of programs, each of which takes every n-th piece. So rows
-that a graph has room for and a step does not need cost nothing, nor do the splits that the longest
-sequence would have; and a captured step is divided by the lengths that it finds.
+The kernels have a fixed number of programs, each of which takes every n-th piece: rows that a step
+does not need cost nothing, and a captured step is divided by the lengths that it finds.
 """
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
