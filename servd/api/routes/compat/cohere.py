@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -71,42 +72,42 @@ async def create_cohere_embeddings(request: Request, body: Parsed[CohereEmbedReq
             error = f"`{name}` is not supported: this model reads `texts` only"
             raise InvalidRequest(error, param=name)
     context = context_of(request)
-    limit = min(body.max_tokens or context.async_llm.processor.max_model_len, context.async_llm.processor.max_model_len)
-    parts = {"NONE": (None, None), "END": (limit, None), "START": (None, limit)}
-    first, last = parts[body.truncate]
+    max_model_len = context.async_llm.processor.max_model_len
+    limit = min(body.max_tokens or max_model_len, max_model_len)
+    first = limit if body.truncate == "END" else None
+    last = limit if body.truncate == "START" else None
     name = context.async_llm.processor.pooling.name_for(body.input_type)
     prompts = [
         Prompt(content=text, param="texts", keep_first=first, keep_last=last, prompt_name=name)
         for text in body.texts
     ]
-    options = RequestOptions(body.priority or 0)
     params = PoolingParams(dimensions=body.output_dimension)
     with renamed({"dimensions": "output_dimension"}):
-        vectors = await embed(request, "embd", prompts, params, options)
+        vectors = await embed(request, "embd", prompts, params, RequestOptions(body.priority or 0))
     response_id = f"embd-{call_of(request).unique_id}"
     size = vectors.num_numbers * len(body.embedding_types)
     return await call_of(request).respond(size, lambda: _answer(response_id, body, vectors))
 
 
 def _answer(response_id: str, body: CohereEmbedRequest, vectors: Vectors) -> CohereEmbeddings:
-    numbers = [unpack_vector(data) for data in vectors.data]
-    found = EmbeddingsByType()
-    if "float" in body.embedding_types:
-        found.floats = numbers
-    if "base64" in body.embedding_types:
-        found.base64 = [base64.b64encode(data).decode() for data in vectors.data]
-    if {"binary", "ubinary"} & {*body.embedding_types}:
-        signs = [pack_signs(vector) for vector in numbers]
-        if "binary" in body.embedding_types:
-            found.binary = [[byte - 128 for byte in row] for row in signs]
-        if "ubinary" in body.embedding_types:
-            found.ubinary = signs
+    made = {form: [FORMS[form](data) for data in vectors.data] for form in body.embedding_types}
+    embeddings = EmbeddingsByType(made.pop("float", UNSET), **made)
     units = {"input_tokens": vectors.num_prompt_tokens}
     meta = {"api_version": {"version": "2"}, "billed_units": units}
-    return CohereEmbeddings(response_id, found, body.texts, meta)
+    return CohereEmbeddings(response_id, embeddings, body.texts, meta)
 
 
-def pack_signs(vector: list[float]) -> list[int]:
+def pack_signs(data: bytes) -> list[int]:
     """A bit for each number, set above 0, the first one highest; zeros fill up the last byte."""
-    numbers = [vector[start : start + 8] for start in range(0, len(vector), 8)]
-    return [sum((number > 0) << (7 - i) for i, number in enumerate(group)) for group in numbers]
+    numbers = unpack_vector(data)
+    groups = [numbers[start : start + 8] for start in range(0, len(numbers), 8)]
+    return [sum((number > 0) << (7 - i) for i, number in enumerate(group)) for group in groups]
+
+
+# What becomes of a vector, float32 as bytes.
+FORMS: dict[str, Callable[[bytes], Any]] = {
+    "float": unpack_vector,
+    "base64": lambda data: base64.b64encode(data).decode(),
+    "binary": lambda data: [byte - 128 for byte in pack_signs(data)],
+    "ubinary": pack_signs,
+}
