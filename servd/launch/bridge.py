@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from queue import SimpleQueue
 
 import msgspec
@@ -26,10 +27,12 @@ class Bridge(threading.Thread):
 
     Args:
         host: address of this host that the others reach.
+        on_failure: called from the thread with an error that ends it.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, on_failure: Callable[[Exception], None]) -> None:
         super().__init__(name="bridge", daemon=True)
+        self.on_failure = on_failure
         self.hub = Hub(host)
         # An engine's local address: one that is opened (True) or closed.
         self.changes: SimpleQueue[tuple[str, bool]] = SimpleQueue()
@@ -55,6 +58,13 @@ class Bridge(threading.Thread):
             self.join()
 
     def run(self) -> None:
+        try:
+            self.carry()
+        except Exception as error:
+            self.on_failure(error)
+
+    def carry(self) -> None:
+        """Pass messages on until `close`."""
         inboxes: dict[str, Inbox[msgspec.Raw]] = {}  # by address
         outboxes: dict[str, Outbox] = {}  # to API servers, by address
         while not self.closing.is_set():

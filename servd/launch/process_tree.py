@@ -140,11 +140,19 @@ class ProcessTree:
                 from servd.launch.ray_engine import RayEngineSupervisor, start_bridge
 
                 if self.bridge is None:
-                    self.bridge = start_bridge()
+                    self.bridge = start_bridge(self.fail)
                 engine = RayEngineSupervisor(
                     self.config, self.spec, folder, self.events.put, place, bridge=self.bridge
                 )
             self.engines.append(engine)
+
+    def fail(self, error: Exception) -> None:
+        """End the process with an error; called from another thread."""
+
+        def give_up() -> None:
+            raise error
+
+        self.events.put(give_up)
 
     def load_adapters(self, entries: Sequence[str]) -> list[str]:
         """Copy the adapters of --lora-modules, so that a restarted engine finds them unchanged, and

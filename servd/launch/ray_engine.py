@@ -192,13 +192,16 @@ class RayEngineSupervisor(EngineSupervisor):
         return super().handle_exit()
 
 
-def start_bridge() -> Bridge:
+def start_bridge(on_failure: Callable[[Exception], None]) -> Bridge:
     """Connect to Ray, and start the bridge of this process.
+
+    Args:
+        on_failure: see Bridge.
 
     Raises:
         ConfigError: there is no cluster.
     """
     ray = connect("--data-parallel-backend ray")
-    bridge = Bridge(ray.util.get_node_ip_address())
+    bridge = Bridge(ray.util.get_node_ip_address(), on_failure)
     bridge.start()
     return bridge
