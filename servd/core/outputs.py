@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 from servd.core.request import failure
 from servd.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
-from servd.tracing import Mark, now_ns
+from servd.tracing import Clock, Mark, now_ns
 
 
 class Outputs:
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = now_ns) -> None:
+        self._clock = clock
         self._messages: dict[int, EngineCoreOutputs] = {}  # by client
 
     def __bool__(self) -> bool:
@@ -25,8 +26,9 @@ class Outputs:
 
     def reject(self, request: EngineCoreRequest, error: str) -> None:
         """End a request that cannot run at all with an error."""
-        marks = [*request.marks, Mark("queued", now_ns())]
-        self.add(request.client, failure(request.request_id, marks, error))
+        now = self._clock()
+        marks = [*request.marks, Mark("queued", now)]
+        self.add(request.client, failure(request.request_id, marks, error, now))
 
     def add_decoded(self, decoded: Mapping[int, dict[str, int]]) -> None:
         """Add one token for each of these requests, by client and request id."""

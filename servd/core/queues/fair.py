@@ -18,6 +18,7 @@ from typing import Any
 
 from servd.core.queues import fcfs
 from servd.core.request import Request
+from servd.tracing import Clock, now_ns
 
 SLOT_COST = 2.0  # cost of a slot per step, in prompt tokens
 MAX_IDLE_OWNERS = 1024  # idle owners whose counters are kept
@@ -49,8 +50,8 @@ class WaitingQueue(fcfs.WaitingQueue):
 
     by_owner = True
 
-    def __init__(self, long_prompt: int, max_adapters: int = 1) -> None:
-        super().__init__(long_prompt, max_adapters)
+    def __init__(self, long_prompt: int, max_adapters: int = 1, clock: Clock = now_ns) -> None:
+        super().__init__(long_prompt, max_adapters, clock)
         self._pushes = count()
         self._accounts: dict[tuple[int, str], Account] = {}
         self._max_accounts = MAX_IDLE_OWNERS

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from servd.core.queues._adapters import AdapterQueue
 from servd.core.request import Request
 from servd.messages import RequestOptions
+from servd.tracing import Clock, now_ns
 
 by_order = attrgetter("order")
 MAX_BYPASSES = 64  # short prompts that may overtake a long one which waits for slot or blocks
@@ -27,12 +28,13 @@ class WaitingQueue(AdapterQueue):
     Args:
         long_prompt: tokens beyond which a prompt is long.
         max_adapters: adapters whose requests run at once, at most; those of others are deferred.
+        clock: for the marks of requests.
     """
 
     by_owner: ClassVar[bool] = False  # whether the owner of a request matters
 
-    def __init__(self, long_prompt: int, max_adapters: int = 1) -> None:
-        super().__init__(max_adapters)
+    def __init__(self, long_prompt: int, max_adapters: int = 1, clock: Clock = now_ns) -> None:
+        super().__init__(max_adapters, clock)
         self.long_prompt = long_prompt
         self._groups: dict[Group, list[Request]] = {}  # each by order
         self._sorted: list[Group] = []  # keys of it: there may be as many as priorities
