@@ -59,7 +59,7 @@ def time_step(engine: EngineCore, spent: Counter[str]) -> int:
         num_tokens += sum(len(output.new_token_ids) for output in received.all_outputs)
     spent["ipc"] += now_ns() - ended_ns
     for record in [record for message in outputs.values() for record in message.steps]:
-        begin, gathered, computed, sampled = record.worker_ns[:4]
+        begin, gathered, computed, sampled = record.worker_ns[:4] or (0, 0, 0, 0)
         spent["schedule"] += record.scheduled_ns - record.started_ns
         spent["prepare"] += gathered - begin
         spent["forward"] += computed - gathered

@@ -15,25 +15,10 @@ from servd.cli import _options
 from servd.cli._options import positive
 from servd.cli._output import format_row, write_json
 from servd.errors import ConfigError
-from servd.simulate import costs as step_costs
-from servd.simulate.cluster import (
-    MAX_MODEL_LEN,
-    OWN_ROUTER,
-    POLICIES,
-    ClusterOptions,
-    make_cluster,
-)
+from servd.simulate import cluster, costs, report, traces
+from servd.simulate.cluster import OWN_ROUTER, POLICIES, ClusterOptions
 from servd.simulate.costs import Costs
-from servd.simulate.report import measured_figures, simulated_figures
-from servd.simulate.traces import (
-    OPTIONS,
-    SHAPES,
-    Recording,
-    RequestLine,
-    ServerLine,
-    make_requests,
-    read_trace,
-)
+from servd.simulate.traces import Recording, RequestLine, ServerLine
 
 NUM_REQUESTS = 1000  # of what is made up
 RATE = 1.0
@@ -47,11 +32,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("trace", nargs="?", metavar="TRACE", help="a file of --record-trace, or of that shape")
     add("--speed", type=number, default=1.0, metavar="X", help="arrivals, so many times as fast")
     add("--concurrency", type=count, metavar="N", help="no more requests at once: the others wait")
-    costs = ", ".join(Costs.__struct_fields__)
-    add("--costs", metavar="FILE", help=f"of steps: a recording, or nanoseconds as JSON: {costs}")
+    names = ", ".join(Costs.__struct_fields__)
+    add("--costs", metavar="FILE", help=f"of steps: a recording, or nanoseconds as JSON: {names}")
     add("--json", metavar="FILE", help="write the figures and the costs to a file")
     add = parser.add_argument_group("without TRACE: conversations that are made up").add_argument
-    add("--shape", choices=SHAPES, help="how long they are")
+    add("--shape", choices=traces.SHAPES, help="how long they are")
     add("--requests", type=count, metavar="N", help=f"in all [{NUM_REQUESTS}]")
     add("--rate", type=number, metavar="X", help=f"requests a second [{RATE:g}]")
     group = parser.add_argument_group("the cluster; what is not given is as in the recording")
@@ -63,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--routing", choices=[OWN_ROUTER, *POLICIES], default=OWN_ROUTER, help=among)
     add("--num-blocks", type=count, metavar="N", help="of each engine's KV cache")
     group.argument_default = argparse.SUPPRESS
-    for name in OPTIONS:
+    for name in traces.OPTIONS:
         _options.add_option(group, name)
 
 
@@ -76,24 +61,24 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} is for requests that are made up: leave it or TRACE out")
     recording = Recording([], [])
     if arguments.trace is not None:
-        recording = read_trace(arguments.trace)
+        recording = traces.read(arguments.trace)
         if not recording.requests:
             raise ConfigError(f"{arguments.trace}: has no request")
-    costs = find_costs(arguments.costs, recording)
+    found = find_costs(arguments.costs, recording)
     server = recording.server
     given = vars(arguments)
     options = msgspec.convert(given, ClusterOptions)
-    options.config = {name: given[name] for name in OPTIONS if name in given}
+    options.config = {name: given[name] for name in traces.OPTIONS if name in given}
     columns: dict[str, dict[str, float]] = {}
     if server is not None and any(each.finished for each in recording.requests):
-        columns["measured"] = measured_figures(recording.requests)
-        columns["simulated"] = simulate(server, recording.requests, costs, ClusterOptions())
+        columns["measured"] = report.summarise(recording.requests)
+        columns["simulated"] = simulate(server, recording.requests, found, ClusterOptions())
     if server is None or options != ClusterOptions() or arguments.speed != 1:
         requests = choose_requests(arguments, recording)
-        columns["what if"] = simulate(server, requests, costs, options)
+        columns["what if"] = simulate(server, requests, found, options)
     print_table(columns)
     if arguments.json is not None:
-        write_json("--json", arguments.json, {**columns, "costs": costs})
+        write_json("--json", arguments.json, {**columns, "costs": found})
     return 0
 
 
@@ -106,30 +91,30 @@ def find_costs(given: str | None, recording: Recording) -> Costs:
     if given is not None:
         try:
             text = given if given.lstrip().startswith("{") else Path(given).read_text("utf8")
-            found: Any = msgspec.json.decode(text)
-            return msgspec.convert(found.get("costs", found), Costs)
+            decoded: Any = msgspec.json.decode(text)
+            return msgspec.convert(decoded.get("costs", decoded), Costs)
         except OSError as error:
             raise ConfigError(f"--costs {given}: {error.strerror}") from None
         except msgspec.ValidationError as error:
             raise ConfigError(f"--costs {given}: {error}") from None
         except msgspec.DecodeError:  # several lines
-            recording = read_trace(given)
-    costs = step_costs.fit(recording.steps, recording.requests)
-    if costs is None:
+            recording = traces.read(given)
+    found = costs.fit(recording.steps, recording.requests)
+    if found is None:
         raise ConfigError(
             "what steps cost is not known: give a recording with at least "
-            f"{step_costs.LEAST_STEPS} steps (--record-trace of `servd serve`), or --costs"
+            f"{costs.LEAST_STEPS} steps (--record-trace of `servd serve`), or --costs"
         )
-    return costs
+    return found
 
 
 def choose_requests(arguments: argparse.Namespace, recording: Recording) -> Iterator[RequestLine]:
     """Yield the requests to be replayed, at the speed that is asked for."""
     if arguments.shape is not None:
-        longest = int(getattr(arguments, "max_model_len", MAX_MODEL_LEN))
+        longest = int(getattr(arguments, "max_model_len", cluster.MAX_MODEL_LEN))
         rate = (arguments.rate or RATE) * arguments.speed
         count = arguments.requests or NUM_REQUESTS
-        yield from make_requests(SHAPES[arguments.shape], count, rate, longest)
+        yield from traces.make_requests(traces.SHAPES[arguments.shape], count, rate, longest)
     for each in recording.requests:
         first = recording.requests[0].timestamp
         at = first + (each.timestamp - first) / arguments.speed
@@ -139,21 +124,21 @@ def choose_requests(arguments: argparse.Namespace, recording: Recording) -> Iter
 def simulate(
     server: ServerLine | None,
     requests: Iterable[RequestLine],
-    costs: Costs,
+    found: Costs,
     options: ClusterOptions,
 ) -> dict[str, float]:
     began = time.monotonic()
-    sim = make_cluster(server, costs, options)
+    sim = cluster.make_cluster(server, found, options)
     sim.run(tqdm(requests, "requests", leave=False, disable=None))
-    return {**simulated_figures(sim), "simulation_s": time.monotonic() - began}
+    return {**report.summarise_simulation(sim), "simulation_s": time.monotonic() - began}
 
 
 def print_table(columns: dict[str, dict[str, float]]) -> None:
     """Print a line for each figure, with the change from the last column but one to the last."""
     print(format_row("", *columns))
     for name in dict.fromkeys(name for column in columns.values() for name in column):
-        cells: list[object] = [column.get(name) for column in columns.values()]
-        old, new = [0.0, *(column.get(name) for column in columns.values())][-2:]
-        if old and new is not None:
-            cells.append(f"{100 * (new / old - 1):+.1f} %")
+        values = [column.get(name) for column in columns.values()]
+        cells: list[object] = [*values]
+        if len(values) > 1 and values[-2] and values[-1] is not None:
+            cells.append(f"{100 * (values[-1] / values[-2] - 1):+.1f} %")
         print(format_row(name, *cells))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import log
 from operator import attrgetter
@@ -60,7 +60,7 @@ class Server:
     """Engines behind one port."""
 
     engines: list[SimulatedEngine]
-    router: Router | None
+    router: Router | None = None
 
     @property
     def num_open(self) -> int:
@@ -69,33 +69,12 @@ class Server:
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request on its way."""
+    """A request on its way, and what a recording would tell of it."""
 
     line: RequestLine
     arrived_ns: int
     engine: SimulatedEngine
     routed: Routed | None
-    first_ns: int = 0
-
-
-@dataclass
-class Tally:
-    """What became of requests; times in nanoseconds."""
-
-    ttft: list[float] = field(default_factory=list)
-    tpot: list[float] = field(default_factory=list)  # after the first token, each
-    latency: list[float] = field(default_factory=list)
-    gaps: Counter[int] = field(default_factory=Counter)  # between tokens: 100 * log -> how many
-    num_prompt: int = 0  # tokens
-    num_output: int = 0
-    num_cached: int = 0
-    num_refused: int = 0  # requests too long for the model or the cache
-    num_compared: int = 0  # prompt tokens of requests that were compared with all caches
-    num_lost: int = 0  # those that another engine of the server had cached, the chosen one not
-    num_lost_outside: int = 0  # further ones that an engine of another server had
-    num_steps: int = 0
-    began_ns: int = 0
-    ended_ns: int = 0
 
 
 Place = TypeVar("Place", Server, SimulatedEngine)
@@ -110,6 +89,14 @@ class ClusterSim:
         max_model_len: in tokens.
         costs: of steps.
         options: of the cluster.
+
+    Attributes:
+        served: what became of requests, as in a recording.
+        gaps: between tokens: 100 * log(nanoseconds) -> how many.
+        num_refused: requests too long for the model or the cache.
+        num_compared: prompt tokens of requests that were compared with all caches.
+        num_lost: those that another engine of the server had cached, the chosen one not.
+        num_lost_outside: further ones that an engine of another server had.
     """
 
     def __init__(
@@ -123,7 +110,6 @@ class ClusterSim:
         self.options = options
         self.costs = costs
         self.clock = VirtualClock()
-        self.tally = Tally()
         self.block_size = config.cache.block_size
         self.has_groups = worker.kv_windows != (None,)
         size = config.parallel.data_parallel_size
@@ -131,20 +117,27 @@ class ClusterSim:
             SimulatedEngine(rank, config, worker, max_model_len, costs, self.clock)
             for rank in range(size * options.servers)
         ]
-        cached_block_size = self.block_size if config.cache.enable_prefix_caching else 0
         self.servers: list[Server] = []
         for first in range(0, len(self.engines), size):
-            router = None
+            server = Server(self.engines[first : first + size])
             if size > 1 and options.routing == OWN_ROUTER:
-                router = Router(size, cached_block_size, num_servers=1)
-            self.servers.append(Server(self.engines[first : first + size], router))
-        self.random = Random(0)
+                cached_size = self.block_size if config.cache.enable_prefix_caching else 0
+                server.router = Router(size, cached_size, num_servers=1)
+            self.servers.append(server)
+        self.served: list[RequestLine] = []
+        self.gaps: Counter[int] = Counter()
+        self.num_refused = 0
+        self.num_compared = 0
+        self.num_lost = 0
+        self.num_lost_outside = 0
+        self.num_steps = 0
         self.num_requests = 0
+        self._random = Random(0)
         self._open: dict[str, OpenRequest] = {}
         self._held: deque[RequestLine] = deque()  # until clients have room for them
         self._events: list[tuple[int, int]] = []  # when the step of which engine ends
 
-    def run(self, lines: Iterable[RequestLine]) -> Tally:
+    def run(self, lines: Iterable[RequestLine]) -> None:
         """Serve all requests."""
         offset_ns: int | None = None
         gc.disable()  # to look for reference cycles takes a fifth of the time, and there are none
@@ -161,32 +154,22 @@ class ClusterSim:
             self._run_until(NEVER)
         finally:
             gc.enable()
-        self.tally.ended_ns = self.clock.ns
-        return self.tally
 
     def _run_until(self, end_ns: int) -> None:
         while self._events and self._events[0][0] <= end_ns:
             self.clock.ns, rank = heappop(self._events)
             engine = self.engines[rank]
             was_idle = engine.launched is None
-            outputs: list[EngineCoreOutput] = []
             if not was_idle:
-                outputs, num_decoded = engine.end_step()
-                self._count_step(engine, outputs, num_decoded)
+                outputs, num_later = engine.end_step()
+                num_later += self._deliver(outputs)
+                self.num_steps += 1
+                if num_later:
+                    self.gaps[round(100 * log(self.clock.ns - engine.began_ns + 1))] += num_later
             next_ns = engine.begin_step(was_idle)
             if next_ns is not None:
                 heappush(self._events, (next_ns, rank))
-            if outputs:
-                self._admit()
-
-    def _count_step(
-        self, engine: SimulatedEngine, outputs: Sequence[EngineCoreOutput], num_decoded: int
-    ) -> None:
-        self.tally.num_steps += 1
-        num_later = num_decoded + self._deliver(outputs)
-        if num_later:
-            gap_ns = self.clock.ns - engine.began_ns
-            self.tally.gaps[round(100 * log(gap_ns + 1))] += num_later
+            self._admit()
 
     def _admit(self) -> None:
         limit = self.options.concurrency
@@ -194,12 +177,10 @@ class ClusterSim:
             self._send(self._held.popleft())
 
     def _send(self, line: RequestLine) -> None:
-        tally = self.tally
         self.num_requests += 1
-        tally.began_ns = tally.began_ns or self.clock.ns
         limit = self.engines[0].scheduler.max_model_len
         if line.input_length + line.output_length > limit or not line.input_length:
-            tally.num_refused += 1
+            self.num_refused += 1
             return
         blocks = identify_blocks(line, self.num_requests, self.block_size)
         message = self._make_message(line, blocks)
@@ -219,7 +200,10 @@ class ClusterSim:
         message.block_hashes = hashes
         if line.output_length:  # which only the simulation knows
             message.params = SamplingParams(max_tokens=line.output_length)
-        arrived_ns = self.clock.ns - self.costs.of_arrival(line.input_length)
+        before_ns = self.costs.of_arrival(line.input_length)
+        arrived_ns = self.clock.ns - before_ns
+        line = RequestLine(arrived_ns / 1e6, line.input_length, line.output_length)
+        line.sent = before_ns / 1e6
         self._open[message.request_id] = OpenRequest(line, arrived_ns, engine, routed)
         engine.num_open += 1
         if engine.launched is None and not engine.arrived:
@@ -234,7 +218,7 @@ class ClusterSim:
             return min([*places[first:], *places[:first]], key=attrgetter("num_open"))
         if policy == "prefix" and line.hash_ids:  # whatever the load of that place
             return places[_mix(line.hash_ids[0]) % len(places)]
-        return places[self.random.randrange(len(places))]
+        return places[self._random.randrange(len(places))]
 
     def _make_message(self, line: RequestLine, blocks: Sequence[int]) -> EngineCoreRequest:
         """Make the message of an API process. For the router, tokens are equal where blocks are."""
@@ -243,40 +227,35 @@ class ClusterSim:
             num_full = line.input_length // self.block_size
             token_ids = [_mix(block) for block in blocks[:num_full] for _ in range(self.block_size)]
             token_ids += [self.num_requests] * (line.input_length - len(token_ids))
-        params = PoolingParams()
-        if line.output_length:
-            params = SamplingParams(max_tokens=line.max_tokens)
+        params = SamplingParams(max_tokens=line.max_tokens)
+        if not line.output_length:
+            params = PoolingParams()
         options = RequestOptions(owner=line.client)
         return EngineCoreRequest(str(self.num_requests), token_ids, params, options=options)
 
     def _deliver(self, outputs: Iterable[EngineCoreOutput]) -> int:
         """Hand outputs to the clients; return how many are later than the first of a request."""
-        tally = self.tally
-        now = self.clock.ns
         num_later = 0
         for output in outputs:
             request = self._open[output.request_id]
-            num_output = request.line.output_length
-            took_ns = now - request.arrived_ns + self.costs.after
-            if request.first_ns:
+            line = request.line
+            passed = (self.clock.ns - request.arrived_ns) / 1e6
+            if line.first_token:
                 num_later += 1
             else:
-                request.first_ns = now
-                tally.ttft.append(took_ns)
-                tally.num_prompt += request.line.input_length
-                tally.num_cached += output.num_cached_tokens
+                line.first_token = passed
+                line.cached = output.num_cached_tokens
                 if request.routed is not None:
                     request.routed.answer(output.num_cached_tokens)
             if output.finish_reason is None:
                 continue
+            line.finished = passed
+            line.returned = passed + self.costs.after / 1e6
+            self.served.append(line)
             del self._open[output.request_id]
             request.engine.num_open -= 1
-            tally.latency.append(took_ns)
-            tally.num_output += num_output
-            if num_output > 1:
-                tally.tpot.append((now - request.first_ns) / (num_output - 1))
             if request.routed is not None:
-                request.routed.end([num_output])
+                request.routed.end([line.output_length])
         return num_later
 
     def _compare(
@@ -297,9 +276,9 @@ class ClusterSim:
         own = count_cached([chosen], 0)
         inside = count_cached(server.engines, own)
         most = count_cached(self.engines, inside) if len(self.servers) > 1 else inside
-        self.tally.num_compared += line.input_length
-        self.tally.num_lost += (inside - own) * self.block_size
-        self.tally.num_lost_outside += (most - inside) * self.block_size
+        self.num_compared += line.input_length
+        self.num_lost += (inside - own) * self.block_size
+        self.num_lost_outside += (most - inside) * self.block_size
 
 
 def make_cluster(server: ServerLine | None, costs: Costs, options: ClusterOptions) -> ClusterSim:

@@ -76,7 +76,7 @@ class Recording:
     server: ServerLine | None = None
 
 
-def read_trace(path: str) -> Recording:
+def read(path: str) -> Recording:
     """Read a file of --record-trace, or a trace with the same keys as those of Mooncake.
 
     Raises:

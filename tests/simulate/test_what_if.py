@@ -16,7 +16,7 @@ from servd.simulate import costs as step_costs
 from servd.simulate.cluster import ClusterOptions, ClusterSim, identify_blocks
 from servd.simulate.costs import Costs
 from servd.simulate.recorder import Recorder
-from servd.simulate.traces import SHAPES, RequestLine, StepLine, make_requests, read_trace
+from servd.simulate.traces import SHAPES, RequestLine, StepLine, make_requests, read
 from tests.api.harness import serve
 
 COSTS = Costs(step=5e6, token=4e5, context=500, pair=3, before=1e6, after=2e6)
@@ -40,6 +40,10 @@ def lines(count: int, rate: float, shape: str = "short") -> list[RequestLine]:
     return [*make_requests(SHAPES[shape], count, rate, 2000)]
 
 
+def total(requests: list[RequestLine], name: str) -> int:
+    return sum(getattr(each, name) for each in requests)
+
+
 @pytest.mark.parametrize(
     ("num_blocks", "rate", "options"),
     [
@@ -53,10 +57,11 @@ def lines(count: int, rate: float, shape: str = "short") -> list[RequestLine]:
 def test_every_request_ends_and_frees_its_blocks(num_blocks, rate, options):
     simulated = cluster(num_blocks, **options)
     requests = lines(250, rate)
-    tally = simulated.run(requests)
-    assert len(tally.latency) == 250
-    assert tally.num_output == sum(each.output_length for each in requests)
-    assert tally.gaps.total() == tally.num_output - 250
+    simulated.run(requests)
+    assert len(simulated.served) == 250
+    num_output = total(requests, "output_length")
+    assert total(simulated.served, "output_length") == num_output
+    assert simulated.gaps.total() == num_output - 250
     for engine in simulated.engines:
         pool = engine.scheduler.kv_cache.pool
         assert pool.num_free == pool.num_blocks and not engine.scheduler.has_work
@@ -132,16 +137,16 @@ async def test_a_recorded_conversation_is_cached_as_it_was(tmp_path):
         await served.http.post("/v1/completions", json=vectors)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert "sea" not in path.read_text() and "101,108,108" not in path.read_text()
-    found = read_trace(str(path))
+    found = read(str(path))
     assert found.server is not None and found.server.options["block_size"] == 4
     assert len(found.requests) == 7 and found.steps
     assert sum(each.cached for each in found.requests[2:6]) > 60
     assert all(0 < each.scheduled <= each.first_token <= each.finished for each in found.requests)
     quick = Costs(step=1000)  # the next turn comes when there is an answer
     simulated = cluster(found.server.num_blocks, costs=quick, block_size=4, max_num_seqs=64)
-    tally = simulated.run(found.requests)
-    assert tally.num_cached == sum(each.cached for each in found.requests)
-    assert tally.num_output == sum(each.output_length for each in found.requests)
+    simulated.run(found.requests)
+    for name in ("cached", "output_length"):
+        assert total(simulated.served, name) == total(found.requests, name)
 
 
 def test_recordings_share_a_key_that_is_not_in_them(tmp_path):
@@ -197,8 +202,9 @@ def test_four_engines_find_almost_what_one_of_four_times_the_size_does():
         sizes = {"max_num_seqs": 256 * speed, "max_num_batched_tokens": 8192 * speed}
         simulated = cluster(speed * 4000, 1, costs, 1 << 15, data_parallel_size=count, **sizes)
         made_up = make_requests(SHAPES["chat"], 1500, 48, 1 << 15)
-        tally = simulated.run(made_up)
-        hits.append(100 * tally.num_cached / tally.num_prompt)
+        simulated.run(made_up)
+        served = simulated.served
+        hits.append(100 * total(served, "cached") / total(served, "input_length"))
         busy = [engine.busy_ns for engine in simulated.engines]
     assert hits[1] > hits[0] - 2, hits
     assert max(busy) < 1.1 * sum(busy) / 4, busy
@@ -229,6 +235,8 @@ def test_what_is_missing_or_wrong_is_named(capsys, tmp_path):
 
 def test_long_requests_are_refused_and_counted():
     requests = [RequestLine(0, 100, 20), RequestLine(1, 1990, 20), RequestLine(2, 50, 0)]
-    tally = cluster(1000).run(requests)
-    assert (tally.num_refused, len(tally.latency), tally.num_output) == (1, 2, 20)
-    assert tally.ttft[0] > 3e6
+    simulated = cluster(1000)
+    simulated.run(requests)
+    assert simulated.num_refused == 1
+    assert sorted(each.output_length for each in simulated.served) == [0, 20]
+    assert all(each.first_token > 3 for each in simulated.served)
