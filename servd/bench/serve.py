@@ -19,8 +19,8 @@ from servd.errors import ServdError
 CHATS = "openai-chat"
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
 # vLLM's flags for what is so anyhow.
-NEEDLESS = ("--tokenizer", "--metric-percentiles", "--percentile-metrics")
-NEEDLESS_SWITCHES = ("--disable-tqdm", "--trust-remote-code")
+NEEDLESS = ("--tokenizer", "--metric-percentiles", "--percentile-metrics", "--disable-tqdm")
+NEEDLESS += ("--trust-remote-code",)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -28,25 +28,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--host", metavar="NAME", help="with --port, in place of --url")
     add("--port", type=int, metavar="N", help="with --host, in place of --url")
-    help = "most requests at once [no limit]"
-    add("--concurrency", "--max-concurrency", type=int, metavar="N", help=help)
-    help = "requests a second, Poisson [all at once]"
-    add("--request-rate", type=float, metavar="X", help=help)
-    help = "requests sent before, not counted [1]"
-    add("--warmup", "--num-warmups", type=int, default=1, metavar="N", help=help)
-    help = "generate the full output length"
-    add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help=help)
-    help = f"{CHATS}: send chats [completions]"
-    add("--backend", choices=("vllm", "openai", CHATS), default="openai", help=help)
+    add("--concurrency", "--max-concurrency", type=int, metavar="N", help="requests at once [all]")
+    add("--request-rate", type=float, metavar="X", help="a second, Poisson [all at once]")
+    add("--warmup", "--num-warmups", type=int, default=1, metavar="N", help="not counted [1]")
+    switch = argparse.BooleanOptionalAction
+    add("--ignore-eos", action=switch, default=True, help="generate the full output length")
+    add("--backend", choices=("vllm", "openai", CHATS), default="openai", help="[completions]")
     add("--endpoint", choices=ENDPOINTS, help=argparse.SUPPRESS)
     _report.add_options(parser)
     add("--save-result", action="store_true", help="write the figures under vLLM's names, too")
     add("--result-filename", metavar="FILE", help="where [MODEL-TIME.json]")
     add("--result-dir", default=".", metavar="DIR", help="in this folder [.]")
     for flag in NEEDLESS:
-        add(flag, help=argparse.SUPPRESS)
-    for flag in NEEDLESS_SWITCHES:
-        add(flag, action="store_true", help=argparse.SUPPRESS)
+        add(flag, nargs="?", help=argparse.SUPPRESS)
     _data.add_options(parser, num_prompts=64, input_len=64, output_len=64)
     add("--seed", dest="data_seed", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 

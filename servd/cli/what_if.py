@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         columns["simulated"] = simulate(server, recording.requests, found, ClusterOptions())
     if server is None or options != ClusterOptions() or arguments.speed != 1:
         requests = choose_requests(arguments, recording)
-        columns["what if"] = simulate(server, requests, found, options)
+        columns["what if"] = simulate(server or cluster.UNKNOWN_SERVER, requests, found, options)
     print_table(columns)
     if arguments.json is not None:
         write_json("--json", arguments.json, {**columns, "costs": found})
@@ -122,13 +122,10 @@ def choose_requests(arguments: argparse.Namespace, recording: Recording) -> Iter
 
 
 def simulate(
-    server: ServerLine | None,
-    requests: Iterable[RequestLine],
-    found: Costs,
-    options: ClusterOptions,
+    server: ServerLine, requests: Iterable[RequestLine], found: Costs, options: ClusterOptions
 ) -> dict[str, float]:
     began = time.monotonic()
-    sim = cluster.make_cluster(server, found, options)
+    sim = cluster.ClusterSim(server, found, options)
     sim.run(tqdm(requests, "requests", leave=False, disable=None))
     return {**report.summarise_simulation(sim), "simulation_s": time.monotonic() - began}
 

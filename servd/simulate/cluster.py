@@ -30,29 +30,20 @@ OWN_ROUTER = "servd"
 COMPARED_CACHES = 16  # that a request is compared with on average; at most 64, or only some are
 OWN_BLOCK = 1 << 70  # blocks that no other request has are numbered from here
 NEVER = 1 << 62  # nanoseconds
-DEFAULTS = {"max_num_seqs": 64, "max_num_batched_tokens": 512}  # as on a CPU
 MAX_MODEL_LEN = 1 << 15  # where nothing else is known
-KV_BYTES = 1 << 16  # of a token
+SIZES = {"block_size": 16, "max_num_seqs": 64, "max_num_batched_tokens": 512}  # as on a CPU
+UNKNOWN_SERVER = ServerLine(0, 1 << 20, {"max_model_len": MAX_MODEL_LEN, **SIZES})
 
 
 class ClusterOptions(msgspec.Struct):
-    """What a simulated cluster has; what is not given is as in the recording.
+    """What a simulated cluster has; what is not given is as in the recording."""
 
-    Attributes:
-        servers: behind one load balancer.
-        routing: among the engines of a server.
-        balancing: among servers.
-        num_blocks: of each engine's KV cache.
-        concurrency: most requests at once, of clients that wait; None: they come when they come.
-        config: options of `servd serve`, of `traces.OPTIONS`.
-    """
-
-    servers: int = 1
-    routing: str = OWN_ROUTER
-    balancing: str = POLICIES[0]
-    num_blocks: int | None = None
-    concurrency: int | None = None
-    config: dict[str, Any] = {}
+    servers: int = 1  # behind one load balancer
+    routing: str = OWN_ROUTER  # among the engines of a server
+    balancing: str = POLICIES[0]  # among servers
+    num_blocks: int | None = None  # of each engine's KV cache
+    concurrency: int | None = None  # most requests at once; None: they come when they come
+    config: dict[str, Any] = {}  # options of `servd serve`
 
 
 @dataclass(slots=True)
@@ -84,34 +75,41 @@ class ClusterSim:
     """Servers with engines, and requests on their way.
 
     Args:
-        config: of each server.
-        worker: of each engine.
-        max_model_len: in tokens.
+        recorded: the engines of a recording.
         costs: of steps.
-        options: of the cluster.
+        options: what is different.
 
-    Attributes:
-        served: what became of requests, as in a recording.
-        gaps: between tokens: 100 * log(nanoseconds) -> how many.
-        num_refused: requests too long for the model or the cache.
-        num_compared: prompt tokens of requests that were compared with all caches.
-        num_lost: those that another engine of the server had cached, the chosen one not.
-        num_lost_outside: further ones that an engine of another server had.
+    Raises:
+        ConfigError: an option is wrong, or it is not known how large a KV cache is.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        worker: WorkerReady,
-        max_model_len: int,
-        costs: Costs,
-        options: ClusterOptions,
-    ) -> None:
+    def __init__(self, recorded: ServerLine, costs: Costs, options: ClusterOptions) -> None:
         self.options = options
         self.costs = costs
         self.clock = VirtualClock()
+        given = {**recorded.options, **options.config}
+        config = Config.load(given)
+        config.cache.verify()
+        num_tokens = config.scheduler.max_num_batched_tokens or 0
+        num_seqs = config.scheduler.max_num_seqs or 0
+        if num_tokens < num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens {num_tokens} is below --max-num-seqs {num_seqs}"
+            )
         self.block_size = config.cache.block_size
-        self.has_groups = worker.kv_windows != (None,)
+        recorded_size = recorded.options["block_size"]  # as much memory, in blocks of another size
+        num_blocks = options.num_blocks or recorded.num_blocks * recorded_size // self.block_size
+        if not num_blocks:
+            raise ConfigError("--num-blocks: say how large the KV cache of an engine is")
+        kv_bytes = recorded.kv_bytes_per_block * self.block_size // recorded_size
+        windows = recorded.kv_windows
+        if config.cache.has_connector:  # then workers make one group
+            num_blocks //= len(windows)
+            kv_bytes *= len(windows)
+            windows = (None,)
+        self.has_groups = windows != (None,)
+        worker = WorkerReady("none", "none", "none", num_blocks, 0, kv_bytes, kv_windows=windows)
+        max_model_len = int(given["max_model_len"])
         size = config.parallel.data_parallel_size
         self.engines = [
             SimulatedEngine(rank, config, worker, max_model_len, costs, self.clock)
@@ -124,9 +122,11 @@ class ClusterSim:
                 cached_size = self.block_size if config.cache.enable_prefix_caching else 0
                 server.router = Router(size, cached_size, num_servers=1)
             self.servers.append(server)
-        self.served: list[RequestLine] = []
-        self.gaps: Counter[int] = Counter()
-        self.num_refused = 0
+        self.served: list[RequestLine] = []  # what became of requests, as in a recording
+        self.gaps: Counter[int] = Counter()  # between tokens: 100 * log(nanoseconds) -> how many
+        self.num_refused = 0  # requests too long for the model or the cache
+        # Prompt tokens: of requests that were compared with all caches; those that another engine
+        # of the server had cached, the chosen one not; further ones that another server had.
         self.num_compared = 0
         self.num_lost = 0
         self.num_lost_outside = 0
@@ -281,49 +281,9 @@ class ClusterSim:
         self.num_lost_outside += (most - inside) * self.block_size
 
 
-def make_cluster(server: ServerLine | None, costs: Costs, options: ClusterOptions) -> ClusterSim:
-    """Make the cluster of a recording, with these options.
-
-    Raises:
-        ConfigError: an option is wrong, or it is not known how large a KV cache is.
-    """
-    recorded = server.options if server is not None else DEFAULTS
-    given = {**recorded, **options.config}
-    config = Config.load(given)
-    config.cache.verify()
-    num_tokens = config.scheduler.max_num_batched_tokens
-    num_seqs = config.scheduler.max_num_seqs
-    if num_tokens is not None and num_seqs is not None and num_tokens < num_seqs:
-        raise ConfigError(
-            f"--max-num-batched-tokens {num_tokens} is below --max-num-seqs {num_seqs}"
-        )
-    block_size = config.cache.block_size
-    num_blocks = options.num_blocks
-    kv_bytes = KV_BYTES * block_size
-    windows: tuple[int | None, ...] = (None,)
-    if server is not None:  # as much memory, in blocks of another size
-        recorded_size = server.options["block_size"]
-        num_blocks = num_blocks or server.num_blocks * recorded_size // block_size
-        kv_bytes = server.kv_bytes_per_block * block_size // recorded_size
-        windows = server.kv_windows
-    if not num_blocks:
-        raise ConfigError("--num-blocks: say how large the KV cache of an engine is")
-    if config.cache.has_connector:  # then workers make one group
-        num_blocks //= len(windows)
-        kv_bytes *= len(windows)
-        windows = (None,)
-    worker = WorkerReady("none", "none", "none", num_blocks, 0, kv_bytes, kv_windows=windows)
-    max_model_len = int(given.get("max_model_len", MAX_MODEL_LEN))
-    return ClusterSim(config, worker, max_model_len, costs, options)
-
-
 def identify_blocks(line: RequestLine, number: int, block_size: int) -> list[int]:
-    """Return what identifies each full block of a request with its answer.
-
-    Args:
-        line: with blocks of its own size.
-        number: of the request, for what it shares with none.
-        block_size: the engine's, in tokens.
+    """Return what identifies each full block of a request, the `number`-th, with its answer.
+    `line` has blocks of its own size.
     """
     size = line.block_size
     num_full = line.input_length // size

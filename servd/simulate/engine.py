@@ -30,16 +30,7 @@ class VirtualClock:
 
 
 class SimulatedEngine:
-    """A Scheduler, and the step that it is in.
-
-    Args:
-        rank: its number in the cluster.
-        config: with every size that the Scheduler needs.
-        worker: the size of its cache.
-        max_model_len: longest prompt and answer, in tokens.
-        costs: of steps.
-        clock: the cluster's.
-    """
+    """A Scheduler, and the step that it is in; `worker` says how large its cache is."""
 
     def __init__(
         self,

@@ -30,12 +30,8 @@ class Recorder(Observer):
     """Appends to a file, also with other API servers and over restarts. Blocks are known by hashes
     with a key, which is kept beside the file: who has the file alone cannot try out texts.
 
-    Args:
-        path: of the file.
-        config: resolved.
-
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
 
     def __init__(self, path: str, config: Config) -> None:

@@ -128,14 +128,7 @@ SHAPES = {
 def make_requests(
     shape: Shape, num_requests: int, rate: float, max_tokens: int
 ) -> Iterator[RequestLine]:
-    """Make up requests, in the order of their arrival, Poisson.
-
-    Args:
-        shape: of the conversations.
-        num_requests: in all.
-        rate: requests a second.
-        max_tokens: of a prompt with its answer; conversations end there.
-    """
+    """Make up requests, `rate` a second (Poisson); a conversation ends at `max_tokens`."""
     rng = Random(0)
     ids = count(1)
     order = count()

@@ -11,12 +11,11 @@ import pytest
 from servd import cli
 from servd.config import Config
 from servd.errors import ConfigError
-from servd.messages import WorkerReady
 from servd.simulate import costs as step_costs
 from servd.simulate.cluster import ClusterOptions, ClusterSim, identify_blocks
 from servd.simulate.costs import Costs
 from servd.simulate.recorder import Recorder
-from servd.simulate.traces import SHAPES, RequestLine, StepLine, make_requests, read
+from servd.simulate.traces import SHAPES, RequestLine, ServerLine, StepLine, make_requests, read
 from tests.api.harness import serve
 
 COSTS = Costs(step=5e6, token=4e5, context=500, pair=3, before=1e6, after=2e6)
@@ -25,15 +24,12 @@ SIZES = {"max_num_seqs": 16, "max_num_batched_tokens": 256}
 
 def cluster(
     num_blocks: int,
-    servers: int = 1,
     costs: Costs = COSTS,
-    longest: int = 2000,
     windows: tuple[int | None, ...] = (None,),
     **options: Any,
 ) -> ClusterSim:
-    config = Config.load({**SIZES, **options})
-    worker = WorkerReady("none", "none", "none", num_blocks, 0, 1 << 20, kv_windows=windows)
-    return ClusterSim(config, worker, longest, costs, ClusterOptions(servers))
+    options = {**SIZES, "block_size": 16, "max_model_len": 2000, **options}
+    return ClusterSim(ServerLine(num_blocks, 1 << 20, options, windows), costs, ClusterOptions())
 
 
 def lines(count: int, rate: float, shape: str = "short") -> list[RequestLine]:
@@ -200,7 +196,8 @@ def test_four_engines_find_almost_what_one_of_four_times_the_size_does():
         speed = 4 // count
         costs = Costs(step=5e6 / speed, token=3e4 / speed, context=40 / speed)
         sizes = {"max_num_seqs": 256 * speed, "max_num_batched_tokens": 8192 * speed}
-        simulated = cluster(speed * 4000, 1, costs, 1 << 15, data_parallel_size=count, **sizes)
+        sizes |= {"max_model_len": 1 << 15, "data_parallel_size": count}
+        simulated = cluster(speed * 4000, costs, **sizes)
         made_up = make_requests(SHAPES["chat"], 1500, 48, 1 << 15)
         simulated.run(made_up)
         served = simulated.served
