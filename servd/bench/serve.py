@@ -19,8 +19,13 @@ from servd.errors import ServdError
 CHATS = "openai-chat"
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
 # vLLM's flags for what is so anyhow.
-NEEDLESS = ("--tokenizer", "--metric-percentiles", "--percentile-metrics", "--disable-tqdm")
-NEEDLESS += ("--trust-remote-code",)
+NEEDLESS = (
+    "--tokenizer",
+    "--metric-percentiles",
+    "--percentile-metrics",
+    "--disable-tqdm",
+    "--trust-remote-code",
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -26,12 +26,17 @@ def _format(cell: object) -> str:
 
 
 def write_json(flag: str, file: str | Path, figures: Any) -> None:
-    """Write figures to the file that a flag names.
+    """Write figures to the file that a flag names."""
+    write_file(flag, file, msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
+
+
+def write_file(flag: str, file: str | Path, content: bytes) -> None:
+    """Write the file that a flag names.
 
     Raises:
         ConfigError: it cannot be written.
     """
     try:
-        Path(file).write_bytes(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
+        Path(file).write_bytes(content)
     except OSError as error:
         raise ConfigError(f"{flag} {file}: {error.strerror}") from None
