@@ -57,11 +57,7 @@ class Keys:
         if known and not self.are_needed:
             raise ConfigError("a server that started without API keys asks for none: restart it")
         self.current = known
-
-    @property
-    def is_multi_tenant(self) -> bool:
-        """Whether there are several keys, whose clients are isolated from each other."""
-        return len(self.current) > 1
+        self.is_multi_tenant = len(known) > 1  # then their clients are isolated from each other
 
     def named(self, owner: str) -> Key | None:
         """The key with this name, unless it is gone or has expired."""

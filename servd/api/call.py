@@ -74,10 +74,6 @@ class Call:
         return self.scope["app"].state.context
 
     @property
-    def async_llm(self) -> AsyncLLM:
-        return self.context.async_llm
-
-    @property
     def shelf(self) -> Shelf:
         """The files and batches of its owner.
 
@@ -108,12 +104,13 @@ class Call:
                 "the header (with curl, -H 'Content-Type: application/json')"
             )
         context = self.context
-        await self.async_llm.loop.turn(self.client)
-        max_values = max(MAX_VALUES, 2 * context.max_model_len)
-        body = await self.run_in_thread(
-            len(data), lambda: parse(kind, data, max_values), is_new=True
+        async_llm = context.async_llm
+        await async_llm.loop.turn(self.client)
+        max_values = max(MAX_VALUES, 2 * async_llm.processor.max_model_len)
+        body = await async_llm.run_in_thread(
+            self.client, len(data), partial(parse, kind, data, max_values), is_new=True
         )
-        self._report_ignored(body)
+        self._report_ignored(context, body)
         asked = body.request_id if isinstance(body, GenerationRequest) else None
         if asked is not None and "x-request-id" not in request.headers:
             self.request_id = asked
@@ -125,14 +122,14 @@ class Call:
             self.deadline = asyncio.get_running_loop().time() + timeout
         return body
 
-    def _report_ignored(self, body: RequestBody) -> None:
-        config = self.context.config
+    def _report_ignored(self, context: Context, body: RequestBody) -> None:
+        config = context.config
         ignored = body.ignored()
         if body.priority and config.scheduler.scheduling_policy != "priority":
             ignored = sorted({*ignored, "priority"})
         if not ignored:
             return
-        self.context.ignored_fields.report(body, ignored, self.scope["path"])
+        context.ignored_fields.report(body, ignored, self.scope["path"])
         names = [name[:64] for name in ignored[:MAX_IGNORED]]
         self.ignored = {"x-servd-ignored": ", ".join(quote(name, safe="") for name in names)}
         if config.server.strict_fields:
@@ -153,7 +150,9 @@ class Call:
             num_prompts: of the request.
         """
         key = self.key
-        config = self.context.config
+        context = self.context
+        config = context.config
+        async_llm = context.async_llm
         is_urgent = options.priority < key.min_priority
         by_priority = config.scheduler.scheduling_policy == "priority"
         if is_urgent and by_priority and "admin" not in key.scopes:
@@ -166,7 +165,7 @@ class Call:
         if options.kv_source or options.is_exported:
             kv_transfer.check(options, config, num_prompts)
         salt = options.cache_salt
-        if self.context.keys.is_multi_tenant:
+        if context.keys.is_multi_tenant:
             salt = f"{self.owner}/{salt or ''}"
         owner = self.client
         if key.by_user and options.owner:
@@ -181,13 +180,13 @@ class Call:
             priority_class=max(options.priority_class, self.priority_class),
             adapter=self.adapter,
             is_watched="x-servd-watch" in headers and "metrics" in key.scopes,
-            rank=None if rank is None else _rank(rank, self.async_llm),
+            rank=None if rank is None else _rank(rank, async_llm),
         )
         timeout = math.inf
         if self.deadline is not None:
             timeout = max(self.deadline - asyncio.get_running_loop().time(), 0)
         lane = options.priority_class
-        with self.async_llm.admit(num_prompts, key, self.client, lane, timeout) as admitted:
+        with async_llm.admit(num_prompts, key, self.client, lane, timeout) as admitted:
             self.headers = admitted.headers
             yield admitted, options
 
@@ -201,7 +200,7 @@ class Call:
         if self.adapter is not None:
             marks.append(Mark("adapted", now_ns()))
         open_request = partial(self.open_request, marks)
-        await self.async_llm.loop.each(self.client, prompt_ids, open_request)
+        await self.context.async_llm.loop.each(self.client, prompt_ids, open_request)
 
     def open_request(self, marks: Sequence[Mark], prompt_id: str) -> None:
         """Add a request with these marks to the running ones."""
@@ -213,12 +212,13 @@ class Call:
             http_id=self.request_id,
             marks=[*marks],
         )
-        self.async_llm.requests[prompt_id] = state
+        self.context.async_llm.requests[prompt_id] = state
         self.requests.append(state)
 
     async def run_in_thread(self, size: int, work: Callable[[], T], *, is_new: bool = False) -> T:
         """`AsyncLLM.run_in_thread` for the client of this call."""
-        return await self.async_llm.run_in_thread(self.client, size, work, is_new=is_new)
+        async_llm = self.context.async_llm
+        return await async_llm.run_in_thread(self.client, size, work, is_new=is_new)
 
     async def respond(self, size: int, build: Callable[[], Any]) -> Response:
         """Return a JSON response with the result of `build`, made and encoded in a thread if large.

@@ -43,10 +43,6 @@ class Context(msgspec.Struct, frozen=True):
         names = self.config.model.served_model_name
         return [name for name in names if not os.path.isabs(name)] or names[:1]
 
-    @property
-    def max_model_len(self) -> int:
-        return self.async_llm.processor.max_model_len
-
     async def find_model(self, asked: str | None) -> tuple[str, Adapter | None]:
         """The model name for the response, and the adapter of this name, if it is one.
 

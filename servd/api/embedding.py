@@ -57,7 +57,7 @@ async def embed(
         ClientDisconnect: the client left.
     """
     call = call_of(request)
-    async_llm = call.async_llm
+    async_llm = call.context.async_llm
     deadline = call.deadline
     prefix, named = f"{prefix}-{call.unique_id}", list[Prompt]()
 
@@ -94,7 +94,7 @@ async def compare(
         InvalidRequest: the model's head sorts into classes, or its files do not say how it scores;
             and see `embed`.
     """
-    pooling = call_of(request).async_llm.processor.pooling
+    pooling = call_of(request).context.async_llm.processor.pooling
     pooling.check_scores()
     if pooling.task != "classify":
         params = PoolingParams(pooling=body.pooling, normalize=True)

@@ -45,6 +45,8 @@ class Tokenizer:
         decoder = backend.decoder.__getstate__().decode() if backend.decoder else ""
         self._is_byte_level = '"ByteLevel"' in decoder
         self._has_byte_fallback = '"ByteFallback"' in decoder
+        # Whether no text is lost, as there are tokens for all bytes.
+        self.keeps_all_text = self._is_byte_level or self._has_byte_fallback
         # Tokens before a token whose text is wanted, as decoders drop a leading space.
         self._context = self.encode(" a", add_special_tokens=False)
         self._context_text = backend.decode(self._context, skip_special_tokens=False)
@@ -206,11 +208,6 @@ class Tokenizer:
         """
         longest = max(len(self._backend.id_to_token(i) or "") for i in range(self.vocab_size))
         return longest if self.keeps_all_text else max(longest, MAX_WORD_CHARS)
-
-    @property
-    def keeps_all_text(self) -> bool:
-        """Whether no text is lost, as there are tokens for all bytes."""
-        return self._is_byte_level or self._has_byte_fallback
 
     def token_id(self, token: str) -> int | None:
         """Id of a token by its text; None if there is no such token."""

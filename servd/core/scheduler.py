@@ -266,7 +266,7 @@ class Scheduler:
         may_start = True
         withheld = max(budget - self.max_background_tokens, 0) if priority_class > 0 else 0
         budget -= withheld
-        has_long = queue.long_group(priority_class) is not None or any(map(queue.is_long, partial))
+        has_long = queue.has_long(priority_class) or any(map(queue.is_long, partial))
         for_long = min(self.long_prompt, budget // 2) if has_long else 0
         passed: list[Request] = []
         while budget > 0:

@@ -179,10 +179,8 @@ class ChatPrompt(RequestBody):
         """The tools that the model sees; None if it has none or may not call any."""
         if self.tools is None or self.tool_choice == "none":
             return None
-        tools, parallel = (
-            cast(list[dict[str, Any]], self.tools),
-            self.parallel_tool_calls is not False,
-        )
+        tools = cast(list[dict[str, Any]], self.tools)
+        parallel = self.parallel_tool_calls is not False
         names = {*self.named_tools}
         named = [tool for tool in tools if tool["function"]["name"] in names]
         match self.tool_choice:
@@ -190,8 +188,12 @@ class ChatPrompt(RequestBody):
                 return ToolOptions(tools, tools, parallel)
             case {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}:
                 return ToolOptions(named, parallel=parallel)  # free calls are to what it sees
+            case {"type": "allowed_tools"}:
+                return ToolOptions(tools, named, parallel)
+            case {"function": _}:
+                return ToolOptions(tools, named, parallel=False)
             case _:
-                return ToolOptions(tools, named, parallel and not self.must_call_one)
+                return ToolOptions(tools, parallel=parallel)
 
     @property
     def chat(self) -> Chat:

@@ -236,8 +236,8 @@ class GenerationRequest(StructuredRequest):
     @model_validator(mode="after")
     def _check_support(self) -> GenerationRequest:
         extra = self.model_extra or {}
-        for name in UNSUPPORTED:
-            if not _is_neutral(name, extra.get(name)):
+        for name in (each for each in UNSUPPORTED if each in extra):
+            if not _is_neutral(name, extra[name]):
                 hint = f"only {json.dumps(NEUTRAL[name])} is" if name in NEUTRAL else "leave it out"
                 if form := FORMS.get(name):
                     hint = f'use `structured_outputs`: {{"{form}": ...}}'
@@ -264,12 +264,11 @@ class GenerationRequest(StructuredRequest):
                 "`remote_port`: pass on what the other engine answered",
                 param="kv_transfer_params",
             )
+        if self.use_beam_search:
+            self._check_beam_search()
         return self
 
-    @model_validator(mode="after")
-    def _check_beam_search(self) -> GenerationRequest:
-        if not self.use_beam_search:
-            return self
+    def _check_beam_search(self) -> None:
         fields = type(self).model_fields.keys() & DEFAULTS.keys()
         given = self.values_of(sorted(fields - WITH_BEAMS - {*IDLE_WITH_BEAMS}))
         for name, value in given.items():
@@ -295,7 +294,6 @@ class GenerationRequest(StructuredRequest):
             raise InvalidRequest(
                 f"`{form.param}` is not supported with `use_beam_search`", param=form.param
             )
-        return self
 
     def ignored(self) -> list[str]:
         options = set(self.stream_options or ()) - set(StreamOptions.__annotations__)

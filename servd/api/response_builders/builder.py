@@ -199,7 +199,7 @@ class ResponseBuilder(ABC):
                 self.prompts, self.params, self.options, deadline, admitted
             )
             self.token_ids = [[] for _ in range(self.n * len(prepared))]
-            if self.num_logprobs_each or self.num_prompt_logprobs:
+            if self.num_logprobs_each or self.params.prompt_logprobs is not None:
                 self.check_logprobs(self.n * len(prepared) * (self.params.max_tokens or 0))
             self.start()
             if asked.use_beam_search:

@@ -32,7 +32,8 @@ router = APIRouter(route_class=Route)
 async def create_cohere_embeddings(request: Request, body: Parsed[CohereEmbedRequest]) -> Response:
     """A vector for each text, in every form asked for."""
     context = context_of(request)
-    limit = min(body.max_tokens or context.max_model_len, context.max_model_len)
+    max_model_len = context.async_llm.processor.max_model_len
+    limit = min(body.max_tokens or max_model_len, max_model_len)
     parts = {"NONE": (None, None), "END": (limit, None), "START": (None, limit)}
     first, last = parts[body.truncate]
     name = context.async_llm.processor.pooling.name_for(body.input_type)

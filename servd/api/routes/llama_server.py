@@ -56,7 +56,7 @@ async def props(request: Request) -> Response:
     processor = context.async_llm.processor
     tokenizer = processor.tokenizer
     answer = Props(
-        Settings(context.max_model_len),
+        Settings(context.async_llm.processor.max_model_len),
         len(_slots(request)),
         context.config.model.served_model_name[0],
         context.root,
@@ -80,4 +80,7 @@ def _slots(request: Request) -> list[Slot]:
     size = context.config.scheduler.max_num_seqs or 0
     running = [engine.stats.num_running for engine in context.async_llm.engines]
     busy = [place < count for count in running for place in range(size)]
-    return [Slot(i, context.max_model_len, is_busy) for i, is_busy in enumerate(busy)]
+    return [
+        Slot(i, context.async_llm.processor.max_model_len, is_busy)
+        for i, is_busy in enumerate(busy)
+    ]

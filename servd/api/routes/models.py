@@ -39,6 +39,6 @@ def _card(context: Context, name: str, adapter: Adapter | None = None) -> ModelC
         id=name,
         created=adapter.created if adapter else int(context.started_at),
         root=adapter.name if adapter else context.root,
-        max_model_len=context.max_model_len,
+        max_model_len=context.async_llm.processor.max_model_len,
         parent=context.config.model.served_model_name[0] if adapter else None,
     )

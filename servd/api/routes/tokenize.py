@@ -30,7 +30,9 @@ async def tokenize(request: Request, body: Parsed[TokenizeRequest]) -> Response:
 
     def build() -> Tokenized:
         strings = [tokenizer.token_string(i) for i in token_ids] if body.return_token_strs else None
-        return Tokenized(len(token_ids), context.max_model_len, token_ids, strings)
+        return Tokenized(
+            len(token_ids), context.async_llm.processor.max_model_len, token_ids, strings
+        )
 
     return await call.respond(len(token_ids), build)
 

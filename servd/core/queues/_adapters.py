@@ -26,7 +26,7 @@ class AdapterQueue:
     def __init__(self, max_adapters: int, clock: Clock) -> None:
         self.clock = clock
         self.max_adapters = max_adapters
-        self.queued: dict[Request, tuple[int, int, bool]] = {}  # the policy's group of each
+        self.queued: list[Request] = []  # by order
         self.deferred: dict[Request, None] = {}
         self._running_adapters: Counter[Adapter] = Counter()  # their requests
         self._is_closed = False  # whether new requests of running adapters are deferred

@@ -10,16 +10,21 @@ policy is work-conserving: an owner that is alone gets everything.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 from itertools import count
 from typing import Any
 
-from servd.core.queues import fcfs
+from servd.core.queues.fcfs import WaitingQueue as FcfsQueue
+from servd.core.queues.fcfs import by_order
 from servd.core.request import Request
 from servd.tracing import Clock, now_ns
 
+Group = tuple[int, int, bool]  # (priority class, priority, whether the prompt is long)
+
+MAX_BYPASSES = 64  # short prompts that may overtake a long one which waits for slot or blocks
 SLOT_COST = 2.0  # cost of a slot per step, in prompt tokens
 MAX_IDLE_OWNERS = 1024  # idle owners whose counters are kept
 MAX_FLOOR_GROUPS = 8  # groups that `_floor` looks at: there may be as many as priorities
@@ -34,7 +39,7 @@ class Account:
     step: int
     num_running: int = 0
     # What waits, by order, of each group in whose heap it is.
-    waiting: dict[fcfs.Group, list[Request]] = field(default_factory=dict)
+    waiting: dict[Group, list[Request]] = field(default_factory=dict)
 
     def counter(self, step: int) -> float:
         """Service until now; its slots cost something every step."""
@@ -43,9 +48,9 @@ class Account:
         return self.served
 
 
-class WaitingQueue(fcfs.WaitingQueue):
+class WaitingQueue(FcfsQueue):
     """Takes turns between owners. Short prompts go before long ones of the same owner, and of
-    owners that were served as much.
+    owners that were served as much: the scheduler reserves a part of every step for long ones.
     """
 
     by_owner = True
@@ -56,14 +61,54 @@ class WaitingQueue(fcfs.WaitingQueue):
         self._accounts: dict[tuple[int, str], Account] = {}
         self._max_accounts = MAX_IDLE_OWNERS
         self._running: dict[Account, None] = {}  # a set with an order
+        self._group_of: dict[Request, Group] = {}  # of each that waits
+        self._num_waiting: Counter[Group] = Counter()
+        self._sorted: list[Group] = []  # keys of it: there may be as many as priorities
+        self._bypasses: Counter[Group] = Counter()  # of each, since the last start in it
         # By group: (counter when pushed, slots / weight, whether it was served since it came, push
         # number, account). Counters only grow, so the first is the least, if it is current.
-        self._heaps: dict[fcfs.Group, list[tuple[float, float, bool, int, Account]]] = {}
+        self._heaps: dict[Group, list[tuple[float, float, bool, int, Account]]] = {}
         self._latest: dict[int, Account] = {}  # by priority class: of the request started last
+
+    def is_long(self, request: Request) -> bool:
+        """Whether more than `long_prompt` tokens of its prompt are left."""
+        return request.num_uncomputed_tokens > self.long_prompt
+
+    def has_long(self, priority_class: int) -> bool:
+        return self._long_group(priority_class) is not None
+
+    def head(self, partial: Sequence[Request] = ()) -> Request:
+        """The next request. A long one comes before short ones once enough have overtaken it,
+        unless another long one is computed.
+        """
+        group = self._sorted[0]
+        head = self._head_of(group)
+        longer = (group[0], group[1], True)
+        if group == longer or longer not in self._heaps:
+            return head
+        long_head = self._head_of(longer)
+        return long_head if self._is_due(long_head, head, partial) else head
+
+    def next(
+        self, partial: Sequence[Request], priority_class: int, may_start: bool, only_long: bool
+    ) -> Request | None:
+        candidates = [each for each in partial if not only_long or self.is_long(each)]
+        if may_start and self._sorted and self._sorted[0][0] == priority_class:
+            if not only_long:
+                candidates.append(self.head(candidates))
+            elif (group := self._long_group(priority_class)) is not None:
+                candidates.append(self._head_of(group))
+        if len(candidates) == 1:
+            return candidates[0]
+        return min(candidates, key=self._rank, default=None)
 
     def enqueue(self, request: Request) -> None:
         super().enqueue(request)
-        group = self.queued[request]
+        group = (request.order[0], request.order[1], self.is_long(request))
+        self._group_of[request] = group
+        self._num_waiting[group] += 1
+        if self._num_waiting[group] == 1:
+            insort(self._sorted, group)
         account = self._account(request)
         if not any(account.waiting.values()):
             account.served = max(account.counter(self._step), self._floor(group[0]))
@@ -72,19 +117,28 @@ class WaitingQueue(fcfs.WaitingQueue):
             account.waiting[group] = []
             heap = self._heaps.setdefault(group, [])
             heappush(heap, self._entry(account, was_served=False))
-        insort(account.waiting[group], request, key=fcfs.by_order)
+        insort(account.waiting[group], request, key=by_order)
 
     def dequeue(self, request: Request) -> None:
-        group = self.queued[request]
         super().dequeue(request)
+        group = self._group_of.pop(request)
         requests = self._account(request).waiting[group]
-        del requests[bisect_left(requests, request.order, key=fcfs.by_order)]
-        if group not in self._groups:
+        del requests[bisect_left(requests, request.order, key=by_order)]
+        self._num_waiting[group] -= 1
+        if not self._num_waiting[group]:
+            del self._num_waiting[group], self._bypasses[group]
+            del self._sorted[bisect_left(self._sorted, group)]
             for *_, account in self._heaps.pop(group):
                 del account.waiting[group]
 
     def start(self, request: Request) -> None:
+        group = self._group_of[request]
         super().start(request)
+        longer = (group[0], group[1], True)
+        if group == longer:
+            del self._bypasses[longer]
+        elif longer in self._heaps:
+            self._bypasses[longer] += 1
         account = self._account(request)
         account.counter(self._step)
         account.num_running += 1
@@ -117,7 +171,7 @@ class WaitingQueue(fcfs.WaitingQueue):
         has_more = (most.num_running - 1) * mine.weight >= (mine.num_running + 1) * most.weight
         if not has_more or most.counter(self._step) < mine.counter(self._step):
             return None
-        *rank, is_long = self.queued[head]
+        *rank, is_long = self._group_of[head]
         is_long &= mine.served == most.served  # length decides only between equals
         for request in reversed(running):  # the victim must not precede the head afterwards
             group = [*request.order[:2], request.num_tokens > self.long_prompt]
@@ -125,10 +179,19 @@ class WaitingQueue(fcfs.WaitingQueue):
                 return request
         return None
 
+    def _long_group(self, priority_class: int) -> Group | None:
+        """The first group of long prompts."""
+        groups = (each for each in self._sorted if each[0] == priority_class and each[2])
+        return next(groups, None)
+
     def _is_due(self, longer: Request, head: Request, partial: Sequence[Request]) -> bool:
-        """Whether the owner of a long prompt was served less, too."""
-        is_next = self._counter(longer) < self._counter(head)
-        return is_next or super()._is_due(longer, head, partial)
+        """Whether the owner of a long prompt was served less, or enough have overtaken long prompts
+        and no other long one is computed.
+        """
+        if self._counter(longer) < self._counter(head):
+            return True
+        num_bypasses = self._bypasses[self._group_of[longer]]
+        return num_bypasses >= MAX_BYPASSES and not any(map(self.is_long, partial))
 
     def _rank(self, request: Request) -> tuple[Any, ...]:
         _, priority, arrival = request.order
@@ -138,7 +201,7 @@ class WaitingQueue(fcfs.WaitingQueue):
     def _counter(self, request: Request) -> float:
         return self._account(request).counter(self._step)
 
-    def _head_of(self, group: fcfs.Group) -> Request:
+    def _head_of(self, group: Group) -> Request:
         heap = self._heaps[group]
         while True:
             pushed_at, *_, account = heap[0]
