@@ -1,7 +1,6 @@
-"""GGUF: one file with weights, tokenizer and chat template, read as the folder that it would be.
+"""GGUF: one file with weights, tokenizer and chat template, served as a Hugging Face folder.
 
-The folder has what Hugging Face's would, made of the file's metadata, and a link to the file. Its
-weights are read by servd/worker/quantization/gguf.py.
+`servd/worker/quantization/gguf.py` reads the weights.
 """
 
 from __future__ import annotations
@@ -9,114 +8,84 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import mmap
 import os
 import struct
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from servd.errors import ModelNotFound, UnsupportedModel
 
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
 WEIGHTS = "model.gguf"  # the link in the folder
-# general.architecture -> model_type and class.
-ARCHITECTURES = {
-    "llama": ("llama", "LlamaForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-}
-# What values of another kind than expected, or out of range, make of the code that uses them.
-DAMAGED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, struct.error)
-STRING, ARRAY = 8, 9
-MAX_LENGTH = 1 << 22  # values in a list: each takes up to 100 bytes once it is read
-MAX_DIMS = 4
-# By the number of a metadata value's type.
-NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# What a damaged file raises in the package, and its values in the code that uses them.
+DAMAGED = (
+    ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError,
+    struct.error,
+)  # fmt: skip
+MAX_LENGTH = 1 << 21  # values in a list: each takes up to 200 bytes once it is read
+CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 AFTER_NUMBERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# tokenizer.ggml.pre -> how text is cut before the merges: an expression, or what precedes GPT-2's.
-CUTS: dict[str, str | list[dict[str, Any]]] = {
-    "gpt-2": [],
-    "smollm": [{"type": "Digits", "individual_digits": True}],
+# tokenizer.ggml.pre -> the expression that cuts text before the merges. None: GPT-2's.
+CUTS = {
+    "gpt-2": None,
+    "smollm": None,  # and each digit is alone
     "llama-bpe": rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{AFTER_NUMBERS}",
     "qwen2": rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{AFTER_NUMBERS}",
 }
 
 
-class TensorInfo(NamedTuple):
-    """Where a tensor is."""
-
-    shape: list[int]  # outermost dimension first
-    type: int
-    offset: int  # bytes from the beginning of the file
-
-
-class Header:
-    """What stands before the weights.
+def open_file(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
+    """Map a file, and return its reader and its metadata.
 
     Raises:
-        ModelNotFound: the file is missing, not GGUF, or torn.
+        ModelNotFound: the file is missing, not GGUF, or damaged.
+        UnsupportedModel: the package `gguf` is not installed.
     """
+    try:
+        from gguf import GGUFReader, GGUFValueType
+    except ImportError:
+        raise UnsupportedModel(
+            f'{path}: reading GGUF needs the package gguf: pip install "servd[gguf]"'
+        ) from None
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.metadata: dict[str, Any] = {}
-        self.tensors: dict[str, TensorInfo] = {}
-        try:
-            with path.open("rb") as file:
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            with self._data:
-                self._at = 0
-                self._read()
-        except (OSError, *DAMAGED) as error:
-            raise ModelNotFound(
-                f"{path} cannot be read as GGUF, it may be cut off or damaged: {error}"
-            ) from None
+    class Reader(GGUFReader):
+        def _get_field_parts(
+            self, orig_offs: int, raw_type: int
+        ) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
+            """Read a list at once. As of 0.19, the package makes arrays of each value, which takes
+            seconds for a vocabulary, and reads on past the end of the file.
+            """
+            if raw_type != GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            data = self.data.data
+            kind, length = struct.unpack_from("<IQ", data, orig_offs)
+            if kind == GGUFValueType.ARRAY or length > MAX_LENGTH:
+                raise ValueError(f"a list of {length} values of type {kind}")
+            offset = orig_offs + 12
+            parts: list[Any] = []
+            if kind == GGUFValueType.STRING:
+                for _ in range(length):
+                    (size,) = struct.unpack_from("<Q", data, offset)
+                    offset += 8 + size
+                    parts.append(data[offset - size : offset])
+            else:
+                parts.append(self._get(offset, self.gguf_scalar_to_np[GGUFValueType(kind)], length))
+                offset += parts[0].nbytes
+            types = [GGUFValueType.ARRAY, GGUFValueType(kind)]
+            return offset - orig_offs, parts, list(range(len(parts))), types
 
-    def _read(self) -> None:
-        magic, version = self._data[:4], self._numbers("4xI")[0]
-        if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError(f"it begins with {magic!r}, version {version}; expected 2 or 3")
-        num_tensors, num_values = self._numbers("QQ")
-        for _ in range(num_values):
-            key = self._string()
-            self.metadata[key] = self._value(self._numbers("I")[0])
-        found = {}
-        for _ in range(num_tensors):
-            name, (num_dims,) = self._string(), self._numbers("I")
-            if num_dims > MAX_DIMS:
-                raise ValueError(f"tensor {name[:100]} of {num_dims} dimensions")
-            *dims, kind, offset = self._numbers(f"{num_dims}QIQ")
-            found[name] = TensorInfo(dims[::-1], kind, offset)
-        alignment = self.metadata.get("general.alignment", 32)
-        start = -(-self._at // alignment) * alignment
-        self.tensors = {n: t._replace(offset=start + t.offset) for n, t in found.items()}
-        if any(tensor.offset >= len(self._data) for tensor in self.tensors.values()):
-            raise ValueError("it ends before its weights do")
-
-    def _numbers(self, layout: str) -> tuple[Any, ...]:
-        layout = f"<{layout}"
-        values = struct.unpack_from(layout, self._data, self._at)
-        self._at += struct.calcsize(layout)
-        return values
-
-    def _string(self) -> str:
-        (size,) = self._numbers("Q")
-        self._at += size
-        return self._data[self._at - size : self._at].decode(errors="replace")
-
-    def _value(self, kind: int) -> Any:
-        if kind == STRING:
-            return self._string()
-        if kind != ARRAY:
-            return self._numbers(NUMBERS[kind])[0]
-        item, length = self._numbers("IQ")
-        if item == ARRAY or length > MAX_LENGTH:
-            raise ValueError(f"a list of {length} values of type {item}")
-        if item == STRING:
-            return [self._string() for _ in range(length)]
-        return list(self._numbers(f"{length}{NUMBERS[item]}"))
+    try:
+        reader = Reader(path, "c")  # torch warns of memory that it could not write to
+        return reader, {name: field.contents() for name, field in reader.fields.items()}
+    except (OSError, *DAMAGED) as error:
+        raise ModelNotFound(
+            f"{path} cannot be read as GGUF, it may be cut off or damaged: {error}"
+        ) from None
 
 
 def find_file(model: str) -> Path | None:
@@ -140,28 +109,28 @@ def find_file(model: str) -> Path | None:
 
 
 def as_folder(path: Path) -> Path:
-    """A folder with config.json and tokenizer_config.json of a GGUF file, and the file under the
-    name `WEIGHTS`; in a cache that all servers share.
+    """Return a folder with config.json and tokenizer_config.json of a GGUF file, and a link to the
+    file, `WEIGHTS`. It is in a cache that all servers share.
 
     Raises:
-        ModelNotFound: see `Header`.
-        UnsupportedModel: see `config_of`.
+        ModelNotFound: the file is missing, not GGUF, damaged or incomplete.
+        UnsupportedModel: servd would compute the model wrongly, or the package gguf is missing.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "servd", "gguf")
     stat = path.stat()
-    key = (
-        f"{path} {stat.st_mtime_ns} {stat.st_size} 1"  # raise the number when what is made changes
-    )
+    # Raise the last number when what is made changes.
+    key = f"{path} {stat.st_mtime_ns} {stat.st_size} 1"
     target = cache / hashlib.sha256(key.encode()).hexdigest()[:24]
     if target.exists():
         return target
-    header = Header(path)
+    reader, values = open_file(path)
     try:
-        config = config_of(header)
-        files = {"config.json": config, "tokenizer_config.json": tokenizer_config(header)}
+        shapes = {tensor.name: tensor.shape.tolist() for tensor in reader.tensors}
+        config = make_config(path, values, shapes)
+        files = {"config.json": config, "tokenizer_config.json": make_tokenizer_config(values)}
     except DAMAGED as error:
         raise ModelNotFound(f"{path}: its metadata is incomplete or wrong: {error!r}") from None
-    num_layers = len({name.split(".")[1] for name in header.tensors if name.startswith("blk.")})
+    num_layers = len({name.split(".")[1] for name in shapes if name.startswith("blk.")})
     if num_layers != config["num_hidden_layers"]:
         raise ModelNotFound(
             f"{path} has {num_layers} layers, its metadata says {config['num_hidden_layers']}"
@@ -181,46 +150,54 @@ def as_folder(path: Path) -> Path:
     return target
 
 
-def config_of(header: Header) -> dict[str, Any]:
-    """What config.json would say.
+def make_config(path: Path, values: dict[str, Any], shapes: dict[str, list[int]]) -> dict[str, Any]:
+    """Return config.json.
 
-    Raises:
-        UnsupportedModel: an architecture or a rotation that servd would compute wrongly.
+    Args:
+        path: of the file, for errors.
+        values: its metadata.
+        shapes: of its tensors, innermost dimension first.
     """
-    values, tensors = header.metadata, header.tensors
     arch = values.get("general.architecture")
-    if arch not in [*ARCHITECTURES]:
+    if arch not in ARCHITECTURES:
         raise UnsupportedModel(
-            f"{header.path}: GGUF of architecture {arch!r} is not supported, only "
+            f"{path}: GGUF of architecture {arch!r} is not supported, only "
             f"{', '.join(ARCHITECTURES)}: serve the original checkpoint"
         )
     if values.get("split.count", 1) > 1:
         raise UnsupportedModel(
-            f"{header.path} is one of {values['split.count']} files: join them with "
+            f"{path} is one of {values['split.count']} files: join them with "
             "llama-gguf-split --merge"
         )
-
-    def of(key: str, default: Any = None) -> Any:
-        return values.get(f"{arch}.{key}", default)
-
-    model_type, model_class = ARCHITECTURES[arch]
-    num_heads, hidden_size = of("attention.head_count"), of("embedding_length")
+    own = {name.removeprefix(f"{arch}."): value for name, value in values.items()}
+    scaling = own.get("rope.scaling.type", "none")
+    factor = own.get("rope.scaling.factor", 1.0)
+    if scaling not in ("none", "linear") or "rope_freqs.weight" in shapes:
+        what = "rope_freqs.weight" if scaling in ("none", "linear") else f"rope scaling {scaling!r}"
+        raise UnsupportedModel(
+            f"{path} has {what}, which is not supported: serve the original checkpoint"
+        )
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": own.get("rope.freq_base", 1e4)}
+    if scaling == "linear" and math.isfinite(factor) and factor != 1:
+        rope |= {"rope_type": "linear", "factor": factor}
+    num_heads = own["attention.head_count"]
+    hidden_size = own["embedding_length"]
     token_ids = [values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     return {
-        "architectures": [model_class],
-        "model_type": model_type,
-        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "architectures": [f"{arch.capitalize()}ForCausalLM"],
+        "model_type": arch,
+        "vocab_size": shapes["token_embd.weight"][-1],
         "hidden_size": hidden_size,
-        "intermediate_size": of("feed_forward_length"),
-        "num_hidden_layers": of("block_count"),
+        "intermediate_size": own.get("feed_forward_length"),
+        "num_hidden_layers": own.get("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": of("attention.head_count_kv", num_heads),
-        "head_dim": of("attention.key_length", hidden_size // num_heads),
-        "max_position_embeddings": of("context_length"),
-        "rms_norm_eps": of("attention.layer_norm_rms_epsilon", 1e-6),
-        "rope_parameters": _rotation(header, of),
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "tie_word_embeddings": "output.weight" not in tensors,
+        "num_key_value_heads": own.get("attention.head_count_kv", num_heads),
+        "head_dim": own.get("attention.key_length") or hidden_size // num_heads,
+        "max_position_embeddings": own.get("context_length"),
+        "rms_norm_eps": own.get("attention.layer_norm_rms_epsilon", 1e-6),
+        "rope_parameters": rope,
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "tie_word_embeddings": "output.weight" not in shapes,
         "eos_token_id": [*dict.fromkeys(i for i in token_ids if i is not None)],
         "bos_token_id": values.get("tokenizer.ggml.bos_token_id"),
         "dtype": "bfloat16",
@@ -228,25 +205,10 @@ def config_of(header: Header) -> dict[str, Any]:
     }
 
 
-def _rotation(header: Header, of: Any) -> dict[str, Any]:
-    theta, kind = of("rope.freq_base", 10000.0), of("rope.scaling.type", "none")
-    if kind not in ("none", "linear") or "rope_freqs.weight" in header.tensors:
-        scaling = "rope_freqs.weight" if kind in ("none", "linear") else f"rope scaling {kind!r}"
-        raise UnsupportedModel(
-            f"{header.path} has {scaling}, which is not supported: serve the original checkpoint"
-        )
-    factor = of("rope.scaling.factor", 1.0)
-    if kind == "linear" and math.isfinite(factor) and factor != 1:
-        return {"rope_type": "linear", "factor": factor, "rope_theta": theta}
-    return {"rope_type": "default", "rope_theta": theta}
-
-
-def tokenizer_config(header: Header) -> dict[str, Any]:
-    values = header.metadata
+def make_tokenizer_config(values: dict[str, Any]) -> dict[str, Any]:
     tokens = values.get("tokenizer.ggml.tokens", [])
     config: dict[str, Any] = {}
-    for name in ("bos", "eos", "unk", "pad"):
-        key = {"unk": "unknown", "pad": "padding"}.get(name, name)
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         if (token_id := values.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             config[f"{name}_token"] = tokens[token_id]
     if template := values.get("tokenizer.chat_template"):
@@ -255,12 +217,12 @@ def tokenizer_config(header: Header) -> dict[str, Any]:
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """The tokenizer.json of a folder made by `as_folder`, which is made there.
+    """Write tokenizer.json into a folder that `as_folder` made, and return its path.
 
     Raises:
-        ModelNotFound: the tokenizer is of a kind that is not known.
+        ModelNotFound: the tokenizer is of a kind that is not known, or damaged.
     """
-    values = Header(folder / WEIGHTS).metadata
+    _, values = open_file(folder / WEIGHTS)
     model, pre = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.pre", "gpt-2")
     if model != "gpt2" or pre not in [*CUTS]:
         raise ModelNotFound(
@@ -268,61 +230,44 @@ def write_tokenizer(folder: Path) -> Path:
             f"known are gpt2 with {', '.join(CUTS)}: name the original's with --tokenizer FOLDER"
         )
     try:
-        tokenizer = _byte_level_bpe(values, CUTS[pre], pre)
-    except DAMAGED as error:
+        content = make_tokenizer(values, pre)
+    except Exception as error:  # what tokenizers raises has no class of its own
         raise ModelNotFound(f"{folder}: its tokenizer is incomplete or wrong: {error!r}") from None
     file = folder / "tokenizer.json"
     with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf8") as scratch:
-        json.dump(tokenizer, scratch)
+        scratch.write(content)
     os.replace(scratch.name, file)
     return file
 
 
-def _byte_level_bpe(
-    values: dict[str, Any], cuts: str | list[dict[str, Any]], pre: str
-) -> dict[str, Any]:
+def make_tokenizer(values: dict[str, Any], pre: str) -> str:
+    """Return tokenizer.json of byte-level BPE."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+    from tokenizers.processors import TemplateProcessing
+
     tokens = values["tokenizer.ggml.tokens"]
-    types = values.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
-    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    if isinstance(cuts, str):
-        split = {"type": "Split", "pattern": {"Regex": cuts}, "behavior": "Isolated"}
-        steps = [split | {"invert": False}, by_bytes | {"use_regex": False}]
-    else:
-        steps = [*cuts, by_bytes | {"use_regex": True}]
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    bos_id = values.get("tokenizer.ggml.bos_token_id")
-    bos = tokens[bos_id] if values.get("tokenizer.ggml.add_bos_token") else None
-    first = [] if bos is None else [{"SpecialToken": {"id": bos, "type_id": 0}}]
-    special = {} if bos is None else {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}}
-    sequence = {"Sequence": {"id": "A", "type_id": 0}}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": i, "content": token, "special": types[i] == CONTROL, **flags}
-            for i, token in enumerate(tokens)
-            if types[i] in (CONTROL, USER_DEFINED)
-        ],
-        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [*first, sequence],
-            "pair": [*first, sequence, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": special,
-        },
-        "decoder": by_bytes | {"use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": pre == "llama-bpe",
-            "vocab": {token: i for i, token in enumerate(tokens)},
-            "merges": [merge.split(" ", 1) for merge in values["tokenizer.ggml.merges"]],
-        },
-    }
+    types = values.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    merges = [tuple(merge.split(" ", 1)) for merge in values["tokenizer.ggml.merges"]]
+    made = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
+    if pre == "qwen2":
+        made.normalizer = normalizers.NFC()
+    cuts = CUTS[pre]
+    steps: list[Any] = [Digits(individual_digits=True)] if pre == "smollm" else []
+    if cuts is not None:
+        steps.append(Split(Regex(cuts), "isolated"))
+    made.pre_tokenizer = Sequence([*steps, ByteLevel(False, use_regex=cuts is None)])
+    made.decoder = decoders.ByteLevel()
+    if values.get("tokenizer.ggml.add_bos_token"):
+        bos_id = values["tokenizer.ggml.bos_token_id"]
+        bos = tokens[bos_id]
+        made.post_processor = TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", "$B:1"], special_tokens=[(bos, bos_id)]
+        )
+    for kind, add in ((CONTROL, made.add_special_tokens), (USER_DEFINED, made.add_tokens)):
+        add([
+            AddedToken(token, special=kind == CONTROL, normalized=False)
+            for token, each in zip(tokens, types, strict=True) if each == kind
+        ])  # fmt: skip
+    return made.to_str()

@@ -44,6 +44,7 @@ TOP = {
 ONE_DOOR = {
     "aiohttp": ["servd/bench/_load.py"],
     "fastapi": ["servd/api/"],
+    "gguf": ["servd/gguf.py", "servd/worker/quantization/gguf.py"],
     "httpx": ["servd/api/front.py", "servd/api/model_server.py", "servd/serve_app.py"],
     "huggingface_hub": ["servd/hf.py"],
     "jinja2": ["servd/api/chat_template.py"],
@@ -56,7 +57,7 @@ ONE_DOOR = {
     "pydantic_core": ["servd/api/"],
     "safetensors": ["servd/worker/"],
     "starlette": ["servd/api/", "servd/serve_app.py"],
-    "tokenizers": ["servd/api/tokenizer.py", "servd/api/detokenizer.py"],
+    "tokenizers": ["servd/api/tokenizer.py", "servd/api/detokenizer.py", "servd/gguf.py"],
     "torch": ["servd/worker/"],
     "tqdm": ["servd/llm.py", "servd/llm_engine.py", "servd/bench/", "servd/cli/"],
     "transformers": ["servd/worker/"],
@@ -76,6 +77,7 @@ PICKLING_CALLS = {"send_pyobj", "recv_pyobj", "torch.load", "torch.save", "numpy
 PLUGINS = {
     "servd/api/reasoning_parsers": "Parser",
     "servd/api/routes": "router",
+    "servd/api/routes/compat": "router",
     "servd/api/tool_parsers": "Parser",
     "servd/bench": "run",
     "servd/cli": "run",

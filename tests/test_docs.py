@@ -19,7 +19,6 @@ import httpx
 import msgspec
 import pytest
 
-from servd import plugins
 from servd.cli import make_parser
 from servd.cli._options import read_config_file
 from servd.config import Config, options_by_name
@@ -65,8 +64,7 @@ OTHER_FLAGS = {
     "--a-url", "--b-url", "--rounds",  # servd bench compare
     "--shape", "--requests", "--rate", "--speed", "--costs", "--servers", "--balancing",
     "--routing", "--num-blocks",  # servd what-if
-    "--to", "--calibrate", "--tokens", "--group-size", "--output", "--bits",  # servd quantize
-    "--asymmetric",
+    "--to", "--calibrate", "--tokens", "--group-size", "--output",  # servd quantize
 }  # fmt: skip
 
 
@@ -175,13 +173,10 @@ def test_the_documented_default_template_is_the_one_in_use():
 def test_every_route_and_field_is_documented():
     from servd.api.protocol.chat import ChatCompletionRequest
     from servd.api.protocol.completions import CompletionRequest
+    from servd.api.routes import load_routers
 
     text = (ROOT / "docs/http.md").read_text(encoding="utf8")
-    routers = [
-        plugins.load("servd.api.routes", name, "router")
-        for name in plugins.names("servd.api.routes")
-    ]
-    for route in (route for router in routers for route in router.routes):
+    for route in (route for router in load_routers() for route in router.routes):
         path = re.sub(r"\{.*\}", "{id}", route.path)
         assert any(f"{method} {path}`" in text for method in route.methods), path
     for_the_record = {"user", "metadata", "store", "service_tier"}  # kept and without effect

@@ -29,16 +29,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="numbers of a row that share a scale [32]",
     )  # fmt: skip
     parser.add_argument(
-        "--bits", type=float, metavar="N",
-        help="of a number on average, with its share of scales: matrices that matter most have 8 "
-        "[with int4 in groups of 32: 4.5, all have 4]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--asymmetric", action="store_true",
-        help="groups of 4 bits have a zero of their own, of 4 bits: less error, more so in groups "
-        "of 128; in memory it takes 16",
-    )  # fmt: skip
-    parser.add_argument(
         "--tokens", type=int, default=32768, metavar="N", help="to read of the text [32768]"
     )
 
@@ -49,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{output} exists already: name another folder with --output")
     if arguments.group_size < 1:
         raise ConfigError(f"--group-size {arguments.group_size}: must be at least 1")
-    bits = check_bits(arguments)
+    bits = BITS[arguments.to]
     folder = hf.download_weights(arguments.model)
     rows = read_rows(folder, arguments.calibrate, arguments.tokens)
     held_out = max(len(rows) // 8, 1)
@@ -58,38 +48,18 @@ def run(arguments: argparse.Namespace) -> int:
         total=1.0, desc="quantize", bar_format="{l_bar}{bar}| {elapsed}", disable=None
     ) as bar:
         result = quantize(
-            folder, output, BITS[arguments.to], arguments.group_size, rows[held_out:],
-            rows[:held_out], lambda done: bar.update(done - bar.n), bits,
-            not arguments.asymmetric,
+            folder, output, bits, arguments.group_size, rows[held_out:], rows[:held_out],
+            lambda done: bar.update(done - bar.n),
         )  # fmt: skip
-    before, after = result.before, result.after
     print(
-        f"{result.num_matrices} matrices, {result.share:.0%} of the weights, are {arguments.to}"
-        f"{f', but {result.num_wide} of them int8' if result.num_wide else ''}: "
-        f"{result.bits:.3f} bits each\n"
+        f"{result.num_matrices} matrices, {result.share:.0%} of the weights, are {arguments.to}: "
+        f"{bits + 16 / arguments.group_size:.3f} bits each\n"
         f"perplexity on {held_out * len(rows[0])} tokens of the text that were left out: "
-        f"{before:.3f} before, {after:.3f} after ({after / before:.3f}x)\n"
+        f"{result.before:.3f} before, {result.after:.3f} after "
+        f"({result.after / result.before:.3f}x)\n"
         f"{output}: {format_bytes(result.num_bytes)}; servd serve {output}"
     )
     return 0
-
-
-def check_bits(arguments: argparse.Namespace) -> float | None:
-    """--bits.
-
-    Raises:
-        ConfigError: it cannot be, or --asymmetric.
-    """
-    if arguments.to != "int4" and (arguments.bits is not None or arguments.asymmetric):
-        raise ConfigError("--bits and --asymmetric are for --to int4")
-    least = 4 + (20 if arguments.asymmetric else 16) / arguments.group_size
-    most = 8 + 16 / arguments.group_size
-    if arguments.bits is not None and not least <= arguments.bits <= most:
-        raise ConfigError(
-            f"--bits {arguments.bits:g}: from {least:g} to {most:g} in groups of "
-            f"{arguments.group_size}"
-        )
-    return arguments.bits
 
 
 def read_rows(folder: Path, file: str, num_tokens: int) -> list[list[int]]:

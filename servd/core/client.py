@@ -66,7 +66,6 @@ class EngineCoreClient:
         self._attach(incarnation)
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message to the engine; never blocks."""
         self.outbox.send(message)
 
     def recv(self, timeout: float | None = None) -> FromEngine | None:
@@ -74,7 +73,6 @@ class EngineCoreClient:
         return self.inbox.recv(timeout)
 
     def drain(self, most: int) -> list[FromEngine]:
-        """Up to `most` messages that have arrived; see `Inbox.drain`."""
         return self.inbox.drain(most)
 
     def fileno(self) -> int:

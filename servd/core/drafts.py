@@ -26,7 +26,7 @@ def choose_drafts(
 
 
 class Drafts:
-    """Args: draft_length: says how many are worth their time; kv_cache: has the room for them."""
+    """`draft_length` says how many are worth their time, `kv_cache` has the room for them."""
 
     def __init__(self, draft_length: DraftLengthController, kv_cache: KVCacheManager) -> None:
         self.draft_length = draft_length
@@ -59,11 +59,8 @@ class Drafts:
         result: ModelRunnerOutput,
         row: int,
     ) -> int:
-        """Take in which were kept, and which were found for the next step; `output` is what came
-        of the step.
-
-        Returns:
-            how many were kept, and are part of the output.
+        """Take in which were kept, and which were found for the next step; `output` is what came of
+        the step. Returns how many were kept, and are part of the output.
         """
         num_sampled = len(result.tokens_of(row))
         num_found = len(result.draft_token_ids.get(row, ()))

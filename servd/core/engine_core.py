@@ -34,13 +34,7 @@ logger = logging.getLogger("servd.engine")
 
 class EngineCore:
     """Runs the step loop: the Scheduler decides each step, the Executor computes it on the workers.
-
-    Args:
-        config: resolved, see resolve.py.
-        spec: the architecture of the model.
-        executor: started.
-        worker: what `executor.start` returned.
-        clock: what time it is.
+    `executor`: started; `worker`: what `executor.start` returned.
     """
 
     def __init__(

@@ -89,8 +89,6 @@ class Attached(NamedTuple):
 
 
 class EngineCoreProc:
-    """Runs one EngineCore and connects it to its clients."""
-
     def __init__(self, start: StartEngine) -> None:
         self.start = start
         self.clock = StartupClock(start.started_at)
@@ -390,9 +388,7 @@ def start_executor(
     config: Config, spec: hf.ModelSpec, progress: Progress
 ) -> tuple[Executor, WorkerReady]:
     """Make the configured executor and have it load the model, downloading the weights if needed.
-
-    Raises:
-        ConfigError: the weights cannot be had, or the model cannot be loaded here.
+    Raises ConfigError: the weights cannot be had, or the model cannot be loaded here.
     """
     model = config.model
     assert config.parallel.executor is not None

@@ -13,7 +13,7 @@ from servd.core.request import Request
 
 
 class MicroBatches:
-    """Args: num_batches: steps in which each request is computed once; 1: none skips a step."""
+    """`num_batches`: steps in which each request is computed once; 1: none skips a step."""
 
     def __init__(self, num_batches: int) -> None:
         self.num_batches = num_batches

@@ -25,13 +25,11 @@ class Outputs:
         self.report_to(client).outputs.append(output)
 
     def reject(self, request: EngineCoreRequest, error: str) -> None:
-        """End a request that cannot run at all with an error."""
         now = self._clock()
         marks = [*request.marks, Mark("queued", now)]
         self.add(request.client, failure(request.request_id, marks, error, now))
 
     def add_decoded(self, decoded: Mapping[int, dict[str, int]]) -> None:
-        """Add one token for each of these requests, by client and request id."""
         for client, tokens in decoded.items():
             message = self.report_to(client)
             if message.outputs or message.decoded:  # `decoded` is read before `outputs`

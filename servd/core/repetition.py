@@ -6,10 +6,8 @@ from servd.params import RepetitionDetection
 
 
 class RepetitionDetector:
-    """Follows one output token by token, at a cost per token of O(max_pattern_size).
-
-    Args:
-        params: which patterns count, and how many copies.
+    """Follows one output token by token, at a cost per token of O(max_pattern_size). `params`:
+    which patterns count, and how many copies.
     """
 
     def __init__(self, params: RepetitionDetection) -> None:
@@ -19,10 +17,8 @@ class RepetitionDetector:
         self.runs: dict[int, int] = {}
 
     def append(self, token_ids: list[int], begin: int) -> bool:
-        """Process the last of `token_ids`, in which the output starts at index `begin`.
-
-        Returns:
-            Whether the output ends in `min_count` copies of a pattern.
+        """Process the last of `token_ids`, in which the output starts at index `begin`. Returns
+        whether the output ends in `min_count` copies of a pattern.
         """
         last = len(token_ids) - 1
         token_id = token_ids[last]

@@ -229,17 +229,14 @@ class Request:
         num_sampled: int,
         num_found: int,
     ) -> int:
-        """Correct the counters, which count all drafts of a step as accepted.
+        """Correct the counters, which count all drafts of a step as accepted. Returns how many
+        drafts are part of the output.
 
         Args:
-            scheduled: what the step computed.
             output: of that step; gets the counts of the workers' drafts. Those of the engine are
                 not counted: all of them are accepted.
             num_sampled: tokens of the step; the end of the output may have cut some.
             num_found: drafts that the workers found for the next step.
-
-        Returns:
-            how many drafts are part of the output.
         """
         num_rejected = scheduled.num_drafts + 1 - num_sampled
         self.num_tokens -= num_rejected
@@ -256,17 +253,8 @@ class Request:
     def collect_output(
         self, result: ModelRunnerOutput, row: int, end: GrammarEnd | None, now: int, step: int
     ) -> EngineCoreOutput:
-        """Append the tokens of a step, up to one that ends the output.
-
-        Args:
-            result: the workers' output of the step.
-            row: of this request in the step.
-            end: how the grammar ends the output with one of these tokens.
-            now: time for the marks.
-            step: its number.
-
-        Returns:
-            the output for the client.
+        """Append the tokens of a step, up to one that ends the output. Returns the output for the
+        client. `end`: how the grammar ends the output with one of these tokens.
         """
         token_ids = result.tokens_of(row)
         if end is not None:
@@ -305,7 +293,6 @@ class Request:
         return output
 
     def _end(self, output: EngineCoreOutput, end: GrammarEnd) -> None:
-        """Set how the grammar ends the output."""
         if end.error is not None:
             output.finish_reason, output.stop_reason = FinishReason.LENGTH, end.error
             output.new_token_ids = output.new_token_ids[:-1]

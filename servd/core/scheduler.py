@@ -44,7 +44,6 @@ class Scheduler:
     Args:
         config: resolved; the budget must hold one token of every running request.
         max_model_len: limit of prompt and output together, in tokens.
-        kv_cache: manages the blocks of the workers' KV cache.
         max_drafts: draft tokens per request and step, at most.
         max_adapters: LoRA adapters that the workers can hold at once.
         clock: tells when something happens, for marks and records.
@@ -126,11 +125,8 @@ class Scheduler:
 
         Decoding requests come first, so that they never wait for another request's prompt. Then
         prompts continue, or start while there are slots and blocks. While a priority class has
-        prompts to compute, the classes below it wait.
-
-        Args:
-            idle_slots: slots of running requests that skip this step.
-            grammar_tokens: of requests whose grammar allows nothing else.
+        prompts to compute, the classes below it wait. `idle_slots`: slots of running requests that
+        skip this step; `grammar_tokens`: of requests whose grammar allows nothing else.
         """
         record = StepRecord(self._num_steps, self.clock())
         step = Step(record)
@@ -209,10 +205,8 @@ class Scheduler:
         idle_slots: Set[int],
         grammar_tokens: GrammarTokens,
     ) -> tuple[int, list[Request]]:
-        """Schedule the next token of each decoding request, with drafts if there are any.
-
-        Returns:
-            the budget that is left, and the requests whose prompts are not computed yet.
+        """Schedule the next token of each decoding request, with drafts if there are any. Returns
+        the budget that is left, and the requests whose prompts are not computed yet.
         """
         partial: list[Request] = []
         num_samples = min(len(self.requests), self.max_num_seqs)
@@ -336,7 +330,6 @@ class Scheduler:
         step.new_requests.append(request.to_new_request())
 
     def _schedule_decode(self, step: Step, request: Request, new_block_ids: list[int]) -> None:
-        """Schedule a request's next token; `new_block_ids` are one block at most."""
         for block in new_block_ids:
             step.new_blocks[request.slot] = block
             request.decodes_until = self.kv_cache.room_of(request)
@@ -346,7 +339,7 @@ class Scheduler:
     def _finish_scheduling(
         self, request: Request, scheduled: ScheduledRequest, num_new_drafts: int = 0
     ) -> None:
-        """Ask for drafts for the step after a row that was just scheduled, see `Drafts.ask`, and
+        """Ask for drafts for the step after a row that was just scheduled, and
         enter its full blocks in the prefix cache.
         """
         if scheduled.samples:
@@ -375,11 +368,8 @@ class Scheduler:
     # ---- collect outputs ----
 
     def update_from_output(self, result: ModelRunnerOutput, ends: Mapping[int, GrammarEnd]) -> None:
-        """Process the output of the oldest step in flight.
-
-        Args:
-            result: the workers' output of that step.
-            ends: row -> how the grammar of its request ends the output with this step.
+        """Process the output of the oldest step in flight. `result`: the workers' output of that
+        step; `ends`: row -> how the grammar of its request ends the output with this step.
         """
         step = self._in_flight.popleft()
         record = step.record
@@ -400,7 +390,6 @@ class Scheduler:
     def _collect_output(
         self, step: Step, row: int, result: ModelRunnerOutput, end: GrammarEnd | None
     ) -> None:
-        """Process the output of one row; `end` is how its grammar ends the output."""
         request, scheduled = step.row(row)
         if row in result.errors:
             self._fail_row(step, row, result.errors[row])
@@ -425,9 +414,7 @@ class Scheduler:
     def take_outputs(self, num_deferred: int = 0) -> dict[int, EngineCoreOutputs]:
         """Outputs since the last call, by client, with the engine's current statistics. A client
         without outputs gets none, unless the engine has become idle, which all are told.
-
-        Args:
-            num_deferred: requests that wait for a grammar, not for capacity.
+        `num_deferred`: requests that wait for a grammar, not for capacity.
         """
         if self.outputs and not self.requests:
             for client in self.step_log.clients:

@@ -89,10 +89,8 @@ class Step(msgspec.Struct):
         self, result: ModelRunnerOutput, ends: Mapping[int, GrammarEnd]
     ) -> tuple[dict[int, dict[str, int]], list[int]]:
         """Append the sampled tokens of rows whose output continues with nothing else to report.
-
-        Returns:
-            those tokens, by client and request id;
-            the other rows, e.g. those whose output ends.
+        Returns those tokens, by client and request id; the other rows, e.g. those whose output
+        ends.
         """
         tokens: defaultdict[int, dict[str, int]] = defaultdict(dict)
         reporting = {*result.errors, *result.logprobs, *ends}
@@ -111,7 +109,6 @@ class Step(msgspec.Struct):
         return self.decoding + self.requests
 
     def row(self, index: int) -> tuple[Request, ScheduledRequest]:
-        """The request of a row, and what was scheduled for it."""
         if (other := index - len(self.decoding)) < 0:
             return self.decoding[index], self.decodes.row(index)
         return self.requests[other], self.scheduled[other]
@@ -137,12 +134,9 @@ class StepLog:
         self._announced_ns = 0
 
     def add(self, record: StepRecord) -> tuple[int, bool]:
-        """Add the record of a step whose output is collected.
-
-        Returns:
-            nanoseconds since the output of the step before, idle time included;
-            whether all clients with requests should get the records now, even without outputs:
-            they detect by them an engine that makes no progress.
+        """Add the record of a step whose output is collected. Returns nanoseconds since the output
+        of the step before, idle time included; whether all clients with requests should get the
+        records now, even without outputs: they detect by them an engine that makes no progress.
         """
         now, before = record.harvested_ns, self._harvested_ns
         self._records.append(record)

@@ -31,13 +31,8 @@ logger = logging.getLogger("servd.launch")
 
 def serve(read_config: Callable[[], Config]) -> int:
     """Run engines and API servers. Returns the exit code: 0 after a signal, 1 if they cannot be
-    kept alive, 2 after a ConfigError in one of them.
-
-    Args:
-        read_config: reads the options, now and at each SIGHUP.
-
-    Raises:
-        ConfigError: before anything was started.
+    kept alive, 2 after a ConfigError in one of them. Raises ConfigError: before anything was
+    started. `read_config`: reads the options, now and at each SIGHUP.
     """
     started_at = time.monotonic()
     config = read_config()
@@ -82,13 +77,9 @@ def raise_file_limit() -> None:
 
 def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, Decision]]:
     """Find the model's metadata (downloading these small files if needed) and decide every "auto".
-
-    Returns:
-        the Config with all decisions, the model's architecture, and the decisions by option.
-
-    Raises:
-        ConfigError: there is no such model, servd does not have its architecture, or options do
-            not fit together.
+    Returns the Config with all decisions, the model's architecture, and the decisions by option.
+    Raises ConfigError: there is no such model, servd does not have its architecture, or options do
+    not fit together.
     """
     # "auto" becomes an executor that needs weights, like uniproc.
     executor = plugins.load(EXECUTORS, config.parallel.executor or "uniproc", "Executor")
@@ -153,10 +144,8 @@ def of_speculators(config: Config, folder: Path) -> Config | None:
 
 def find_draft(config: Config) -> Config:
     """Find the metadata of the draft model, if any; in *speculators* format they name the method.
-
-    Raises:
-        ModelNotFound: there is no such draft.
-        ConfigError: it is the demo model's head, and the model is another one.
+    Raises ModelNotFound: there is no such draft; ConfigError: it is the demo model's head, and the
+    model is another one.
     """
     speculative = config.model.speculative_config
     if speculative is None or speculative.model is None:

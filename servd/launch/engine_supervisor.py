@@ -31,13 +31,9 @@ STANDBY_DELAY = 10.0  # seconds after the engine is ready, when a standby proces
 
 
 class EngineProcess(Child):
-    """An engine process, which waits for `start`.
-
-    Args:
-        ipc_dir: folder of its socket.
-        prepares: executor and number of workers for which it imports ahead; see Executor.prepare.
-        name: for the log.
-        devices: CUDA_VISIBLE_DEVICES for it; empty: as in this process.
+    """An engine process, which waits for `start`. `prepares`: executor and number of workers for
+    which it imports ahead. `devices`: CUDA_VISIBLE_DEVICES for it; empty: as
+    in this process.
     """
 
     def __init__(
@@ -193,7 +189,6 @@ class EngineSupervisor:
                 child.terminate()
 
     def stop(self, timeout: float) -> None:
-        """Stop the engine, and kill it after `timeout` seconds."""
         for child in (self.standby, self.child):
             if child is not None:
                 child.stop(timeout)
@@ -204,13 +199,11 @@ class EngineSupervisor:
         self.number = number
 
     def discard(self, timeout: float) -> None:
-        """Stop the engine for good; see `stop`."""
         self.stop(timeout)
         self.child = self.standby = None
 
     @property
     def was_ready(self) -> bool:
-        """Whether any of its engines has been ready."""
         return bool(self.number > self.first or (self.child and self.child.heartbeat.is_ready))
 
     def handle_exit(self) -> str | None:

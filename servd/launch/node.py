@@ -30,11 +30,7 @@ logger = logging.getLogger("servd.launch")
 
 
 class GivenUp(Exception):
-    """An engine keeps dying.
-
-    Attributes:
-        code: exit code for this process.
-    """
+    """An engine keeps dying. `code`: exit code for this process."""
 
     def __init__(self, why: str, code: int) -> None:
         super().__init__(why)
@@ -74,10 +70,8 @@ class EngineMember(Member):
 def members_of(
     config: Config, spec: hf.ModelSpec, ipc_dir: str, fail: Callable[[Exception], None]
 ) -> Iterator[Member]:
-    """The members of this host, one for each engine or worker.
-
-    Raises:
-        ConfigError: there is no token, or no model.
+    """The members of this host, one for each engine or worker. Raises ConfigError: there is no
+    token, or no model.
     """
     parallel, keys = config.parallel, Keys(read_token(config))
     if parallel.node_rank:
@@ -94,10 +88,8 @@ def members_of(
 
 
 def serve(config: Config, spec: hf.ModelSpec, ipc_dir: str) -> int:
-    """Run this host's engines or workers until a signal; returns the exit code.
-
-    Raises:
-        ConfigError: the head rejects this host, or see `members_of`.
+    """Run this host's engines or workers until a signal; returns the exit code. Raises ConfigError:
+    the head rejects this host.
     """
     ends: SimpleQueue[int | Exception] = SimpleQueue()
     members, had_terminal = [*members_of(config, spec, ipc_dir, ends.put)], has_terminal()

@@ -52,17 +52,12 @@ ENGINE_STOP_TIMEOUT = 3.0  # the same for the engine
 
 
 def check_access(access: AccessConfig) -> None:
-    """Check that the files of keys and certificates can be read.
-
-    Raises:
-        ConfigError: one cannot.
-    """
+    """Check that the files of keys and certificates can be read. Raises ConfigError: one cannot."""
     read_keys(access)
     tls_context(access)
 
 
 def has_terminal() -> bool:
-    """Whether this process belongs to a terminal that is still there."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:
@@ -92,8 +87,6 @@ def addresses_of(folders: Mapping[int, str]) -> Addresses:
 
 @dataclass(eq=False)
 class ProcessTree:
-    """This process's children: engines and API servers."""
-
     config: Config
     spec: hf.ModelSpec
     decided: InitVar[dict[str, Decision]]
@@ -125,11 +118,7 @@ class ProcessTree:
         self.adapters: set[str] = set()  # names of those in --lora-modules
 
     def start(self) -> None:
-        """Start the children.
-
-        Raises:
-            ConfigError: an adapter of --lora-modules cannot be served.
-        """
+        """Start the children. Raises ConfigError: an adapter of --lora-modules cannot be served."""
         if not self.config.server.attach:
             AdapterStore.beside(self.ipc_dir).clear()
             modules = self.load_adapters(self.config.lora.lora_modules)
@@ -152,9 +141,7 @@ class ProcessTree:
 
     def make_engines(self) -> None:
         """Make the engines of this host, which come first, and let those of other hosts join.
-
-        Raises:
-            ConfigError: others cannot join.
+        Raises ConfigError: others cannot join.
         """
         num_here = self.config.parallel.num_engines_here
         for place, folder in enumerate(self.folders):
@@ -190,10 +177,8 @@ class ProcessTree:
 
     def load_adapters(self, entries: Sequence[str]) -> list[str]:
         """Copy the adapters of --lora-modules, so that a restarted engine finds them unchanged, and
-        unload those that the option no longer has. Returns the entries for the copies.
-
-        Raises:
-            ConfigError: one cannot be served; nothing has changed.
+        unload those that the option no longer has. Returns the entries for the copies. Raises
+        ConfigError: one cannot be served; nothing has changed.
         """
         store, max_rank = AdapterStore.beside(self.ipc_dir), self.config.lora.max_lora_rank
         sources = dict(map(parse_module, entries))
@@ -207,11 +192,8 @@ class ProcessTree:
 
     def start_api_server(self, name: str, waits: bool) -> Child:
         """Start an API server. They share the listening socket: the kernel gives each connection to
-        one of them.
-
-        Args:
-            name: for the log.
-            waits: to accept connections only when the engine is ready, as another tree does.
+        one of them. `waits`: to accept connections only when the engine is ready, as another tree
+        does.
         """
         assert self.listener is not None
         # Random, as API servers of several launchers may attach to one engine.
@@ -408,12 +390,9 @@ class ProcessTree:
         self, timeout: float, replace: Callable[[EngineSupervisor], str | None] | None = None
     ) -> None:
         """Wait until all have ended, `timeout` seconds are over, or a signal to end arrives.
-
-        Args:
-            timeout: seconds.
-            replace: restarts an engine that dies meanwhile, which open requests need. An engine
-                that exits with 0 was stopped together with this process, e.g. by systemd: then this
-                returns at once.
+        `timeout`: seconds. `replace`: restarts an engine that dies meanwhile, which open requests
+        need. An engine that exits with 0 was stopped together with this process, e.g. by systemd:
+        then this returns at once.
         """
         deadline = time.monotonic() + timeout
         while any(child.exit_code is None for child in self.api_servers):

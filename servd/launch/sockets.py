@@ -27,10 +27,8 @@ ATTACH_TIMEOUT = 5.0  # seconds for an engine's first word
 
 def inherited_listener() -> socket.socket | None:
     """The listening socket passed by systemd or another parent, which may pass it to a successor,
-    too; see sd_listen_fds(3). It overrides --host, --port and --uds.
-
-    Raises:
-        ConfigError: there are several, or the descriptor is not a listening socket.
+    too; see sd_listen_fds(3). It overrides --host, --port and --uds. Raises ConfigError: there are
+    several, or the descriptor is not a listening socket.
     """
     count, pid = (os.environ.pop(name, "") for name in ("LISTEN_FDS", "LISTEN_PID"))
     if pid != str(os.getpid()):
@@ -51,9 +49,7 @@ def inherited_listener() -> socket.socket | None:
 
 def listen(config: Config) -> socket.socket:
     """Open the port (or Unix socket). Connections wait in the backlog until the servers are up.
-
-    Raises:
-        ConfigError: the port is in use or not permitted.
+    Raises ConfigError: the port is in use or not permitted.
     """
     server = config.server
     if server.uds:
@@ -88,10 +84,8 @@ def listen_uds(path: str) -> socket.socket:
 
 
 def check_private(folder: str, flag: str) -> None:
-    """Check that no other user can access a folder: its sockets control the engine.
-
-    Raises:
-        ConfigError: it belongs to another user, or other users have permissions.
+    """Check that no other user can access a folder: its sockets control the engine. Raises
+    ConfigError: it belongs to another user, or other users have permissions.
     """
     status = os.stat(folder)
     if status.st_uid != os.geteuid():
@@ -101,11 +95,7 @@ def check_private(folder: str, flag: str) -> None:
 
 
 def open_batch_dir(folder: str) -> None:
-    """Create the folder of batches, unless it exists.
-
-    Raises:
-        ConfigError: it cannot be created, or see `check_private`.
-    """
+    """Create the folder of batches, unless it exists. Raises ConfigError: it cannot be created."""
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
     except OSError as error:
@@ -114,10 +104,8 @@ def open_batch_dir(folder: str) -> None:
 
 
 def check_engine(ipc_dir: str, identity: str) -> None:
-    """Check that the engine of a folder has the same identity as this API server.
-
-    Raises:
-        ConfigError: it has another version or model.
+    """Check that the engine of a folder has the same identity as this API server. Raises
+    ConfigError: it has another version or model.
     """
     incarnation = newest_engine(ipc_dir)
     client = EngineCoreClient(ipc_dir, secrets.randbits(31), identity, incarnation)
@@ -132,10 +120,7 @@ def check_engine(ipc_dir: str, identity: str) -> None:
 @contextmanager
 def socket_folder(config: Config) -> Iterator[str]:
     """The folder of the sockets: --attach, --ipc-dir, or a temporary one that is removed at exit.
-
-    Raises:
-        ConfigError: its path is too long, it has no engine (--attach) or already has one, or see
-            `check_private`.
+    Raises ConfigError: its path is too long, it has no engine (--attach) or already has one.
     """
     server = config.server
     path = server.attach or server.ipc_dir or str(private_dir())

@@ -1,8 +1,7 @@
 """--batch-invariant: results for a request are bit-identical whatever else is in the step.
 
-Norms, activations and sampling treat rows independently in any case. What remains are matrix
-products, where cuBLAS chooses its kernel by the number of rows, and attention, which splits rows by
-the load of the device.
+Left to change are matrix products, where cuBLAS chooses its kernel by the number of rows, and
+attention, which splits rows by the load of the device.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ class InvariantMatrix:
 
 
 def make_batch_invariant(runner: ModelRunner) -> None:
-    """Replace the products and the attention of a runner whose model is loaded.
-
-    Raises:
-        ConfigError: a part of the model has no batch-invariant kernel.
+    """Replace the products and the attention of a runner whose model is loaded. Raises ConfigError:
+    a part of the model has no batch-invariant kernel.
     """
     if not runner.backend.supports_batch_invariance:
         raise ConfigError(

@@ -18,11 +18,8 @@ log = logging.getLogger("servd.worker")
 
 class BlockStore:
     """Slots of host memory, each with the bytes of one block: rank by rank, layer by layer.
-
-    Args:
-        path: see `BlockCopies.memory`.
-        caches: of the layers, [2, num_blocks, ...] or [1, num_blocks, ...] each.
-        parallel: the ranks.
+    `caches`: of the layers, [2, num_blocks, ...] or [1, num_blocks, ...] each; `parallel`: the
+    ranks.
     """
 
     def __init__(self, path: str, caches: Sequence[Tensor], parallel: Parallel) -> None:

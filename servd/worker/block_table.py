@@ -9,17 +9,11 @@ NO_CHANGES = np.empty(0, dtype=np.int64)
 
 
 class BlockTables:
-    """One row of block ids per slot and group of layers (see `WorkerReady.kv_windows`). Entries
+    """One row of block ids per slot and group of layers. Entries
     past the row's length, or before a group's window, are any valid block.
 
-    The row after the last slot is for padding (see graph_runner.py). The rows of the next group
-    follow it.
-
-    Args:
-        max_num_seqs: number of slots.
-        max_model_len: tokens per slot, at most.
-        block_size: tokens per block.
-        device: of the tables.
+    The row after the last slot is for padding. The rows of the next group
+    follow it. `max_model_len`: tokens per slot, at most; `block_size`: tokens per block.
     """
 
     def __init__(

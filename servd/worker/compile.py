@@ -22,11 +22,9 @@ def compile_layers(model: Model, backend: str | Callable[..., Any] = "inductor")
     """Compile each layer when it first runs; layers of equal shapes share the compiled code.
 
     Sizes of steps are dynamic, except 1. Attention and the write to the KV cache are not compiled,
-    which splits a layer in two: they depend on metadata that only the backend knows.
-
-    Args:
-        model: loaded; none of its matrices is packed for a CPU, which torch cannot trace.
-        backend: of torch.compile; tests use others.
+    which splits a layer in two: they depend on metadata that only the backend knows. `model`:
+    loaded; none of its matrices is packed for a CPU, which torch cannot trace. `backend`: of
+    torch.compile; tests use others.
     """
     # Else a first step with as many tokens as head_dim would make the two sizes one symbol.
     symbols.use_duck_shape = False

@@ -13,9 +13,7 @@ from pathlib import Path
 
 def convert(source: str, target: str, trust_remote_code: bool = False) -> None:
     """Load the tokenizer in folder `source` and save it with its tokenizer.json in folder `target`.
-
-    Raises:
-        ValueError: transformers cannot convert it to a fast tokenizer.
+    Raises ValueError: transformers cannot convert it to a fast tokenizer.
     """
     from transformers import AutoTokenizer
 

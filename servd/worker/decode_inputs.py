@@ -1,8 +1,7 @@
 """DecodeInputs: the inputs of decode steps, in buffers whose addresses stay the same, for graphs.
 
-The host's part goes to the device in one copy from pinned memory. The rest is found there by one
-kernel (`Ops.begin_decode`), which is the first one of a graph. On a CPU, host and device share the
-memory.
+The host's part is one copy from pinned memory; the first kernel of a graph, `Ops.begin_decode`,
+finds the rest. On a CPU, host and device share the memory.
 """
 
 from __future__ import annotations
@@ -48,11 +47,7 @@ class Columns(NamedTuple):
 
 class DecodeInputs:
     """The buffer, for one step at a time: a device runs the steps in flight one after another.
-
-    Args:
-        max_num_tokens: of a step, at most.
-        null_slot: slot of padding.
-        device: where steps run.
+    `max_num_tokens`: of a step, at most; `device`: where steps run.
     """
 
     def __init__(self, max_num_tokens: int, null_slot: int, device: torch.device) -> None:
@@ -109,16 +104,11 @@ class DecodeInputs:
         changes: np.ndarray,
         columns: np.ndarray | int = NOT_COMPUTED,
     ) -> tuple[Columns, np.ndarray]:
-        """Fill in the host's part of a step, and start its copy to the device.
-
-        Args:
-            slots: of each token; distinct with NOT_COMPUTED.
-            changes: see `BlockTables.take_changes`; of at most as many blocks as tokens.
-            columns: of each token, int64 [n].
-
-        Returns:
-            the step, without what `begin_decode` finds, and the slots, int64 [n], on the host. Both
-            are valid until the next step.
+        """Fill in the host's part of a step, and start its copy to the device. Returns the step,
+        without what `begin_decode` finds, and the slots, int64 [n], on the host. Both are valid
+        until the next step. `slots`: of each token; distinct with NOT_COMPUTED. `changes`: see
+        `BlockTables.take_changes`; of at most as many blocks as tokens. `columns`: of each token,
+        int64 [n].
         """
         num_tokens, num_changes = len(slots), len(changes) // 3
         size = self.size_for(num_tokens)

@@ -46,10 +46,8 @@ def set_num_threads(num_workers: int = 1, cgroup: Path = CGROUP) -> int:
 
 
 def require_c_compiler() -> None:
-    """Check for a C compiler, which Triton needs for the launchers of its kernels.
-
-    Raises:
-        ConfigError: there is none.
+    """Check for a C compiler, which Triton needs for the launchers of its kernels. Raises
+    ConfigError: there is none.
     """
     named = os.environ.get("CC")
     if not any(map(shutil.which, [named] if named else ["gcc", "clang"])):
@@ -60,10 +58,8 @@ def require_c_compiler() -> None:
 
 
 def count_gpus() -> int:
-    """The GPUs that torch can use.
-
-    Raises:
-        ConfigError: there is none, though the driver may show some.
+    """The GPUs that torch can use. Raises ConfigError: there is none, though the driver may show
+    some.
     """
     if count := torch.cuda.device_count():
         return count
@@ -90,11 +86,8 @@ def keep_freed_memory(largest: int = 32 << 20, most: int = 1 << 30) -> None:
     """Have glibc keep freed memory for the next step instead of returning it to the system.
 
     Newly mapped memory is faulted in and cleared page by page, which was a quarter of the time of
-    GPT-2's prompts.
-
-    Args:
-        largest: bytes of the largest block that is kept (glibc's maximum).
-        most: bytes kept in all.
+    GPT-2's prompts. `largest`: bytes of the largest block that is kept (glibc's maximum); `most`:
+    bytes kept in all.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     # The user's settings have precedence.
@@ -166,5 +159,4 @@ def sent(array: np.ndarray, device: torch.device) -> Any:
 
 
 def name_of(device: torch.device) -> str:
-    """E.g. "cpu" or "NVIDIA H200"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

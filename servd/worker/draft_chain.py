@@ -64,8 +64,6 @@ class Pass:
 
 @dataclass(eq=False)
 class Chain:
-    """Drafts for rows, token by token."""
-
     drafter: Drafter  # makes them
     states: RequestStates  # has the rows' blocks
 
@@ -74,13 +72,9 @@ class Chain:
         return self.drafter.begin(*first.inputs(self.states))[torch.as_tensor(first.last)]
 
     def __call__(self, first: Pass, slots: Any, positions: Any, columns: Any) -> Tensor:
-        """Drafts [n, k + 1] int64.
-
-        Args:
-            first: what the first drafts follow.
-            slots: int64 [n], as tensor or, on a CPU, array, as those that follow.
-            positions: int64 [k, n], of the drafts but the last one.
-            columns: int64 [k, n]: their places in the blocks of their rows.
+        """Drafts [n, k + 1] int64. `slots`: int64 [n], as tensor or, on a CPU, array, as those that
+        follow; `positions`: int64 [k, n], of the drafts but the last one; `columns`: int64 [k, n]:
+        their places in the blocks of their rows.
         """
         slots, positions, columns = map(torch.as_tensor, (slots, positions, columns))
         batches = (decode_attention(self.states, slots, each) for each in columns)

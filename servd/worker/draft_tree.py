@@ -20,11 +20,8 @@ Path = tuple[int, ...]
 
 
 class DraftTree:
-    """The tree that the drafts of all rows make; a row with fewer has the first ones.
-
-    Args:
-        paths: of each draft, after that of the draft before it on its branch.
-        device: of the tokens.
+    """The tree that the drafts of all rows make; a row with fewer has the first ones. `paths`: of
+    each draft, after that of the draft before it on its branch; `device`: of the tokens.
     """
 
     def __init__(self, paths: Sequence[Path], device: torch.device) -> None:

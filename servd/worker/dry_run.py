@@ -1,8 +1,6 @@
 """Dry run: computes the memory that a model will need from config.json and file headers alone.
 
-The runner's own `load_model` runs on meta tensors, which have a shape but no storage: whatever it
-converts, packs or quantizes, including a draft model, is counted exactly, and a checkpoint that
-cannot be loaded fails with the same error.
+The runner's own `load_model` runs on meta tensors: all that it converts, packs or quantizes counts.
 """
 
 from __future__ import annotations
@@ -49,7 +47,6 @@ class Weightless(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Called for every torch function, and for `native.call`."""
         kwargs = kwargs or {}
         if func is native.call:
             return None
@@ -66,10 +63,8 @@ class Weightless(TorchFunctionMode):
 
 
 def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
-    """Plan the engine's memory, given what is free now.
-
-    Raises:
-        ConfigError: the model cannot be loaded here.
+    """Plan the engine's memory, given what is free now. Raises ConfigError: the model cannot be
+    loaded here.
     """
     on_cuda = config.parallel.device == "cuda"
     if on_cuda:  # caches of other backends are as large, and need not be asked what they can do
@@ -126,10 +121,8 @@ def predict(runner: ModelRunner) -> MemorySizes | None:
 
 
 def check_fits(runner: ModelRunner, sizes: MemorySizes) -> None:
-    """Compare what a runner will need with what is free, before it loads for minutes.
-
-    Raises:
-        NotEnoughMemory: the model, or the KV cache that is asked for, is larger than that.
+    """Compare what a runner will need with what is free, before it loads for minutes. Raises
+    NotEnoughMemory: the model, or the KV cache that is asked for, is larger than that.
     """
     cache = runner.config.cache
     if runner.device.type == "cuda":
@@ -149,7 +142,6 @@ def check_fits(runner: ModelRunner, sizes: MemorySizes) -> None:
 
 
 def compare(runner: ModelRunner, planned: MemorySizes) -> None:
-    """Log the memory of a loaded runner beside the expected sizes."""
     pairs = {
         "weights": (planned.weights + planned.adapters, runner.weights_bytes),
         "KV cache per block": (planned.kv_per_block, runner.bytes_per_block),
@@ -173,10 +165,8 @@ def load(
     device: torch.device,
     parallel: Parallel | None = None,
 ) -> ModelRunner:
-    """A rank's runner, by default the first one's, loaded without its weights.
-
-    Raises:
-        ConfigError: the model cannot be loaded here.
+    """A rank's runner, by default the first one's, loaded without its weights. Raises ConfigError:
+    the model cannot be loaded here.
     """
     with Weightless(device):
         options = config.parallel

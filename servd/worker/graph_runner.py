@@ -1,17 +1,13 @@
 """GraphRunner: the forward pass of steps as CUDA graphs, captured for a set of token counts.
 
-A step launches hundreds of small kernels, which takes the host longer than the device needs to run
-them; a graph is launched at once. It repeats its kernels with the same addresses, so inputs and
-output have fixed buffers, and a step with fewer tokens than the graph is padded with tokens of
-`null_slot`, which write to a block that no request owns.
+The host takes longer to launch hundreds of kernels than the device to run them; a graph is launched
+at once. It repeats addresses, so inputs and output have fixed buffers, and a smaller step is padded
+with tokens of `null_slot`, which write to a block that no request owns.
 
-There are two kinds. In decode graphs each token is a row of the attention, also those of padding.
-In mixed graphs rows have any number of tokens, and their ends are read from the device; unused rows
-are empty, and tokens of padding belong to no row.
-
-Decode steps of plain greedy requests run a second graph after the first: the head, the most
-probable tokens, and storing these in the request states. It is separate as a grammar's bitmask may
-come between the two.
+In decode graphs each token is a row of the attention, padding too. In mixed graphs rows have any
+number of tokens, and their ends are read from the device; rows of padding are empty. Plain greedy
+decode steps run a second graph, which chooses and stores the tokens: a grammar's bitmask may come
+between the two.
 """
 
 from __future__ import annotations
@@ -44,8 +40,6 @@ MOST_MIXED_TOKENS = 2048
 
 
 class GraphSize(NamedTuple):
-    """The size and kind of a graph."""
-
     num_tokens: int
     is_decode: bool
 
@@ -71,12 +65,9 @@ class GraphRunner:
     """Captures a graph when its size is first needed.
 
     Args:
-        forward: see `Forward`.
         max_num_rows: of a step.
         max_mixed_tokens: tokens of the largest mixed graph; 0: none.
-        decode_inputs: input buffers of decode steps, for max_num_rows.
         hidden: [0, hidden], of the type of hidden states.
-        record: see `Record`.
         num_inputs: rows of `InputBatch.tokens`.
         choose: see `Choose`; None: no second graphs.
     """
@@ -118,19 +109,14 @@ class GraphRunner:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers."""
         return self.hidden.nbytes + self.inputs.nbytes + self.chosen.nbytes
 
     def __call__(
         self, tokens: Tensor, ends: Tensor | None, columns: Columns | None = None
     ) -> Tensor | None:
         """Hidden states [num_tokens, hidden] of a step, valid until the next call; None if it is
-        larger than any graph.
-
-        Args:
-            tokens: see `InputBatch.tokens`.
-            ends: index of each row's last token; None for decode steps.
-            columns: set if the step is in `decode_inputs` already.
+        larger than any graph. `ends`: index of each row's last token; None for decode steps.
+        `columns`: set if the step is in `decode_inputs` already.
         """
         num_tokens = tokens.shape[1]
         sizes = self.decode_sizes if ends is None else self.mixed_sizes
@@ -168,7 +154,6 @@ class GraphRunner:
         self.ends[len(ends) : self._num_rows(size)] = ends[-1:]  # rows without a token
 
     def capture(self, size: GraphSize) -> None:
-        """Capture the graphs of a size."""
         started, num_tokens = time.monotonic(), size.num_tokens
         columns, ends = None, None
         if size.is_decode:

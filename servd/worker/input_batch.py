@@ -289,15 +289,8 @@ def _find(
     states: RequestStates, token_slots: np.ndarray, offsets: np.ndarray, bounds: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
     """Finds the tokens of rows that compute one known token and drafts; int64 [num_tokens] each.
-
-    Args:
-        states: the rows.
-        token_slots: slot of each token.
-        offsets: of each token from the first one of its row.
-        bounds: upper bounds of the sequence lengths at each token, if drafts are chains.
-
-    Returns:
-        see `InputBatch.tokens` and `positions`; and the bounds, also with draft trees.
+    `token_slots`: slot of each token; `offsets`: of each token from the first one of its row;
+    `bounds`: upper bounds of the sequence lengths at each token, if drafts are chains.
     """
     num_tokens, changes, places = len(offsets), states.block_tables.take_changes(), offsets[:0]
     if states.tree is not None:
@@ -336,7 +329,7 @@ class AttentionRows:
         columns: torch.Tensor,
         places: torch.Tensor | None = None,
     ) -> AttentionBatch:
-        """The attention of tokens, see `InputBatch.tokens`."""
+        """The attention of tokens."""
         tables, ends = states.block_tables, self.ends
         if ends is None:
             last = slots, columns, places
@@ -394,7 +387,6 @@ def columns_attention(
 
 
 def captured_attention(states: RequestStates, columns: Columns) -> AttentionBatch:
-    """The same in a form that a graph can capture (see `Backend`)."""
     num_rows = len(columns.slots)
     if states.tree is not None:
         places = columns.step[PLACE]
@@ -410,8 +402,8 @@ def decode_attention(
     places: torch.Tensor | None = None,
     is_captured: bool = False,
 ) -> AttentionBatch:
-    """Return the attention of one token per row, see `InputBatch.tokens`, in a form that a graph
-    can capture (see `Backend`). On a CPU, lengths are exact unless it is captured.
+    """Return the attention of one token per row, in a form that a graph
+    can capture. On a CPU, lengths are exact unless it is captured.
     """
     num_rows, tables = len(slots), states.block_tables
     positions = states.positions(columns, places)
@@ -436,8 +428,8 @@ def decode_attention(
 def mixed_attention(
     states: RequestStates, tokens: torch.Tensor, ends: torch.Tensor
 ) -> AttentionBatch:
-    """The attention of rows that end at `ends`, see `AttentionRows`, in a form that a graph can
-    capture (see `Backend`). A row that ends where the one before does has no token.
+    """The attention of rows that end at `ends`, in a form that a graph can
+    capture. A row that ends where the one before does has no token.
     """
     query_lens = np.full(len(ends), tokens.shape[1], dtype=np.int64)
     seq_lens = np.full(len(ends), states.max_model_len, dtype=np.int64)

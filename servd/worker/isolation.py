@@ -26,7 +26,6 @@ class Failures:
 
     @classmethod
     def of(cls, batch: InputBatch, failed: Mapping[int, str]) -> Failures:
-        """The failures in a step, from those of all slots."""
         slots = enumerate(batch.host_slots.tolist())
         return cls({row: failed[slot] for row, slot in slots if slot in failed})
 
@@ -44,16 +43,10 @@ def forward_apart(
     then halves of what fails. Parts run in order, as a row may read keys and values that an earlier
     row writes; writing some of them again changes nothing.
 
-    Args:
-        batch: the step.
-        forward: computes a part; its result may be overwritten by the next call.
-        error: with which the whole step failed.
-
-    Returns:
-        Hidden states [num_tokens, hidden], zeros in rows that fail, and their errors by row.
-
-    Raises:
-        Exception: `error`, if every row fails: the process itself may be broken.
+    Returns hidden states [num_tokens, hidden], zeros in rows that fail, and their errors by row.
+    Raises Exception: `error`, if every row fails: the process itself may be broken. `forward`:
+    computes a part; its result may be overwritten by the next call. `error`: with which the whole
+    step failed.
     """
     num_rows = len(batch.query_lens)
     found: dict[int, torch.Tensor] = {}  # by first row
@@ -81,7 +74,6 @@ def forward_apart(
 
 
 def _report(error: Exception) -> str:
-    """The message for the client; the log has the traceback."""
     report = uuid4().hex[:8]
     log.error("the model fails on a request (report %s)", report, exc_info=error)
     return f"the model failed on this request ({type(error).__name__}, report {report})"

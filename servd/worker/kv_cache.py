@@ -28,7 +28,6 @@ def bytes_per_block(backend: Backend[Any], model: Loadable) -> int:
 
 
 def dtype_of(config: Config, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Type of the cache of a model of type `dtype`."""
     name, model = config.cache.kv_cache_dtype, config.model
     if name == "auto":
         rounds = {"auto": model.quantization in ("int8", "int4"), "int8": True}
@@ -47,19 +46,10 @@ def count_blocks(
     weights_bytes: int,
     more_memory: Callable[[int], list[str]],
 ) -> int:
-    """Blocks to allocate in `memory` bytes: at most what all slots at full length can use.
-
-    Args:
-        config: resolved.
-        layout: of the blocks.
-        block_bytes: size of a block on this rank.
-        memory: bytes that the cache may take.
-        weights_bytes: for messages.
-        more_memory: changes of options that would free so many bytes.
-
-    Raises:
-        NotEnoughMemory: not even one request of max_model_len fits, and the context may not be
-            shortened.
+    """Blocks to allocate in `memory` bytes: at most what all slots at full length can use. Raises
+    NotEnoughMemory: not even one request of max_model_len fits, and the context may not be
+    shortened. `block_bytes`: size of a block on this rank; `memory`: bytes that the cache may take;
+    `more_memory`: changes of options that would free so many bytes.
     """
     max_model_len, max_num_seqs = config.model.max_model_len, config.scheduler.max_num_seqs
     assert max_model_len is not None and max_num_seqs is not None, "config must be resolved"

@@ -1,8 +1,7 @@
 """Groups of layers in the KV cache of hybrid models: sliding-window layers keep only their window.
 
-Groups share tensors: the first layers of all groups use the first one, the second layers the
-second, and so on. So a block has the same size in every group, and can be used by any; see
-`KVLayout`.
+Groups share tensors: the first layers of all groups use the first one, and so on. So a block has
+the same size in every group, and can be used by any.
 """
 
 from __future__ import annotations
@@ -24,16 +23,9 @@ log = logging.getLogger("servd.worker")
 def arrange(
     model: Loadable, config: Config, backend: Backend[Any], has_draft: bool
 ) -> tuple[int | None, ...]:
-    """Assign each attention layer its group, and its tensor within the group.
-
-    Args:
-        model: its layers have the numbers of their caches, and no group.
-        config: resolved.
-        backend: the attention backend.
-        has_draft: whether a draft model has keys and values in the same blocks.
-
-    Returns:
-        see `WorkerReady.kv_windows`.
+    """Assign each attention layer its group, and its tensor within the group. `model`: its layers
+    have the numbers of their caches, and no group; `has_draft`: whether a draft model has keys and
+    values in the same blocks.
     """
     longest, layers = config.model.max_model_len, attention_layers(model)
     assert longest is not None

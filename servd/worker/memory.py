@@ -37,8 +37,6 @@ class Meter(Protocol):
 
 
 class CudaMeter:
-    """Asks torch's allocator and the driver."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.total = torch.cuda.mem_get_info(device)[1]

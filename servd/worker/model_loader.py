@@ -58,14 +58,10 @@ class Loadable(Protocol):
         """Every parameter once; tied ones under their first name."""
         ...
 
-    def named_modules(self) -> Iterator[tuple[str, Any]]:
-        """Every layer by name."""
-        ...
+    def named_modules(self) -> Iterator[tuple[str, Any]]: ...
 
 
 class Model(Loadable, Protocol):
-    """The part of a model's interface that the runner uses; see servd/worker/models."""
-
     def __call__(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """[num_tokens] each -> hidden states [num_tokens, hidden]."""
         ...
@@ -83,11 +79,8 @@ def build_model(
     max_model_len: int | None = None,
 ) -> Model:
     """Build the model with uninitialised weights, from the module of its model_type or with
-    transformers, for requests of up to `max_model_len` tokens.
-
-    Raises:
-        UnsupportedModel: there is no module for this model_type, or it does not support a feature
-            in config.json.
+    transformers, for requests of up to `max_model_len` tokens. Raises UnsupportedModel: there is no
+    module for this model_type, or it does not support a feature in config.json.
     """
     spec = replace(spec, max_model_len=max_model_len)
     is_native = spec.model_type.replace("-", "_") in plugins.names(MODELS)
@@ -119,7 +112,6 @@ def build_model(
 
 @contextmanager
 def defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """A context in which new tensors have this dtype and device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -130,10 +122,8 @@ def defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
 
 
 def tensor_shapes(folder: str) -> dict[str, torch.Size]:
-    """The shape of every tensor of the checkpoint in `folder`, by name.
-
-    Raises:
-        ModelNotFound: a file is missing or broken.
+    """The shape of every tensor of the checkpoint in `folder`, by name. Raises ModelNotFound: a
+    file is missing or broken.
     """
     return {name: tensor.shape for name, tensor in read_tensors(weight_files(folder))}
 
@@ -149,19 +139,11 @@ def load_weights(
     """Load the checkpoint in `folder` tensor by tensor from memory-mapped files. Each matrix is
     converted to its final form as soon as it is complete, so that at most one is in memory twice.
 
-    Args:
-        model: to fill.
-        folder: with the weight files.
-        progress: called with the progress, 0 to 1.
-        make: see `form_maker`.
-        rename: maps a tensor's name in the checkpoint to the model's.
-        load_format: see `hf.weight_files`.
-
-    Raises:
-        ModelNotFound: a file or tensor is missing or broken.
-        UnsupportedModel: a tensor is unknown to the model or has another shape, or servd does not
-            support the quantization.
-        ConfigError: the importance matrix is of a model whose layers have other names.
+    Raises ModelNotFound: a file or tensor is missing or broken; UnsupportedModel: a tensor is
+    unknown to the model or has another shape, or servd does not support the quantization;
+    ConfigError: the importance matrix is of a model whose layers have other names. `progress`:
+    called with the progress, 0 to 1; `rename`: maps a tensor's name in the checkpoint to the
+    model's.
     """
     weights: dict[str, Weight] = dict(model.named_parameters())
     attentions = {name: m for name, m in model.named_modules() if isinstance(m, Attention)}
@@ -218,10 +200,8 @@ def _check_importance(known: Set[str], names: Set[str], plain: list[str]) -> Non
 
 
 def _check(files: list[Path]) -> None:
-    """Check all files before any is loaded, which takes long.
-
-    Raises:
-        ModelNotFound: files are truncated or broken.
+    """Check all files before any is loaded, which takes long. Raises ModelNotFound: files are
+    truncated or broken.
     """
     broken: list[str] = []
     for path in files:
@@ -285,10 +265,8 @@ def _quantized(files: list[Path], weight: Tensor) -> Iterator[tuple[str, Tensor 
 
 
 def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Memory-mapped tensors of the files, unconverted, by name.
-
-    Raises:
-        ModelNotFound: a file is broken.
+    """Memory-mapped tensors of the files, unconverted, by name. Raises ModelNotFound: a file is
+    broken.
     """
     for path in files:
         try:
@@ -346,9 +324,7 @@ def _load_kv_scale(
     model: Loadable, attentions: dict[str, Attention], name: str, tensor: Tensor
 ) -> bool:
     """Load the tensor if it is an attention layer's scale of keys or values; returns whether it is.
-
-    Raises:
-        ValueError: it is not one positive number.
+    Raises ValueError: it is not one positive number.
     """
     if not (found := KV_SCALE.fullmatch(name)):
         return False
@@ -411,17 +387,10 @@ def form_maker(
     activations: str = "auto",
     imatrix: str | None = None,
 ) -> MakeForm:
-    """See `MakeForm`.
-
-    Args:
-        dtype: of matrices that are not quantized; narrower ones stay as they are.
-        quantization: a module of servd/worker/quantization, or None.
-        folder: of the checkpoint.
-        activations: --cpu-activation-dtype.
-        imatrix: --quantization-imatrix.
-
-    Raises:
-        ConfigError: the checkpoint is quantized already, or should be but is not.
+    """Return what converts matrices. Raises ConfigError: the checkpoint is quantized already, or
+    should be but is not. `dtype`: of matrices that are not quantized; narrower ones stay as they
+    are. `quantization`: a module of servd/worker/quantization, or None. `activations`:
+    --cpu-activation-dtype.
     """
     stated = quantization_of(folder) if folder else None
     method = stated and str(stated.get("quant_method")).replace("-", "_")
@@ -459,6 +428,5 @@ def _pack(dtype: torch.dtype, weight: Tensor) -> Form | None:
 
 
 def count_bytes(model: Loadable) -> int:
-    """Bytes of all weights on this rank."""
     weights = (weight for _, weight in model.named_parameters())
     return sum(w.num_bytes if isinstance(w, Matrix) else w.nbytes for w in weights)

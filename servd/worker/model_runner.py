@@ -1,8 +1,4 @@
-"""ModelRunner: computes steps of the model, on the rows of requests that it keeps.
-
-What differs between CPU and CUDA is in cpu_model_runner.py and gpu_model_runner.py. No feature is
-named here: features are followers, readers or proposers, each in its own file.
-"""
+"""ModelRunner: computes steps of the model, on the rows of requests that it keeps."""
 
 from __future__ import annotations
 
@@ -80,13 +76,8 @@ class AsyncOutput:
 
 
 class ModelRunner(ABC):
-    """One model on one device.
-
-    Args:
-        config: resolved, see resolve.py.
-        spec: the architecture of the model.
-        device: where it runs.
-        parallel: the ranks among which it is divided.
+    """One model on one device. `device`: where it runs; `parallel`: the ranks among which it is
+    divided.
     """
 
     def __init__(
@@ -122,9 +113,7 @@ class ModelRunner(ABC):
 
     def load_model(self, progress: Callable[[float], None]) -> None:
         """Build the model, load its weights, choose the attention backend, make the request states.
-
-        Raises:
-            ConfigError: the model or the backend cannot run here.
+        Raises ConfigError: the model or the backend cannot run here.
         """
         self.model = model_loader.build_model(
             self.spec,
@@ -200,9 +189,7 @@ class ModelRunner(ABC):
 
     def count_blocks(self, room: int | None = None) -> int:
         """KV-cache blocks that fit: in --kv-cache-memory, else in `room`, else in what is free.
-
-        Raises:
-            NotEnoughMemory: too few for one request.
+        Raises NotEnoughMemory: too few for one request.
         """
         memory = self.config.cache.kv_cache_memory
         if memory is None:
@@ -219,12 +206,10 @@ class ModelRunner(ABC):
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of a KV-cache block on this rank."""
         own = kv_cache.bytes_per_block(self.backend, self.model)
         return own + (self.proposer.bytes_per_block if self.proposer else 0)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the cache; afterwards steps can run."""
         self.kv_caches = kv_cache.allocate(self.backend, self.model, num_blocks)
         if self.proposer is not None:
             self.proposer.allocate_kv_cache(num_blocks)
@@ -289,7 +274,7 @@ class ModelRunner(ABC):
         return self.run(batch.input_ids, batch.positions, batch.attention)
 
     def make_chain(self, drafter: Drafter, max_num_rows: int, max_num_tokens: int) -> Chain:
-        """Drafts by another model, for the requests of this one; see `Target`."""
+        """Drafts by another model, for the requests of this one."""
         return Chain(drafter, self.states)
 
     def run(
@@ -354,7 +339,6 @@ class ModelRunner(ABC):
         return SampledTokens(batch.sample_rows, batch.num_drafts, output)
 
     def choose(self, hidden: torch.Tensor, columns: Columns) -> torch.Tensor:
-        """Sample a step of plain greedy requests; see `SamplingOps.choose`."""
         logits = self.model.compute_logits(hidden)
         token_ids = self.states.token_ids
         return self.sampler.ops.choose(logits, columns.slots, columns.next_columns, token_ids)
@@ -363,7 +347,7 @@ class ModelRunner(ABC):
         self, batch: InputBatch, hidden: torch.Tensor, order: torch.Tensor
     ) -> torch.Tensor:
         """Move keys, values and hidden states of the accepted drafts of a tree to where a chain
-        has them; see `SamplerOutput.order`.
+        has them.
         """
         tokens, moved = batch.sample_tokens, batch.sample_tokens[order]
         if self.device.type == "cpu":  # comparing is free there, and most need not move
@@ -392,10 +376,8 @@ class ModelRunner(ABC):
         self.states.write_drafts(scheduled.scheduled)
 
     def _add(self, request: NewRequest) -> None:
-        """Put a request in its slot.
-
-        Raises:
-            InvalidRequest: a parameter or token id is out of bounds, though the API checks them.
+        """Put a request in its slot. Raises InvalidRequest: a parameter or token id is out of
+        bounds, though the API checks them.
         """
         params, prompt_len = request.params, request.num_prompt_tokens
         is_sampling = isinstance(params, SamplingParams)

@@ -1,8 +1,7 @@
 """Cuts a model to one pipeline stage: layers of other stages are neither built nor loaded.
 
-A stage maps a residual stream to a residual stream, [num_tokens, hidden]: the embedding is replaced
-by the input from the previous stage, the final norm by the sum that it would normalise. A model
-only has to build its layers with `Parallel.layers`.
+A stage maps a residual stream, [num_tokens, hidden], to another: the embedding is replaced by the
+input from the previous stage, the final norm by the sum that it would normalise.
 """
 
 from __future__ import annotations
@@ -61,10 +60,8 @@ class NoHead(nn.Module):
 
 
 def cut(model: Any, parallel: Parallel, num_layers: int) -> None:
-    """Reduce a model to this stage, before its weights are loaded.
-
-    Raises:
-        UnsupportedModel: it does not build its layers with `Parallel.layers`.
+    """Reduce a model to this stage, before its weights are loaded. Raises UnsupportedModel: it does
+    not build its layers with `Parallel.layers`.
     """
     layers, own = attention_layers(model), parallel.own_layers(num_layers)
     if len(layers) != len(own):

@@ -1,8 +1,7 @@
 """Stage: runs a model runner as one stage of pipeline parallelism.
 
-Each stage computes a different step, of other requests (core/micro_batches.py): the sampled tokens
-of a step are known before its requests are scheduled again, and the executor sends them to the
-earlier stages.
+Each stage computes another step, of other requests. The executor sends the sampled tokens to the
+earlier stages before their requests are scheduled again.
 """
 
 from __future__ import annotations
@@ -22,9 +21,6 @@ from servd.worker.pipeline_model import Arrived
 class Stage:
     """Receives hidden states from the previous stage, computes its layers, and sends the result to
     the next stage; the last one samples.
-
-    Args:
-        runner: with its model loaded.
     """
 
     def __init__(self, runner: ModelRunner) -> None:

@@ -1,10 +1,9 @@
 """ProgramRunner: the forward pass of decode steps on a CPU as one call of the native library.
 
-The CPU's counterpart of CUDA graphs. Between kernels, Python and torch run out of cold caches, as
-the weights evict everything else. So the first step with a number of rows records its kernel calls,
-and later ones pass the list to the library, which repeats them (`servd_run` in
-ops/cpu/program.cpp). Addresses are repeated, too: inputs have fixed buffers, and results are in
-buffers that all programs share.
+Between kernels, Python and torch run out of cold caches, as the weights evict everything else. So
+the first step with a number of rows records its kernel calls, and later ones pass the list to the
+library (`servd_run` in ops/cpu/program.cpp). Inputs have fixed buffers; all programs share those
+of results.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ MOST_TOGETHER = 8
 
 
 class Places:
-    """Input buffers of the attention of one group of layers; see AttentionBatch."""
+    """Input buffers of the attention of one group of layers."""
 
     def __init__(self, max_num_rows: int, max_num_blocks: int) -> None:
         self.slot_mapping = np.zeros(max_num_rows, dtype=np.int64)
@@ -54,13 +53,8 @@ class Places:
 
 class ProgramRunner:
     """Records a program when a number of rows is first run; a model that needs other operations
-    than the native library's runs them one by one.
-
-    Args:
-        forward: the model.
-        max_num_rows: of a step; each has one token, known or a draft.
-        max_num_blocks: of a row.
-        num_groups: see `AttentionBatch.others`.
+    than the native library's runs them one by one. `max_num_rows`: of a step; each has one token,
+    known or a draft. `max_num_blocks`: of a row.
     """
 
     is_recordable = True
@@ -107,7 +101,6 @@ class ProgramRunner:
     def fill(
         self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *others: Tensor
     ) -> None:
-        """Write the inputs of a step to where programs read them."""
         num_rows = len(input_ids)
         self.tokens[0, :num_rows] = input_ids.numpy()
         self.tokens[1, :num_rows] = positions.numpy()
@@ -125,7 +118,6 @@ class ProgramRunner:
             self.others[number][: len(other)] = other.numpy()
 
     def inputs(self, num_rows: int) -> tuple[Any, ...]:
-        """What `fill` has written, in the same memory every time."""
         input_ids, positions = torch.from_numpy(self.tokens)[:, :num_rows]
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
         seq_lens = self.seq_lens[:num_rows]
@@ -275,7 +267,6 @@ class OnlyViews(TorchDispatchMode):
         return False  # True, the default, imports torch's compiler at the first call, for seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raises NotRecordable."""
         if not func.is_view:
             raise NotRecordable(f"{func} is not of the native library")
         result = func(*args, **(kwargs or {}))
@@ -314,10 +305,8 @@ class Memory:
         return torch.from_numpy(part).view(shape)
 
     def lend(self, taken: Tensor) -> Tensor:
-        """A tensor of the same memory that does not keep the buffer from being reused.
-
-        Raises:
-            NotRecordable: `taken` is not a whole buffer.
+        """A tensor of the same memory that does not keep the buffer from being reused. Raises
+        NotRecordable: `taken` is not a whole buffer.
         """
         for buffer in self.buffers:
             if buffer.ctypes.data == taken.data_ptr() and taken.is_contiguous():
@@ -336,7 +325,6 @@ class Recorder(TorchFunctionMode):
         self.calls: list[bytes] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called in place of every function of torch, and of `native.call`."""
         if func is torch.empty and not kwargs:
             shape = torch.Size(args if isinstance(args[0], int) else args[0])
             return self.memory.take(shape, self.num_rows)

@@ -66,10 +66,8 @@ class RequestStates:
         return sum(part.nbytes for part in parts if part is not None)
 
     def add(self, request: NewRequest) -> None:
-        """Put a request in its slot.
-
-        Raises:
-            InvalidRequest: a token id that is not in the vocabulary.
+        """Put a request in its slot. Raises InvalidRequest: a token id that is not in the
+        vocabulary.
         """
         assert self.of_layers is None or not request.num_computed_tokens, "states are not cached"
         slot = request.slot
@@ -91,7 +89,6 @@ class RequestStates:
         self.inputs.pad(block_id)
 
     def begin_decode(self, columns: Columns) -> None:
-        """Find the inputs of a step on the device; see decode_inputs.py."""
         tables = self.block_tables
         self.ops.begin_decode(
             columns.step, columns.seq_lens, self.token_ids, self.num_computed, tables.tables,
@@ -102,11 +99,8 @@ class RequestStates:
         self, slots: np.ndarray, token_slots: np.ndarray, offsets: np.ndarray
     ) -> Columns:
         """Find the inputs of a step, on a CPU, in which slots compute their next token and drafts.
-
-        Args:
-            slots: int64 [n].
-            token_slots: slot of each token, int64 [m].
-            offsets: of each token from the first one of its row, int64 [m].
+        `slots`: int64 [n]; `token_slots`: slot of each token, int64 [m]; `offsets`: of each token
+        from the first one of its row, int64 [m].
         """
         num_computed = self.num_computed.numpy()
         columns = num_computed[token_slots] + offsets
@@ -116,7 +110,7 @@ class RequestStates:
         return step
 
     def take_changes(self, most: int) -> np.ndarray:
-        """See `BlockTables.take_changes`; more than `most` are written to the tables at once."""
+        """More than `most` are written to the tables at once."""
         changes = self.block_tables.take_changes()
         if len(changes) <= 3 * most:
             return changes

@@ -1,9 +1,8 @@
 """Self-check: before serving, compares embeddings or scores of a pooling model with a reference by
 transformers, which `python -m servd.worker.self_check` computes.
 
-The reference runs in its own process while the model loads: importing transformers takes seconds
-and hundreds of megabytes, and 16-bit weights are converted to float32 one layer at a time. The
-reference is cached, so the next start does not wait for it; the comparison runs at every start.
+The reference runs in its own process while the model loads, as transformers takes seconds and
+hundreds of megabytes, and is cached. The comparison runs at every start.
 """
 
 from __future__ import annotations
@@ -56,10 +55,8 @@ def prompts(spec: ModelSpec, limit: int) -> list[list[int]]:
 
 
 class SelfCheck:
-    """Starts computing the reference; `run` waits for it and compares.
-
-    Args:
-        worker: of the model to check, whose weights need not be loaded yet.
+    """Starts computing the reference; `run` waits for it and compares. `worker`: of the model to
+    check, whose weights need not be loaded yet.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -89,10 +86,8 @@ class SelfCheck:
             )
 
     def run(self) -> None:
-        """Compare, once the worker can run steps.
-
-        Raises:
-            UnsupportedModel: the model's vectors differ from the reference.
+        """Compare, once the worker can run steps. Raises UnsupportedModel: the model's vectors
+        differ from the reference.
         """
         if not self.is_on:
             return

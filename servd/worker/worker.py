@@ -42,8 +42,6 @@ class Worker:
         compared: folders of models whose memory was compared with the plan, once per process.
 
     Args:
-        config: resolved, see resolve.py.
-        spec: the architecture of the model, with a local folder.
         rank: of this worker among `ParallelConfig.num_workers`.
         progress: called with a start-up phase and its progress, 0 to 1.
         distributed_init: init_method of torch.distributed, e.g. "tcp://127.0.0.1:29500".
@@ -80,10 +78,8 @@ class Worker:
         self.runner = runner_class(config, spec, self.device, self.parallel)
 
     def load_model(self) -> WorkerReady:
-        """Load the weights and measure how many KV-cache blocks fit.
-
-        Raises:
-            ConfigError: the model cannot run here.
+        """Load the weights and measure how many KV-cache blocks fit. Raises ConfigError: the model
+        cannot run here.
         """
         start = time.monotonic()
         self.self_check = SelfCheck(self)
@@ -126,29 +122,18 @@ class Worker:
         )
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the cache, of as many blocks as all workers have; afterwards steps can run.
-
-        Raises:
-            UnsupportedModel: see `SelfCheck.run`.
-        """
+        """Allocate the cache, of as many blocks as all workers have; afterwards steps can run."""
         self.runner.allocate_kv_cache(num_blocks)
         self.self_check.run()
         self.runner.warm_up(lambda fraction: self.progress("warming up", fraction))
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
-        """Launch the forward pass of a step.
-
-        Raises:
-            RuntimeError: the step before was not sampled.
-        """
+        """Launch the forward pass of a step. Raises RuntimeError: the last was not sampled."""
         self.steps.execute_model(scheduled)
 
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> AsyncOutput:
         """Launch sampling for the step that `execute_model` launched last; `result()` waits for its
-        tokens.
-
-        Raises:
-            RuntimeError: there is no such step.
+        tokens. Raises RuntimeError: there is no such step.
         """
         return self.steps.sample_tokens(bitmask)
 

@@ -38,7 +38,6 @@ class WorkerProc:
         self.answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()  # None: no more
 
     def run(self) -> int:
-        """Handle messages until Shutdown or a failure; returns the exit code."""
         inbox: Inbox[messages.ToWorker] = Inbox(self.start.inbox, messages.ToWorker)
         sender = threading.Thread(target=self.send_answers, name="answers")
         sender.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from servd.api.protocol.anthropic import MessagesRequest
 from servd.api.protocol.chat import ChatCompletionRequest
-from servd.api.protocol.cohere import CohereEmbedRequest
 from servd.api.protocol.completions import CompletionRequest
 from servd.api.protocol.decisions import DecisionsRequest
 from servd.api.protocol.embeddings import EmbeddingRequest
@@ -13,6 +12,7 @@ from servd.api.protocol.pooling import PoolingRequest
 from servd.api.protocol.rerank import RerankRequest
 from servd.api.protocol.responses import ResponsesRequest
 from servd.api.protocol.score import ScoreRequest
+from servd.api.routes.compat.cohere import CohereEmbedRequest
 from tools import compatibility
 
 KINDS = {

@@ -171,15 +171,9 @@ class CountTokensRequest(TranslatedRequest):
         return sorted({*super().ignored(), *names})
 
     def chat(self) -> ChatCompletionRequest:
-        """The chat request that this is.
-
-        Raises:
-            InvalidRequest: see `as_chat`.
-        """
         return self.as_chat(self.chat_fields())
 
     def chat_fields(self) -> dict[str, Any]:
-        """Fields of a chat request."""
         messages = chat_messages(self.system, self.messages)
         output = self.output_config or {}
         fields = {

@@ -76,7 +76,6 @@ class Batch(msgspec.Struct, tag_field="object", tag="batch", kw_only=True):
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come of it."""
         return self.status in ("completed", "failed", "expired", "cancelled")
 
 

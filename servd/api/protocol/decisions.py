@@ -214,7 +214,6 @@ class Decision(msgspec.Struct):
 def answer(
     question: Predicate | ChoiceQuestion | ScoreQuestion, probabilities: list[float]
 ) -> Answer:
-    """The answer to a question, whose options have these probabilities."""
     name, best = question.get("name"), max(probabilities)
     match question["type"]:
         case "predicate":

@@ -29,7 +29,6 @@ class PooledRequest(RequestBody):
 
     @property
     def request_options(self) -> RequestOptions:
-        """How the texts are computed."""
         return RequestOptions(
             self.priority or 0,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
@@ -68,7 +67,6 @@ class VectorRequest(PooledRequest):
         return sorted({*super().ignored(), *(set(idle) & self.model_fields_set)})
 
     def prompts(self) -> list[Prompt]:
-        """The inputs; a chat is one."""
         if self.messages is None:
             return [
                 Prompt(

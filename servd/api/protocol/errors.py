@@ -65,12 +65,7 @@ class ErrorReply(msgspec.Struct):
 
 def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply:
     """The answer to `error`. One of the server's own is logged; of an unexpected one the client
-    gets the id only.
-
-    Args:
-        error: what was raised.
-        request_id: the request's.
-        path: the route's, which decides the shape.
+    gets the id only. `error`: what was raised; `path`: the route's, which decides the shape.
     """
     headers: dict[str, str] = {}
     match error:

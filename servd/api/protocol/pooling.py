@@ -42,7 +42,6 @@ class PoolingRequest(VectorRequest):
 
     @property
     def by_token(self) -> bool:
-        """Whether every token has a vector."""
         return self.pooling == "all" or self.task == "token_embed"
 
 

@@ -73,11 +73,7 @@ def sealed(reasoning: str) -> str:
 
 
 def opened(text: str) -> str:
-    """What was `sealed`.
-
-    Raises:
-        InvalidRequest: it was not, or not here.
-    """
+    """What was `sealed`. Raises InvalidRequest: it was not, or not here."""
     try:
         if not text.startswith(SEAL):
             raise ValueError("another server's")

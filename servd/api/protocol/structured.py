@@ -59,10 +59,8 @@ class StructuredRequest(RequestBody):
     """The same, as older clients send it."""
 
     def structured_output(self) -> StructuredOutput | None:
-        """The form of the output; None for free text.
-
-        Raises:
-            InvalidRequest: two are asked for, or a JSON schema is missing.
+        """The form of the output; None for free text. Raises InvalidRequest: two are asked for, or
+        a JSON schema is missing.
         """
         given: list[StructuredOutput] = []
         if self.response_format and self.response_format["type"] != "text":

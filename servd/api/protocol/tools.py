@@ -19,11 +19,7 @@ def _check_parameters(parameters: Any) -> Any:
 
 
 def check_tool(tool: Any) -> Any:
-    """Check that a tool is a function.
-
-    Raises:
-        PydanticCustomError: it is not.
-    """
+    """Check that a tool is a function. Raises PydanticCustomError: it is not."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind == "custom":
         message = (

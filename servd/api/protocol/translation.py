@@ -62,10 +62,8 @@ class TranslatedRequest(RequestBody):
 
     def as_chat(self, fields: dict[str, Any]) -> ChatCompletionRequest:
         """The chat request with these fields, and those that the body took over from the chat
-        route.
-
-        Raises:
-            InvalidRequest: what the chat route would say, or a field is there under two names.
+        route. Raises InvalidRequest: what the chat route would say, or a field is there under two
+        names.
         """
         extra = self.model_extra or {}
         if self.priority is not None:

@@ -151,7 +151,6 @@ def _joined(deltas: Sequence[Delta]) -> ChoiceDelta:
 
 
 def _message(delta: ChoiceDelta, echoed: str) -> AssistantMessage:
-    """The message of which `delta` is the whole, after what is echoed."""
     calls = [
         MessageToolCall(
             call.id or "", CalledFunction(call.function.name or "", call.function.arguments or "")

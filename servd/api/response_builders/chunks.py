@@ -62,7 +62,6 @@ class ChunkBuilder(ResponseBuilder):
         """A chunk with the usage and no choices."""
 
     def count(self, output: CompletionOutput) -> None:
-        """Count the tokens and the drafts of an output."""
         super().count(output)
         self.drafts += output.drafts
 

@@ -1,6 +1,6 @@
 """Log-probabilities in OpenAI's two shapes: that of chats, and that of completions.
 
-Those of each token are JSON at once, which is 70 bytes for a candidate; as objects they take 400.
+Those of a token are JSON at once: 70 bytes for a candidate, where objects take 400.
 """
 
 from __future__ import annotations

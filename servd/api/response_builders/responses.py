@@ -48,9 +48,7 @@ class ResponsesBuilder(EventBuilder):
         keep: called when `response` is complete, before the client knows.
 
     Args:
-        request: the client's.
         body: as the client sent it.
-        response_id: the response's.
         chat: what the body means.
         is_stored: the response can be asked for later.
     """

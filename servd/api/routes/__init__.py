@@ -1,4 +1,4 @@
-"""The HTTP routes: one family per file, each with a `router`; underscored files are shared."""
+"""The HTTP routes: one family per file, each with a `router`. Other servers' are in `compat`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from fastapi import APIRouter
 
 from servd import plugins
 
+COMPAT = f"{__name__}.compat"
+
 
 def load_routers() -> list[APIRouter]:
     """The routers of all files."""
-    return [plugins.load(__name__, name, "router") for name in plugins.names(__name__)]
+    own = [name for name in plugins.names(__name__) if name != "compat"]
+    routers = [plugins.load(__name__, name, "router") for name in own]
+    return routers + [plugins.load(COMPAT, name, "router") for name in plugins.names(COMPAT)]

@@ -58,10 +58,8 @@ async def upload_file(request: Request) -> Response:
 
 @asynccontextmanager
 async def read_form(request: Request) -> AsyncIterator[FormData]:
-    """The parts of a multipart body.
-
-    Raises:
-        InvalidRequest: it is none; the message says what the parser says.
+    """The parts of a multipart body. Raises InvalidRequest: it is none; the message says what the
+    parser says.
     """
     content_type = request.headers.get("content-type", "none")
     if not content_type.lower().startswith("multipart/form-data"):
@@ -90,10 +88,8 @@ async def read_form(request: Request) -> AsyncIterator[FormData]:
 
 
 def kept_for(form: FormData) -> int:
-    """Seconds, as `expires_after` says.
-
-    Raises:
-        InvalidRequest: it is out of bounds, or counts from something else.
+    """Seconds, as `expires_after` says. Raises InvalidRequest: it is out of bounds, or counts from
+    something else.
     """
     anchor, text = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
     if anchor is None and text is None:

@@ -40,11 +40,7 @@ async def sleep(request: Request, level: Level = "1") -> Response:
 
 
 def check_level(level: str) -> None:
-    """Check that a level frees all.
-
-    Raises:
-        InvalidRequest: it frees less.
-    """
+    """Check that a level frees all. Raises InvalidRequest: it frees less."""
     if level not in ("1", "2"):
         raise InvalidRequest("level must be 1 or 2: both free the weights", param="level")
 

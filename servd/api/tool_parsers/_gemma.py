@@ -18,10 +18,8 @@ _WORD = re.compile(r"[^,{}\[\]<]*")
 
 class GemmaParser(ToolParser):
     """Makes JSON of the arguments as they come. Forced calls are a JSON array, since strings lie
-    between tokens, which rules of arguments do not have.
-
-    Attributes:
-        markers: what is before and after a call, and around a string.
+    between tokens, which rules of arguments do not have. `markers`: what is before and after a
+    call, and around a string.
     """
 
     @classmethod

@@ -51,18 +51,14 @@ def calls_grammar(
     added_id: Callable[[str], int | None],
     content_schema: str | None = None,
 ) -> str:
-    """The grammar of one or more calls of these tools (exactly one unless `parallel`).
+    """The grammar of one or more calls of these tools (exactly one unless `parallel`). Raises
+    NotExpressible: the format has no way to hold calls to these schemas.
 
     Args:
         syntaxes: those of the model's family; the model takes one of them.
-        arguments_grammar: see `ToolParser.arguments_grammar`.
-        tools: in OpenAI's form.
         parallel: more than one call is allowed.
         added_id: id of a marker that is an added token; None for plain text.
         content_schema: JSON schema, as text, of content that may come instead.
-
-    Raises:
-        NotExpressible: the format has no way to hold calls to these schemas.
     """
 
     def literal(text: str) -> str:
@@ -101,7 +97,6 @@ def calls_grammar(
 
 
 def quoted(text: str) -> str:
-    """Text as a literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -123,11 +118,8 @@ def parameters_of(function: dict[str, Any]) -> Any:
 
 
 def properties_of(function: dict[str, Any]) -> list[Property]:
-    """The arguments of a function, for formats that write them one by one.
-
-    Raises:
-        NotExpressible: its schema says more than what arguments there are and which of them must be
-            given.
+    """The arguments of a function, for formats that write them one by one. Raises NotExpressible:
+    its schema says more than what arguments there are and which of them must be given.
     """
     schema = parameters_of(function)
     if not isinstance(schema, dict) or schema.keys() - OBJECT_KEYWORDS - ANNOTATIONS:

@@ -27,10 +27,8 @@ _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 
 def header(reader: Reader) -> Steps[str | None]:
-    """Read the rest of a header, up to the message; None if it is none.
-
-    Args:
-        reader: has taken the first marker, and nothing else that it remembers.
+    """Read the rest of a header, up to the message; None if it is none. `reader`: has taken the
+    first marker, and nothing else that it remembers.
     """
     while True:
         yield from reader.run(_WORDS)

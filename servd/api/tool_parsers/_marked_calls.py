@@ -9,10 +9,8 @@ from servd.api.tool_parser import ToolParser
 
 
 class MarkedCallsParser(ToolParser):
-    """Reads a section of one or more calls.
-
-    Attributes:
-        markers: the first three begin a section, end it, and begin a call.
+    """Reads a section of one or more calls. `markers`: the first three begin a section, end it, and
+    begin a call.
     """
 
     @abstractmethod

@@ -9,11 +9,8 @@ from servd.api.tool_parser import ToolParser
 
 
 class MarkedJsonParser(ToolParser):
-    """Reads `[{"name": ..., "arguments": {...}}, ...]`.
-
-    Attributes:
-        begins: any of these comes before.
-        end: may come after it.
+    """Reads `[{"name": ..., "arguments": {...}}, ...]`. `begins`: any of these comes before; `end`:
+    may come after it.
     """
 
     begins: ClassVar[tuple[str, ...]]

@@ -11,12 +11,8 @@ NULLS = ("null", "None")  # texts that stand for null where a schema allows it
 
 def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
     """JSON types that a schema allows: `string` where it does not say, `any` where that is hard to
-    tell.
-
-    Args:
-        schema: a value's.
-        root: what its references speak of.
-        seen: references that were followed; they add nothing.
+    tell. `root`: what its references speak of. `seen`: references that were followed; they add
+    nothing.
     """
     if (reference := _reference(schema)) is not None:
         seen = set() if seen is None else seen
@@ -49,16 +45,13 @@ def texts_of(schema: Any, root: Any, end: str, line: str = "\n") -> list[str]:
 
     Each goes from after the opening tag and `line` to the end of `end`. `line` before that does not
     count. All are strings; null too, where the schema allows it. Regular expressions are to be
-    matched as lazily as possible.
+    matched as lazily as possible. Raises NotExpressible: no text does, or the texts cannot be told
+    from others in this way.
 
     Args:
-        schema: the value's.
         root: what its references speak of.
         end: closing tag.
         line: a line break, or nothing.
-
-    Raises:
-        NotExpressible: no text does, or the texts cannot be told from others in this way.
     """
     found = _Texts(root, end, line)
     found.add(schema)

@@ -138,10 +138,8 @@ def _arguments(parenthesis: str) -> str | None:
 
 
 def _literal(node: ast.expr, depth: int) -> Any:
-    """The JSON value that a literal stands for.
-
-    Raises:
-        ValueError: it is none, or nested too deeply.
+    """The JSON value that a literal stands for. Raises ValueError: it is none, or nested too
+    deeply.
     """
     if depth == 0:
         raise ValueError("nested too deeply")

@@ -31,7 +31,7 @@ class RemoteExecutor(MultiProcExecutor):
         """Nothing: their hosts do."""
 
     def listen(self, at: str, terms: Callable[[], Mapping[str, str]], keys: Keys) -> str:
-        """Let workers join; see Head. Returns where. One that is lost takes the model with it."""
+        """Let workers join. Returns where. One that is lost takes the model with it."""
         addresses = Addresses(lambda rank, _: self.address_of(rank), lambda *_: self.inbox.at)
         start = msgspec.msgpack.encode(self.start_message(-1))
         others = range(self.num_here, self.config.parallel.num_workers)
@@ -51,10 +51,8 @@ class RemoteExecutor(MultiProcExecutor):
 
 
 def find_model(config: Config) -> hf.ModelSpec:
-    """The model on this host, with its weights.
-
-    Raises:
-        ConfigError: it is not here, and cannot be had.
+    """The model on this host, with its weights. Raises ConfigError: it is not here, and cannot be
+    had.
     """
     model = config.model
     assert model.model is not None
@@ -66,15 +64,8 @@ def find_model(config: Config) -> hf.ModelSpec:
 
 
 class WorkerMember(Member):
-    """A worker for an executor on another host, for as long as that is there.
-
-    Args:
-        at: where it listens.
-        join: what is said of this host.
-        keys: of the token.
-        spec: the model on this host.
-        num_here: workers of this host, which share its CPUs.
-        on_failure: see Relay.
+    """A worker for an executor on another host, for as long as that is there. `at`: where it
+    listens; `keys`: of the token; `num_here`: workers of this host, which share its CPUs.
     """
 
     def __init__(
@@ -93,7 +84,6 @@ class WorkerMember(Member):
         super().__init__(at, join, addresses, keys, on_failure, clients=[ONLY_CLIENT])
 
     def begin(self, welcome: Welcome) -> None:
-        """With the executor's options, which count all workers."""
         start = msgspec.msgpack.decode(welcome.start, type=StartWorker)
         inbox, outbox = self.addresses.process(0, 0), self.addresses.client(0, 0)
         start = msgspec.structs.replace(

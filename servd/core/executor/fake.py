@@ -98,8 +98,6 @@ def vector(state: int, params: PoolingParams, size: int) -> bytes:
 
 @dataclass(slots=True)
 class Row:
-    """A running request, as a worker keeps it."""
-
     token_ids: list[int]
     num_computed_tokens: int
     block_ids: list[int]
@@ -114,23 +112,15 @@ class Row:
 class Stream(Protocol):
     """Where steps run: each `submit` after those before it."""
 
-    def submit(self, call: Callable[..., Any], /, *args: Any) -> Pending:
-        """Queue a call."""
-        ...
+    def submit(self, call: Callable[..., Any], /, *args: Any) -> Pending: ...
 
 
 class Pending(Protocol):
-    """A call in a stream."""
-
-    def result(self) -> Any:
-        """Wait for what it returns, or raise what it raised."""
-        ...
+    def result(self) -> Any: ...
 
 
 @dataclass(slots=True, frozen=True)
 class Done:
-    """A call that has returned."""
-
     value: Any
 
     def result(self) -> Any:
@@ -311,17 +301,14 @@ class FakeExecutor(executor.Executor):
         return drafts
 
     def _position(self, row: Row, token: int) -> int:
-        """Where the cache keeps the row's token number `token`."""
         return row.block_ids[token // self.block_size] * self.block_size + token % self.block_size
 
     def _pooled(self, row: Row, params: PoolingParams) -> bytes:
-        """One vector, or one for each token of the prompt."""
         first = 0 if params.pooling == "all" else row.num_prompt_tokens - 1
         states = [self.cache[self._position(row, at)] for at in range(first, row.num_prompt_tokens)]
         return b"".join([vector(state, params, self.spec.hidden_size) for state in states])
 
     def _prompt_logprobs(self, row: Row, num_tokens: int) -> PromptLogprobs | None:
-        """Those of the prompt tokens after the last `num_tokens` computed."""
         k = row.params.prompt_logprobs if isinstance(row.params, SamplingParams) else None
         start = row.num_computed_tokens - num_tokens + 1
         token_ids = row.token_ids[start : min(row.num_computed_tokens + 1, row.num_prompt_tokens)]

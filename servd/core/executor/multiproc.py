@@ -119,10 +119,8 @@ class MultiProcExecutor(executor.Executor):
         return self
 
     def result(self) -> ModelRunnerOutput:
-        """Output of the oldest step that is not collected yet.
-
-        Raises:
-            EngineDead: a worker failed or is gone.
+        """Output of the oldest step that is not collected yet. Raises EngineDead: a worker failed
+        or is gone.
         """
         while not all(self.outputs):
             message = self._recv()

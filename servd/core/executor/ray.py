@@ -1,7 +1,6 @@
 """RayExecutor: workers in the bundles of a placement group of a Ray cluster, one in each.
 
-Ray chooses the hosts and starts an actor in each bundle, and no more: what workers are told and
-answer passes servd's own links, which notice within a second when one is gone.
+Ray only starts the actors: servd's own links notice within a second when one is gone.
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ PLACEMENT_TIMEOUT = 60.0  # seconds in which bundles become free, or nodes are a
 
 
 def library(name: str = "ray") -> Any:
-    """A module of Ray.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """A module of Ray. Raises ConfigError: it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -47,14 +42,8 @@ class Bundle:
             return tcp_address(library().util.get_node_ip_address(), probe.getsockname()[1])
 
     def run(self, at: str, token: str, config: bytes, rank: int, num_here: int) -> None:
-        """Be joined to the executor until it is gone.
-
-        Args:
-            at: where it listens.
-            token: of this executor alone.
-            config: its own.
-            rank: of the worker.
-            num_here: workers of this host, which share its CPUs.
+        """Be joined to the executor until it is gone. `at`: where it listens; `num_here`: workers
+        of this host, which share its CPUs.
         """
         spec = find_model(msgspec.msgpack.decode(config, type=Config))
         join, errors = Join(servd.__version__, socket.gethostname(), 0, rank, {}), list[Exception]()
@@ -78,11 +67,7 @@ class RayExecutor(RemoteExecutor):
         return self.ray.get(self.actors[0].meeting_point.remote())
 
     def start(self) -> WorkerReady:
-        """Place the workers.
-
-        Raises:
-            ConfigError: there is no cluster, or it has not as much free.
-        """
+        """Place the workers. Raises ConfigError: no cluster, or not as much of it is free."""
         ray = self.ray = library()
         if not ray.is_initialized():
             try:

@@ -15,12 +15,7 @@ class BlockPool:
 
     A block is free when nobody owns it. A free block that still has a hash is cached: it can be
     shared again until the space is needed. Blank blocks are handed out first, then cached ones,
-    least recently used first.
-
-    Args:
-        num_blocks: size of the pool.
-        times: samples the lifetimes of blocks, or None.
-        clock: tells when a block is evicted.
+    least recently used first. `times`: samples the lifetimes of blocks, or None.
     """
 
     def __init__(
@@ -116,7 +111,6 @@ class BlockPool:
             self._blank.append(self._evict(None))
 
     def take_evictions(self) -> list[BlockEviction]:
-        """Sampled evictions since the last call."""
         return self.times.news() if self.times is not None else []
 
     def _evict(self, on_evict: Callable[[int, bytes], None] | None) -> int:

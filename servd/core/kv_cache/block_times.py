@@ -36,7 +36,6 @@ class BlockTimes:
                 del times[1:-MAX_USES]
 
     def evict(self, block: int) -> None:
-        """This block is evicted."""
         if times := self._times.pop(block, None):
             now = self._clock()
             gaps = [later - earlier for earlier, later in pairwise(times[1:])]

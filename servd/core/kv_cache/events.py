@@ -27,8 +27,6 @@ class Event(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class BlockStored(Event):
-    """Consecutive blocks of a sequence were cached."""
-
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
     token_ids: list[int]
@@ -40,8 +38,6 @@ class BlockStored(Event):
 
 
 class BlockRemoved(Event):
-    """Blocks left the cache."""
-
     block_hashes: list[bytes]
     medium: str | None
 
@@ -72,12 +68,8 @@ class NullEvents:
 
 
 class KVEvents(NullEvents):
-    """Collects the events of a step, and publishes them.
-
-    Args:
-        config: the endpoints.
-        pool: the device's blocks.
-        block_size: tokens per block.
+    """Collects the events of a step, and publishes them. `pool`: the device's blocks; `block_size`:
+    tokens per block.
     """
 
     def __init__(self, config: KVEventsConfig, pool: BlockPool, block_size: int) -> None:

@@ -20,7 +20,7 @@ from servd.tracing import Clock, now_ns
 class KVCacheManager:
     """The blocks of all requests, over a pool, a prefix cache and a connector.
 
-    Each group of layers has its own blocks, see `WorkerReady.kv_windows`, all from one pool. Counts
+    Each group of layers has its own blocks, all from one pool. Counts
     of a request's blocks, such as `num_registered_blocks`, are those of one group. Blocks before a
     group's window are freed while the request runs. The connector, at first the null one, loads
     blocks from other places and saves them there; with another one, workers make one group.
@@ -46,7 +46,6 @@ class KVCacheManager:
         self.num_holders = 0  # requests that have blocks
 
     def connect(self, connector: KVConnector) -> None:
-        """Use this connector from now on: it saves blocks that are evicted, and loads them."""
         self.connector.close()
         self.connector = connector
         self.pool.on_evict = connector.save_block
@@ -82,7 +81,6 @@ class KVCacheManager:
         return True
 
     def _count_lacking(self, request: Request, cached: Sequence[int]) -> int:
-        """Return how many blocks `fits` needs beyond the free ones."""
         num_tokens = min(len(request.token_ids) + 1, request.max_num_tokens - 1)
         num_new = -(-num_tokens // self.block_size) - len(cached) // self.num_groups
         num_needed = 0
@@ -207,14 +205,12 @@ class KVCacheManager:
         self.events.publish()
 
     def count_hits(self, request: Request, stats: SchedulerStats) -> None:
-        """Count the prefix-cache hits of a request that was admitted for the first time."""
         request.num_cached_tokens = request.num_computed_tokens
         request.evicted_at_ns = self.prefix_cache.find_evicted_at_ns(request)
         stats.prefix_cache_queries += request.num_prompt_tokens
         stats.prefix_cache_hits += request.num_cached_tokens - request.num_external_tokens
 
     def report(self, stats: SchedulerStats) -> None:
-        """Add the state of the cache, and publish its events."""
         self.prefix_cache.unpin(self.pool.num_blocks)
         stats.num_pinned = len(self.prefix_cache.pinned)
         stats.kv_cache_usage = self.usage

@@ -66,7 +66,6 @@ class PinnedPrefixes:
         return count
 
     def drop(self, blocks: Iterable[int]) -> None:
-        """Unpin those of these blocks that are pinned."""
         for block in blocks:
             if self._ends.pop(block, None) is not None:
                 self.pool.release([block])

@@ -28,7 +28,6 @@ def loadable_hashes(request: Request, block_size: int, num_cached: int = 0) -> S
 
 
 def only_held(block_ids: Iterable[int]) -> list[int]:
-    """Return `block_ids` without NO_BLOCK."""
     return [block for block in block_ids if block != NO_BLOCK]
 
 
@@ -57,7 +56,6 @@ class PrefixCache:
         self.pinned = PinnedPrefixes(pool, int(pool.num_blocks * config.max_pinned_share))
 
     def find_prefix(self, request: Request) -> list[int]:
-        """Return the cached blocks of a request's longest cached prefix."""
         self._extend_hashes(request)
         return self._find(loadable_hashes(request, self.block_size))
 
@@ -126,13 +124,11 @@ class PrefixCache:
         return self.pinned.unpin(num_blocks, FOREVER + 1 if is_alone else self.clock())
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Remove blocks from the cache: their contents may be wrong."""
         blocks = list(blocks)
         self.pinned.drop(blocks)
         self.pool.forget(blocks)
 
     def clear(self) -> None:
-        """Remove all blocks that no request owns."""
         self.pinned.clear()
         self.pool.forget_cached()
 
@@ -141,7 +137,6 @@ class PrefixCache:
         return [request.block_hashes[index]]
 
     def _find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the blocks of the longest cached prefix."""
         return self.pool.find_prefix(hashes)
 
     def _find_pinnable(self, hashes: Sequence[bytes], end_ns: int) -> Sequence[int]:
@@ -149,7 +144,6 @@ class PrefixCache:
         return self._find(hashes)
 
     def _extend_hashes(self, request: Request) -> None:
-        """Hash the blocks that have become full."""
         hashes = request.block_hashes
         size = self.block_size
         if len(request.token_ids) < (len(hashes) + 1) * size:

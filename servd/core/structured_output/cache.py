@@ -21,10 +21,8 @@ def key_of(output: StructuredOutput) -> Key:
 
 
 class GrammarCache:
-    """The grammars used last, and those of all unfinished requests.
-
-    Args:
-        compile: compiles the grammar of an output; raises GrammarError.
+    """The grammars used last, and those of all unfinished requests. `compile`: compiles the grammar
+    of an output; raises GrammarError.
     """
 
     def __init__(self, compile: Callable[[StructuredOutput], Grammar]) -> None:
@@ -52,10 +50,8 @@ class GrammarCache:
         self._in_use[id(output)] = grammar
 
     def find_or_compile(self, output: StructuredOutput) -> Grammar:
-        """The grammar of an admitted request's output, if need be compiled again.
-
-        Raises:
-            GrammarError: it cannot be compiled.
+        """The grammar of an admitted request's output, if need be compiled again. Raises
+        GrammarError: it cannot be compiled.
         """
         grammar = self.find(output)
         if grammar is None:
@@ -63,10 +59,8 @@ class GrammarCache:
         return grammar
 
     def replace(self, output: StructuredOutput, grammar: Grammar) -> Grammar:
-        """A replacement for a grammar whose lexer states are used up.
-
-        Raises:
-            GrammarError: it takes too long to compile.
+        """A replacement for a grammar whose lexer states are used up. Raises GrammarError: it takes
+        too long to compile.
         """
         if (newer := self.find(output)) is not None and newer is not grammar:
             return newer

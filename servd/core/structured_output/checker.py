@@ -88,10 +88,8 @@ def try_grammar(output: StructuredOutput, vocabulary: Any) -> str | None:
 
 
 def slowest_mask(grammar: Grammar, vocabulary: Any) -> float:
-    """CPU seconds of the slowest mask at the beginning of a few random outputs.
-
-    Raises:
-        GrammarError: one of them reaches a limit of the library, so most outputs might.
+    """CPU seconds of the slowest mask at the beginning of a few random outputs. Raises
+    GrammarError: one of them reaches a limit of the library, so most outputs might.
     """
     draw = random.Random(0)  # the same grammar gets the same verdict
     closing = [token_id for text in '"}]' for token_id in vocabulary.tokenize_str(text)]

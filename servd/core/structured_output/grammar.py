@@ -62,16 +62,9 @@ class UsedUp(GrammarError):
 
 
 class Grammar:
-    """One compiled grammar. Its matchers share the lexer states that they discover.
-
-    Attributes:
-        seconds: CPU time of its compilation.
-        first_mask: see `Matcher.bitmask`.
-        first_forced: see `Matcher.forced_tokens`.
-        mask_seconds: CPU time of the first mask.
-
-    Raises:
-        GrammarError: the value is malformed, not supported, or beyond LIMITS.
+    """One compiled grammar. Its matchers share the lexer states that they discover. Raises
+    GrammarError: the value is malformed, not supported, or beyond LIMITS. `seconds`: CPU time of
+    its compilation; `mask_seconds`: CPU time of the first mask.
     """
 
     def __init__(self, output: StructuredOutput, vocabulary: LLTokenizer) -> None:
@@ -117,11 +110,9 @@ class Matcher:
         return self._matcher.is_stopped()
 
     def bitmask(self) -> bytes:
-        """The allowed next tokens: int32 [ceil(vocab_size / 32)], bit set = allowed.
-
-        Raises:
-            GrammarError: there are none, or finding them goes beyond LIMITS.
-            UsedUp: the limit of lexer states is reached.
+        """The allowed next tokens: int32 [ceil(vocab_size / 32)], bit set = allowed. Raises
+        GrammarError: there are none, or finding them goes beyond LIMITS; UsedUp: the limit of lexer
+        states is reached.
         """
         if self._first_mask is not None:
             return self._first_mask
@@ -132,22 +123,15 @@ class Matcher:
         return bitmask[: self._mask_size]
 
     def forced_tokens(self) -> list[int]:
-        """The next tokens, as far as no others are allowed; at most MAX_FORCED.
-
-        Raises:
-            GrammarError: the library failed.
+        """The next tokens, as far as no others are allowed; at most MAX_FORCED. Raises
+        GrammarError: the library failed.
         """
         if not self._forced:
             self._forced = _forced_tokens(self._matcher)
         return self._forced
 
     def accept(self, token_id: int) -> None:
-        """Advance by the next token.
-
-        Raises:
-            GrammarError: the grammar does not allow it.
-            UsedUp: see `bitmask`.
-        """
+        """Advance by the next token. Raises GrammarError: the grammar does not allow it."""
         self._first_mask = None
         self._forced = self._forced[1:] if self._forced[:1] == [token_id] else []
         if not _call(self._matcher.consume_token, token_id):

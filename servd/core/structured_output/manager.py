@@ -1,7 +1,6 @@
 """GrammarManager: compiles grammars in threads, and makes the bitmasks of the rows that have one.
 
-It keeps its rows as the workers do: a row begins with a NewRequest, which after preemption has the
-output so far, and ends when its slot is freed.
+A row begins with a NewRequest, after preemption with its output so far, and ends with its slot.
 """
 
 from __future__ import annotations
@@ -92,7 +91,6 @@ class Row:
             self.token_ids.append(token_id)
 
     def forced_tokens(self) -> list[int]:
-        """The tokens that must come next."""
         if self.starts_after:
             return []
         start = time.perf_counter()
@@ -265,7 +263,6 @@ class GrammarManager:
     # ---- steps ----
 
     def begin_step(self, scheduled: SchedulerOutput) -> None:
-        """Update the rows, and find those of this step that have a grammar."""
         for slot in scheduled.freed_slots:
             self._rows.pop(slot, None)
         for request in scheduled.new_requests:
@@ -281,7 +278,6 @@ class GrammarManager:
             ]
 
     def forget_rows(self) -> None:
-        """Discard all rows; see `EngineCore.forget_workers`."""
         self._rows.clear()
 
     def choose_idle(self) -> Set[int]:
@@ -338,10 +334,8 @@ class GrammarManager:
         return bitmask if masks else None
 
     def advance(self, output: ModelRunnerOutput) -> dict[int, GrammarEnd]:
-        """Process the tokens of the oldest step in flight.
-
-        Returns:
-            Row -> how its output ends, for those that end with one of these tokens.
+        """Process the tokens of the oldest step in flight. Returns row -> how its output ends, for
+        those that end with one of these tokens.
         """
         ends: dict[int, GrammarEnd] = {}
         for index, row, _ in self._in_flight.popleft():

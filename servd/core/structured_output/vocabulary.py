@@ -12,11 +12,9 @@ if TYPE_CHECKING:
 
 
 def load_vocabulary(config: Config, spec: ModelSpec) -> LLTokenizer:
-    """The vocabulary of the served model. Takes a fifth of a second for 50,000 tokens.
-
-    Raises:
-        ConfigError: the tokenizer is not found.
-        ValueError: it is neither byte-level, nor has it a token for every byte.
+    """The vocabulary of the served model. Takes a fifth of a second for 50,000 tokens. Raises
+    ConfigError: the tokenizer is not found; ValueError: it is neither byte-level, nor has it a
+    token for every byte.
     """
     from llguidance import LLTokenizer, TokenizerWrapper  # here: only grammars need it
 
@@ -42,9 +40,6 @@ class TextVocabulary:
     Where only one text is allowed, the library tokenizes it and allows only the first token. The
     model's own tokenizer would make "<tool_call>" in it a special token, which the library refuses,
     and its normalizers may change the text.
-
-    Args:
-        tokenizer: the model's.
     """
 
     bos_token_id = None

@@ -1,7 +1,4 @@
-"""Attention of a mixed batch over the paged KV cache: one file per backend, with a class `Backend`.
-
-tests/worker/attention runs the contract over all files.
-"""
+"""Attention of a mixed batch over the paged KV cache: one file per backend, each a `Backend`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""int8 keys and values with a scale per token and head.
-
-The rounding error is at most 1/254 of the largest magnitude of the token and head.
-"""
+"""int8 keys and values, a scale per token and head: off by 1/254 of the largest number at most."""
 
 from __future__ import annotations
 

@@ -22,8 +22,6 @@ VECTOR = 16  # elements of the widest vector: block size and head dimension are 
 
 @dataclass(frozen=True)
 class Metadata:
-    """The kernel reads the batch's own arrays."""
-
     slot_mapping: Tensor
     query_lens: Tensor
     seq_lens: Tensor
@@ -52,7 +50,6 @@ class Backend(AttentionBackend[Metadata]):
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Needs the compiled library, and sizes that fill its vectors."""
         if spec.device.type != "cpu":
             return f"needs a CPU, not {spec.device.type}"
         if library() is None:
@@ -106,7 +103,6 @@ class Backend(AttentionBackend[Metadata]):
         slots: Tensor,
         rotation: Rotation | None,
     ) -> Tensor:
-        """`write` in one pass; see ops/cpu/attention.cpp."""
         spec = self.spec
         assert v is not None
         q, k, v = (
@@ -123,7 +119,6 @@ class Backend(AttentionBackend[Metadata]):
         return q if turned is None else turned
 
     def move(self, kv_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
-        """See Backend; in the layout of `kv_cache_shape`."""
         if self.spec.value_dim is not None:
             return super().move(kv_cache, sources, targets)
         size = self.spec.block_size

@@ -41,8 +41,6 @@ class Group:
 
 @dataclass(frozen=True)
 class Metadata:
-    """The groups of a step."""
-
     slot_mapping: Tensor
     groups: list[Group]
 
@@ -64,11 +62,9 @@ class Backend(AttentionBackend[Metadata]):
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """None: runs everywhere, with every type of cache."""
         return None
 
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
-        """Group the rows; compute each group's block ids and mask."""
         first_blocks = np.zeros_like(batch.seq_lens)
         if self.spec.sliding_window is not None and self.spec.exact_seq_lens:
             first_seen = batch.seq_lens - batch.query_lens - self.spec.sliding_window + 1

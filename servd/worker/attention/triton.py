@@ -31,7 +31,7 @@ class Metadata:
 
 class Backend(AttentionBackend[Metadata]):
     """Per layer one kernel writes keys and values and one or two compute attention, plus one if
-    rows are long enough to be split; see `ops/triton/paged_attention.py`.
+    rows are long enough to be split.
     """
 
     auto_order = {"cuda": 20}  # reads the cache in place

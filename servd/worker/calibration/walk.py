@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,11 @@ from transformers.pytorch_utils import Conv1D
 
 from servd.errors import UnsupportedModel
 
-Round = Callable[[str, Tensor, Tensor, Tensor], Tensor]
-"""Name of a matrix in the model, the matrix [out, in], and sums of x^T x and (y - x)^T x over the
-halves of its inputs x and those of the original, y, [2, in, in] each -> what it is from now on.
-Matrices that multiply the same come one after another, with the same tensors.
-"""
+# Name of a matrix in the model, the matrix [out, in], and sums of x^T x and (y - x)^T x over the
+# halves of its inputs x and those of the original, y, [2, in, in] each -> what it is from now on.
+Change = Callable[[str, Tensor, Tensor, Tensor], Tensor]
+# What a layer is given beside hidden states: positions, masks.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a layer is given beside hidden states: positions, masks."""
 
 
 class Reached(Exception):
@@ -31,13 +28,8 @@ class Reached(Exception):
 
 
 class Model:
-    """A model of transformers in float32.
-
-    Args:
-        folder: of the checkpoint.
-
-    Raises:
-        UnsupportedModel: transformers cannot load it, or it is not a list of layers.
+    """A model of transformers in float32. Raises UnsupportedModel: transformers cannot load it, or
+    it is not a list of layers.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -50,7 +42,8 @@ class Model:
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
         if not lists:
             raise UnsupportedModel(f"{folder}: {type(model).__name__} is not a list of layers")
-        self.model, self.layers = model.requires_grad_(False), lists[0]
+        self.model = model.requires_grad_(False)
+        self.layers = lists[0]
         self.base_prefix = model.base_model_prefix
         self.num_weights = model.num_parameters()
         self.names = {
@@ -68,42 +61,12 @@ class Model:
             losses.append(F.cross_entropy(logits, row[1:]).item())
         return math.exp(sum(losses) / len(losses))
 
-    def gradients(self, rows: Tensor) -> dict[str, Tensor]:
-        """Mean squares of the gradient of each of a matrix's outputs, [out], by its name: of what
-        the model says about tokens that are drawn from what it predicts, for token ids [n, size].
-        """
-        squares: dict[str, Tensor] = {}
-
-        def add(name: str, gradient: Tensor) -> None:
-            squares[name] = squares.get(name, 0) + gradient.flatten(0, -2).square().sum(0)
-
-        def see(module: nn.Linear | Conv1D, _: Any, out: Tensor) -> None:
-            out.register_hook(partial(add, self.names[module]))
-
-        seen = [m for layer in self.layers for m in layer.modules() if m in self.names]
-        hooks = [module.register_forward_hook(see) for module in seen]
-        embeddings = self.model.get_input_embeddings()
-        hooks.append(embeddings.register_forward_hook(lambda *args: args[-1].requires_grad_()))
-        generator = torch.Generator().manual_seed(0)
-        for row in rows:
-            logits = self.model(row[None], use_cache=False).logits[0]
-            drawn = logits.detach().softmax(-1).multinomial(1, generator=generator)
-            F.cross_entropy(logits, drawn[:, 0], reduction="sum").backward()
-        for hook in hooks:
-            hook.remove()
-        return {name: each / rows.numel() for name, each in squares.items()}
-
     @torch.inference_mode()
     def exchange(
-        self, batches: Sequence[Tensor], round_: Round, progress: Callable[[float], None]
+        self, batches: Sequence[Tensor], change: Change, progress: Callable[[float], None]
     ) -> None:
-        """Exchange every matrix of the layers, in the order in which they are used: each has the
-        inputs that those before it lead to.
-
-        Args:
-            batches: token ids [n, size] each.
-            round_: see `Round`.
-            progress: called with how far it is, 0 to 1.
+        """Change every matrix of the layers, in the order in which they are used: each has the
+        inputs that those before it lead to. Batches are token ids [n, size].
         """
         inputs, calls = self._enter(batches)
         exact = [*inputs]
@@ -118,15 +81,9 @@ class Model:
                     moments = moments + _products(x, x)
                     drift = drift + _products(y - x, x)
                 for module in modules:
-                    assert isinstance(module.weight, Tensor)
-                    weight, is_transposed = module.weight, isinstance(module, Conv1D)
-                    rounded = round_(
-                        self.names[module],
-                        weight.t() if is_transposed else weight,
-                        moments,
-                        drift,
-                    )
-                    weight.copy_(rounded.t() if is_transposed else rounded)
+                    # Conv1D, of GPT-2, has the matrix [in, out].
+                    weight: Any = module.weight.t() if isinstance(module, Conv1D) else module.weight
+                    weight.copy_(change(self.names[module], weight, moments, drift))
             for place, of_layers in enumerate(calls):
                 inputs[place] = _run(layer, inputs[place], of_layers[index])
                 exact[place] = _run(original, exact[place], of_layers[index])

@@ -39,7 +39,7 @@ class MakeForm(NamedTuple):
 
     Args:
         dense: makes the form of a matrix that is not quantized; may return None, to leave it.
-        x_dtype: type that x may be rounded to, see `packed.GroupedMatrix`.
+        x_dtype: type that x may be rounded to.
         table: like dense, for embeddings and heads; None: dense.
         importance: importance matrix: checkpoint name -> float32 [in], passed to `dense`.
     """
@@ -50,10 +50,8 @@ class MakeForm(NamedTuple):
     importance: Mapping[str, Tensor] = MappingProxyType({})
 
     def of(self, name: str, weight: Weight) -> MakeForm:
-        """The same with the importance of the tensor of this name.
-
-        Raises:
-            ValueError: the importance has another shape.
+        """The same with the importance of the tensor of this name. Raises ValueError: the
+        importance has another shape.
         """
         if (importance := self.importance.get(name)) is None:
             return self
@@ -118,7 +116,7 @@ class Matrix(Weight):
     def load(
         self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
     ) -> None:
-        """See `Weight.load`. 16-bit weights stay so if the device can multiply them; a whole matrix
+        """16-bit weights stay so if the device can multiply them; a whole matrix
         is not copied from the mapped file, as `reform` packs it.
         """
         if self.form is not None:

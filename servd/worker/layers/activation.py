@@ -11,11 +11,7 @@ from servd.worker.ops.reference import ACTIVATIONS
 
 
 class Activation(nn.Module):
-    """The function called `name` in config.json.
-
-    Raises:
-        UnsupportedModel: the name is unknown.
-    """
+    """The function called `name` in config.json. Raises UnsupportedModel: the name is unknown."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -27,7 +23,6 @@ class Activation(nn.Module):
         self.ops = ops.for_device(torch.get_default_device())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Elementwise, for any shape."""
         return self.ops.activate(x, self.name)
 
 

@@ -18,14 +18,7 @@ if TYPE_CHECKING:
 
 
 class ForwardContext:
-    """What the forward pass of a step needs beside its inputs.
-
-    Args:
-        backend: the model's attention backend.
-        batch: the step.
-        kv_caches: one per layer.
-        states: see `RequestStates.of_layers`.
-    """
+    """What the forward pass of a step needs beside its inputs. `kv_caches`: one per layer."""
 
     def __init__(
         self,
@@ -77,10 +70,6 @@ class Attention(nn.Module):
         head_dim: size of a head.
         scale: factor on the scores.
         sliding_window: a token sees itself and the sliding_window - 1 tokens before; None: all.
-        soft_cap: see AttentionSpec.
-        has_sinks: see AttentionSpec.
-        is_causal: see AttentionSpec.
-        value_dim: see AttentionSpec.
     """
 
     def __init__(
@@ -150,15 +139,12 @@ def attention_layers(model: Loadable) -> list[Attention]:
 
 
 def num_caches(model: Loadable) -> int:
-    """Number of KV caches, which layers may share."""
     return len({layer.layer for layer in attention_layers(model)})
 
 
 def spec_of(model: Loadable, **options: Any) -> AttentionSpec:
-    """The attention that a backend has to compute; `options` are its other fields.
-
-    Raises:
-        UnsupportedModel: layers differ in more than their windows.
+    """The attention that a backend has to compute; `options` are its other fields. Raises
+    UnsupportedModel: layers differ in more than their windows.
     """
     first, *others = attention_layers(model)
     for layer in others:

@@ -54,7 +54,6 @@ class OneByOne:
 
 
 def grouped_form(matrices: Sequence[Matrix]) -> GroupedForm:
-    """The fastest grouped form for loaded matrices."""
     forms = [matrix.form for matrix in matrices]
     kinds = {packed.ExpertMatrices.kind(form) for form in forms}
     if len(kinds) == 1 and None not in kinds:
@@ -130,10 +129,8 @@ class SparseMoE(nn.Module):
     Args:
         hidden_size: of the tokens.
         size: of the experts, between their two products.
-        num_experts: to choose from.
         top_k: experts of a token.
         renormalize: the weights of a token's experts add up to 1.
-        activation: see Gate.
         parallel: the ranks.
         bias: router and experts have biases.
     """
@@ -184,7 +181,6 @@ class SparseMoE(nn.Module):
 
     @property
     def is_capturable(self) -> bool:
-        """Whether a CUDA graph can hold this layer."""
         return all(form.is_capturable for form in self.grouped)
 
     def route(self, x: Tensor) -> Routing:

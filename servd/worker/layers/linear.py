@@ -31,7 +31,6 @@ class ColumnParallelLinear(nn.Module):
     """`x @ W.T + b`, with a slice of the outputs on each rank.
 
     Args:
-        in_features: inputs.
         out_features: outputs of each of the fused projections (q, k, v or gate, up), over all
             ranks.
         parallel: the ranks.

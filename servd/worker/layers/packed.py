@@ -92,10 +92,7 @@ class PackedMatrix(Packed):
 
 class GroupedMatrix(Packed):
     """A matrix with a scale, and optionally an offset, for each group of elements of a row.
-
-    Args:
-        quantized: the weights.
-        x_dtype: see `PackedMatrix`; int8 for weights whose codes are integers.
+    `x_dtype`: see `PackedMatrix`; int8 for weights whose codes are integers.
     """
 
     def __init__(self, quantized: Quantized, x_dtype: torch.dtype = torch.float32) -> None:
@@ -131,7 +128,6 @@ class GroupedMatrix(Packed):
 
 
 def _take_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """x[:, columns] by the native library, so that it can be recorded in a program."""
     out, size = torch.empty(x.shape), len(columns)
     for row, to in zip(x, out, strict=True):
         call("embed", row, size, 1, columns, size, to)
@@ -170,7 +166,6 @@ class ExpertMatrices:
 
     @staticmethod
     def kind(matrix: object) -> tuple[object, ...] | None:
-        """The kind that all matrices have in common; None: they differ."""
         if isinstance(matrix, PackedMatrix):
             return matrix.type, matrix.num_terms, matrix.scale is None, matrix.is_spread
         if isinstance(matrix, GroupedMatrix) and matrix.columns is None:
@@ -214,11 +209,8 @@ def _num_terms(quantized: Quantized, x_dtype: torch.dtype) -> int:
 
 
 def _pack(weight: Tensor, num_terms: int = 0) -> Tensor:
-    """Pack [out, in] in panels of rows; two 4-bit codes in a byte.
-
-    Args:
-        weight: [out, in].
-        num_terms: of x; 0: x is float32, or these are scales.
+    """Pack [out, in] in panels of rows; two 4-bit codes in a byte. `weight`: [out, in].
+    `num_terms`: of x; 0: x is float32, or these are scales.
     """
     num_rows, size = weight.shape
     if weight.dtype == torch.uint8:

@@ -57,10 +57,8 @@ class Quantized:
         return self.codes.new_tensor(self.table, dtype=torch.float32)
 
     def dequantize(self, table: Tensor | None = None) -> Tensor:
-        """Return what the format says that the weights are, float32 [out, in].
-
-        Args:
-            table: what `table_on_device` returned, for CUDA graphs, which cannot hold the call.
+        """Return what the format says that the weights are, float32 [out, in]. `table`: what
+        `table_on_device` returned, for CUDA graphs, which cannot hold the call.
         """
         table = self.table_on_device() if table is None else table
         values = self.codes.float() if table is None else table[self.codes.int()]
@@ -78,10 +76,8 @@ class Quantized:
         return [self.narrow(0, start, n) for start, n in zip(starts, rows, strict=True)]
 
     def narrow(self, dim: int, start: int, length: int) -> Quantized:
-        """Rows or columns. Groups that would be cut become smaller ones.
-
-        Raises:
-            ValueError: columns are not in order.
+        """Rows or columns. Groups that would be cut become smaller ones. Raises ValueError: columns
+        are not in order.
         """
         if length == self.shape[dim]:
             return self
@@ -134,11 +130,8 @@ def stack(parts: Sequence[Quantized]) -> Quantized:
 
 
 class QuantizedMatrix:
-    """With the products that torch has: the reference, and slow.
-
-    Args:
-        quantized: the weights.
-        dtype: that the model computes in.
+    """With the products that torch has: the reference, and slow. `dtype`: that the model computes
+    in.
     """
 
     def __init__(self, quantized: Quantized, dtype: torch.dtype) -> None:

@@ -69,11 +69,9 @@ def rope_parameters(spec: ModelSpec) -> dict[str, Any]:
 def frequencies(
     rope: dict[str, Any], spec: ModelSpec, is_partial: bool = False
 ) -> tuple[Tensor, float]:
-    """Angle per position of each pair [pairs], and the factor on cos and sin.
-
-    Raises:
-        UnsupportedModel: angles by layer or for a part of the head, another `rope_type` than those
-            below, or one without what it needs.
+    """Angle per position of each pair [pairs], and the factor on cos and sin. Raises
+    UnsupportedModel: angles by layer or for a part of the head, another `rope_type` than those
+    below, or one without what it needs.
     """
     if any(isinstance(value, dict) for value in rope.values()):
         raise UnsupportedModel("rope_parameters that differ from layer to layer are not supported")

@@ -39,7 +39,6 @@ class Weight(nn.Parameter):
         copies: Sequence[int] = (),
         transposed: bool = False,
     ) -> Self:
-        """Storage of this rank's share."""
         local = list(shape)
         if shard_dim == 0:
             sharing = _sharing(parallel, parts, copies)
@@ -70,10 +69,8 @@ class Weight(nn.Parameter):
     ) -> None:
         """Copy this rank's shard of `tensor`, which is part number `part`, or all parts at once.
 
-        A quantized tensor is [out, in] whatever `transposed` says.
-
-        Raises:
-            ValueError: the tensor has an unexpected shape.
+        A quantized tensor is [out, in] whatever `transposed` says. Raises ValueError: the tensor
+        has an unexpected shape.
         """
         if self.transposed and isinstance(tensor, Tensor) and tensor.dim() == 2:
             tensor = tensor.t()
@@ -91,7 +88,6 @@ class Weight(nn.Parameter):
             self._load_share(self.share(tensor, part), part, copy)
 
     def share(self, tensor: Tensor | Quantized, part: int = 0) -> Tensor | Quantized:
-        """This rank's slice of a part; the last one may be shorter."""
         if self.shard_dim is None:
             return tensor
         total, parallel = tensor.shape[self.shard_dim], self.sharing[part]
@@ -100,7 +96,6 @@ class Weight(nn.Parameter):
         return tensor.narrow(self.shard_dim, start, min(share, total - start))
 
     def rows_of(self, part: int) -> slice:
-        """Rows of this rank's shard of a part."""
         rows = [
             parallel.share(shape[0]) if self.shard_dim == 0 else shape[0]
             for parallel, shape in zip(self.sharing, self.part_shapes[: part + 1], strict=False)
@@ -122,5 +117,4 @@ class Weight(nn.Parameter):
 def _sharing(
     parallel: Parallel, parts: Sequence[int] | None, copies: Sequence[int]
 ) -> list[Parallel]:
-    """The ranks as each part sees them."""
     return [parallel.sharing(count) for count in copies or [1] * len(parts or [0])]

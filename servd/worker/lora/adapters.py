@@ -31,9 +31,7 @@ Loaded = Sequence[tuple[AdaptedMatrix, int, Tensor, Tensor]]
 
 def check_modules(config: LoRAConfig, model: Model) -> None:
     """Check that the adapters of --lora-modules fit a model, whose weights need not be there.
-
-    Raises:
-        ConfigError: one does not.
+    Raises ConfigError: one does not.
     """
     layers = layers_of(model)
     for entry in config.lora_modules:
@@ -43,16 +41,13 @@ def check_modules(config: LoRAConfig, model: Model) -> None:
 
 
 class Adapters:
-    """Follows the requests of adapters; see `AdapterRows`.
+    """Follows the requests of adapters.
 
     An adapter is its bytes: what a request names stays what it was, whoever replaces it.
 
     Args:
-        config: with enable_lora.
         model: loaded; its linear layers are changed.
-        dtype: of what adapters add.
         device: where the model is.
-        max_num_seqs: slots of requests.
         max_num_tokens: the most of a step.
         parallel: the ranks that share the model.
     """
@@ -93,10 +88,8 @@ class Adapters:
         return sum(matrix.nbytes - matrix.base.nbytes for matrix in self.matrices)
 
     def add(self, request: NewRequest) -> None:
-        """A request enters its slot.
-
-        Raises:
-            InvalidRequest: its adapter cannot be read, on this rank or another.
+        """A request enters its slot. Raises InvalidRequest: its adapter cannot be read, on this
+        rank or another.
         """
         if request.adapter is None:
             return
@@ -132,7 +125,6 @@ class Adapters:
         return place
 
     def remove(self, slot: int) -> None:
-        """The request leaves its slot, whether or not it had an adapter."""
         place = int(self.place_of_slot[slot])
         if place >= 0:
             self.users[place] -= 1

@@ -28,21 +28,13 @@ class AdapterRows:
 
 
 class Target(NamedTuple):
-    """What a module of an adapter belongs to."""
-
     matrix: AdaptedMatrix
     part: int | None  # None: all of it
 
 
 class AdaptedMatrix:
-    """The form of a matrix that some rows of a step have additions to.
-
-    Args:
-        matrix: loaded.
-        rows: those of the step.
-        num_places: adapters at once.
-        max_rank: of an adapter.
-        dtype: of the additions.
+    """The form of a matrix that some rows of a step have additions to. `num_places`: adapters at
+    once.
     """
 
     def __init__(
@@ -73,7 +65,7 @@ class AdaptedMatrix:
         self.ops = ops.for_device(device)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Form`. A step without adapters is that of the model."""
+        """A step without adapters is that of the model."""
         out = self.base.multiply(x, bias)
         if self.step.is_active:
             self.ops.add_low_rank(out, x, self.factors, self.step.places[: len(x)])

@@ -195,15 +195,12 @@ class TransformersForCausalLM(nn.Module):
 
 
 def natural(name: str) -> list[Any]:
-    """Sorts numbers in names as numbers."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def build(spec: ModelSpec) -> Any:
-    """The model of transformers, its parameters without storage.
-
-    Raises:
-        UnsupportedModel: there is none, or it is none that predicts the next token.
+    """The model of transformers, its parameters without storage. Raises UnsupportedModel: there is
+    none, or it is none that predicts the next token.
     """
     try:
         # Left out, transformers would ask a terminal whether to run the checkpoint's code.
@@ -243,10 +240,8 @@ def build(spec: ModelSpec) -> Any:
 
 def split(model: Any, size: int) -> None:
     """Leave linear layers a rank's share, as the plan of transformers says: what looks at the model
-    after this finds the heads of one rank.
-
-    Raises:
-        UnsupportedModel: there is no plan, or it splits what servd does not.
+    after this finds the heads of one rank. Raises UnsupportedModel: there is no plan, or it splits
+    what servd does not.
     """
     parts = {**dict(model.named_parameters()), **dict(model.named_modules())}
     plan: dict[str, str] = model._tp_plan or {}

@@ -137,7 +137,6 @@ class Watch(TorchDispatchMode):
 
 
 def sees(rule: Callable[..., Any], window: int | None) -> bool:
-    """Whether a mask is causal, and hides what is before the window."""
     far = 3 * (window or 1 << 20)
     zero = torch.tensor(0)
 
@@ -209,7 +208,6 @@ class Mask(Tensor):
 
 
 def mask_of_rule(*, mask_function: Callable[..., Any], **_: Any) -> Tensor:
-    """What transformers calls for a mask."""
     mask = torch.empty(1, 1, 1, 1, device="meta").as_subclass(Mask)
     mask.rule = mask_function
     return mask
@@ -249,10 +247,8 @@ def inspect(
     model: Any, num_layers: int, max_model_len: int
 ) -> tuple[dict[str, list[Attention]], set[str]]:
     """What each layer asks of attention, by the name of its module; and the linear layers that are
-    asked for nothing but their product.
-
-    Raises:
-        UnsupportedModel: tokens meet elsewhere too, or in a way that servd's attention has not.
+    asked for nothing but their product. Raises UnsupportedModel: tokens meet elsewhere too, or in a
+    way that servd's attention has not.
     """
     layer = _state_of(model)  # not all classes with one say that they have
     if model._is_stateful or layer:
@@ -320,7 +316,7 @@ def _fix_rotary(name: str, module: Any, max_model_len: int) -> None:
 
 
 def _note(model: Any) -> tuple[dict[str, list[Attention]], set[str]]:
-    """See `inspect`; of a model all of whose tensors have no storage."""
+    """Note down what layers ask of attention; no tensor of the model has storage."""
     linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
     for module in model.modules():
         if type(module).__name__.endswith("Experts"):  # their shapes may depend on numbers

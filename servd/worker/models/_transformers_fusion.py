@@ -141,7 +141,6 @@ def _has_linears(path: str, linears: set[str], wanted: Iterable[str]) -> bool:
 def _why_not_fused(
     attentions: list[nn.Module], rotaries: list[Any], names: dict[Any, str], linears: set[str]
 ) -> str | None:
-    """Return what keeps FusedAttention from taking the place of all `attentions`."""
     if len(rotaries) != 1:
         return f"it has {len(rotaries)} rotary embeddings, not one"
     if reason := _why_not_rotary(rotaries[0]):
@@ -166,7 +165,6 @@ def _stack(module: Any, name: str, parts: tuple[str, ...], parallel: Parallel) -
 
 
 def _trial(module: nn.Module, **children: nn.Module) -> Any:
-    """The module with other children."""
     trial = copy.copy(module)
     trial._modules = {**module._modules, **children}
     return trial
@@ -182,7 +180,6 @@ def _are_close(got: Tensor, expected: Tensor) -> bool:
 
 @torch.no_grad()
 def _why_not_rotary(module: Any) -> str | None:
-    """Return what keeps FusedRotary from taking its place."""
     x, positions = torch.empty(1), torch.arange(5, 5 + NUM_TOKENS)
     try:
         freqs = positions[:, None] * module.inv_freq.cpu().float()
@@ -198,7 +195,6 @@ def _why_not_rotary(module: Any) -> str | None:
 
 @torch.no_grad()
 def _why_not_attention(module: Any, head_dim: int) -> str | None:
-    """Return what keeps FusedAttention from taking its place."""
     layer: Attention = module.servd_attention[0]
     num_heads, num_kv_heads = layer.shape["num_heads"], layer.shape["num_kv_heads"]
     sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]

@@ -120,7 +120,6 @@ class DeepseekV2Attention(nn.Module):
     def convert(
         self, name: str, tensor: Tensor | Quantized
     ) -> Iterator[tuple[str, Tensor | Quantized]]:
-        """Convert a tensor of the checkpoint, by its name in the layer, to parameters here."""
         layer, own = name.partition(".")[0], self.sizes[1]
         if layer == "kv_b_proj":
             whole = tensor.dequantize() if isinstance(tensor, Quantized) else tensor
@@ -218,7 +217,6 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
     def convert(
         self, tensors: Iterator[tuple[str, Tensor | Quantized]]
     ) -> Iterator[tuple[str, Tensor | Quantized]]:
-        """Drop the tensors of multi-token-prediction layers, and of layers on other stages."""
         layers: dict[str, Any] = dict(self.model.layers.named_children())
         for name, tensor in tensors:
             number = LAYER.search(name)

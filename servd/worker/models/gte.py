@@ -29,7 +29,7 @@ class GteLayer(BertLayer):
 
 
 class GteModel(BertModel):
-    """See GteLayer; checkpoints have the names of Alibaba's code or those of transformers."""
+    """Checkpoints have the names of Alibaba's code or those of transformers."""
 
     layer = GteLayer
     names: ClassVar[dict[str, str]] = {

@@ -27,7 +27,6 @@ class MixtralAttention(MistralAttention):
 def experts_of(
     spec: ModelSpec, parallel: Parallel, activation: str | Gate, bias: bool = False
 ) -> SparseMoE:
-    """The experts of a layer, by Mixtral's keys of config.json."""
     config = spec.config
     return SparseMoE(
         spec.hidden_size,

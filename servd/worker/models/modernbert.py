@@ -24,13 +24,11 @@ FULL, LOCAL = "full_attention", "sliding_attention"
 
 
 def layer_types(config: dict[str, Any], num_layers: int) -> list[str]:
-    """FULL or LOCAL for each layer."""
     every = config.get("global_attn_every_n_layers", 3)
     return config.get("layer_types") or [LOCAL if i % every else FULL for i in range(num_layers)]
 
 
 def make_rotary(spec: ModelSpec, layer_type: str) -> Rotary:
-    """The angles of layers of a type, from either form of config.json."""
     name, theta = {FULL: ("global_rope_theta", 160000.0), LOCAL: ("local_rope_theta", 10000.0)}[
         layer_type
     ]
@@ -154,8 +152,6 @@ class ModernBertForMaskedLM(ModernBertModel):
 
 
 class ModernBertPredictionHead(nn.Module):
-    """A layer before the classes."""
-
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
         size, config = spec.hidden_size, spec.config

@@ -32,10 +32,7 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
 
 def refuse_mixed_windows(spec: ModelSpec) -> None:
     """Qwen's sliding window is for the layers from max_window_layers on, or for those that
-    layer_types names.
-
-    Raises:
-        UnsupportedModel: some layer has one.
+    layer_types names. Raises UnsupportedModel: some layer has one.
     """
     config = spec.config
     has_window = (

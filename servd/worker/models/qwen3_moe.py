@@ -51,11 +51,9 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
 def one_by_one(
     tensors: Iterator[tuple[str, Tensor | Quantized]], turned: int | None = None
 ) -> Iterator[tuple[str, Tensor | Quantized]]:
-    """Where a tensor is that of all experts, [num_experts, out, in], those of each.
-
-    Args:
-        tensors: of a checkpoint, by name.
-        turned: the size of hidden states, where it may be [num_experts, in, out]: so has Qwen 3-VL.
+    """Where a tensor is that of all experts, [num_experts, out, in], those of each. `tensors`: of a
+    checkpoint, by name; `turned`: the size of hidden states, where it may be [num_experts, in,
+    out]: so has Qwen 3-VL.
     """
     for name, tensor in tensors:
         prefix, is_of_experts, module = name.partition(".mlp.experts.")

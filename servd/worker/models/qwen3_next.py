@@ -265,11 +265,7 @@ class Qwen3NextLayer(Qwen3MoeLayer):
 
 
 def linear_layers(spec: ModelSpec) -> list[bool]:
-    """Which layers have linear attention.
-
-    Raises:
-        UnsupportedModel: all of them.
-    """
+    """Which layers have linear attention. Raises UnsupportedModel: all of them."""
     types, every = spec.config.get("layer_types"), spec.config.get("full_attention_interval", 4)
     found = [
         types[layer] == "linear_attention" if types else (layer + 1) % every > 0

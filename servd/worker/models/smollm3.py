@@ -14,7 +14,6 @@ from servd.worker.parallel import Parallel
 
 
 def has_positions(config: dict[str, Any], layer: int) -> bool:
-    """Whether queries and keys of a layer are turned."""
     if (stated := config.get("no_rope_layers")) is not None:
         return bool(stated[layer])  # 1 where they are, whatever the name says
     return (layer + 1) % config.get("no_rope_layer_interval", 4) > 0

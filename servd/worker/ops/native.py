@@ -73,11 +73,7 @@ class Kernel(ctypes.Structure):
 
 class Signature:
     """What a kernel takes, compiled to one expression: a call that fits costs a microsecond.
-
-    Args:
-        number: of its entry in the table.
-        kernel: the entry. Its expressions are code of this process, as the kernel itself is.
-        names: functions for them.
+    `kernel`: the entry. Its expressions are code of this process, as the kernel itself is.
     """
 
     def __init__(self, number: int, kernel: Kernel, names: dict[str, Any]) -> None:
@@ -113,7 +109,6 @@ class Signature:
         return f"({null[1:] or name} is None if {name} is None else {test})"
 
     def find_misfit(self, arguments: Sequence[Any]) -> str:
-        """Name the first argument that does not fit."""
         for name, value in zip(self.names, arguments, strict=True):
             if name in self.tests and not self._compile(self.tests[name])(*arguments):
                 if value is None:
@@ -131,7 +126,7 @@ def _reach(tensor: Tensor) -> int:
 
 
 def _row_size(type: int, size: int) -> int:
-    """Elements of a row of the KV cache: in int8 a scale follows it, see attention/native.py."""
+    """Elements of a row of the KV cache: in int8 a scale follows it."""
     return size + 4 if DTYPES[type] == torch.int8 else size
 
 
@@ -140,11 +135,8 @@ FAILURES = {1: IndexError, 2: MemoryError}  # by the status of servd_run
 
 
 class Library:
-    """The kernels as they were compiled for one instruction set.
-
-    Raises:
-        OSError: not a library.
-        AttributeError, ValueError: not one of these kernels.
+    """The kernels as they were compiled for one instruction set. Raises OSError: not a library;
+    AttributeError, ValueError: not one of these kernels.
     """
 
     def __init__(self, path: Path) -> None:
@@ -171,12 +163,9 @@ class Library:
 
     def encode(self, kernel: str, *arguments: Any) -> bytes:
         """A program of one call. It holds addresses, so the tensors must live until it has run.
-
-        Raises:
-            KeyError: no such kernel.
-            TypeError: not as many arguments as the kernel has parameters.
-            ValueError: a tensor has another type than the kernel's, is not contiguous, or too short
-                for the sizes beside it.
+        Raises KeyError: no such kernel; TypeError: not as many arguments as the kernel has
+        parameters; ValueError: a tensor has another type than the kernel's, is not contiguous, or
+        too short for the sizes beside it.
         """
         signature = self.signatures[kernel]
         if not signature.fits(*arguments):
@@ -188,13 +177,9 @@ class Library:
         return signature.layout.pack(signature.number, *words)
 
     def run(self, program: bytes) -> None:
-        """Make the calls of a program, in order.
-
-        Raises:
-            IndexError: a call was given an index outside of what it indexes. It and those after it
-                have not run.
-            MemoryError: a call found no memory for its intermediate results. Those after it have
-                not run.
+        """Make the calls of a program, in order. Raises IndexError: a call was given an index
+        outside of what it indexes. It and those after it have not run; MemoryError: a call found no
+        memory for its intermediate results. Those after it have not run.
         """
         message = Message()
         if status := self._run(program, len(program) // 8, message, len(message)):
@@ -203,7 +188,6 @@ class Library:
 
 @cache
 def library() -> Library | None:
-    """The library for this CPU, or None where there is none or it is switched off."""
     capability, wanted = torch.backends.cpu.get_cpu_capability(), os.environ.get(SWITCH, "")
     if wanted and wanted not in (*CAPABILITIES, "off"):
         raise ConfigError(f"{SWITCH}={wanted}: there are {', '.join(CAPABILITIES)} and off")
@@ -250,12 +234,7 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def call(kernel: str, *arguments: Argument) -> None:
-    """Call a kernel of the library. A TorchFunctionMode sees it, as it sees torch's functions.
-
-    Raises:
-        ValueError: see `Library.encode`.
-        IndexError, MemoryError: see `Library.run`.
-    """
+    """Call a kernel of the library. A TorchFunctionMode sees it, as it sees torch's functions."""
     if has_torch_function(arguments):
         return handle_torch_function(call, arguments, kernel, *arguments)
     lib = loaded_library()
@@ -263,7 +242,6 @@ def call(kernel: str, *arguments: Argument) -> None:
 
 
 def loaded_library() -> Library:
-    """The library where there must be one."""
     lib = library()
     assert lib is not None
     return lib
@@ -372,7 +350,6 @@ def add(x: Tensor, residual: Tensor, out: Tensor) -> None:
 
 
 def can_concatenate(parts: Any, dim: int = 0) -> bool:
-    """Whether `concatenate` makes what torch.cat would."""
     return dim in (1, -1) and all(part.dim() == 2 and _fits(part) for part in parts)
 
 

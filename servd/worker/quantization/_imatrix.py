@@ -7,40 +7,34 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from servd.errors import ConfigError
-from servd.gguf import Header
-from servd.worker.quantization.gguf import bytes_of, rename
+from servd.gguf import open_file
+from servd.worker.quantization.gguf import rename
 
 SUMS, COUNTS = ".in_sum2", ".counts"
 LEAST = 1e-3  # of the mean: a column that was never seen is not nothing
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """Mean squares of the inputs of matrices, float32 [in], by the names that Hugging Face gives
-    to these.
-
-    Raises:
-        ConfigError: it is no such file, or none of a model whose layers have other names.
-        ModelNotFound: it cannot be read as GGUF.
+    """Mean squares of the inputs of matrices, float32 [in], by the names that Hugging Face gives to
+    these. Raises ConfigError: it is no such file, or none of a model whose layers have other names;
+    ModelNotFound: it cannot be read as GGUF.
     """
-    header = Header(path)
-    kind = header.metadata.get("general.type")
+    reader, values = open_file(path)
+    kind = values.get("general.type")
     if kind != "imatrix":
         raise ConfigError(
             f"--quantization-imatrix {path}: this is GGUF of {kind or 'a model'}, and not what "
             "llama-imatrix writes"
         )
-    data = np.memmap(path, np.uint8, "c")
     numbers: dict[str, Tensor] = {}
-    for name, info in header.tensors.items():
-        if info.type != 0:
-            raise ConfigError(f"--quantization-imatrix {path}: {name} is not of float32")
-        count = int(np.prod(info.shape))
-        numbers[name] = bytes_of(name, info, 4 * count, data).view(torch.float32).view(info.shape)
+    for tensor in reader.tensors:
+        if tensor.tensor_type.name != "F32":
+            raise ConfigError(f"--quantization-imatrix {path}: {tensor.name} is not of float32")
+        numbers[tensor.name] = torch.from_numpy(tensor.data)
     found = {}
     for name, sums in numbers.items():
         stem = name.removesuffix(SUMS)

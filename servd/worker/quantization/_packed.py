@@ -27,10 +27,7 @@ def read_modules(
 ) -> Iterator[tuple[str, Tensor | Quantized]]:
     """Every tensor of the files, mapped, by its name. Those that `decode` takes out of a module
     become the module's weight; None: it takes none. Parts of a module may be in several files.
-
-    Raises:
-        ModelNotFound: a file is broken.
-        UnsupportedModel: a module is no matrix of this format.
+    Raises ModelNotFound: a file is broken; UnsupportedModel: a module is no matrix of this format.
     """
     found: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
@@ -73,10 +70,8 @@ def _decoded(
 
 
 def take(name: str, module: Module, device: torch.device, *leaves: str) -> list[Tensor]:
-    """These matrices of a module, on the device.
-
-    Raises:
-        UnsupportedModel: one is missing, or no matrix.
+    """These matrices of a module, on the device. Raises UnsupportedModel: one is missing, or no
+    matrix.
     """
     taken = []
     for leaf in leaves:
@@ -110,19 +105,16 @@ def affine(
     group_size: int,
     is_symmetric: bool,
 ) -> Quantized:
-    """The matrix `(code - zero) * scale`.
+    """The matrix `(code - zero) * scale`. Raises UnsupportedModel: shapes do not fit each other, or
+    it would not be exact.
 
     Args:
-        name: of the layer, for messages.
         codes: uint8 [out, in].
         zeros: uint8 [out, groups]; None: all are half of the range.
         scale: [out, groups].
         bits: of a code; in memory 2 take 4.
         group_size: columns that share a scale; the last ones may be less.
         is_symmetric: what is assumed of zeros without storage: they are equal.
-
-    Raises:
-        UnsupportedModel: shapes do not fit each other, or it would not be exact.
     """
     num_groups = -(-codes.shape[1] // group_size)
     for what, tensor in (("zero points", zeros), ("scales", scale)):
@@ -163,14 +155,9 @@ def _only_value(zeros: Tensor, assumed: int | None) -> int | None:
 
 def side_by_side(name: str, weight: Quantized, group_of: Tensor) -> Quantized:
     """A matrix whose column i is of group `group_of[i]`, the columns of a group put side by side.
-
-    Args:
-        name: of the layer, for messages.
-        weight: with the columns in the order of the checkpoint.
-        group_of: int [in]; empty: the columns of each group are side by side.
-
-    Raises:
-        UnsupportedModel: groups are not of the size that the matrix has.
+    Raises UnsupportedModel: groups are not of the size that the matrix has. `weight`: with the
+    columns in the order of the checkpoint. `group_of`: int [in]; empty: the columns of each group
+    are side by side.
     """
     if not group_of.numel() or weight.scale.shape[1] == 1:
         return weight
@@ -188,17 +175,14 @@ def side_by_side(name: str, weight: Quantized, group_of: Tensor) -> Quantized:
 def scales_of_rows(
     name: str, shape: Sequence[int], scale: Tensor, block: Sequence[int] | None = None
 ) -> tuple[Tensor, int]:
-    """Scales [out, groups] of a matrix of this shape, and the group size.
+    """Scales [out, groups] of a matrix of this shape, and the group size. Raises UnsupportedModel:
+    scales of another shape.
 
     Args:
-        name: of the layer, for messages.
         shape: [out, in].
         scale: one; or of rows, [out] or [out, 1]; or of groups of columns, [out, groups]; or of
             blocks, [out / rows of a block, in / columns of a block], where the last may be less.
         block: its rows and columns.
-
-    Raises:
-        UnsupportedModel: scales of another shape.
     """
     num_rows, size = shape
     given, group_size = list(scale.shape), size
@@ -224,10 +208,8 @@ def scales_of_rows(
 def floats(
     name: str, codes: Tensor, scale: Tensor, block: Sequence[int] | None = None
 ) -> Quantized:
-    """The matrix `code * scale` of 8-bit floats [out, in]; see `scales_of_rows`.
-
-    Raises:
-        UnsupportedModel: there is a NaN, which products do not know, or see there.
+    """The matrix `code * scale` of 8-bit floats [out, in]. Raises
+    UnsupportedModel: there is a NaN, which products do not know.
     """
     if not codes.is_meta and bool((codes.view(torch.uint8) & 127 == 127).any()):
         raise UnsupportedModel(f"layer {name} has a weight that is not a number")

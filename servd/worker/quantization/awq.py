@@ -20,11 +20,7 @@ ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word the codes of 8 columns are
 def read(
     files: list[Path], config: dict[str, Any], device: torch.device
 ) -> Iterator[tuple[str, Tensor | Quantized]]:
-    """See the package.
-
-    Raises:
-        UnsupportedModel: in another layout than "gemm", or not of 4 bits.
-    """
+    """Raises UnsupportedModel: in another layout than "gemm", or not of 4 bits."""
     layout = str(config.get("version", "gemm")).lower()
     bits = config.get("bits", config.get("w_bit", 4))
     if layout != "gemm" or bits != 4:

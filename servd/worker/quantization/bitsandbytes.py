@@ -22,10 +22,8 @@ STATE = "weight.quant_state.bitsandbytes__nf4"  # JSON: shape, sizes of blocks, 
 def read(
     files: list[Path], config: dict[str, Any], device: torch.device
 ) -> Iterator[tuple[str, Tensor | Quantized]]:
-    """See the package.
-
-    Raises:
-        UnsupportedModel: other kinds than NF4: what their products are is not defined exactly.
+    """Raises UnsupportedModel: other kinds than NF4: what their products are is
+    not defined exactly.
     """
     kind = config.get("bnb_4bit_quant_type", "fp4") if config.get("load_in_4bit") else "int8"
     if kind != "nf4":

@@ -1,7 +1,6 @@
 """compressed-tensors: integers of 4 and 8 bits, packed or not, and 8-bit floats.
 
-Activations stay as they are where the checkpoint would have them rounded to 8 bits: that is for
-speed on other devices, and the result is closer to the original's without.
+Activations are not rounded to 8 bits: that is for speed on other devices, and less exact.
 """
 
 from __future__ import annotations
@@ -37,10 +36,8 @@ UNUSED = ("input_scale", "input_zero_point")  # scales of activations
 def read(
     files: list[Path], config: dict[str, Any], device: torch.device
 ) -> Iterator[tuple[str, Tensor | Quantized]]:
-    """See the package. Which layers are quantized, and how, is seen from their tensors.
-
-    Raises:
-        UnsupportedModel: there is more to be done than to dequantize.
+    """Which layers are quantized, and how, is seen from their tensors. Raises
+    UnsupportedModel: there is more to be done than to dequantize.
     """
     groups = config.get("config_groups") or {}
     sparsity = config.get("sparsity_config") or {}

@@ -28,10 +28,8 @@ MULTIPLE = 16  # both sizes of a matrix are one, for the tensor cores
 
 
 def quantize(weight: Tensor) -> Form | None:
-    """[out, in] of any float type; None if its sizes cannot be multiplied.
-
-    Raises:
-        ConfigError: as of `check_device`.
+    """[out, in] of any float type; None if its sizes cannot be multiplied. Raises ConfigError: as
+    of `check_device`.
     """
     check_device(weight.device)
     return None if any(size % MULTIPLE for size in weight.shape) else Fp8Matrix(weight)
@@ -39,10 +37,8 @@ def quantize(weight: Tensor) -> Form | None:
 
 @functools.cache
 def check_device(device: torch.device) -> None:
-    """Warn, once, where fp8 is slow.
-
-    Raises:
-        ConfigError: the GPU, or this torch on a CPU, has no products of 8-bit floats.
+    """Warn, once, where fp8 is slow. Raises ConfigError: the GPU, or this torch on a CPU, has no
+    products of 8-bit floats.
     """
     if device.type != "cuda" and torch.__version__ < CPU_TORCH:
         raise ConfigError(
@@ -106,7 +102,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def read(
     files: list[Path], config: dict[str, Any], device: torch.device
 ) -> Iterator[tuple[str, Tensor | Quantized]]:
-    """See the package. Activations stay as they are."""
+    """Activations stay as they are."""
     block = config.get("weight_block_size")
     return read_modules(files, functools.partial(_weight, block, device))
 

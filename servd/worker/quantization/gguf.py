@@ -1,24 +1,24 @@
-"""GGUF: weights in blocks along a row, under llama.cpp's names; see servd/gguf.py.
+"""GGUF: weights in blocks along a row, under llama.cpp's names.
 
-The layouts of blocks are those of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h;
-each becomes exactly the numbers that ggml's `dequantize_row_*` makes of it.
+https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h has the layouts of blocks.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from servd.errors import ModelNotFound, UnsupportedModel
-from servd.gguf import Header, TensorInfo
+from servd.errors import UnsupportedModel
+from servd.gguf import open_file
 from servd.worker.layers.quantized import Quantized, stack
+
+if TYPE_CHECKING:
+    from gguf import ReaderTensor
 
 ROWS = 4096  # at once: their numbers take a byte or more each on the way
 NAMES = {
@@ -37,7 +37,6 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 UNSIGNED = tuple(map(float, range(16)))
 SIGNED = tuple(map(float, range(-8, 8)))
 SMALL = tuple(map(float, range(-4, 12)))
@@ -48,24 +47,19 @@ MXFP4 = (0.0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the
 def read(
     files: list[Path], config: dict[str, Any], device: torch.device
 ) -> Iterator[tuple[str, Tensor | Quantized]]:
-    """Every tensor of the file, mapped, under the name that Hugging Face gives it.
-
-    Raises:
-        ModelNotFound: a tensor lies beyond the end of the file.
-        UnsupportedModel: a tensor of a type that is not known.
+    """Every tensor of the file, mapped, under the name that Hugging Face gives it. Raises
+    ModelNotFound: the file is damaged; UnsupportedModel: a tensor of a type that is not known.
     """
-    header = Header(files[0])
-    data = np.memmap(files[0], np.uint8, "c")  # torch warns of memory that it could not write to
-    arch = header.metadata["general.architecture"]
-    for name, info in header.tensors.items():
-        tensor = _decode(name, info, data, device)
-        if arch == "llama" and (found := re.fullmatch(r"blk\.\d+\.attn_([qk])\.\w+", name)):
-            key = f"{arch}.attention.head_count"
-            num_heads = header.metadata[key]
-            if found[1] == "k":
-                num_heads = header.metadata.get(f"{key}_kv", num_heads)
+    reader, values = open_file(files[0])
+    for found in reader.tensors:
+        tensor = _decode(found, device)
+        part = re.fullmatch(r"blk\.\d+\.attn_([qk])\.\w+", found.name)
+        if part is not None and values["general.architecture"] == "llama":
+            num_heads = values["llama.attention.head_count"]
+            if part[1] == "k":
+                num_heads = values.get("llama.attention.head_count_kv", num_heads)
             tensor = _by_halves(tensor, num_heads)
-        yield rename(name), tensor
+        yield rename(found.name), tensor
 
 
 def rename(name: str) -> str:
@@ -84,36 +78,25 @@ def _by_halves(tensor: Tensor | Quantized, num_heads: int) -> Tensor | Quantized
     return tensor[rows] if isinstance(tensor, Tensor) else tensor.map(lambda x: x[rows])
 
 
-def _decode(
-    name: str, info: TensorInfo, data: np.ndarray, device: torch.device
-) -> Tensor | Quantized:
-    *rows, size = info.shape
-    if dtype := FLOATS.get(info.type):
-        flat = bytes_of(name, info, math.prod(info.shape) * dtype.itemsize, data)
-        return flat.view(dtype).view(info.shape)
-    if info.type not in BLOCKS:
+def _decode(tensor: ReaderTensor, device: torch.device) -> Tensor | Quantized:
+    from gguf import GGML_QUANT_SIZES  # an extra: the importance matrix's reader imports this file
+
+    kind = tensor.tensor_type.name
+    data = torch.from_numpy(
+        tensor.data
+    )  # float types by value, others bytes: [..., bytes of a row]
+    if kind in ("F32", "F16"):
+        return data
+    if kind == "BF16":
+        return data.view(torch.bfloat16)
+    if kind not in BLOCKS:
         raise UnsupportedModel(
-            f"tensor {name} has GGUF type {info.type}; supported are F32, F16, BF16, Q4_0, Q4_1, "
-            "Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL and MXFP4: take a file of one of them"
+            f"tensor {tensor.name} has GGUF type {kind}; supported are F32, F16, BF16, "
+            f"{', '.join(BLOCKS)}: take a file of one of them"
         )
-    block_size, block_bytes, decode = BLOCKS[info.type]
-    shape = (math.prod(rows), size // block_size, block_bytes)
-    flat = bytes_of(name, info, math.prod(shape), data)
-    return stack([decode(part.to(device)) for part in flat.view(shape).split(ROWS)])
-
-
-def bytes_of(name: str, info: TensorInfo, num_bytes: int, data: np.ndarray) -> Tensor:
-    """A tensor's, mapped, as uint8.
-
-    Raises:
-        ModelNotFound: it lies beyond the end of the file.
-    """
-    if info.offset + num_bytes > len(data):
-        raise ModelNotFound(
-            f"tensor {name} ends at byte {info.offset + num_bytes} of a file of {len(data)}: the "
-            "file is cut off or damaged, download it again"
-        )
-    return torch.from_numpy(data[info.offset : info.offset + num_bytes])
+    _, block_bytes = GGML_QUANT_SIZES[tensor.tensor_type]
+    blocks = data.view(-1, data.shape[-1] // block_bytes, block_bytes)
+    return stack([BLOCKS[kind](part.to(device)) for part in blocks.split(ROWS)])
 
 
 # ---- blocks: bytes [rows, blocks, bytes of a block] to numbers ----
@@ -217,9 +200,8 @@ def _mxfp4(x: Tensor) -> Quantized:
     return _joined(_bits(x[..., 1:], 4, 16), bits.view(torch.float32), None, MXFP4)
 
 
-# By the number of the type: numbers and bytes of a block, and what reads it.
-BLOCKS: dict[int, tuple[int, int, Callable[[Tensor], Quantized]]] = {
-    2: (32, 18, _q4_0), 3: (32, 20, _q4_1), 6: (32, 22, _q5_0), 7: (32, 24, _q5_1),
-    8: (32, 34, _q8_0), 10: (256, 84, _q2_k), 11: (256, 110, _q3_k), 12: (256, 144, _q4_k),
-    13: (256, 176, _q5_k), 14: (256, 210, _q6_k), 20: (32, 18, _iq4_nl), 39: (32, 17, _mxfp4),
+# By the name of the type.
+BLOCKS: dict[str, Callable[[Tensor], Quantized]] = {
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k,
+    "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "MXFP4": _mxfp4,
 }  # fmt: skip

@@ -29,11 +29,8 @@ MISSING = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 def read(
     files: list[Path], config: dict[str, Any], device: torch.device
 ) -> Iterator[tuple[str, Tensor | Quantized]]:
-    """See the package. Bits and groups of each layer follow from its shapes, so that `dynamic` need
-    not be read.
-
-    Raises:
-        UnsupportedModel: in another layout than those of AutoGPTQ and GPTQModel.
+    """Bits and groups of each layer follow from its shapes, so that `dynamic` need
+    not be read. Raises UnsupportedModel: in another layout than those of AutoGPTQ and GPTQModel.
     """
     layout = config.get("checkpoint_format") or "gptq"
     if layout not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):

@@ -22,7 +22,7 @@ BIAS = 127  # of exponents; 255 is no number
 def read(
     files: list[Path], config: dict[str, Any], device: torch.device
 ) -> Iterator[tuple[str, Tensor | Quantized]]:
-    """See the package. `experts.NAME_blocks` and `experts.NAME_scales`, of all experts, become
+    """`experts.NAME_blocks` and `experts.NAME_scales`, of all experts, become
     `experts.NUMBER.NAME`.
     """
     found: dict[str, dict[str, Tensor]] = {}

@@ -113,7 +113,7 @@ class Reader(readers.Reader):
 
 
 def score_of(logits: Tensor, tokens: list[int]) -> Tensor:
-    """See `PoolingSpec.score_tokens`; [n, vocab] -> [n, 1]."""
+    """[n, vocab] -> [n, 1]."""
     score, *others = logits[:, tokens].split(1, dim=1)
     return score - others[0] if others else score
 
@@ -128,11 +128,8 @@ class Dense:
 
     @classmethod
     def read(cls, folder: str, device: torch.device) -> Dense:
-        """The layer of sentence-transformers' files in `folder`.
-
-        Raises:
-            ModelNotFound: a file is missing or broken.
-            UnsupportedModel: its activation is not one of torch.
+        """The layer of sentence-transformers' files in `folder`. Raises ModelNotFound: a file is
+        missing or broken; UnsupportedModel: its activation is not one of torch.
         """
         config, file = read_json(Path(folder) / "config.json"), Path(folder) / "model.safetensors"
         path = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))

@@ -18,11 +18,8 @@ def pack(allowed: Sequence[int], vocab_size: int) -> npt.NDArray[np.int32]:
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> None:
-    """Set the logits of tokens that are not allowed to -inf, in place.
-
-    Args:
-        logits: [n, vocab] float32.
-        bitmask: [n, ceil(vocab / 32)] int32. Rows without a grammar are all -1.
+    """Set the logits of tokens that are not allowed to -inf, in place. `logits`: [n, vocab]
+    float32. `bitmask`: [n, ceil(vocab / 32)] int32. Rows without a grammar are all -1.
     """
     bits = torch.arange(32, dtype=torch.int32, device=bitmask.device)
     forbidden = (bitmask.unsqueeze(-1) >> bits).bitwise_and_(1) == 0  # [n, words, 32]

@@ -65,9 +65,7 @@ class LogprobsTensors:
 
 class SampledLogprobs:
     """Which slots ask for the log-probabilities of their sampled tokens, and of how many others.
-
-    Args:
-        are_logits: logits are told in their place.
+    `are_logits`: logits are told in their place.
     """
 
     def __init__(self, are_logits: bool = False) -> None:
@@ -76,7 +74,6 @@ class SampledLogprobs:
         self.named: dict[int, list[int]] = {}  # slot -> token ids asked for by name
 
     def add(self, slot: int, params: SamplingParams) -> bool:
-        """Whether the request in the slot asks for any."""
         self.named.pop(slot, None)
         if params.logprobs is None:
             return False
@@ -86,13 +83,8 @@ class SampledLogprobs:
         return True
 
     def gather(self, logits: Tensor, sampled: Tensor, rows: Rows, num_rows: int) -> LogprobsTensors:
-        """What `rows`, of the step's `num_rows`, asked for.
-
-        Args:
-            logits: [m, vocab] float32, of these rows.
-            sampled: [num_rows] int64.
-            rows: those that asked.
-            num_rows: the step's.
+        """What `rows`, of the step's `num_rows`, asked for. `logits`: [m, vocab] float32, of these
+        rows; `sampled`: [num_rows] int64; `rows`: those that asked.
         """
         num_logprobs: list[int | None] = [None] * num_rows
         slots = rows.host_slots.tolist()

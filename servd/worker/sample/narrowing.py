@@ -29,7 +29,6 @@ class Narrowing:
         self.top_p = torch.ones(max_num_seqs, dtype=torch.float64, device=device)
 
     def add(self, slot: int, params: SamplingParams) -> bool:
-        """Prepare the slot; whether it has a top-k or a top-p."""
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else 0
         self.min_p[slot] = max(params.min_p, 0) * WEIGHT_ONE
         self.top_k[slot] = top_k

@@ -15,8 +15,6 @@ NOT_FINITE = "the model's logits are NaN or infinite for this request, so no tok
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """The StepPart of the rows that sampled."""
-
     rows: np.ndarray  # int64 [num_rows]: indices in the step
     num_drafts: np.ndarray  # int64 [num_rows]
     sampled: SamplerOutput

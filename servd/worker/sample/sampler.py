@@ -68,14 +68,7 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Holds the sampling state of every slot and samples for any subset of the slots.
-
-    Args:
-        vocab_size: columns of the logits.
-        max_num_seqs: number of slots.
-        device: of the logits.
-        mode: --logprobs-mode.
-    """
+    """Holds the sampling state of every slot and samples for any subset of the slots."""
 
     def __init__(
         self,
@@ -127,18 +120,11 @@ class Sampler:
         output_token_ids: Sequence[int],
         eos_token_ids: Sequence[int],
     ) -> bool:
-        """Add a request. After preemption it is added again, with its outputs so far.
-
-        Args:
-            slot: its row of state.
-            params: of the request.
-            prompt_token_ids: at least one.
-            output_token_ids: sampled before; empty at first.
-            eos_token_ids: forbidden, with params.stop_token_ids, for the first params.min_tokens
-                outputs.
-
-        Returns:
-            Whether its drafts may be trees: no stateful processor or grammar follows its tokens.
+        """Add a request. After preemption it is added again, with its outputs so far. Returns
+        whether its drafts may be trees: no stateful processor or grammar follows its tokens.
+        `prompt_token_ids`: at least one. `output_token_ids`: sampled before; empty at first.
+        `eos_token_ids`: forbidden, with params.stop_token_ids, for the first params.min_tokens
+        outputs.
         """
         request = SlotRequest(slot, params, prompt_token_ids, output_token_ids, eos_token_ids)
         self.uses[slot] = 0
@@ -172,7 +158,6 @@ class Sampler:
             logits: [n, vocab] float32 or narrower; overwritten. A row without a finite maximum (all
                 -inf, +inf, NaN) yields its argmax, greedy or not, and does not affect other rows.
             slots: [n] int64 on the device; distinct without drafts.
-            host_slots: the same on the host.
             positions: [n] int64 on the device: index of the sampled token in its sequence.
             bitmask: [n, ceil(vocab / 32)] int32 on the device, bit set = allowed; all -1 in rows
                 without a grammar.

@@ -9,14 +9,7 @@ from torch import Tensor
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """Numbers in [0, 1) with 53 random bits: splitmix64 started at a scrambled seed, jumped to the
-    position.
-
-    Args:
-        seeds: [n] int64.
-        positions: [n] int64.
-
-    Returns:
-        [n] float64.
+    position. Returns [n] float64. `seeds`: [n] int64; `positions`: [n] int64.
     """
     bits = splitmix64(splitmix64(seeds, 0), positions)
     return _shift_right(bits, 11).double() * 2.0**-53

@@ -41,11 +41,8 @@ class SpecDecodeMetadata:
 
     @classmethod
     def of(cls, batch: InputBatch, chances: Tensor | None) -> SpecDecodeMetadata | None:
-        """None for a step without drafts.
-
-        Args:
-            batch: of the step.
-            chances: [k], for benchmarks: that a draft is kept if those before it are.
+        """None for a step without drafts. `chances`: [k], for benchmarks: that a draft is kept if
+        those before it are.
         """
         if len(batch.sample_host_slots) == len(batch.sample_rows):
             return None

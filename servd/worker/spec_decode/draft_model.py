@@ -1,9 +1,8 @@
 """draft_model: a smaller model with the same vocabulary writes ahead
 (https://arxiv.org/abs/2211.17192).
 
-Its keys and values lie in blocks with the numbers of the target's, so that block tables and the
-prefix cache hold for both. Those past a row's newest token are of drafts that were not kept; a pass
-reads none of them, and computes them again when the row comes there.
+Its keys and values lie in blocks with the numbers of the target's. A pass reads none past a row's
+newest token, which are of drafts that were not kept, and computes them again.
 """
 
 from __future__ import annotations
@@ -34,10 +33,8 @@ class DraftModelProposer(Proposer):
     further draft in one more.
 
     Prompts are followed at once, since others may find them in the prefix cache. Rows that want no
-    drafts are left behind, which costs nothing where drafts do not pay.
-
-    Raises:
-        ConfigError: the draft has another vocabulary, keeps a state, or cannot run here.
+    drafts are left behind, which costs nothing where drafts do not pay. Raises ConfigError: the
+    draft has another vocabulary, keeps a state, or cannot run here.
     """
 
     def __init__(self, config: SpeculativeConfig, target: Target) -> None:
@@ -122,12 +119,10 @@ class DraftModelProposer(Proposer):
         row has blocks for.
 
         Args:
-            batch: the step.
             lens: [num_rows] int64: how many of each row.
             behind: [num_rows] int64: how far before the newest token they begin; in a row that
                 turns out to be shorter, at its first token.
             drafting: [n] int64: rows whose newest token is among them.
-
         """
         rows, ends = np.flatnonzero(lens), np.cumsum(lens)
         firsts = ends - lens

@@ -55,13 +55,8 @@ class Unnormed(nn.Module):
 
 class EagleHead(nn.Module):
     """Reads the feature of a token, which is the target's last hidden state, beside the embedding
-    of the token after it, and makes the feature of that one.
-
-    Args:
-        spec: the head's.
-        names: of the checkpoint's tensors; the target has the embedding and the output head if it
-            has none.
-        target: whose features they are.
+    of the token after it, and makes the feature of that one. `names`: of the checkpoint's tensors;
+    the target has the embedding and the output head if it has none.
     """
 
     packed: ClassVar[dict[str, tuple[str, int]]] = LlamaForCausalLM.packed
@@ -105,13 +100,9 @@ class EagleHead(nn.Module):
     def forward(
         self, token_ids: Tensor, features: Tensor, positions: Tensor, ctx: ForwardContext
     ) -> Tensor:
-        """Features of the tokens after `features`.
-
-        Args:
-            token_ids: these tokens, int64 [num_tokens].
-            features: of the tokens before them, [num_tokens, hidden].
-            positions: of the tokens before them, int64 [num_tokens].
-            ctx: with the cache of this layer.
+        """Features of the tokens after `features`. `token_ids`: these tokens, int64 [num_tokens];
+        `features`: of the tokens before them, [num_tokens, hidden]; `positions`: of the tokens
+        before them, int64 [num_tokens].
         """
         x, residual = self.enter(self.embed(token_ids), features)
         rotation = self.rotary(positions)
@@ -176,21 +167,11 @@ class EagleProposer(Proposer):
         return {self.rename(name) for name in tensor_shapes(folder)}
 
     def check(self, names: Set[str]) -> None:
-        """See that the head is for the target.
-
-        Raises:
-            ConfigError: it is not.
-        """
         own, wanted = self.spec, self.target.spec
         self.check_size("tokens in the vocabulary", own.vocab_size, wanted.vocab_size)
         self.check_size("numbers in a hidden state", own.hidden_size, wanted.hidden_size)
 
     def check_size(self, what: str, own: int, wanted: int) -> None:
-        """See that a size of the head is that of the target.
-
-        Raises:
-            ConfigError: it is not.
-        """
         if own != wanted:
             raise ConfigError(
                 f"--speculative-config: {self.config.model} has {own} {what} and the model has "
@@ -273,14 +254,12 @@ class EagleProposer(Proposer):
     def advance(
         self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch, features: Tensor
     ) -> Tensor:
-        """See `Drafter`; here the positions are those of the features."""
         ctx = ForwardContext(self.backend, attention, self.kv_caches)
         return self.head(token_ids, features, positions, ctx)
 
     def begin(
         self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch, *read: Tensor
     ) -> Tensor:
-        """See `Drafter`; the positions are those of what was read."""
         return self.advance(token_ids, positions, attention, self.head.features(*read))
 
 

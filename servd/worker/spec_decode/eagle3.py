@@ -30,12 +30,8 @@ from servd.worker.spec_decode.eagle import EagleHead, EagleProposer
 
 class AuxHiddenStates:
     """The residual stream that enters some layers of a model, kept at the same place every step:
-    programs and graphs write there too.
-
-    Args:
-        target: its model has one list of layers, called with what is to be added to the stream, and
-            the stream.
-        layers: their numbers.
+    programs and graphs write there too. `target`: its model has one list of layers, called with
+    what is to be added to the stream, and the stream; `layers`: their numbers.
     """
 
     def __init__(self, target: Target, layers: list[int]) -> None:
@@ -170,10 +166,7 @@ class Eagle3Head(EagleHead):
 
 def aux_layers(spec: ModelSpec, target: Target) -> list[int]:
     """Numbers of the target's layers whose inputs are read: an early, a middle and a late one if
-    config.json names none.
-
-    Raises:
-        ConfigError: the target has no such layers.
+    config.json names none. Raises ConfigError: the target has no such layers.
     """
     key, num_layers = "eagle_aux_hidden_state_layer_ids", target.spec.num_layers
     layers = spec.config.get(key) or spec.config.get("eagle_config", {}).get(key)

@@ -96,10 +96,8 @@ class Row:
 
 
 class SuffixProposer(Proposer):
-    """No model: it reads the rows of token ids on the host.
-
-    Raises:
-        ConfigError: they are on another device, for which the host would have to wait.
+    """No model: it reads the rows of token ids on the host. Raises ConfigError: they are on another
+    device, for which the host would have to wait.
     """
 
     def __init__(self, config: SpeculativeConfig, target: Target) -> None:

@@ -14,12 +14,9 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from servd import cli
-from servd.hf import DEMO_FOLDER, read_spec
-from servd.worker.cpu_model_runner import CPUModelRunner
-from servd.worker.dry_run import load as load_dry
+from servd.hf import DEMO_FOLDER
 from servd.worker.layers.quantized import Quantized
 from tests.conftest import ROOT
-from tests.worker.driver import Driver, config_for
 from tests.worker.quantization.checkpoints import check, read
 from tools.demo_model.corpus import Corpus
 from tools.demo_model.train import encode, parse
@@ -42,7 +39,6 @@ def quantize(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, st
         (("int8",), "14 matrices, 53% of the weights, are int8: 8.500 bits each"),
         # Columns of few layers are whole groups: the others are named as those that stay.
         (("int4", "--group-size", 128), "2 matrices, 12% of the weights, are int4: 4.125 bits"),
-        (("int4", "--bits", 6), r"14 matrices, 53% .*, are int4, but \d of them int8: 5\.\d+ bits"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
 )
@@ -68,37 +64,6 @@ def test_transformers_and_servd_read_what_is_written(
     for name, weight in got.items():
         torch.testing.assert_close(weight, state[name], rtol=1e-6, atol=1e-7)
     check(made, tiny_llama, got)
-
-
-def test_the_package_and_servd_read_zeros_of_groups_of_their_own(
-    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """Not transformers, which expects them unpacked (5.23 with compressed-tensors 0.20)."""
-    compressors = pytest.importorskip("compressed_tensors.compressors")
-    quantization = pytest.importorskip("compressed_tensors.quantization")
-    made = tmp_path / "made"
-    more = ("--asymmetric", "--calibrate", TEXT, "--output", made, "--tokens", 4096)
-    code, said = quantize(capsys, tiny_llama, "--to", "int4", *more)
-    assert code == 0 and "14 matrices, 53% of the weights, are int4: 4.625 bits each" in said
-    stated = json.loads((made / "config.json").read_text())["quantization_config"]
-    [group] = stated["config_groups"].values()
-    args = quantization.QuantizationArgs(**group["weights"])
-    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=args)
-    compressor = compressors.BaseCompressor.get_value_from_registry(stated["format"])
-    tensors, got = load_file(made / "model.safetensors"), read(made)
-    for name, weight in got.items():
-        if isinstance(weight, Quantized):
-            stem = name.removesuffix("weight")
-            parts = {n.removeprefix(stem): t for n, t in tensors.items() if n.startswith(stem)}
-            expected = compressor.decompress(parts, scheme)["weight"]
-            assert torch.equal(weight.dequantize(), expected.float()), name
-            assert weight.offset is not None and weight.offset.dtype == torch.float16
-    config = config_for(made, block_size=16)
-    driver = Driver(config)
-    driver.generate([driver.add([5, 17, 99])], 3)
-    # A plan does not see that zeros times scales fit 16 bits: there it has 32.
-    planned = load_dry(CPUModelRunner, config, read_spec(made), torch.device("cpu"))
-    assert driver.worker.runner.weights_bytes < planned.weights_bytes
 
 
 def test_gpt2_whose_matrices_are_the_other_way_round(
@@ -185,8 +150,6 @@ def test_what_cannot_be_is_said(
         (b"a", [], "--calibrate {}: 1 tokens are too few: "),
         (b"a " * 9, ["--tokens", 5], "--tokens 5 is too few: 1024 at least\n"),
         (b"a " * 9, ["--group-size", 0], "--group-size 0: must be at least 1\n"),
-        (b"a " * 9, ["--bits", 4], "--bits 4: from 4.5 to 8.5 in groups of 32\n"),
-        (b"a " * 9, ["--to", "int8", "--asymmetric"], "--bits and --asymmetric are for --to int4"),
     ],
 )
 def test_a_text_that_cannot_be_taken_is_named(

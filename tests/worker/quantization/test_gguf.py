@@ -4,6 +4,8 @@ the file; and what is refused.
 
 from __future__ import annotations
 
+import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 gguf = pytest.importorskip("gguf")
 
+from servd import gguf as servd_gguf  # noqa: E402
 from servd import hf  # noqa: E402
 from servd.api.tokenizer import Tokenizer  # noqa: E402
 from servd.errors import ConfigError, ModelNotFound, UnsupportedModel  # noqa: E402
-from servd.gguf import Header  # noqa: E402
 from servd.worker import dry_run  # noqa: E402
 from servd.worker.cpu_model_runner import CPUModelRunner  # noqa: E402
 from tests.worker.driver import Driver, config_for  # noqa: E402
@@ -141,7 +143,7 @@ def test_what_cannot_be_read_is_refused_by_name(tiny_llama: Path, tmp_path: Path
         hf.find_model(str(tmp_path / "c.gguf"))
     whole = (tmp_path / "b.gguf").read_bytes()
     (tmp_path / "c.gguf").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ModelNotFound, match=r"it ends before"):
+    with pytest.raises(ModelNotFound, match=r"c\.gguf cannot be read as GGUF"):
         hf.find_model(str(tmp_path / "c.gguf"))
     (tmp_path / "c.gguf").write_bytes(whole[:24] + b"\xff" * 8 + whole[32:])
     with pytest.raises(ModelNotFound, match=r"c\.gguf cannot be read as GGUF"):
@@ -169,15 +171,34 @@ def test_metadata_of_another_kind_is_refused_in_words(
     tiny_llama: Path, tmp_path: Path, key: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ):
     path = write_gguf(tmp_path / "a.gguf", tiny_llama)
-    begin = Header.__init__
+    open_file = servd_gguf.open_file
 
-    def init(self: Header, path: Path) -> None:
-        begin(self, path)
-        self.metadata[key] = value
+    def open_changed(path: Path) -> Any:
+        reader, values = open_file(path)
+        return reader, values | {key: value}
 
-    monkeypatch.setattr(Header, "__init__", init)
+    monkeypatch.setattr(servd_gguf, "open_file", open_changed)
     with pytest.raises((ModelNotFound, UnsupportedModel)):
         Tokenizer.load(str(hf.find_model(str(path))))
+
+
+@pytest.mark.parametrize("kind", [4, 8, 9], ids=["numbers", "texts", "lists"])
+def test_a_list_that_is_said_to_be_longer_than_the_file_is_refused_at_once(
+    tmp_path: Path, kind: int
+):
+    begin = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a"
+    (tmp_path / "a.gguf").write_bytes(begin + struct.pack("<IIQ", 9, kind, 1 << 40) + bytes(64))
+    with pytest.raises(ModelNotFound, match="cut off or damaged"):
+        hf.find_model(str(tmp_path / "a.gguf"))
+
+
+def test_the_package_gguf_is_named_where_it_is_missing(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = write_gguf(tmp_path / "a.gguf", tiny_llama)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UnsupportedModel, match=r"servd\[gguf\]"):
+        hf.find_model(str(path))
 
 
 @pytest.mark.parametrize("share", [0.001, 0.02, 0.5, 0.999])

@@ -13,7 +13,7 @@ gguf = pytest.importorskip("gguf")
 from servd.worker.layers.quantized import Quantized  # noqa: E402
 from servd.worker.quantization.gguf import BLOCKS, read  # noqa: E402
 
-QUANTS = [gguf.GGMLQuantizationType(number) for number in BLOCKS]
+QUANTS = [gguf.GGMLQuantizationType[name] for name in BLOCKS]
 
 
 def random_blocks(quant: gguf.GGMLQuantizationType, rows: int, blocks: int) -> np.ndarray:

@@ -38,7 +38,6 @@ class LoadCosts:
 
     @property
     def compute_ns(self) -> float:
-        """Nanoseconds to compute a block."""
         return (self.computing.mean_ns or UNKNOWN_COST) * self.block_size
 
     def is_worth_loading(self, place: str) -> bool:

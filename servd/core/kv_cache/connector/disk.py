@@ -36,12 +36,9 @@ Reader = Callable[[bytes, memoryview], bool]
 
 
 class Disk:
-    """Blocks of one identity, which is all that their bytes depend on beside their hash.
-
-    Args:
-        root: folder of all identities.
-        limit: bytes of all files in it; the least recently read or written are deleted first.
-        identify: returns the identity, 32 bytes; it may take long.
+    """Blocks of one identity, which is all that their bytes depend on beside their hash. `limit`:
+    bytes of all files in it; the least recently read or written are deleted first. `identify`:
+    returns the identity, 32 bytes; it may take long.
     """
 
     name = "disk"
@@ -87,7 +84,6 @@ class Disk:
         return block_hash not in self.known
 
     def open_reader(self, peer: str) -> AbstractContextManager[Reader]:
-        """Return what reads blocks; files need no peer."""
         return nullcontext(self.read)
 
     def read(self, block_hash: bytes, buffer: memoryview) -> bool:
@@ -144,7 +140,6 @@ class Disk:
             self.trim()
 
     def delete(self, block_hashes: Sequence[bytes]) -> None:
-        """Delete the files of these blocks: their contents may be wrong."""
         if self._folder is None:
             return
         for block_hash in block_hashes:

@@ -13,10 +13,6 @@ class HostMemory(BlockPool):
 
     A slot is owned while it is copied, written or read. Otherwise it is cached, and the least
     recently used slot is evicted first.
-
-    Args:
-        num_slots: how many there are.
-        slot_bytes: size of each.
     """
 
     name = "host"
@@ -39,7 +35,6 @@ class HostMemory(BlockPool):
         return self.num_cached * self.slot_bytes
 
     def buffer(self, slot: int) -> memoryview:
-        """Return the bytes of a slot, to read and to write."""
         first = slot * self.slot_bytes
         return memoryview(self._memory)[first : first + self.slot_bytes]
 

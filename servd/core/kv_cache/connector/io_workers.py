@@ -23,8 +23,6 @@ MAX_MISSED = 1 << 16  # hashes that are remembered
 
 @dataclass(slots=True)
 class Finished:
-    """A slot that was read or written."""
-
     slot: int
     block_hash: bytes
     source: Store | None  # what it was to be read from; None: it was written
@@ -33,11 +31,7 @@ class Finished:
 
 class IOWorkers:
     """Owners of slots hand them over to be read or written; `collect_finished` releases them.
-
-    Args:
-        host: the slots.
-        costs: gets what reading takes.
-        peer_timeout: seconds after which a peer that does not answer is given up.
+    `peer_timeout`: seconds after which a peer that does not answer is given up.
     """
 
     def __init__(self, host: HostMemory, costs: LoadCosts, peer_timeout: float) -> None:
@@ -65,7 +59,6 @@ class IOWorkers:
         return self.num_slots > 0 and time.monotonic() > self._progress_at + limit
 
     def write(self, stores: Sequence[Store], slot: int, block_hash: bytes) -> None:
-        """Write a slot to each of these stores."""
         self._begin(1)
         self._threads.submit(self._write, stores, slot, block_hash)
 
@@ -101,12 +94,10 @@ class IOWorkers:
             self.host.release([finished.slot])
 
     def wait(self) -> None:
-        """Wait until something is finished, or for a short time."""
         if self._wake_up.wait(POLL_INTERVAL):
             self._wake_up.clear()
 
     def flush(self) -> None:
-        """Wait until files are written and read: for tests."""
         self._threads.shutdown(wait=True)
         self._threads = ThreadPoolExecutor(NUM_THREADS, "kv-io")
         self.collect_finished()
@@ -117,7 +108,6 @@ class IOWorkers:
         self.num_slots += num_slots
 
     def _write(self, stores: Sequence[Store], slot: int, block_hash: bytes) -> None:
-        """Runs in a thread."""
         try:
             for store in stores:
                 store.write(block_hash, self.host.buffer(slot))
@@ -126,7 +116,6 @@ class IOWorkers:
             self._wake_up.set()
 
     def _read(self, source: Store, peer: str, slots: Sequence[tuple[bytes, int]]) -> None:
-        """Runs in a thread."""
         started = now_ns()
         left = deque(slots)
         num_read = 0

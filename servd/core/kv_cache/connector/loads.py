@@ -23,8 +23,6 @@ NOTHING_TO_LOAD = 0
 
 @dataclass(slots=True)
 class Load:
-    """What a waiting request waits for."""
-
     source: Store | None
     peer: str  # that its blocks come from; "": they come from files
     is_required: bool  # whether the request fails without these blocks
@@ -53,7 +51,6 @@ class Loads:
     _failed: dict[Request, str] = field(default_factory=dict)
 
     def is_loading(self, request: Request, num_cached: int) -> bool:
-        """See KVConnector."""
         load = self._find_load(request)
         if load.deadline_ns == NOTHING_TO_LOAD:
             return False
@@ -87,7 +84,6 @@ class Loads:
         return list(failed.items())
 
     def stop_waiting(self, request: Request) -> None:
-        """A request starts, or ends."""
         self._loads.pop(request, None)
         self._failed.pop(request, None)
 

@@ -48,13 +48,8 @@ class OffloadConnector(KVConnector):
     """Decides which blocks are copied, written and read, in numbers of blocks and slots.
 
     Copies are made by the workers in the order of the decisions, before anything of the step is
-    computed: so a slot or block counts as filled from the moment of the decision.
-
-    Args:
-        host: the slots.
-        disk: files, or None.
-        remote: the blocks of peers, and for peers, or None.
-        block_size: tokens of a block.
+    computed: so a slot or block counts as filled from the moment of the decision. `disk`: files, or
+    None; `remote`: the blocks of peers, and for peers, or None; `block_size`: tokens of a block.
     """
 
     def __init__(
@@ -284,17 +279,14 @@ class OffloadConnector(KVConnector):
             self.remote.close()
 
     def flush(self) -> None:
-        """Wait until files are found, written and read: for tests."""
         for store in self._stores:
             store.is_open.wait()
         self.io_workers.flush()
 
 
 def make_connector(config: Config, spec: ModelSpec, worker: WorkerReady) -> OffloadConnector:
-    """Return the configured connector for the KV cache of started workers.
-
-    Raises:
-        ConfigError: the host's memory would not hold a block.
+    """Return the configured connector for the KV cache of started workers. Raises ConfigError: the
+    host's memory would not hold a block.
     """
     cache = config.cache
     slot_bytes = worker.kv_bytes_per_block * config.parallel.tensor_parallel_size

@@ -1,7 +1,7 @@
 """RemoteStore: blocks that peers, which are other engines, ask for or have, by hash.
 
 Links need a token. Nothing that comes is trusted to be what was asked for: it has the header of a
-file (see `disk`), and is a miss if the header is not of this block and this model.
+file, and is a miss if the header is not of this block and this model.
 """
 
 from __future__ import annotations
@@ -41,14 +41,8 @@ class Give(Message, tag=True):
 
 class RemoteStore:
     """Blocks that this engine keeps for its peers, in memory of its own, and those of its peers.
-
-    Args:
-        config: the option.
-        keys: of the token that all peers have.
-        identify: returns the identity, 32 bytes; it may take long.
-
-    Raises:
-        ConfigError: it cannot listen where the option says.
+    Raises ConfigError: it cannot listen where the option says. `keys`: of the token that all peers
+    have. `identify`: returns the identity, 32 bytes; it may take long.
     """
 
     name = "remote"
@@ -81,7 +75,6 @@ class RemoteStore:
         return len(self._kept)
 
     def close(self) -> None:
-        """Stop answering peers, and waiting for them."""
         self._is_closed.set()
         if hasattr(self, "_server"):
             self._server.join()

@@ -13,7 +13,6 @@ BLOCK = 1024
 
 @triton.jit
 def function(x, NAME: tl.constexpr):
-    """Activations of float32 numbers, by the names of `reference.ACTIVATIONS`."""
     if NAME == "silu":
         return x * tl.sigmoid(x)
     elif NAME == "relu":

@@ -56,12 +56,9 @@ def attend(
     LINES: tl.constexpr,
 ):  # fmt: skip
     """Softmax in one pass (arXiv:1805.02867) of q [LINES, HEAD_DIM] over the keys from `begin`, a
-    multiple of TILE_KEYS, to `end`. All lines see those before `all_see`.
-
-    Returns:
-        The mean of the values [LINES, HEAD_DIM], and the logarithm (base 2) of the sum of
-        exponentials [LINES], with which it can be merged. A line that sees none of the keys: 0 and
-        -inf.
+    multiple of TILE_KEYS, to `end`. All lines see those before `all_see`. Returns the mean of the
+    values [LINES, HEAD_DIM], and the logarithm (base 2) of the sum of exponentials [LINES], with
+    which it can be merged. A line that sees none of the keys: 0 and -inf.
     """
     highest = tl.full([LINES], float("-inf"), tl.float32)
     total = tl.zeros([LINES], tl.float32)

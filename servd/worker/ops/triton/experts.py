@@ -17,7 +17,7 @@ FEW_ROWS, MANY_ROWS = 16, 64  # rows of a tile; the tensor cores multiply no few
 
 
 class ExpertMatrices:
-    """See `GroupedForm`; matrices [out, in] of one type, contiguous."""
+    """Matrices [out, in] of one type, contiguous."""
 
     is_capturable = True
 

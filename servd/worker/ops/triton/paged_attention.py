@@ -56,8 +56,6 @@ LOG2E = math.log2(math.e)  # kernels compute powers of two
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a tile is computed."""
-
     lines: int  # (token, head) pairs of a tile, at least
     tile_keys: int  # keys per turn of the loop; divides MIN_SPLIT
     num_warps: int
@@ -121,7 +119,6 @@ def num_sms(device: torch.device) -> int:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have."""
     if device.type != "cuda":
         return 0
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
@@ -132,10 +129,7 @@ class PagedAttention:
     """The attention of a model's layers with the same window.
 
     Args:
-        num_heads: of queries.
-        num_kv_heads: of keys and values.
         head_dim: a power of two.
-        dtype: of queries.
         device: where all is.
         window: a token sees itself and the window - 1 tokens before; None: all before.
         batch_invariant: a token's bits do not depend on other rows.
@@ -155,7 +149,6 @@ class PagedAttention:
 
     @property
     def num_wanted(self) -> int:
-        """Splits that keep the device busy; see `work_list`."""
         if self.batch_invariant:
             return 0
         return -(-num_sms(self.device) * SPLITS_PER_SM // self.num_kv_heads)
@@ -170,7 +163,6 @@ class PagedAttention:
         return max(self.tunings[1].lines // self.group, 1)
 
     def plan(self, batch: AttentionBatch) -> Plan:
-        """Plan a step, whose lengths on the host may be bounds."""
         num_rows, num_tokens = len(batch.query_lens), len(batch.slot_mapping)
         few, longest = split_queries(self.group), int(batch.query_lens.max())
         num_tiles = 0 if longest <= few else num_tokens // self.tile_queries + num_rows
@@ -206,21 +198,14 @@ class PagedAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of the last tokens of each row over the row's keys and values in the
-        cache.
+        cache. Returns [num_tokens, num_heads, head_dim], contiguous. Tokens of no row are anything.
 
         Args:
             q: [num_tokens, num_heads, head_dim]; heads are contiguous, tokens may be apart.
             kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of q's type or narrower.
                 What lies outside of the rows' visible keys is not read, and may be anything.
-            batch: the step.
-            plan: of the step.
-            work: of the step.
-            scale: factor on the scores.
             soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they stay.
             sinks: [num_heads], scores of one more key each, whose value is zero.
-
-        Returns:
-            [num_tokens, num_heads, head_dim], contiguous. Tokens of no row are anything.
         """
         assert q.stride()[1:] == (self.head_dim, 1)
         assert kv_cache.is_contiguous() and batch.block_tables.stride(1) == 1
@@ -256,7 +241,6 @@ class PagedAttention:
         return out
 
     def _grid(self, num_pieces: int, more: int = 1) -> tuple[int]:
-        """Programs for so many pieces of each kv head."""
         most = more * PROGRAMS_PER_SM * num_sms(self.device)
         return (min(num_pieces * self.num_kv_heads, most),)
 

@@ -24,7 +24,8 @@ def rotate_and_store(
     rotation: Rotation | None,
     norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
-    """Turn q and k by their positions, and store k and v at their slots, in one kernel.
+    """Turn q and k by their positions, and store k and v at their slots, in one kernel. Returns the
+    turned queries, contiguous; q itself if nothing is done to it.
 
     Args:
         q: [num_tokens, num_heads, head_dim]; heads are contiguous, tokens may be apart, as slices
@@ -38,9 +39,6 @@ def rotate_and_store(
         rotation: cos and sin, [num_tokens, head_dim / 2] each, or None.
         norms: weights [head_dim] of q's and k's RMSNorm before, and what is added to the mean
             square; None: there are none.
-
-    Returns:
-        The turned queries, contiguous; q itself if nothing is done to it.
     """
     num_tokens, num_heads, head_dim = q.shape
     assert all(x.stride()[1:] == (head_dim, 1) for x in (q, k, v)) and kv_cache.is_contiguous()

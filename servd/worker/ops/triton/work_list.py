@@ -1,8 +1,7 @@
 """Work list of a step's attention: how many pieces each row has, counted on the device.
 
-The attention kernels have a fixed number of programs, each of which takes every n-th piece. So rows
-that a graph has room for and a step does not need cost nothing, nor do the splits that the longest
-sequence would have; and a captured step is divided by the lengths that it finds.
+The kernels have a fixed number of programs, each of which takes every n-th piece: rows that a step
+does not need cost nothing, and a captured step is divided by the lengths that it finds.
 """
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
@@ -23,20 +22,17 @@ def work_list(
     window: int | None,
     **sizes: int,
 ) -> Tensor:
-    """Count the pieces of a step.
+    """Count the pieces of a step. Returns int32 [3 * (num_rows + 1) + 1]: for each row how many
+    pieces those before it have, and in the end all; first the tiles of rows that are not split,
+    then splits, then the tokens that have more than one split. The last number is the fewest keys
+    of a split.
 
     Args:
         query_start_loc: int32 [num_rows + 1].
         seq_lens: int32 [num_rows].
         num_wanted: splits of all rows together that keep the device busy: rows have fewer, longer
             ones where there are more. 0: a row's splits depend on its own length only.
-        window: of the attention.
         sizes: SPLIT_QUERIES, TILE_QUERIES, TILE_KEYS, MIN_SPLIT and MAX_SPLITS of the kernels.
-
-    Returns:
-        int32 [3 * (num_rows + 1) + 1]: for each row how many pieces those before it have, and in
-        the end all; first the tiles of rows that are not split, then splits, then the tokens that
-        have more than one split. The last number is the fewest keys of a split.
     """
     num_rows = len(seq_lens)
     work = torch.empty(3 * num_rows + 4, dtype=torch.int32, device=seq_lens.device)

@@ -101,15 +101,9 @@ def smallest_keeping(weights: Tensor, masses: Tensor, limits: Tensor) -> Tensor:
     A radix search by the bits of the weights, which are ordered as the weights are: every digit is
     found by adding up the masses that each of its values has, among the weights whose digits before
     are those found. That is exact, and reads the row about once, where a sort of a large vocabulary
-    takes ten times as long.
-
-    Args:
-        weights: [n, vocab] float32, not negative.
-        masses: [n, vocab] int64.
-        limits: [n] the mass of each row that may not be reached.
-
-    Returns:
-        [n] float32: a weight of the row, or 0.
+    takes ten times as long. Returns [n] float32: a weight of the row, or 0. `weights`: [n, vocab]
+    float32, not negative; `masses`: [n, vocab] int64; `limits`: [n] the mass of each row that may
+    not be reached.
     """
     num_rows = len(weights)
     rows = torch.arange(num_rows, dtype=torch.int32, device=weights.device).unsqueeze(1)

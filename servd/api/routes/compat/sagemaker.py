@@ -22,27 +22,22 @@ from servd.api.route import Route, events
 from servd.errors import InvalidRequest
 from servd.json_reader import read_json
 
-# What only bodies of a route have -> its file, of which it is the first route. `query` comes
-# first: scores, too, may have `documents`.
-FILE_OF = {
-    "messages": "chat",
-    "prompt": "completions",
-    "query": "rerank",
-    "text_1": "score",
-    "queries": "score",
-    "input": "embeddings",
+# A field that only bodies of a route have -> the body, and the file whose first route takes it.
+# `query` is before the fields of scores: those, too, may have `documents`.
+BODIES = {
+    "messages": (ChatCompletionRequest, "chat"),
+    "prompt": (CompletionRequest, "completions"),
+    "query": (RerankRequest, "rerank"),
+    "text_1": (ScoreRequest, "score"),
+    "queries": (ScoreRequest, "score"),
+    "input": (EmbeddingRequest, "embeddings"),
 }
-
 
 router = APIRouter(route_class=Route)
 
 
 async def read_invocation(request: Request) -> RequestBody:
-    """Read a body as the route does that its fields belong to.
-
-    Raises:
-        InvalidRequest: there is no such route, or see `Call.read`.
-    """
+    """Read a body as the route does that its fields belong to."""
     call = call_of(request)
     try:
         data = await request.body()
@@ -50,10 +45,10 @@ async def read_invocation(request: Request) -> RequestBody:
         fields = await call.run_in_thread(len(data), parse, is_new=True)
     except ValueError:
         fields = {"messages": None}  # reading a chat says what is wrong with it
-    for name, file in FILE_OF.items():
+    for name, (kind, _) in BODIES.items():
         if name in fields:
-            return await call.read(request, _first_route(file).kinds[0])
-    names = ", ".join(f"`{name}`" for name in FILE_OF)
+            return await call.read(request, kind)
+    names = ", ".join(f"`{name}`" for name in BODIES)
     raise InvalidRequest(f"the body must have one of {names}")
 
 
@@ -70,10 +65,6 @@ async def invoke(
     ],
 ) -> Response:
     """Answer as the route for such a body does."""
-    routes = map(_first_route, FILE_OF.values())
-    route = next(route for route in routes if type(body) in route.kinds)
+    file = next(file for kind, file in BODIES.values() if type(body) is kind)
+    route = plugins.load("servd.api.routes", file, "router").routes[0]
     return await route.endpoint(request, body)
-
-
-def _first_route(file: str) -> Route:
-    return plugins.load("servd.api.routes", file, "router").routes[0]

@@ -1,15 +1,21 @@
-"""Chat batches: one request for several conversations."""
+"""POST /v1/chat/completions/batch: several conversations with the same settings."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
 import msgspec
+from fastapi import APIRouter
 from pydantic import Field, GetJsonSchemaHandler, model_validator
+from starlette.requests import Request
+from starlette.responses import Response
 
-from servd.api.protocol.chat import ChatCompletionRequest, add_chat_fields
+from servd.api.call import call_of
+from servd.api.protocol.chat import ChatCompletion, ChatCompletionRequest, add_chat_fields
 from servd.api.protocol.completions import MAX_PROMPTS
 from servd.api.protocol.validation import RequestBody, Schema, parse
+from servd.api.response_builders.chat import ChatBuilder
+from servd.api.route import Parsed, Route
 from servd.errors import InvalidRequest
 
 # What is said once, or by call, and so has no place where there are several conversations.
@@ -18,6 +24,8 @@ REFUSED = (
     "return_prompt_text",
 )  # fmt: skip
 NEEDLESS = ("messages", "n", "stream_options", "tool_choice")  # not said, or nothing without those
+
+router = APIRouter(route_class=Route)
 
 
 class ChatBatchRequest(RequestBody):
@@ -30,7 +38,6 @@ class ChatBatchRequest(RequestBody):
 
     @classmethod
     def complete_schema(cls, properties: dict[str, Schema], handler: GetJsonSchemaHandler) -> None:
-        """Add the fields of chats."""
         super().complete_schema(properties, handler)
         add_chat_fields(properties, cls.from_chat, handler)
 
@@ -39,25 +46,17 @@ class ChatBatchRequest(RequestBody):
         extra = self.model_extra or {}
         for name in REFUSED:
             if extra.get(name):
-                raise InvalidRequest(
-                    f"`{name}` is not supported in a batch of chats: leave it out", param=name
-                )
+                error = f"`{name}` is not supported in a batch of chats: leave it out"
+                raise InvalidRequest(error, param=name)
         if extra.get("n") not in (None, 1):
             raise InvalidRequest("`n` must be 1 in a batch of chats", param="n")
         return self
 
     def ignored(self) -> list[str]:
-        return self._chat(0).ignored()
+        return self.chat(0).ignored()
 
-    def chats(self) -> list[ChatCompletionRequest]:
-        """A chat request for each conversation.
-
-        Raises:
-            InvalidRequest: with the conversation in `param`, e.g. `messages[3][0]`.
-        """
-        return [self._chat(number) for number in range(len(self.messages))]
-
-    def _chat(self, number: int) -> ChatCompletionRequest:
+    def chat(self, number: int) -> ChatCompletionRequest:
+        """The chat request for a conversation, which an error names in `param`."""
         known = ChatCompletionRequest.model_fields
         # What has no effect is named for the first one, and is not copied for the others.
         fields = {k: v for k, v in (self.model_extra or {}).items() if k in known or number == 0}
@@ -70,3 +69,14 @@ class ChatBatchRequest(RequestBody):
                 error.param = f"messages[{number}]{error.param.removeprefix('messages')}"
                 error.message = f"conversation {number}: {error.message}"
             raise
+
+
+@router.post("/v1/chat/completions/batch", response_model=ChatCompletion)
+async def create_chat_completions(request: Request, body: Parsed[ChatBatchRequest]) -> Response:
+    """Answer conversations; choice i is the answer to conversation i."""
+    call = call_of(request)
+    response_id = f"chatcmpl-{call.unique_id}"
+    numbers = range(len(body.messages))
+    chats = await call.run_in_thread(call.num_bytes, lambda: [body.chat(i) for i in numbers])
+    prompts = [chat.prompt(f"{response_id}-{number}") for number, chat in enumerate(chats)]
+    return await ChatBuilder(request, chats[0], response_id, prompts).respond()

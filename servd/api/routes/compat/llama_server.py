@@ -14,23 +14,10 @@ from servd.api.route import Route
 router = APIRouter(route_class=Route)
 
 
-class Modalities(msgspec.Struct):
-    """What prompts may have besides text."""
-
-    vision: bool = False
-    audio: bool = False
-
-
-class Settings(msgspec.Struct):
-    """What holds for a request that says nothing else."""
-
-    n_ctx: int
-
-
 class Props(msgspec.Struct):
     """The model, and how it is prompted."""
 
-    default_generation_settings: Settings
+    default_generation_settings: dict[str, int]  # n_ctx
     total_slots: int
     model_alias: str
     model_path: str
@@ -38,7 +25,7 @@ class Props(msgspec.Struct):
     bos_token: str
     eos_token: str
     build_info: str
-    modalities: Modalities
+    modalities: dict[str, bool]  # vision, audio
 
 
 class Slot(msgspec.Struct):
@@ -54,17 +41,16 @@ async def props(request: Request) -> Response:
     """The model's names, template, context and slots."""
     context = context_of(request)
     processor = context.async_llm.processor
-    tokenizer = processor.tokenizer
     answer = Props(
-        Settings(context.async_llm.processor.max_model_len),
+        {"n_ctx": context.async_llm.processor.max_model_len},
         len(_slots(request)),
         context.config.model.served_model_name[0],
         context.root,
         processor.chat_template.source,
-        tokenizer.bos_token or "",
-        tokenizer.eos_token or "",
+        processor.tokenizer.bos_token or "",
+        processor.tokenizer.eos_token or "",
         f"servd {servd.__version__}",
-        Modalities(),
+        {"vision": False, "audio": False},
     )
     return json_response(answer)
 

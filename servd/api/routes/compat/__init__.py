@@ -1,0 +1,1 @@
+"""Routes that other servers have, one file each, with the shapes of their bodies and answers."""

@@ -1,0 +1,113 @@
+"""POST /v2/embed: embeddings as Cohere's clients ask for them."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter
+from msgspec import UNSET, UnsetType
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servd.api.call import call_of
+from servd.api.context import context_of
+from servd.api.embedding import Vectors, embed
+from servd.api.prompt import Prompt
+from servd.api.protocol.embeddings import Dimensions
+from servd.api.protocol.score import Texts
+from servd.api.protocol.translation import renamed
+from servd.api.protocol.validation import RequestBody
+from servd.api.route import Parsed, Route
+from servd.errors import InvalidRequest
+from servd.messages import RequestOptions
+from servd.outputs import unpack_vector
+from servd.params import PoolingParams
+
+router = APIRouter(route_class=Route)
+
+
+class CohereEmbedRequest(RequestBody):
+    """Body of POST /v2/embed."""
+
+    texts: Texts
+    input_type: str = ""
+    """`search_query` and `search_document` choose among the prompts in the model's files, others by
+    their name; without such a prompt the default of the files is taken."""
+    embedding_types: Annotated[
+        list[Literal["float", "base64", "binary", "ubinary"]], Field(min_length=1, fail_fast=True)
+    ] = ["float"]
+    output_dimension: Dimensions | None = None
+    truncate: Literal["NONE", "START", "END"] = "END"
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+
+
+class EmbeddingsByType(msgspec.Struct, rename={"floats": "float"}):
+    """One vector per text in each form that was asked for."""
+
+    floats: list[list[float]] | UnsetType = UNSET
+    base64: list[str] | UnsetType = UNSET  # float32, little-endian
+    binary: list[list[int]] | UnsetType = UNSET  # signs, eight a number, -128 to 127
+    ubinary: list[list[int]] | UnsetType = UNSET  # the same, 0 to 255
+
+
+class CohereEmbeddings(msgspec.Struct):
+    """The answer."""
+
+    id: str
+    embeddings: EmbeddingsByType
+    texts: list[str]
+    meta: dict[str, Any]
+    response_type: str = "embeddings_by_type"
+
+
+@router.post("/v2/embed", response_model=CohereEmbeddings)
+async def create_cohere_embeddings(request: Request, body: Parsed[CohereEmbedRequest]) -> Response:
+    """A vector for each text, in every form asked for."""
+    for name in ("images", "inputs"):
+        if (body.model_extra or {}).get(name):
+            error = f"`{name}` is not supported: this model reads `texts` only"
+            raise InvalidRequest(error, param=name)
+    context = context_of(request)
+    max_model_len = context.async_llm.processor.max_model_len
+    limit = min(body.max_tokens or max_model_len, max_model_len)
+    first = limit if body.truncate == "END" else None
+    last = limit if body.truncate == "START" else None
+    name = context.async_llm.processor.pooling.name_for(body.input_type)
+    prompts = [
+        Prompt(content=text, param="texts", keep_first=first, keep_last=last, prompt_name=name)
+        for text in body.texts
+    ]
+    params = PoolingParams(dimensions=body.output_dimension)
+    with renamed({"dimensions": "output_dimension"}):
+        vectors = await embed(request, "embd", prompts, params, RequestOptions(body.priority or 0))
+    response_id = f"embd-{call_of(request).unique_id}"
+    size = vectors.num_numbers * len(body.embedding_types)
+    return await call_of(request).respond(size, lambda: _answer(response_id, body, vectors))
+
+
+def _answer(response_id: str, body: CohereEmbedRequest, vectors: Vectors) -> CohereEmbeddings:
+    made = {form: [FORMS[form](data) for data in vectors.data] for form in body.embedding_types}
+    embeddings = EmbeddingsByType(made.pop("float", UNSET), **made)
+    units = {"input_tokens": vectors.num_prompt_tokens}
+    meta = {"api_version": {"version": "2"}, "billed_units": units}
+    return CohereEmbeddings(response_id, embeddings, body.texts, meta)
+
+
+def pack_signs(data: bytes) -> list[int]:
+    """A bit for each number, set above 0, the first one highest; zeros fill up the last byte."""
+    numbers = unpack_vector(data)
+    groups = [numbers[start : start + 8] for start in range(0, len(numbers), 8)]
+    return [sum((number > 0) << (7 - i) for i, number in enumerate(group)) for group in groups]
+
+
+# What becomes of a vector, float32 as bytes.
+FORMS: dict[str, Callable[[bytes], Any]] = {
+    "float": unpack_vector,
+    "base64": lambda data: base64.b64encode(data).decode(),
+    "binary": lambda data: [byte - 128 for byte in pack_signs(data)],
+    "ubinary": pack_signs,
+}
