@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import ssl
+import stat
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -11,9 +13,11 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from servd.config import AccessConfig
+from servd.config import AccessConfig, Config
 from servd.errors import ConfigError
 
+TOKEN = "SERVD_JOIN_TOKEN"  # the environment's, if there is no file
+MIN_TOKEN = 32  # characters
 Scope = Literal["inference", "admin", "metrics"]
 SCOPES: frozenset[Scope] = frozenset(get_args(Scope))
 
@@ -148,3 +152,33 @@ def _read_file(path: str) -> list[Key]:
         raise ConfigError(f"--api-key-file {path}: nested too deeply") from None
     except msgspec.DecodeError as error:  # names the field, and never shows its value
         raise ConfigError(f"--api-key-file {path}: {error}") from None
+
+
+def read_token(config: Config) -> str:
+    """The token that all peers share.
+
+    Raises:
+        ConfigError: there is none, it is short, or other users can read it.
+    """
+    path = config.parallel.join_token_file
+    if path is None:
+        token, source = os.environ.get(TOKEN, ""), f"${TOKEN}"
+    else:
+        source = f"--join-token-file {path}"
+        try:
+            token = Path(path).read_text().strip()
+            if stat.S_IMODE(os.stat(path).st_mode) & 0o077:
+                raise ConfigError(f"{source}: other users may read this file; chmod 600 it")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{source}: {getattr(error, 'strerror', error)}") from None
+    if not token:
+        raise ConfigError(
+            "--kv-transfer-config needs a token that all peers share: --join-token-file FILE, "
+            f"or ${TOKEN}; `openssl rand -hex 32` makes one"
+        )
+    if len(token) < MIN_TOKEN:
+        raise ConfigError(
+            f"{source}: {len(token)} characters are too few for a token, which has at least "
+            f"{MIN_TOKEN}; `openssl rand -hex 32` makes one"
+        )
+    return token

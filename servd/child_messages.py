@@ -19,6 +19,14 @@ from servd.messages import Message
 ENGINE_IS_DEAD = 3  # exit code of an API server whose engine reported its end
 
 
+class Uplink(msgspec.Struct, frozen=True):
+    """How a process on another host connects to the Hub of its parent's host."""
+
+    at: str  # address of the hub
+    token: str  # of this hub alone; both ends make their keys of it
+    name: str  # of the process, unique among those of the hub
+
+
 class StartEngine(msgspec.Struct):
     config: Config  # resolved
     spec: ModelSpec
@@ -28,6 +36,8 @@ class StartEngine(msgspec.Struct):
     heartbeat: int = -1  # inherited descriptor, see Heartbeat
     name: str = "engine"  # for the log
     was_asleep: bool = False  # whether the previous engine was asleep
+    uplink: Uplink | None = None  # of an engine on another host
+    identity: str = ""  # see EngineCoreClient; of an engine on another host
 
 
 class StartAPIServer(msgspec.Struct):
@@ -73,3 +83,4 @@ class StartWorker(msgspec.Struct):
     outbox: str  # address that it sends FromWorker to
     # With several workers: the init_method of torch.distributed.
     distributed_init: str | None = None
+    uplink: Uplink | None = None  # of a worker on another host: in place of inbox and outbox

@@ -25,15 +25,12 @@ def divide(config: Config) -> dict[str, Decision]:
     Raises:
         ConfigError: they do not go together.
     """
-    parallel, server = config.parallel, config.server
+    parallel = config.parallel
     total, given = parallel.data_parallel_size, parallel.data_parallel_size_local
     rank, first = parallel.data_parallel_rank, parallel.first_rank
     is_external = parallel.data_parallel_external_lb or rank is not None
-    is_node = server.headless and parallel.data_parallel_address is not None
-    _check_nodes(config)
     is_hybrid = not is_external and (
-        parallel.data_parallel_hybrid_lb
-        or (parallel.data_parallel_start_rank is not None and not server.headless)
+        parallel.data_parallel_hybrid_lb or parallel.data_parallel_start_rank is not None
     )
     if is_external:
         if rank is None:
@@ -43,7 +40,8 @@ def divide(config: Config) -> dict[str, Decision]:
         local = size = total - first if given is None else given
         why = f"from number {first} of {total} on, with a balancer before this server"
     else:
-        local, size = total - first if given is None else given, total
+        size = total
+        local = parallel.num_engines_here - first
         why = f"from number {first} of {total} on"
     if first + local > total or (is_external and given not in (None, 1)):
         raise ConfigError(
@@ -55,7 +53,7 @@ def divide(config: Config) -> dict[str, Decision]:
             f"--data-parallel-size {size}: a server has at most {MAX_ENGINES} engines; start "
             "several behind a balancer (--data-parallel-hybrid-lb)"
         )
-    _check(config, is_node, is_external or is_hybrid, local, size)
+    _check(config, is_external or is_hybrid, local, size)
     decided: dict[str, int] = {}
     if size != total:
         decided["data_parallel_size"] = size
@@ -66,56 +64,44 @@ def divide(config: Config) -> dict[str, Decision]:
     return {name: Decision(value, why) for name, value in decided.items()}
 
 
-def _check(config: Config, is_node: bool, has_balancer: bool, local: int, size: int) -> None:
+def _check(config: Config, has_balancer: bool, local: int, size: int) -> None:
     parallel, server = config.parallel, config.server
-    has_others = is_node or local < size
+    by_ray = parallel.data_parallel_backend == "ray"
     if server.headless and server.attach:
         raise ConfigError(
             "--headless runs no API server and --attach runs nothing else: give one of them"
         )
     if server.headless and has_balancer:
         raise ConfigError("--headless has no port for a balancer: leave one of them out")
-    if server.headless and not is_node and not server.ipc_dir and not parallel.node_rank:
+    if server.headless and not server.ipc_dir:
         raise ConfigError(
-            "--headless needs --data-parallel-address, the host whose API servers get the engines, "
-            "or --ipc-dir, the folder where API servers of this host find the engine with --attach"
+            "--headless needs --ipc-dir, the folder where API servers of this host find the engine "
+            "with --attach"
         )
-    if (server.attach or server.headless) and not is_node and size > 1:
+    if (server.attach or server.headless) and (size > 1 or by_ray):
         flag = "--attach" if server.attach else "--headless"
         raise ConfigError(
-            f"{flag} knows one engine, and --data-parallel-size asks for {size}: leave one of them "
-            "out; API processes of several engines are started with --api-server-count"
+            f"{flag} knows one engine of this host, and the options ask for {size}, of "
+            f"--data-parallel-backend {parallel.data_parallel_backend}: leave one of them out; API "
+            "processes of several engines are started with --api-server-count"
         )
-    if has_others and parallel.data_parallel_address is None:
+    if local < size and not by_ray:
         raise ConfigError(
-            f"{size - local} of {size} engines are to join from other hosts: "
-            "--data-parallel-address says where this one listens for them"
+            f"{size - local} of {size} engines are not of this host: --data-parallel-backend ray "
+            "lets Ray put them on others"
         )
-    if not local and (has_balancer or is_node):
+    if not local and has_balancer:
         raise ConfigError("--data-parallel-size-local 0: there is nothing to do here")
-    if has_others and config.lora.enable_lora:
-        raise ConfigError("--enable-lora: engines of other hosts do not get adapters; leave it out")
-
-
-def _check_nodes(config: Config) -> None:
-    """Of hosts that share an engine."""
-    parallel = config.parallel
-    count, number = parallel.nnodes, parallel.node_rank
-    if count == 1 and not number:
+    if not by_ray:
         return
-    if number >= count:
-        raise ConfigError(f"--node-rank {number}: --nnodes {count} are numbered from 0")
-    if parallel.num_workers % count:
+    if has_balancer:
         raise ConfigError(
-            f"--nnodes {count} must divide the {parallel.num_workers} workers of "
-            "--tensor-parallel-size and --pipeline-parallel-size"
+            "--data-parallel-backend ray is for engines of one server: leave out the options of "
+            "balancers (--data-parallel-rank, --data-parallel-start-rank)"
         )
-    if parallel.master_addr is None:
-        raise ConfigError("--nnodes needs --master-addr, where the host with the engine listens")
-    if bool(number) != config.server.headless:
+    if parallel.executor == "ray":
         raise ConfigError(
-            f"--node-rank {number}: hosts after the first have no API server: "
-            + ("give them --headless" if number else "leave --headless out")
+            "--data-parallel-backend ray has each engine on one host: leave out --executor ray"
         )
-    if parallel.data_parallel_size > 1:
-        raise ConfigError("--nnodes shares one engine: leave --data-parallel-size at 1")
+    if config.lora.enable_lora:
+        raise ConfigError("--enable-lora: engines of other hosts do not get adapters; leave it out")

@@ -98,6 +98,7 @@ EXPERTS = "leave it out: --enable-expert-parallel and --tensor-parallel-size pla
 CONTEXT = "not supported: cut the model, with --tensor-parallel-size or --pipeline-parallel-size"
 HF_FILES = "leave it out: the model's files in Hugging Face's form are read"
 PROXY = "leave it out: let the proxy cut that prefix off"
+RAY = "use --data-parallel-backend ray for engines, --executor ray for workers of other hosts"
 GUARDED = "leave it out: with --api-key or --api-key-file all but /health and / need a key"
 
 # Rejected options and short flags, and what to do instead.
@@ -125,6 +126,12 @@ REMEDIES = {
     "enable_ssl_refresh": "send SIGHUP when certificates have changed",
     "hf_config_path": "use --hf-overrides",
     "hf_token": "set $HF_TOKEN, which nobody else can read",
+    "data_parallel_address": RAY,
+    "data_parallel_rpc_port": RAY,
+    "master_addr": RAY,
+    "master_port": RAY,
+    "nnodes": RAY,
+    "node_rank": RAY,
     "ignore_patterns": "leave it out: of a model's weights one form is read",
     "kv_offloading_backend": "leave it out: servd's own tiers are used (docs/kv-cache.md)",
     "limit_mm_per_prompt": TEXT_ONLY,

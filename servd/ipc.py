@@ -2,8 +2,8 @@
 imports zmq.
 
 Every process binds one Inbox; senders connect an Outbox to it. Addresses are `ipc://` files in a
-private folder (0700). Hosts are connected by Links over TCP only, which are encrypted and
-authenticated by a token.
+private folder (0700). Between hosts there are Links over TCP only, encrypted and authenticated by a
+token.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ class Listener(Link[T]):
                 if isinstance(name, tuple) and self.at.endswith(f":{name[1]}"):
                     connection.shutdown(socket.SHUT_RDWR)
 
-    def send_to(self, peer: bytes, message: msgspec.Struct) -> bool:
+    def send_to(self, peer: bytes, message: msgspec.Struct | msgspec.Raw) -> bool:
         """Queue a message for a connected Link; False if its connection is gone."""
         try:
             self.socket.send_multipart([peer, *_frames_of(message)], zmq.NOBLOCK)
@@ -325,7 +325,7 @@ class Listener(Link[T]):
         return True
 
 
-def _frames_of(message: msgspec.Struct) -> list[memoryview]:
+def _frames_of(message: msgspec.Struct | msgspec.Raw) -> list[memoryview]:
     data = memoryview(_encoder.encode(message))
     return [data[i : i + MAX_FRAME] for i in range(0, len(data), MAX_FRAME)]
 

@@ -135,7 +135,15 @@ class Audit(Message, tag=True):
     number: int  # of this client's audits
 
 
-ToEngine = Attach | EngineCoreRequest | AbortRequests | ResetPrefixCache | Sleep | WakeUp | Audit
+class Detach(Message, tag=True):
+    """An API server has ended, as an engine on another host cannot see: drop its requests."""
+
+    client: int
+
+
+ToEngine = (
+    Attach | Detach | EngineCoreRequest | AbortRequests | ResetPrefixCache | Sleep | WakeUp | Audit
+)  # fmt: skip
 
 
 # ---- core -> api ----

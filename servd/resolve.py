@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 
 from servd import data_parallel, plugins, pooling
+from servd.access import read_token
 from servd.config import Config, LoRAConfig, choices, flag_of, options_by_name
 from servd.data_parallel import Decision
 from servd.errors import ConfigError, UnsupportedModel
 from servd.hf import DEMO_MODEL, ModelSpec, quantization_of
-from servd.join import read_token
 from servd.lora import parse_module
 from servd.pooling import is_encoder_as_decoder
 
@@ -213,7 +213,7 @@ def _check_experts(num_ranks: int, spec: ModelSpec) -> None:
 def _check_remote(config: Config) -> None:
     """Reject options that need workers on the engine's host, for its files and memory."""
     cache = config.cache
-    if config.parallel.nnodes == 1 and config.parallel.executor != "ray":
+    if config.parallel.executor != "ray":
         return
     for is_asked, what in (
         (config.lora.enable_lora, "--enable-lora"),
@@ -222,8 +222,7 @@ def _check_remote(config: Config) -> None:
     ):
         if is_asked:
             raise ConfigError(
-                f"{what} does not work with workers on other hosts (--nnodes, --executor ray): "
-                "leave it out"
+                f"{what} does not work with workers on other hosts (--executor ray): leave it out"
             )
 
 
@@ -312,7 +311,7 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
             "--compile needs the package triton, in which torch writes its kernels: install it"
         )
     num_engines = config.parallel.num_engines_here
-    num_here = 0 if config.parallel.executor == "ray" else num_workers // config.parallel.nnodes
+    num_here = 0 if config.parallel.executor == "ray" else num_workers
     if device == "cuda" and machine.num_gpus < num_here * num_engines:
         engines = f" with --data-parallel-size {num_engines}" if num_engines > 1 else ""
         stages = f" with --pipeline-parallel-size {num_stages}" if num_stages > 1 else ""
@@ -324,8 +323,6 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
     if config.parallel.executor is None:
         one = Decision("uniproc", "one device, whose worker runs inside the engine process")
         many = Decision("multiproc", f"{num_workers} devices")
-        if config.parallel.nnodes > 1:
-            many = Decision("nodes", f"{num_workers} devices on {config.parallel.nnodes} hosts")
         decided["executor"] = one if num_workers == 1 else many
     elif config.parallel.executor == "uniproc" and num_workers > 1:
         raise ConfigError(

@@ -8,8 +8,7 @@ from servd.config import Config
 from servd.data_parallel import divide
 from servd.errors import ConfigError
 
-ELSEWHERE = {"data_parallel_address": "10.0.0.1"}
-NODE = {"headless": True, **ELSEWHERE}
+RAY = {"data_parallel_backend": "ray"}
 
 
 def divided(**options) -> tuple[int, int, int]:
@@ -25,11 +24,8 @@ def divided(**options) -> tuple[int, int, int]:
     [
         ({}, (4, 4, 0)),
         ({"data_parallel_size_local": 4}, (4, 4, 0)),
-        (ELSEWHERE | {"data_parallel_size_local": 1}, (4, 1, 0)),
-        (ELSEWHERE | {"data_parallel_size_local": 0}, (4, 0, 0)),
-        (NODE | {"data_parallel_start_rank": 1}, (4, 3, 1)),
-        (NODE | {"data_parallel_start_rank": 1, "data_parallel_size_local": 2}, (4, 2, 1)),
-        (NODE | {"data_parallel_size": 1}, (1, 1, 0)),
+        (RAY, (4, 0, 0)),
+        (RAY | {"data_parallel_size_local": 1}, (4, 1, 0)),
         ({"data_parallel_start_rank": 2, "data_parallel_size_local": 1}, (1, 1, 2)),
         ({"data_parallel_start_rank": 2}, (2, 2, 2)),
         ({"data_parallel_hybrid_lb": True, "data_parallel_size_local": 2}, (2, 2, 0)),
@@ -49,20 +45,26 @@ def test_nothing_is_decided_where_one_host_has_all():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"data_parallel_size_local": 2}, "2 of 4 engines .* --data-parallel-address says where"),
+        ({"data_parallel_size_local": 2}, "2 of 4 engines .* --data-parallel-backend ray"),
         ({"data_parallel_size_local": 5}, "--data-parallel-size 4 has no 5 engines from number 0"),
-        (NODE | {"data_parallel_start_rank": 4}, "there is nothing to do here"),
-        (NODE | {"data_parallel_start_rank": 3, "data_parallel_size_local": 2}, "from 0 to 3"),
+        ({"data_parallel_start_rank": 4}, "there is nothing to do here"),
+        ({"data_parallel_start_rank": 3, "data_parallel_size_local": 2}, "from 0 to 3"),
+        (RAY | {"data_parallel_rank": 1}, "options of balancers"),
+        (RAY | {"executor": "ray"}, "leave out --executor ray"),
+        (RAY | {"headless": True, "ipc_dir": "/x"}, "one engine of this host"),
         ({"data_parallel_rank": 4}, "has no 1 engines from number 4 on: numbers are from 0 to 3"),
         ({"data_parallel_rank": 1, "data_parallel_size_local": 2}, "has no 2 engines"),
         ({"data_parallel_external_lb": True}, "needs --data-parallel-rank"),
         ({"data_parallel_size": 64}, "at most 32 engines"),
         ({"headless": True, "data_parallel_rank": 1, "ipc_dir": "/x"}, "no port for a balancer"),
-        ({"headless": True}, "--data-parallel-address, the host whose API servers"),
-        ({"headless": True, "ipc_dir": "/x"}, "--headless knows one engine, and .* asks for 4"),
-        ({"attach": "/x"}, "--attach knows one engine, and .* asks for 4"),
+        ({"headless": True}, "--headless needs --ipc-dir"),
+        (
+            {"headless": True, "ipc_dir": "/x"},
+            "--headless knows one engine of this host, and the options ask for 4",
+        ),
+        ({"attach": "/x"}, "--attach knows one engine of this host, and the options ask for 4"),
         ({"attach": "/x", "headless": True}, "give one of them"),
-        (NODE | {"enable_lora": True, "data_parallel_start_rank": 1}, "--enable-lora"),
+        (RAY | {"enable_lora": True}, "--enable-lora"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options, reason):

@@ -153,7 +153,7 @@ def test_nothing_that_a_later_stage_needs_is_left_open(machine):
         "kv_cache_dir", "kv_offloading_size", "kv_events_config", "lora_dtype",
         "cpu_activation_dtype", "max_log_len", "record_trace", "join_token_file",
         "data_parallel_size_local", "data_parallel_start_rank", "data_parallel_rank",
-        "data_parallel_address", "master_addr", "kv_transfer_config", "quantization_imatrix",
+        "kv_transfer_config", "quantization_imatrix",
         "hf_overrides",
     }  # fmt: skip
 

@@ -21,8 +21,6 @@ from servd.foreign_options import ALIASES, IGNORED, VALUE_ALIASES
 
 OTHER_FLAGS = {  # as vLLM has or had them
     "executor": ["--distributed-executor-backend"],
-    "nnodes": ["-n"],
-    "node_rank": ["-r"],
     "quantization": ["-q"],
     "enable_expert_parallel": ["-ep"],
     "tensor_parallel_size": ["-tp"],
@@ -30,8 +28,7 @@ OTHER_FLAGS = {  # as vLLM has or had them
     "data_parallel_size": ["-dp"],
     "data_parallel_size_local": ["-dpl"],
     "data_parallel_start_rank": ["-dpr"],
-    "data_parallel_address": ["-dpa"],
-    "data_parallel_rpc_port": ["-dpp"],
+    "data_parallel_backend": ["-dpb"],
     "data_parallel_rank": ["-dpn"],
     "data_parallel_external_lb": ["-dpe"],
     "data_parallel_hybrid_lb": ["-dph"],

@@ -15,9 +15,8 @@ class ParallelConfig(Section, frozen=True):
         str | None,
         about(
             "uniproc: the worker runs inside the engine process. multiproc: one process per "
-            "device. nodes: processes on --nnodes hosts. ray: processes that Ray places. fake: "
-            "deterministic tokens with no model, to measure the server itself. Default: uniproc "
-            "for one device, nodes for several hosts.",
+            "device. ray: processes that Ray places on its nodes. fake: deterministic tokens with "
+            "no model, to measure the server itself. Default: uniproc for one device.",
             extra={"plugins": "servd.core.executor"},
         ),
     ] = None
@@ -40,49 +39,28 @@ class ParallelConfig(Section, frozen=True):
     data_parallel_size_local: Annotated[
         NotNegative | None,
         about(
-            "Those of them on this host, where other hosts have others. Default: all; from "
-            "--data-parallel-start-rank on."
+            "Those of them on this host. Default: all, from --data-parallel-start-rank on; none "
+            "with --data-parallel-backend ray."
         ),
     ] = None
     data_parallel_start_rank: Annotated[
         NotNegative | None,
         about(
-            "Number of this host's first engine. Without --headless it implies "
-            "--data-parallel-hybrid-lb."
+            "Number of this server's first engine, where a balancer stands before several: "
+            "implies --data-parallel-hybrid-lb."
         ),
     ] = None
-    data_parallel_address: Annotated[
-        str | None,
-        about(
-            "Address of the host that has the API servers, where it listens for the hosts that "
-            "have engines only (--headless)."
-        ),
-    ] = None
-    data_parallel_rpc_port: Annotated[
-        int, about("TCP port at --data-parallel-address.", ge=1, le=65535)
-    ] = 29550
+    data_parallel_backend: Annotated[
+        Literal["mp", "ray"],
+        about("Who starts engines that are not of this host: nobody, or Ray, on its nodes."),
+    ] = "mp"
     join_token_file: Annotated[
         str | None,
         about(
-            "File of the token that hosts must have to join each other, and that encrypts what "
-            "passes between them. Default: $SERVD_JOIN_TOKEN."
+            "File of the token that engines must have to give each other blocks "
+            "(--kv-transfer-config), and that encrypts them. Default: $SERVD_JOIN_TOKEN."
         ),
     ] = None
-    nnodes: Annotated[
-        Positive, about("Hosts that share the workers of an engine, each with as many.")
-    ] = 1
-    node_rank: Annotated[
-        NotNegative, about("Number of this host; 0 has the engine, others --headless.")
-    ] = 0
-    master_addr: Annotated[
-        str | None, about("Address of the host with the engine, where it listens for the others.")
-    ] = None
-    master_port: Annotated[
-        int,
-        about(
-            "TCP port at --master-addr; the next one is that of torch.distributed.", ge=1, le=65534
-        ),
-    ] = 29501
     data_parallel_rank: Annotated[
         NotNegative | None,
         about(
@@ -112,12 +90,9 @@ class ParallelConfig(Section, frozen=True):
     def num_engines_here(self) -> int:
         """Engines of this host, which share its CPUs and memory."""
         local = self.data_parallel_size_local
-        return self.data_parallel_size if local is None else local
-
-    @property
-    def has_head(self) -> bool:
-        """Whether what runs here, if it is headless, is for another host."""
-        return self.node_rank > 0 or self.data_parallel_address is not None
+        if local is not None:
+            return local
+        return 0 if self.data_parallel_backend == "ray" else self.data_parallel_size
 
     @property
     def first_rank(self) -> int:

@@ -33,11 +33,13 @@ from servd.core.stats_line import StatsLine
 from servd.core.structured_output.manager import Compiled
 from servd.errors import ConfigError, EngineError
 from servd.heartbeat import BEAT_INTERVAL, Heartbeat
+from servd.hub import HubInbox, HubOutbox
 from servd.ipc import Inbox, Outbox, UnreadableMessage
 from servd.messages import (
     AbortRequests,
     Attach,
     Audit,
+    Detach,
     EngineAudit,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -85,7 +87,7 @@ class ClientGone(msgspec.Struct):
 
 class Attached(NamedTuple):
     client: Attach
-    outbox: Outbox
+    outbox: Outbox | HubOutbox
 
 
 class EngineCoreProc:
@@ -95,10 +97,10 @@ class EngineCoreProc:
         self.inputs: queue.SimpleQueue[ToEngine | Compiled | WorkerFailed | ClientGone] = (
             queue.SimpleQueue()
         )
-        # (client or None for all, message), or a new client; None ends the output thread.
-        self.outputs: queue.SimpleQueue[tuple[int | None, FromEngine] | Attached | None] = (
-            queue.SimpleQueue()
-        )
+        # (client or None for all, message), or a client that comes or goes; None ends the thread.
+        self.outputs: queue.SimpleQueue[
+            tuple[int | None, FromEngine] | Attached | Detach | None
+        ] = queue.SimpleQueue()
         self.attaching = ThreadPoolExecutor(thread_name_prefix="attach")
         self.input_thread = threading.Thread(
             target=self.guard, args=[self.receive_inputs], name="input", daemon=True
@@ -284,12 +286,16 @@ class EngineCoreProc:
 
     def receive_inputs(self) -> None:
         """Input thread: socket -> queue."""
-        at = engine_address(self.start.ipc_dir, self.start.incarnation)
-        inbox: Inbox[ToEngine] = Inbox(at, ToEngine)
+        inbox: Inbox[ToEngine] | HubInbox[ToEngine]
+        if self.start.uplink is not None:
+            inbox = HubInbox(self.start.uplink, ToEngine)
+        else:
+            at = engine_address(self.start.ipc_dir, self.start.incarnation)
+            inbox = Inbox(at, ToEngine)
         while True:
             self.receive(inbox)
 
-    def receive(self, inbox: Inbox[ToEngine]) -> None:
+    def receive(self, inbox: Inbox[ToEngine] | HubInbox[ToEngine]) -> None:
         """Queue the next message. One that cannot be decoded fails only the request in it."""
         try:
             message = inbox.recv()
@@ -299,13 +305,21 @@ class EngineCoreProc:
                 self.outputs.put(answer)
             return
         assert message is not None
-        if isinstance(message, Attach):
-            self.attaching.submit(self.attach, message)
-        else:
-            self.inputs.put(message)
+        match message:
+            case Attach():
+                self.attaching.submit(self.attach, message)
+            case Detach(client):
+                self.outputs.put(message)
+                self.inputs.put(ClientGone(client))
+            case _:
+                self.inputs.put(message)
 
     def attach(self, client: Attach) -> None:
         """Connect to a client, in a thread: it may have died, which takes time to find out."""
+        uplink = self.start.uplink
+        if uplink is not None:
+            self.outputs.put(Attached(client, HubOutbox(uplink, client.inbox)))
+            return
         try:
             self.outputs.put(Attached(client, Outbox(client.inbox, must_exist=True)))
         except ConnectionError as error:
@@ -314,10 +328,10 @@ class EngineCoreProc:
 
     def send_outputs(self) -> None:
         """Output thread: queue -> sockets. Messages are encoded here, not in the busy loop."""
-        outboxes: dict[int, Outbox] = {}
+        outboxes: dict[int, Outbox | HubOutbox] = {}
         latest: FromEngine | None = None  # last message to all, for clients that attach later
         line = StatsLine()
-        own = identity(self.start.config, self.start.spec)
+        own = self.start.identity or identity(self.start.config, self.start.spec)
         while (item := self.outputs.get()) is not None:
             if isinstance(item, Attached):
                 attach, outbox = item
@@ -331,6 +345,10 @@ class EngineCoreProc:
                 if latest is None:
                     continue
                 item = attach.client, latest
+            if isinstance(item, Detach):
+                if outbox := outboxes.pop(item.client, None):
+                    outbox.close()
+                continue
             client, message = item
             if client is None:
                 latest = message
@@ -339,14 +357,20 @@ class EngineCoreProc:
             if isinstance(message, EngineCoreOutputs):
                 line.count(message)
             for receiver in [*outboxes] if client is None else [client]:
-                try:
-                    outboxes[receiver].send(message)
-                except (ConnectionError, KeyError):  # KeyError: it broke at an earlier message
-                    if outbox := outboxes.pop(receiver, None):
-                        outbox.close()
-                    self.inputs.put(ClientGone(receiver))
+                self.deliver(receiver, message, outboxes)
         for outbox in outboxes.values():
             outbox.close()
+
+    def deliver(
+        self, receiver: int, message: FromEngine, outboxes: dict[int, Outbox | HubOutbox]
+    ) -> None:
+        """Send a message to a client, which may be gone."""
+        try:
+            outboxes[receiver].send(message)
+        except (ConnectionError, KeyError):  # KeyError: it broke at an earlier message
+            if outbox := outboxes.pop(receiver, None):
+                outbox.close()
+            self.inputs.put(ClientGone(receiver))
 
 
 def rejection(unreadable: UnreadableMessage) -> tuple[int, EngineCoreOutputs] | None:

@@ -15,7 +15,6 @@ from servd.config import Config
 from servd.core.client import identity
 from servd.core.executor import EXECUTORS
 from servd.errors import ConfigError, UnsupportedModel
-from servd.launch import node
 from servd.launch.process_tree import ProcessTree, check_access, url_of
 from servd.launch.sockets import (
     check_engine,
@@ -53,8 +52,6 @@ def serve(read_config: Callable[[], Config]) -> int:
             return front_server.serve(read_config, listener)
         config, spec, decided = find_and_resolve(config)
         with socket_folder(config) as ipc_dir:
-            if config.server.headless and config.parallel.has_head:
-                return node.serve(config, spec, ipc_dir)
             if config.server.attach:
                 check_engine(ipc_dir, identity(config, spec))
             tree = ProcessTree(config, spec, decided, ipc_dir, listener, started_at, read_config)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from servd import hf
 from servd.child import Child
-from servd.child_messages import StartEngine
+from servd.child_messages import StartEngine, Uplink
 from servd.config import Config, ParallelConfig, ServerConfig
 from servd.core.client import engine_address
 from servd.heartbeat import Heartbeat, Watchdog, make_file
@@ -57,11 +57,13 @@ class EngineProcess(Child):
         started_at: float,
         incarnation: int = 0,
         was_asleep: bool = False,
+        uplink: Uplink | None = None,
+        identity: str = "",
     ) -> None:
         """Let it load the model and serve; `was_asleep`: sleep when idle, as the last one did."""
         start = StartEngine(
             config, spec, self.ipc_dir, started_at, incarnation, self.descriptor, self.name,
-            was_asleep,
+            was_asleep, uplink, identity,
         )  # fmt: skip
         self.send(start)
 
@@ -115,6 +117,8 @@ class EngineSupervisor:
     on_exit: Callable[[Child], None]  # called from another thread when it has ended
     place: int = 0  # among the engines of this host
     on_hung: Callable[[EngineSupervisor], None] = lambda _: None  # called before it is killed
+    uplink: Uplink | None = None  # of an engine on another host than the API servers
+    identity: str = ""  # see EngineCoreClient; of the same
 
     def __post_init__(self) -> None:
         config = self.config
@@ -128,6 +132,7 @@ class EngineSupervisor:
         self.name = "engine" if is_one else f"engine-{rank}"  # in the log
         self.label = "the engine" if is_one else f"engine {rank}"
         self.first = self.number = 0
+        self.was_asleep = False  # whether the last engine was
         self.child: EngineProcess | None = None
         # A process for the next start that has imported torch, which is half of the time.
         self.standby: EngineProcess | None = None
@@ -139,9 +144,13 @@ class EngineSupervisor:
     def start(self, started_at: float) -> None:
         self._drop_bad_standby()
         self.standby = self.standby or self._new_process()
-        was_asleep = self.child is not None and self.child.heartbeat.is_asleep
+        if self.child is not None:
+            self.was_asleep = self.child.heartbeat.is_asleep
         self.child, self.standby = self.standby, None
-        self.child.start(self.config, self.spec, started_at, self.number, was_asleep)
+        self.child.start(
+            self.config, self.spec, started_at, self.number, self.was_asleep, self.uplink,
+            self.identity,
+        )  # fmt: skip
         patience = self.config.server.engine_hang_timeout
         has_workers = self.config.parallel.num_workers > 1
         is_stopped = partial(self.child.is_stopped, has_workers)

@@ -12,9 +12,8 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -27,15 +26,13 @@ from servd.api import routing
 from servd.child import Child
 from servd.child_messages import ENGINE_IS_DEAD, StartAPIServer
 from servd.config import AccessConfig, Config
-from servd.core.client import engine_address, engine_dir
+from servd.core.client import engine_dir
 from servd.errors import ConfigError
 from servd.heartbeat import Heartbeat, Watchdog, make_file
-from servd.ipc import Keys, tcp_address
-from servd.join import read_token, terms_of
+from servd.launch.bridge import Bridge
 from servd.launch.engine_supervisor import LOOK_INTERVAL, Deaths, EngineSupervisor, newest_engine
 from servd.lora import AdapterFiles, parse_module
 from servd.messages import STALLED, EngineDead, EngineRestarting, EngineStatus
-from servd.relay import Addresses, Head
 from servd.resolve import Decision
 
 logger = logging.getLogger("servd.launch")
@@ -73,18 +70,6 @@ def url_of(listener: socket.socket, access: AccessConfig) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def head_address(config: Config) -> str:
-    parallel = config.parallel
-    return tcp_address(parallel.data_parallel_address or "", parallel.data_parallel_rpc_port)
-
-
-def addresses_of(folders: Mapping[int, str]) -> Addresses:
-    return Addresses(
-        lambda rank, number: engine_address(folders[rank], number),
-        lambda rank, client: ipc.address(folders[rank], f"client-{client}"),
-    )
-
-
 @dataclass(eq=False)
 class ProcessTree:
     config: Config
@@ -107,8 +92,7 @@ class ProcessTree:
         # Folders of the engines' sockets, by rank.
         self.folders = [engine_dir(self.ipc_dir, rank) for rank in range(size)]
         self.routing = routing.make_file() if size > 1 else -1
-        self.head: Head | None = None  # if there are engines on other hosts
-        self.elsewhere: dict[int, int] = {}  # incarnations of engines on other hosts, by rank
+        self.bridge: Bridge | None = None  # if there are engines on other hosts
         self.api_servers: list[Child] = []
         self.api_deaths = Deaths(config.server)
         self.outboxes: dict[Path, ipc.Outbox] = {}  # to our API servers, by their sockets
@@ -123,11 +107,11 @@ class ProcessTree:
             AdapterStore.beside(self.ipc_dir).clear()
             modules = self.load_adapters(self.config.lora.lora_modules)
             self.config = self.config.replace(lora_modules=modules)
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup
-                signal.signal(signum, self.on_signal)
         if not self.config.server.attach:
             self.make_engines()
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # Ray has set some
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup
+                signal.signal(signum, self.on_signal)
         if self.listener is not None:
             logger.info("listening on %s", url_of(self.listener, self.config.access))
             count = self.config.server.api_server_count
@@ -140,40 +124,27 @@ class ProcessTree:
             engine.start(self.started_at)
 
     def make_engines(self) -> None:
-        """Make the engines of this host, which come first, and let those of other hosts join.
-        Raises ConfigError: others cannot join.
+        """Make the engines of this host, which come first, and those that Ray puts elsewhere.
+
+        Raises:
+            ConfigError: there is no cluster of Ray.
         """
         num_here = self.config.parallel.num_engines_here
         for place, folder in enumerate(self.folders):
             os.makedirs(folder, mode=0o700, exist_ok=True)
             if place < num_here:
-                one = EngineSupervisor(
+                engine = EngineSupervisor(
                     self.config, self.spec, folder, self.events.put, place, self.tell_stalled
                 )
-                self.engines.append(one)
             else:
-                self.elsewhere[place] = 0
-        if self.elsewhere:
-            self.head = Head(
-                head_address(self.config), self.elsewhere,
-                addresses_of(dict(enumerate(self.folders))),
-                partial(terms_of, self.config, self.spec), Keys(read_token(self.config)),
-                lambda *lost: self.events.put(partial(self.lose_engine, *lost)), self.fail,
-            )  # fmt: skip
-            self.head.start()
+                from servd.launch.ray_engine import RayEngineSupervisor, start_bridge
 
-    def lose_engine(self, rank: int, restarting: EngineRestarting) -> None:
-        """Handle the loss of an engine on another host; it may join again."""
-        self.elsewhere[rank] = restarting.incarnation
-        self.tell(self.folders[rank], restarting)
-
-    def fail(self, error: Exception) -> None:
-        """End the process with an error; called from another thread."""
-
-        def give_up() -> None:
-            raise error
-
-        self.events.put(give_up)
+                if self.bridge is None:
+                    self.bridge = start_bridge()
+                engine = RayEngineSupervisor(
+                    self.config, self.spec, folder, self.events.put, place, bridge=self.bridge
+                )
+            self.engines.append(engine)
 
     def load_adapters(self, entries: Sequence[str]) -> list[str]:
         """Copy the adapters of --lora-modules, so that a restarted engine finds them unchanged, and
@@ -232,7 +203,7 @@ class ProcessTree:
         """Incarnations of the engines, by rank, that a new API server attaches to."""
         if self.config.server.attach:
             return [newest_engine(folder) for folder in self.folders]
-        return [*(engine.number for engine in self.engines), *self.elsewhere.values()]
+        return [engine.number for engine in self.engines]
 
     def inboxes(self, client: int) -> list[Path]:
         return [Path(folder, f"client-{client}") for folder in self.folders]
@@ -348,9 +319,9 @@ class ProcessTree:
         logger.error("%s: starting it again", reason)
         child.stop(0)  # closes its pipe
         client = self.clients[child.name]
-        if self.head:
-            self.head.drop(client)
         for inbox in self.inboxes(client):
+            if self.bridge is not None:
+                self.bridge.detach(client, f"ipc://{inbox}")
             self.outboxes.pop(inbox).close()
             inbox.unlink(missing_ok=True)
         Path(self.ipc_dir, f"api-{client}").unlink(missing_ok=True)
@@ -416,12 +387,12 @@ class ProcessTree:
             child.terminate()
         for child in self.api_servers:
             child.stop(API_STOP_TIMEOUT)
-        if self.head:
-            self.head.close()
         for engine in self.engines:
             self.tell(engine.ipc_dir, EngineDead("the engine was stopped"))  # to attached ones
             engine.terminate()
         for engine in self.engines:
             engine.stop(ENGINE_STOP_TIMEOUT)
+        if self.bridge is not None:
+            self.bridge.close()
         if self.metrics_dir is not None:
             shutil.rmtree(self.metrics_dir, ignore_errors=True)

@@ -18,6 +18,7 @@ from servd import log, messages
 from servd.child import SHOW_STACKS, import_ahead, read_start
 from servd.child_messages import StartWorker
 from servd.errors import ConfigError
+from servd.hub import HubInbox, HubOutbox
 from servd.ipc import Inbox, Outbox
 
 Answer = Callable[[], messages.FromWorker]
@@ -38,7 +39,12 @@ class WorkerProc:
         self.answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()  # None: no more
 
     def run(self) -> int:
-        inbox: Inbox[messages.ToWorker] = Inbox(self.start.inbox, messages.ToWorker)
+        """Handle messages until Shutdown or a failure; returns the exit code."""
+        inbox: Inbox[messages.ToWorker] | HubInbox[messages.ToWorker]
+        if self.start.uplink is not None:
+            inbox = HubInbox(self.start.uplink, messages.ToWorker)
+        else:
+            inbox = Inbox(self.start.inbox, messages.ToWorker)
         sender = threading.Thread(target=self.send_answers, name="answers")
         sender.start()
         try:
@@ -92,7 +98,11 @@ class WorkerProc:
 
     def send_answers(self) -> None:
         """Second thread: owns the outbox. After a failure it ends; the executor sends Shutdown."""
-        outbox = Outbox(self.start.outbox)
+        outbox: Outbox | HubOutbox = (
+            Outbox(self.start.outbox)
+            if self.start.uplink is None
+            else HubOutbox(self.start.uplink, self.start.outbox)
+        )
         try:
             while (answer := self.answers.get()) is not None:
                 outbox.send(answer())

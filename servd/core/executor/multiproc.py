@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import shutil
 from collections import deque
+from collections.abc import Mapping
 from typing import ClassVar
 
 import msgspec
@@ -15,6 +16,7 @@ from servd.config import Config
 from servd.core import executor
 from servd.errors import ConfigError, EngineDead
 from servd.hf import ModelSpec
+from servd.hub import HubReceiver, HubSender
 from servd.ipc import Inbox, Outbox, address
 from servd.messages import (
     AllocateKVCache,
@@ -49,9 +51,11 @@ class MultiProcExecutor(executor.Executor):
     def __init__(self, config: Config, spec: ModelSpec, progress: executor.Progress) -> None:
         super().__init__(config, spec, progress)
         self.folder = private_dir()
-        self.inbox: Inbox[FromWorker] = Inbox(address(self.folder, "executor"), FromWorker)
+        self.inbox: Inbox[FromWorker] | HubReceiver[FromWorker] = Inbox(
+            address(self.folder, "executor"), FromWorker
+        )
         self.workers: list[Child] = []
-        self.outboxes: list[Outbox] = []
+        self.outboxes: list[Outbox | HubSender] = []
         # By rank, of steps whose output is not collected yet.
         self.outputs: list[deque[ModelRunnerOutput]] = []
         self.is_launched = False
@@ -69,9 +73,18 @@ class MultiProcExecutor(executor.Executor):
         standby = {worker.name: worker for worker in self.standby}
         self.standby.clear()
         for rank in range(self.config.parallel.num_workers):
-            self.outboxes.append(Outbox(self.address_of(rank)))
+            self.outboxes.append(self.open_outbox(rank))
             self.outputs.append(deque())
-        for rank in range(self.num_here):
+        self.start_workers(standby)
+        self._send(LoadModel())
+        ready = self._recv_ready()
+        self.progress("allocating KV cache", 0.0)
+        self._send(AllocateKVCache(ready.num_blocks))
+        return self._recv_ready()
+
+    def start_workers(self, standby: Mapping[str, Child]) -> None:
+        """Start a process for each worker, of those that wait where there are."""
+        for rank in range(self.config.parallel.num_workers):
             start = self.start_message(rank)
             name = f"worker-{rank}"
             worker = standby.get(name) or Child(name, self.worker_module, None)
@@ -80,16 +93,9 @@ class MultiProcExecutor(executor.Executor):
                 worker = Child(name, self.worker_module, start)
             self.workers.append(worker)
             worker.on_exit(self._on_exit)
-        self._send(LoadModel())
-        ready = self._recv_ready()
-        self.progress("allocating KV cache", 0.0)
-        self._send(AllocateKVCache(ready.num_blocks))
-        return self._recv_ready()
 
-    @property
-    def num_here(self) -> int:
-        """Workers on this host: the first ones."""
-        return self.config.parallel.num_workers
+    def open_outbox(self, rank: int) -> Outbox | HubSender:
+        return Outbox(self.address_of(rank))
 
     @property
     def meeting_point(self) -> str | None:

@@ -1,39 +1,97 @@
 """RayExecutor: workers in the bundles of a placement group of a Ray cluster, one in each.
 
-Ray only starts the actors: servd's own links notice within a second when one is gone.
+Ray chooses the hosts, starts an actor in each bundle, hands it the keys of servd's channel, and
+notices when one is gone; messages pass servd's own channel.
 """
 
 from __future__ import annotations
 
 import importlib
-import secrets
+import os
 import socket
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-import servd
+from servd import hf
+from servd.child import Child
+from servd.child_messages import StartWorker
 from servd.config import Config
-from servd.core.executor._remote import RemoteExecutor, WorkerMember, find_model
+from servd.core.executor.multiproc import MultiProcExecutor
 from servd.errors import ConfigError
-from servd.ipc import Keys, tcp_address
-from servd.join import Join
-from servd.messages import WorkerReady
+from servd.hub import Hub, HubReceiver, HubSender
+from servd.ipc import tcp_address
+from servd.messages import FromWorker, WorkerReady
+from servd.tracing import CLOCK_OFFSET
 
 PLACEMENT_TIMEOUT = 60.0  # seconds in which bundles become free, or nodes are added
 
 
 def library(name: str = "ray") -> Any:
-    """A module of Ray. Raises ConfigError: it is not installed."""
+    """A module of Ray.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
         return importlib.import_module(name)
     except ImportError:
         raise ConfigError("--executor ray needs Ray: pip install 'servd[ray]'") from None
 
 
-class Bundle:
+def connect(option: str) -> Any:
+    """Ray, connected to its cluster.
+
+    Args:
+        option: the one that asks for it, for errors.
+
+    Raises:
+        ConfigError: it is not installed, or there is no cluster.
+    """
+    ray = library()
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", log_to_driver=False, logging_level="warning")
+        except (ConnectionError, ray.exceptions.RayError) as error:
+            raise ConfigError(
+                f"{option}: {error}; start one with `ray start --head`, and name it in "
+                "$RAY_ADDRESS if it is elsewhere"
+            ) from None
+    return ray
+
+
+def resource_of(config: Config) -> str:
+    """What Ray counts for each worker."""
+    return "GPU" if config.parallel.device == "cuda" else "CPU"
+
+
+def find_spec(config: Config) -> hf.ModelSpec:
+    """The model on this host.
+
+    Raises:
+        ModelNotFound: it is not here, and cannot be downloaded.
+    """
+    model = config.model
+    if model.model is None:
+        return hf.FAKE_SPEC
+    return hf.read_spec(
+        hf.find_model(model.model, model.revision, model.download_dir), model.hf_overrides
+    )
+
+
+def clock_offset(ray: Any, actor: Any) -> int:
+    """Nanoseconds from the clock of an actor's host to this host's; 0 if they may be the same."""
+    before = time.monotonic_ns()
+    theirs = ray.get(actor.now_ns.remote())
+    after = time.monotonic_ns()
+    offset = (before + after) // 2 - theirs
+    return offset if abs(offset) > after - before else 0
+
+
+class WorkerActor:
     """The actor of a bundle: a worker process on whatever host Ray has put it."""
 
     def meeting_point(self) -> str:
@@ -41,56 +99,79 @@ class Bundle:
         with socket.create_server(("", 0)) as probe:
             return tcp_address(library().util.get_node_ip_address(), probe.getsockname()[1])
 
-    def run(self, at: str, token: str, config: bytes, rank: int, num_here: int) -> None:
-        """Be joined to the executor until it is gone. `at`: where it listens; `num_here`: workers
-        of this host, which share its CPUs.
+    def now_ns(self) -> int:
+        """This host's clock."""
+        return time.monotonic_ns()
+
+    def run(self, data: bytes, num_here: int, offset: int) -> int:
+        """Run a worker until it ends; returns its exit code.
+
+        Args:
+            data: StartWorker.
+            num_here: workers of this host, which share its CPUs.
+            offset: see `clock_offset`.
         """
-        spec = find_model(msgspec.msgpack.decode(config, type=Config))
-        join, errors = Join(servd.__version__, socket.gethostname(), 0, rank, {}), list[Exception]()
-        WorkerMember(at, join, Keys(token), spec, num_here, errors.append).run()
-        raise errors[0]
+        start = msgspec.msgpack.decode(data, type=StartWorker)
+        start = msgspec.structs.replace(start, spec=find_spec(start.config))
+        model = start.config.model
+        if model.model is not None and model.load_format != "dummy":
+            hf.download_weights(model.model, model.revision, model.download_dir, model.load_format)
+        num_threads = str(max((os.cpu_count() or 1) // num_here, 1))
+        env = {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", num_threads),
+            CLOCK_OFFSET: str(offset),
+        }
+        module = MultiProcExecutor.worker_module
+        return Child(f"worker-{start.rank}", module, start, env=env).process.wait()
 
 
-class RayExecutor(RemoteExecutor):
+class RayExecutor(MultiProcExecutor):
     """Wants a bundle `{"GPU": 1}`, or `{"CPU": 1}` on CPUs, for each worker, on few hosts."""
 
     group: Any = None
     actors: Sequence[Any] = ()
 
-    @property
-    def num_here(self) -> int:
-        """None: this process has none of Ray's resources."""
-        return 0
+    @classmethod
+    def prepare(cls, num_workers: int) -> None:
+        """Nothing: the actors do."""
 
     @property
     def meeting_point(self) -> str:
         return self.ray.get(self.actors[0].meeting_point.remote())
 
     def start(self) -> WorkerReady:
-        """Place the workers. Raises ConfigError: no cluster, or not as much of it is free."""
-        ray = self.ray = library()
-        if not ray.is_initialized():
-            try:
-                ray.init(address="auto", log_to_driver=False, logging_level="warning")
-            except (ConnectionError, ray.exceptions.RayError) as error:
-                raise ConfigError(
-                    f"--executor ray: {error}; start one with `ray start --head`, and name it in "
-                    "$RAY_ADDRESS if it is elsewhere"
-                ) from None
-        hosts, token = self._place(), secrets.token_hex(32)
-        at = self.listen(tcp_address(ray.util.get_node_ip_address(), 0), dict, Keys(token))
-        config = msgspec.msgpack.encode(self.config)
-        runs = [
-            actor.run.remote(at, token, config, rank, hosts.count(hosts[rank]))
-            for rank, actor in enumerate(self.actors)
-        ]
-        threading.Thread(target=self._watch, args=[runs], name="ray", daemon=True).start()
+        """Place the workers.
+
+        Raises:
+            ConfigError: there is no cluster, or it has not as much free.
+        """
+        self.ray = connect("--executor ray")
+        self.hosts = self._place()
+        self.inbox.close()
+        self.hub = Hub(self.ray.util.get_node_ip_address())
+        self.inbox = HubReceiver(self.hub, FromWorker)
         return super().start()
+
+    def start_workers(self, standby: Mapping[str, Child]) -> None:
+        meeting_point = self.meeting_point
+        runs: list[Any] = []
+        for rank, actor in enumerate(self.actors):
+            start = StartWorker(
+                self.config, self.spec, rank, "", self.inbox.at, meeting_point,
+                self.hub.uplink(f"worker-{rank}"),
+            )  # fmt: skip
+            num_here = self.hosts.count(self.hosts[rank])
+            offset = clock_offset(self.ray, actor)
+            runs.append(actor.run.remote(msgspec.msgpack.encode(start), num_here, offset))
+        threading.Thread(target=self._watch, args=[runs], name="ray", daemon=True).start()
+
+    def open_outbox(self, rank: int) -> HubSender:
+        return HubSender(self.hub, f"worker-{rank}")
 
     def _place(self) -> list[str]:
         ray, groups = self.ray, library("ray.util.placement_group")
         count = self.config.parallel.num_workers
-        kind = "GPU" if self.config.parallel.device == "cuda" else "CPU"
+        kind = resource_of(self.config)
         self.progress("waiting for Ray", 0.0)
         self.group = groups.placement_group([{kind: 1.0}] * count, strategy="PACK")
         if not self.group.wait(PLACEMENT_TIMEOUT):
@@ -106,17 +187,19 @@ class RayExecutor(RemoteExecutor):
             strategies.PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=i)
             for i in range(count)
         ]
-        actor = ray.remote(**options, max_concurrency=2)(Bundle)
+        actor = ray.remote(**options)(WorkerActor)
         self.actors = [actor.options(scheduling_strategy=each).remote() for each in bundles]
         table = groups.placement_group_table(self.group)["bundles_to_node_id"]
         return [table[rank] for rank in range(count)]
 
     def _watch(self, runs: list[Any]) -> None:
-        """Thread: an actor that ends before its worker has joined would be waited for."""
+        """Thread: report the first worker that ends."""
         try:
-            self.ray.get(self.ray.wait(runs)[0])
+            [first], _ = self.ray.wait(runs)
+            why = f"worker-{runs.index(first)} ended with exit code {self.ray.get(first)}"
         except Exception as error:
-            self.lose(f"an actor of Ray has ended: {error}")
+            why = f"a worker of Ray is gone: {error}"
+        self.lose(why)
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from servd.access import read_token
 from servd.config import Config
 from servd.core.executor import Executor
 from servd.core.kv_cache.block_pool import BlockPool
@@ -31,7 +32,6 @@ from servd.core.step import Step
 from servd.errors import ConfigError
 from servd.hf import ModelSpec
 from servd.ipc import Keys
-from servd.join import read_token
 from servd.messages import BlockCopies, BlockCopy, SchedulerOutput, WorkerReady
 from servd.sizes import format_bytes
 from servd.stats import SchedulerStats, TierStats

@@ -1,4 +1,4 @@
-"""Workers that Ray places, on a cluster of two simulated nodes."""
+"""Workers and engines that Ray places, on a cluster of two simulated nodes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 
 from servd import launch
@@ -19,6 +22,7 @@ from servd.errors import ConfigError
 from servd.llm import LLM
 from servd.params import SamplingParams
 from tests.core.executor.test_executors import ROOT
+from tests.integration.conftest import Server
 from tests.limits import WAIT_SECONDS
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'servd[ray]'")
@@ -28,6 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Ray's own
 ]
 
+ONE = {"num_cpus": 1, "object_store_memory": 80 * 1024 * 1024}  # a node
 PROMPTS = ["once upon a time", "twice", "in a village by the sea"]
 
 
@@ -38,11 +43,10 @@ def cluster() -> Iterator[Any]:
 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     os.environ["RAY_agent_register_timeout_ms"] = "200000"  # else 30 s, on two busy CPUs too few
-    one = {"num_cpus": 1, "object_store_memory": 80 * 1024 * 1024}
     for last in (False, True):  # Ray gives its own processes 30 seconds
         try:
-            made = Cluster(initialize_head=True, head_node_args=one | {"include_dashboard": False})
-            made.add_node(**one)
+            made = Cluster(initialize_head=True, head_node_args=ONE | {"include_dashboard": False})
+            made.add_node(**ONE)
             made.wait_for_nodes()
             break
         except Exception as error:
@@ -99,7 +103,7 @@ def test_what_the_cluster_has_not_is_said_with_numbers(cluster, tiny_llama: Path
             tensor_parallel_size=2, use_tqdm=False)  # fmt: skip
 
 
-def test_a_killed_worker_is_noticed_long_before_ray_does(cluster, tiny_llama: Path):
+def test_a_killed_worker_is_noticed(cluster, tiny_llama: Path):
     from servd.core.engine_core_proc import start_executor
 
     config = Config.load({
@@ -118,10 +122,70 @@ def test_a_killed_worker_is_noticed_long_before_ray_does(cluster, tiny_llama: Pa
     executor.shutdown()
 
 
+def complete(server: Server, rank: int | None = None, **body: Any) -> list[dict[str, Any]]:
+    headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+    body = {"ignore_eos": True, **body}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"]
+
+
+def states(server: Server) -> list[str]:
+    """What each engine does, as /health says."""
+    return httpx.get(f"{server.url}/health").json().get("engines", [])
+
+
+def wait_until(condition: Callable[[], object], what: str) -> float:
+    """Seconds that it took."""
+    since = time.monotonic()
+    while not condition():
+        assert time.monotonic() < since + WAIT_SECONDS, what
+        time.sleep(0.02)
+    return time.monotonic() - since
+
+
+def test_engines_of_two_nodes_answer_as_one_though_a_node_is_killed(cluster, start):
+    # Seconds of work, so that both engines are seen to compute at once.
+    bodies = [
+        {"prompt": f"{i} upon a time", "temperature": i % 2, "seed": i, "max_tokens": 8000, "n": 4}
+        for i in range(6)
+    ]
+    server = start(
+        "--executor", "fake", "--device", "cpu", "--data-parallel-size", "2",
+        "--data-parallel-backend", "ray", wait=False,
+    )  # fmt: skip
+    wait_until(lambda: states(server) == ["idle", "idle"], "the engines are not placed")
+    alone = complete(server, 0, **bodies[1])
+    assert complete(server, 1, **bodies[1]) == alone
+    expected = [complete(server, **body) for body in bodies]
+    with ThreadPoolExecutor() as pool:
+        got = [pool.submit(complete, server, **body) for body in bodies]
+        wait_until(lambda: states(server).count("decoding") == 2, "only one computes")
+        [node] = cluster.worker_nodes
+        cluster.remove_node(node, allow_graceful=False)
+        seconds = wait_until(lambda: "restarting" in states(server), "nobody notices")
+        print(f"noticed after {seconds:.2f} s")
+        assert [each.result() for each in got] == expected
+
+    cluster.add_node(**ONE)
+    wait_until(lambda: states(server) == ["idle", "idle"], "it is not placed again")
+    assert [complete(server, rank, **bodies[1]) for rank in (0, 1)] == [alone, alone]
+    server.check_audit()
+    assert server.stop() == 0
+    wait_until(lambda: not engines(), "engines outlive the server")
+
+
+def engines() -> list[psutil.Process]:
+    """Processes of engines that serve another host's API servers."""
+    return [
+        each for each in psutil.process_iter(["cmdline"])
+        if "servd.core.engine_core_proc" in (each.info["cmdline"] or [])
+        and any("ray::" in " ".join(parent.cmdline()) for parent in each.parents())
+    ]  # fmt: skip
+
+
 @pytest.mark.slow
 def test_replicas_of_ray_serve_answer_stream_and_are_replaced(cluster):
-    import httpx
-    import psutil
     from ray import serve
 
     from servd.serve_app import build

@@ -1,0 +1,91 @@
+"""Bridge: carries messages between local sockets and the engines that Ray has put elsewhere.
+
+API servers send to an engine's local socket, wherever it runs; the bridge listens on those of the
+engines on other hosts, and passes on what these send to the sockets of the API servers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from queue import SimpleQueue
+
+import msgspec
+
+from servd.hub import Hub, Uplink
+from servd.ipc import Inbox, Outbox, UnreadableMessage, wait
+from servd.messages import Detach
+
+log = logging.getLogger("servd.launch")
+
+TICK = 0.1  # seconds between looks for engines and API servers that have come or gone
+
+
+class Bridge(threading.Thread):
+    """A thread that owns the sockets. Its methods may be called from other threads.
+
+    Args:
+        host: address of this host that the others reach.
+    """
+
+    def __init__(self, host: str) -> None:
+        super().__init__(name="bridge", daemon=True)
+        self.hub = Hub(host)
+        # An engine's local address: one that is opened (True) or closed.
+        self.changes: SimpleQueue[tuple[str, bool]] = SimpleQueue()
+        self.ended: SimpleQueue[tuple[int, str]] = SimpleQueue()  # API servers, and their sockets
+        self.closing = threading.Event()
+
+    def open(self, address: str) -> Uplink:
+        """Listen at the local address of an engine; returns how the engine connects."""
+        self.changes.put((address, True))
+        return self.hub.uplink(address)
+
+    def forget(self, address: str) -> None:
+        """Stop listening for an engine that has ended."""
+        self.changes.put((address, False))
+
+    def detach(self, client: int, address: str) -> None:
+        """An API server with a socket at this address has ended: engines drop its requests."""
+        self.ended.put((client, address))
+
+    def close(self) -> None:
+        self.closing.set()
+        if self.is_alive():
+            self.join()
+
+    def run(self) -> None:
+        inboxes: dict[str, Inbox[msgspec.Raw]] = {}  # by address
+        outboxes: dict[str, Outbox] = {}  # to API servers, by address
+        while not self.closing.is_set():
+            self.update(inboxes, outboxes)
+            wait([self.hub.listener, *inboxes.values()], TICK)
+            for forward in self.hub.drain():
+                if forward.receiver not in outboxes:
+                    outboxes[forward.receiver] = Outbox(forward.receiver)
+                outboxes[forward.receiver].send(forward.message)
+            for address, inbox in inboxes.items():
+                try:
+                    for message in inbox.drain():
+                        self.hub.send(address, message)
+                except UnreadableMessage as error:
+                    log.error("a message to %s is no message: %s", address, error)
+        for each in (*inboxes.values(), *outboxes.values()):
+            each.close()
+        self.hub.close()
+
+    def update(self, inboxes: dict[str, Inbox[msgspec.Raw]], outboxes: dict[str, Outbox]) -> None:
+        """Open and close sockets for what has come and gone."""
+        while not self.changes.empty():
+            address, is_open = self.changes.get()
+            if is_open:
+                inboxes[address] = Inbox(address, msgspec.Raw)
+            elif address in inboxes:
+                inboxes.pop(address).close()
+                self.hub.forget(address)
+        while not self.ended.empty():
+            client, at = self.ended.get()
+            if at in outboxes:
+                outboxes.pop(at).close()
+            for address in inboxes:
+                self.hub.send(address, Detach(client))

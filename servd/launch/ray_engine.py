@@ -1,0 +1,204 @@
+"""RayEngineSupervisor: an engine on whatever host Ray finds for it, and again when it is lost.
+
+Ray places an actor and notices when it, or its host, is gone. The actor starts the engine's process
+and watches it, as `servd serve` does with one of its own host.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from servd.child import Child
+from servd.child_messages import Uplink
+from servd.config import Config
+from servd.core.client import engine_address, identity
+from servd.core.executor.ray import clock_offset, connect, find_spec, library, resource_of
+from servd.launch.bridge import Bridge
+from servd.launch.engine_supervisor import LOOK_INTERVAL, EngineProcess, EngineSupervisor
+from servd.private_dir import private_dir
+from servd.tracing import CLOCK_OFFSET
+
+log = logging.getLogger("servd.launch")
+
+PLACEMENT_PATIENCE = 30.0  # seconds until the log says that Ray has no host yet
+LOST = -9  # exit code of an engine whose actor or host is gone
+
+
+class Ended(msgspec.Struct):
+    """How an engine has ended."""
+
+    exit_code: int = LOST
+    was_ready: bool = False
+    reason: str = ""
+    computing: list[str] = []  # see EngineRestarting
+
+
+class StartElsewhere(msgspec.Struct):
+    """What an actor starts an engine with."""
+
+    config: Config  # as resolved on the head, with the engine's rank
+    uplink: Uplink
+    identity: str
+    incarnation: int
+    was_asleep: bool
+
+
+class EngineActor:
+    """The actor of an engine."""
+
+    def __init__(self) -> None:
+        self.state = (False, False)
+
+    def now_ns(self) -> int:
+        """Return this host's clock."""
+        return time.monotonic_ns()
+
+    def look(self) -> tuple[bool, bool]:
+        """Return whether the engine is ready, and whether it is asleep."""
+        return self.state
+
+    def run(self, data: bytes, offset: int) -> bytes:
+        """Run an engine until it ends.
+
+        Args:
+            data: StartElsewhere.
+            offset: see `clock_offset`.
+
+        Returns:
+            Ended.
+        """
+        start = msgspec.msgpack.decode(data, type=StartElsewhere)
+        os.environ[CLOCK_OFFSET] = str(offset)
+        engine = EngineSupervisor(
+            start.config, find_spec(start.config), str(private_dir()), lambda _: None,
+            uplink=start.uplink, identity=start.identity,
+        )  # fmt: skip
+        engine.set_incarnation(start.incarnation)
+        engine.was_asleep = start.was_asleep
+        engine.start(time.monotonic())
+        assert engine.child is not None
+        heartbeat = engine.child.heartbeat
+        while engine.child.exit_code is None:
+            time.sleep(LOOK_INTERVAL)
+            engine.look()
+            self.state = heartbeat.is_ready, heartbeat.is_asleep
+        ended = Ended(
+            engine.child.exit_code, heartbeat.is_ready, engine.reason, heartbeat.computing()
+        )
+        return msgspec.msgpack.encode(ended)
+
+
+class RayEngine(EngineProcess):
+    """An engine in an actor, as its supervisor sees it."""
+
+    def __init__(self, name: str, config: Config, start: StartElsewhere) -> None:
+        self.name = name
+        self.ray = library()
+        self.ended: Ended | None = None
+        self.heartbeat = self  # what its supervisor reads of one
+        self.is_ready = self.is_asleep = False
+        count = float(config.parallel.num_workers)
+        kind = resource_of(config)
+        options = {"num_cpus": count if kind == "CPU" else 0.0}
+        options["num_gpus"] = count if kind == "GPU" else 0.0
+        actor = self.ray.remote(**options, max_concurrency=2, scheduling_strategy="SPREAD")
+        self.actor = actor(EngineActor).remote()
+        self.message = msgspec.msgpack.encode(start)
+        self.needs = f"{{{kind!r}: {count:g}}}"
+
+    def on_exit(self, callback: Callable[[Child], None]) -> None:
+        """Start the engine once it has a host, and call back when it is gone, from a thread."""
+
+        def watch() -> None:
+            try:
+                self.ended = msgspec.msgpack.decode(self._run(), type=Ended)
+            except Exception as error:  # the actor is gone, or its host
+                why = str(error).strip().splitlines()[0]
+                self.ended = Ended(was_ready=self.is_ready, reason=f"{self.name} is lost: {why}")
+            callback(self)
+
+        threading.Thread(target=watch, name=f"watch-{self.name}", daemon=True).start()
+
+    def _run(self) -> bytes:
+        ray = self.ray
+        here = self.actor.now_ns.remote()
+        while not ray.wait([here], timeout=PLACEMENT_PATIENCE)[0]:
+            free = ray.available_resources()
+            log.warning("%s waits for Ray: it needs %s, free are %s", self.name, self.needs, free)
+        run = self.actor.run.remote(self.message, clock_offset(ray, self.actor))
+        while not ray.wait([run], timeout=LOOK_INTERVAL)[0]:
+            self.is_ready, self.is_asleep = ray.get(self.actor.look.remote())
+        return ray.get(run)
+
+    def computing(self) -> list[str]:
+        return self.ended.computing if self.ended else []
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.ended.exit_code if self.ended else None
+
+    def post(self, message: msgspec.Struct) -> None:
+        """Nothing: new options are for processes of this host."""
+
+    def terminate(self) -> None:
+        if self.ended is None:
+            self.ray.kill(self.actor)
+
+    def stop(self, timeout: float) -> None:
+        self.terminate()
+
+
+@dataclass(eq=False)
+class RayEngineSupervisor(EngineSupervisor):
+    """Has Ray place an engine, and place it again when it is lost.
+
+    Args:
+        bridge: carries its messages.
+    """
+
+    bridge: Bridge = field(kw_only=True)
+
+    def start(self, started_at: float) -> None:
+        if self.child is not None:
+            self.was_asleep = self.child.heartbeat.is_asleep
+        address = engine_address(self.ipc_dir, self.number)
+        config = self.config.replace(
+            data_parallel_backend="mp", data_parallel_start_rank=self.rank,
+            data_parallel_size_local=1, max_engine_restarts=0,
+        )  # fmt: skip
+        start = StartElsewhere(
+            config, self.bridge.open(address), identity(self.config, self.spec), self.number,
+            self.was_asleep,
+        )  # fmt: skip
+        self.reason = ""
+        self.child = RayEngine(self.name, self.config, start)
+        self.child.on_exit(self.on_exit)
+
+    def look(self) -> None:
+        """Nothing: its actor does."""
+
+    def handle_exit(self) -> str | None:
+        assert isinstance(self.child, RayEngine) and self.child.ended is not None
+        self.bridge.forget(engine_address(self.ipc_dir, self.number))
+        self.child.is_ready = self.child.ended.was_ready
+        self.reason = self.child.ended.reason
+        return super().handle_exit()
+
+
+def start_bridge() -> Bridge:
+    """Connect to Ray, and start the bridge of this process.
+
+    Raises:
+        ConfigError: there is no cluster.
+    """
+    ray = connect("--data-parallel-backend ray")
+    bridge = Bridge(ray.util.get_node_ip_address())
+    bridge.start()
+    return bridge

@@ -1,0 +1,107 @@
+"""Hub: messages to and from processes of other hosts, and who may send any."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import msgspec
+import pytest
+import zmq
+
+from servd.child_messages import Uplink
+from servd.hub import Hub, HubInbox, HubOutbox, HubReceiver, HubSender
+from servd.ipc import UnreadableMessage
+from servd.messages import AbortRequests, EngineDead, FromEngine, ResetPrefixCache, ToEngine
+from tests.limits import WAIT_SECONDS
+
+
+@pytest.fixture
+def hub():
+    hub = Hub("127.0.0.1")
+    yield hub
+    hub.close()
+
+
+def receive(receiver: HubReceiver, count: int) -> list:
+    """Return so many messages, waiting for them."""
+    found: list = []
+    deadline = time.monotonic() + WAIT_SECONDS
+    while len(found) < count:
+        assert time.monotonic() < deadline
+        if (message := receiver.recv(0.1)) is not None:
+            found.append(message)
+    return found
+
+
+def test_messages_pass_in_order_also_those_that_came_before_their_receiver(hub):
+    sent = [AbortRequests([str(i)]) for i in range(1000)] + [AbortRequests(["x" * 3_000_000])]
+    sender = HubSender(hub, "engine-1")
+    for message in sent[:10]:
+        sender.send(message)
+    receiver: HubReceiver = HubReceiver(hub, FromEngine)
+    arrived: list = []
+
+    def process() -> None:
+        inbox: HubInbox = HubInbox(hub.uplink("engine-1"), ToEngine)
+        outbox = HubOutbox(hub.uplink("engine-1"), "client")
+        outbox.send(EngineDead("hello"))
+        arrived.extend(inbox.recv() for _ in sent)
+        outbox.send(EngineDead("bye"))
+        inbox.close()
+        outbox.close()
+
+    thread = threading.Thread(target=process)
+    thread.start()
+    assert receive(receiver, 1) == [EngineDead("hello")]
+    for message in sent[10:]:
+        sender.send(message)
+    assert receive(receiver, 1) == [EngineDead("bye")]
+    thread.join()
+    assert arrived == sent
+
+
+def test_a_process_that_is_forgotten_gets_nothing_more(hub):
+    hub.send("engine-1", ResetPrefixCache())
+    hub.forget("engine-1")
+    hub.send("engine-1", AbortRequests(["later"]))
+    inbox: HubInbox = HubInbox(hub.uplink("engine-1"), ToEngine)
+    while (message := inbox.recv(0.05)) is None:
+        hub.drain()
+    assert message == AbortRequests(["later"])
+    inbox.close()
+
+
+def test_another_token_lets_nobody_in(hub):
+    stranger = Uplink(hub.listener.at, "0" * 64, "engine-1")
+    inbox: HubInbox = HubInbox(stranger, ToEngine)
+    outbox = HubOutbox(stranger, "client")
+    outbox.send(EngineDead("from a stranger"))
+    plain = zmq.Context.instance().socket(zmq.DEALER)
+    plain.connect(hub.listener.at)
+    plain.send(msgspec.msgpack.encode(EngineDead("from a stranger")))
+    hub.send("engine-1", ResetPrefixCache())
+    known = HubOutbox(hub.uplink("engine-2"), "client")
+    known.send(EngineDead("from one of us"))
+    found: list = []
+    while not found:
+        found = hub.drain()
+    assert [msgspec.msgpack.decode(each.message) for each in found] == [
+        ["EngineDead", "from one of us"]
+    ]
+    assert inbox.recv(0.5) is None and "engine-1" in hub.waiting
+    plain.close(0)
+    for each in (inbox, outbox, known):
+        each.close()
+
+
+def test_what_cannot_be_read_fails_alone(hub):
+    inbox: HubInbox = HubInbox(hub.uplink("engine-1"), ToEngine)
+    hub.send("engine-1", EngineDead("not to an engine"))
+    hub.send("engine-1", ResetPrefixCache())
+    while not hub.peers:
+        hub.drain()
+    with pytest.raises(UnreadableMessage):
+        inbox.recv()
+    assert inbox.recv() == ResetPrefixCache()
+    inbox.close()
