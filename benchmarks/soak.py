@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import hashlib
+import importlib
 import itertools
 import json
 import random
@@ -29,8 +30,6 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 from tqdm import tqdm
-
-from servd.cli.bench._report import new_figure
 
 START_TIMEOUT = 120.0  # seconds
 SETTLE_TIMEOUT = 60.0  # seconds, for everything to end after the load
@@ -413,7 +412,10 @@ def main() -> int:
     parser.add_argument("--log", default="/dev/null", metavar="FILE", help="the server's")
     parser.add_argument("--plot", type=Path, metavar="FILE")
     arguments = parser.parse_args()
-    figure = new_figure() if arguments.plot else None  # a missing package wastes no hour
+    figure = None
+    if arguments.plot:
+        module = importlib.import_module("matplotlib.figure")  # if it is missing, before the load
+        figure = module.Figure(figsize=(9, 3.5), layout="constrained")
     soak = Soak(arguments)
     asyncio.run(soak.run())
     print(soak.report())

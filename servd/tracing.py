@@ -51,7 +51,8 @@ def _clock(offset: int) -> Callable[[], int]:
     return (lambda: time.monotonic_ns() + offset) if offset else time.monotonic_ns
 
 
-now_ns = _clock(int(os.environ.get(CLOCK_OFFSET, "0")))
+Clock = Callable[[], int]  # nanoseconds; a simulation passes its own
+now_ns: Clock = _clock(int(os.environ.get(CLOCK_OFFSET, "0")))
 
 
 def unix_time(at_ns: int) -> float:

@@ -37,12 +37,12 @@ TOP = {
     "servd.llm",
     "servd.llm_engine",
     "servd.serve_app",
-}  # and cli/, launch/
+}  # and bench/, cli/, launch/, simulate/
 
 # Library -> the files or folders that may import it. A library without a row may not be imported at
 # all.
 ONE_DOOR = {
-    "aiohttp": ["servd/cli/bench/_load.py"],
+    "aiohttp": ["servd/bench/_load.py"],
     "fastapi": ["servd/api/"],
     "gguf": ["servd/gguf.py", "servd/worker/quantization/gguf.py"],
     "httpx": ["servd/api/front.py", "servd/api/model_server.py", "servd/serve_app.py"],
@@ -50,7 +50,7 @@ ONE_DOOR = {
     "jinja2": ["servd/api/chat_template.py"],
     "llguidance": ["servd/core/structured_output/"],
     "msgspec": ["servd/"],
-    "numpy": ["servd/worker/", "servd/cli/bench/_report.py"],
+    "numpy": ["servd/worker/", "servd/bench/_report.py", "servd/simulate/costs.py"],
     "opentelemetry": ["servd/api/otel.py"],
     "prometheus_client": ["servd/api/metrics.py", "servd/api/collectors.py", "servd/api/front.py"],
     "pydantic": ["servd/api/"],
@@ -59,7 +59,7 @@ ONE_DOOR = {
     "starlette": ["servd/api/", "servd/serve_app.py"],
     "tokenizers": ["servd/api/tokenizer.py", "servd/api/detokenizer.py", "servd/gguf.py"],
     "torch": ["servd/worker/"],
-    "tqdm": ["servd/llm.py", "servd/llm_engine.py", "servd/cli/"],
+    "tqdm": ["servd/llm.py", "servd/llm_engine.py", "servd/bench/", "servd/cli/"],
     "transformers": ["servd/worker/"],
     "triton": ["servd/worker/"],
     "typing_extensions": ["servd/api/"],
@@ -79,8 +79,8 @@ PLUGINS = {
     "servd/api/routes": "router",
     "servd/api/routes/compat": "router",
     "servd/api/tool_parsers": "Parser",
+    "servd/bench": "run",
     "servd/cli": "run",
-    "servd/cli/bench": "run",
     "servd/core/executor": "Executor",
     "servd/core/queues": "WaitingQueue",
     "servd/worker/attention": "Backend",
@@ -156,7 +156,7 @@ def room_of(name: str) -> str:
     if name in TOP:
         return "top"
     room = name.split(".")[1]
-    if room in ("cli", "launch"):
+    if room in ("bench", "cli", "launch", "simulate"):
         return "top"
     return room if room in ("api", "core", "worker") else "leaf"
 
@@ -338,7 +338,9 @@ PLUGIN_FILES = [
     pytest.param(source, name, id=source.path)
     for package, name in PLUGINS.items()
     for source in SOURCES
-    if Path(source.path).parent == Path(package) and not Path(source.path).name.startswith("_")
+    if Path(source.path).parent == Path(package)
+    and not Path(source.path).name.startswith("_")
+    and "add_commands(" not in source.text  # a package of commands
 ]
 
 

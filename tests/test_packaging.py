@@ -23,7 +23,7 @@ def test_the_wheel_is_typed_and_has_the_demo_model_and_the_console(tmp_path):
     packed = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert {
         "servd/py.typed",
-        "servd/cli/bench/serve.py",
+        "servd/bench/serve.py",
         "servd/demo_model/model.safetensors",
         "servd/demo_model/eagle3/model.safetensors",
     } <= packed

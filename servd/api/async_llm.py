@@ -12,6 +12,7 @@ from functools import partial
 from itertools import repeat
 from typing import TypeVar
 
+from servd import plugins
 from servd.access import Key
 from servd.api.admission import Admission, Admitted
 from servd.api.auth import ANYONE
@@ -24,7 +25,6 @@ from servd.api.output_processor import OutputProcessor
 from servd.api.processor import NO_OPTIONS, Processor
 from servd.api.progress import Progress, combine
 from servd.api.prompt import Prompt
-from servd.api.recorder import Recorder
 from servd.api.request_log import RequestLog
 from servd.api.request_state import Observer, Observers, RequestState
 from servd.api.routing import Router
@@ -95,7 +95,8 @@ class AsyncLLM:
         observers: list[Observer] = [self.tracer, metrics]
         observability = config.observability
         if observability.record_trace is not None:
-            observers.append(Recorder(observability.record_trace, config))
+            recorder = plugins.load("servd.simulate", "recorder", "Recorder")
+            observers.append(recorder(observability.record_trace, config))
         if observability.enable_log_requests:
             observers.append(RequestLog(observability.max_log_len))
         self.observer = Observers(observers)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import tomllib
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +35,19 @@ OTHER_FLAGS = {  # as vLLM has or had them
     "speculative_config": ["-sc"],
     "kv_offloading_size": ["--swap-space"],
 }
+
+
+def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """Return the `type` of an argument that must be above 0."""
+
+    def read(text: str) -> float:
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+        return value
+
+    read.__name__ = kind.__name__  # in errors
+    return read
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -29,13 +29,8 @@ Connect = Callable[[], Client]
 def running(command: Sequence[str], client: Client, timeout: float) -> Iterator[float]:
     """Run a server until the block ends; yields the seconds until it was ready.
 
-    Args:
-        command: starts the server.
-        client: of that server.
-        timeout: seconds in which it has to be ready.
-
     Raises:
-        ServdError: the command ended, or the server was not ready in time.
+        ServdError: the command ended, or `client` saw no ready server within `timeout` seconds.
     """
     started = time.perf_counter()
     # A session of its own, so that whatever the command starts can be stopped with it.

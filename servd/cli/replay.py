@@ -1,49 +1,55 @@
-"""Repeat an answer by its receipt (`X-Servd-Receipt: 1`), and name the first token that differs."""
+"""Repeat an answer by its run manifest (`X-Servd-Receipt: 1`); name the first different token."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from servd.api.run_manifest import RepeatablePrompt, RunManifest, make_manifest
 from servd.cli import _options
 from servd.config import Config
 from servd.errors import ConfigError
 from servd.llm import LLM
 from servd.params import SamplingParams
-from servd.receipt import Receipt, RepeatablePrompt
 
 TIE = 1e-3  # nats: less than this between two tokens is decided by rounding
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The receipt, and the options of `servd serve` that the server had."""
+    """Add the manifest, and the options of `servd serve` that the server had."""
     parser.usage = "%(prog)s FILE [MODEL] [OPTION ...]"
-    parser.add_argument("receipt", metavar="FILE", help="a receipt, or an answer that has one")
+    parser.add_argument("manifest", metavar="FILE", help="an answer with `receipt`, or that alone")
     _options.add_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a line for each choice; 1 if a token differs."""
-    receipt = read_receipt(arguments.receipt)
+    manifest = read_manifest(arguments.manifest)
     options = _options.load_options(arguments)
     config = Config.load(options)  # a wrong option is named before anything is loaded
     llm = LLM(config.model.model, **{k: v for k, v in options.items() if k != "model"})
-    engine = llm.engine
-    now = Receipt.of(engine.processor.config, engine.processor.spec, engine.port.worker, [])
+    processor = llm.engine.processor
+    now = make_manifest(processor.config, processor.spec, llm.engine.port.worker, [])
     try:
-        for line in receipt.differences(now):
+        for line in manifest.find_differences(now):
             print(f"not the same: {line}")
-        same = [replay(llm, prompt, i) for i, prompt in enumerate(receipt.prompts)]
+        num_different = 0
+        for i, prompt in enumerate(manifest.prompts):
+            for choice, difference in enumerate(replay(llm, prompt)):
+                num_different += bool(difference)
+                about = difference or f"{len(prompt.token_ids[choice])} tokens, all the same"
+                print(f"prompt {i}, choice {choice}: {about}")
     finally:
         llm.close()
-    return 0 if all(same) else 1
+    return int(num_different > 0)
 
 
-def read_receipt(path: str) -> Receipt:
-    """A receipt of its own, or in an answer, also the last comment of a stream.
+def read_manifest(path: str) -> RunManifest:
+    """Read a manifest, alone or in an answer, where it may be the last comment of a stream.
 
     Raises:
         ConfigError: there is none in the file.
@@ -53,49 +59,44 @@ def read_receipt(path: str) -> Receipt:
         if "\n: receipt " in text:
             text = text.rpartition("\n: receipt ")[2].partition("\n")[0]
         found: Any = msgspec.json.decode(text)
-        receipt = msgspec.convert(found.get("receipt", found), Receipt)
+        manifest = msgspec.convert(found.get("receipt", found), RunManifest)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (msgspec.MsgspecError, AttributeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: this is no receipt: {error}") from None
-    if any(len(prompt.token_ids) != prompt.params.n for prompt in receipt.prompts):
+    if any(len(prompt.token_ids) != prompt.params.n for prompt in manifest.prompts):
         raise ConfigError(f"{path}: this is no receipt: a prompt has more or fewer choices than n")
-    return receipt
+    return manifest
 
 
-def replay(llm: LLM, prompt: RepeatablePrompt, number: int) -> bool:
-    """Run a prompt alone and compare its choices."""
+def replay(llm: LLM, prompt: RepeatablePrompt) -> Iterator[str]:
+    """Run a prompt alone, and yield for each choice how it differs, or ""."""
     [output] = llm.generate([prompt.prompt_token_ids], prompt.params, use_tqdm=False)
-    same = True
-    for choice, (then, made) in enumerate(zip(prompt.token_ids, output.outputs, strict=True)):
+    for then, made in zip(prompt.token_ids, output.outputs, strict=True):
         now = made.token_ids
-        where = f"prompt {number}, choice {choice}"
+        shorter = min(len(then), len(now))
+        at = next((i for i in range(shorter) if then[i] != now[i]), shorter)
         if then == now:
-            print(f"{where}: {len(now)} tokens, all the same")
-            continue
-        same = False
-        pairs = zip(then, now, strict=False)
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(then), len(now)))
-        if at == min(len(then), len(now)):
-            print(f"{where}: ended after {len(then)} tokens then, after {len(now)} now")
-            continue
-        margin = margin_of(llm, [*prompt.prompt_token_ids, *now[:at]], now[at], then[at])
-        names = [repr(llm.engine.processor.tokenizer.token_string(i)) for i in (then[at], now[at])]
-        cause = "a tie, which rounding decides" if abs(margin) < TIE else "no tie"
-        print(
-            f"{where}: token {at} was {names[0]} ({then[at]}) and is {names[1]} ({now[at]}); "
-            f"the model prefers the new one by {margin:.6f} nats: {cause}"
-        )
-    return same
+            yield ""
+        elif at == shorter:
+            yield f"ended after {len(then)} tokens then, after {len(now)} now"
+        else:
+            margin = find_margin(llm, [*prompt.prompt_token_ids, *now[:at]], now[at], then[at])
+            texts = llm.engine.processor.tokenizer.token_string
+            yield (
+                f"token {at} was {texts(then[at])!r} ({then[at]}) and is {texts(now[at])!r} "
+                f"({now[at]}); the model prefers the new one by {margin:.6f} nats: "
+                + ("a tie, which rounding decides" if abs(margin) < TIE else "no tie")
+            )
 
 
-def margin_of(llm: LLM, token_ids: list[int], one: int, other: int) -> float:
-    """Log-probability of a token as the next one, less that of another."""
+def find_margin(llm: LLM, token_ids: list[int], one: int, other: int) -> float:
+    """Return the log-probability of a token as the next one, less that of another."""
     params = SamplingParams(
         max_tokens=1, temperature=0, logprobs=0, logprob_token_ids=[one, other], ignore_eos=True
     )
     [output] = llm.generate([token_ids], params, use_tqdm=False)
     logprobs = output.outputs[0].logprobs
     assert logprobs is not None
-    of = dict(zip(logprobs[0].token_ids, logprobs[0].logprobs, strict=True))
-    return of[one] - of[other]
+    by_id = dict(zip(logprobs[0].token_ids, logprobs[0].logprobs, strict=True))
+    return by_id[one] - by_id[other]

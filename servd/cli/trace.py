@@ -9,16 +9,15 @@ import time
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from math import exp
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from servd.cli import _options
 from servd.cli._client import Client
+from servd.cli._output import write_file
 from servd.cli._server import key_of, own_server
 from servd.config import Config
-from servd.errors import ConfigError
 
 NUM_CANDIDATES = 4
 WARM_UP = "What is new takes longer."
@@ -82,11 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.html:
         print(text)
         return 0
-    try:
-        page = PAGE.format(html.escape(prompt), html.escape(text))
-        Path(arguments.html).write_text(page, encoding="utf8")
-    except OSError as error:
-        raise ConfigError(f"--html {arguments.html}: {error.strerror}") from None
+    page = PAGE.format(html.escape(prompt), html.escape(text))
+    write_file("--html", arguments.html, page.encode())
     print(f"written to {arguments.html}")
     return 0
 
@@ -183,14 +179,8 @@ class Call(msgspec.Struct):
 def of_timeline(
     timeline: dict[str, Any], prompt: list[int], sampled: list[int], runner: str, model: str
 ) -> list[Call]:
-    """The way of a request with one choice, and where its time went.
-
-    Args:
-        timeline: with the header X-Servd-Watch, so that it has messages and blocks.
-        prompt: token ids.
-        sampled: token ids.
-        runner: its class or, if that is not known, its base.
-        model: its class; "" if that is not known.
+    """Return the way of a request with one choice, and where its time went. `runner` and `model`
+    are names of classes; "" if the model's is not known.
     """
     told = {
         "tokenised": f"{len(prompt)} prompt tokens {shorten(prompt)}",

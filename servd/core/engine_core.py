@@ -27,7 +27,7 @@ from servd.messages import (
     WakeUp,
     WorkerReady,
 )
-from servd.tracing import StepRecord, now_ns
+from servd.tracing import Clock, StepRecord, now_ns
 
 logger = logging.getLogger("servd.engine")
 
@@ -38,17 +38,24 @@ class EngineCore:
     """
 
     def __init__(
-        self, config: Config, spec: ModelSpec, executor: Executor, worker: WorkerReady
+        self,
+        config: Config,
+        spec: ModelSpec,
+        executor: Executor,
+        worker: WorkerReady,
+        clock: Clock = now_ns,
     ) -> None:
+        self.clock = clock
         max_model_len = config.model.max_model_len or spec.max_position_embeddings
         speculative = config.model.speculative_config
         layout = KVLayout.of(config, worker.kv_windows)
         self.scheduler = Scheduler(
             config.scheduler,
             max_model_len,
-            KVCacheManager(worker.num_blocks, config.cache, layout),
+            KVCacheManager(worker.num_blocks, config.cache, layout, clock),
             speculative.num_speculative_tokens if speculative else 0,
             config.lora.max_loras,
+            clock,
         )
         self.config, self.spec = config, spec
         self.connect(executor, worker)
@@ -127,12 +134,12 @@ class EngineCore:
             record = self.scheduler.newest
             self.on_scheduled(record)
             self.executor.execute_model(scheduled)
-            record.executed_ns = now_ns()
+            record.executed_ns = self.clock()
             grammars.begin_step(scheduled)
             while grammars.awaits_tokens:
                 self._collect_outputs()
             self.in_flight.append(self.executor.sample_tokens(grammars.bitmask()))
-            record.launched_ns = now_ns()
+            record.launched_ns = self.clock()
         # With nothing but background requests one step less is in flight, so that a new request
         # starts a step earlier; but no pipeline stage may idle.
         num_stages = self.config.parallel.pipeline_parallel_size

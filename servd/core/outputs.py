@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 from servd.core.request import failure
 from servd.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
-from servd.tracing import Mark, now_ns
+from servd.tracing import Clock, Mark, now_ns
 
 
 class Outputs:
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = now_ns) -> None:
+        self._clock = clock
         self._messages: dict[int, EngineCoreOutputs] = {}  # by client
 
     def __bool__(self) -> bool:
@@ -24,8 +25,9 @@ class Outputs:
         self.report_to(client).outputs.append(output)
 
     def reject(self, request: EngineCoreRequest, error: str) -> None:
-        marks = [*request.marks, Mark("queued", now_ns())]
-        self.add(request.client, failure(request.request_id, marks, error))
+        now = self._clock()
+        marks = [*request.marks, Mark("queued", now)]
+        self.add(request.client, failure(request.request_id, marks, error, now))
 
     def add_decoded(self, decoded: Mapping[int, dict[str, int]]) -> None:
         for client, tokens in decoded.items():

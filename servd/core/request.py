@@ -20,7 +20,7 @@ from servd.messages import (
 )
 from servd.params import PoolingParams, SamplingParams
 from servd.speculative import MAX_GRAMMAR_TOKENS
-from servd.tracing import Mark, now_ns
+from servd.tracing import Mark
 
 
 class RequestStatus(Enum):
@@ -46,9 +46,11 @@ def prompt_too_long(num_prompt_tokens: int, max_model_len: int, by_cache: bool) 
     )
 
 
-def failure(request_id: str, marks: list[Mark], error: str, step: int = -1) -> EngineCoreOutput:
+def failure(
+    request_id: str, marks: list[Mark], error: str, now_ns: int, step: int = -1
+) -> EngineCoreOutput:
     """The output that ends a request with an error; `step`: in which it failed, -1 if in none."""
-    marks = [*marks, Mark("finished", now_ns(), step)]
+    marks = [*marks, Mark("finished", now_ns, step)]
     return EngineCoreOutput(request_id, finish_reason=FinishReason.ERROR, marks=marks, error=error)
 
 
@@ -161,7 +163,7 @@ class Request:
             is_exported=message.options.is_exported,
             is_prompt_only=max_output == 0,
             acceptance=Acceptance() if is_drafted_for else None,
-            marks=[*message.marks, Mark("queued", now_ns())],
+            marks=message.marks.copy(),
         )
         if output := message.output_token_ids.get(0):
             request.token_ids = request.token_ids.copy()

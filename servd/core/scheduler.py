@@ -28,7 +28,7 @@ from servd.messages import (
 )
 from servd.speculative import max_num_samples
 from servd.stats import SchedulerStats
-from servd.tracing import Mark, StepRecord, now_ns
+from servd.tracing import Clock, Mark, StepRecord, now_ns
 
 logger = logging.getLogger("servd.scheduler")
 
@@ -46,6 +46,7 @@ class Scheduler:
         max_model_len: limit of prompt and output together, in tokens.
         max_drafts: draft tokens per request and step, at most.
         max_adapters: LoRA adapters that the workers can hold at once.
+        clock: tells when something happens, for marks and records.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Scheduler:
         kv_cache: KVCacheManager,
         max_drafts: int = 0,
         max_adapters: int = 1,
+        clock: Clock = now_ns,
     ) -> None:
         assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
         assert config.max_num_batched_tokens >= config.max_num_seqs
@@ -77,11 +79,12 @@ class Scheduler:
         if not self.chunks_prompts:  # a prompt needs a whole step's budget at once
             self.max_background_tokens = self.long_prompt = self.max_num_batched_tokens
         policy = plugins.load(QUEUES, config.scheduling_policy, "WaitingQueue")
-        self.waiting: WaitingQueue = policy(self.long_prompt, max_adapters)
+        self.waiting: WaitingQueue = policy(self.long_prompt, max_adapters, clock)
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []  # not yet told to the workers
         self._in_flight: deque[Step] = deque()
-        self.outputs = Outputs()
+        self.clock = clock
+        self.outputs = Outputs(clock)
         self._stats = SchedulerStats()
         self._num_steps = 0
         self.step_log = StepLog()
@@ -102,6 +105,7 @@ class Scheduler:
             limit, by_cache = self.max_model_len, self.max_model_len == self.cache_len
             error = prompt_too_long(request.num_tokens, limit, by_cache)
             return self.outputs.reject(message, error)
+        request.marks.append(Mark("queued", self.clock()))
         self.requests[request.request_id] = request
         self.waiting.add(request)
 
@@ -124,7 +128,7 @@ class Scheduler:
         prompts to compute, the classes below it wait. `idle_slots`: slots of running requests that
         skip this step; `grammar_tokens`: of requests whose grammar allows nothing else.
         """
-        record = StepRecord(self._num_steps, now_ns())
+        record = StepRecord(self._num_steps, self.clock())
         step = Step(record)
         self.waiting.begin_step()
         for request, error in self.kv_cache.connector.take_failed():
@@ -151,7 +155,7 @@ class Scheduler:
         if self.waiting:
             # If nothing else delayed the first waiting request, the budget did.
             record.waits_for = (record.waits_for or "budget") if self.free_slots else "slots"
-        record.scheduled_ns = now_ns()
+        record.scheduled_ns = self.clock()
         return output
 
     def forget_workers(self) -> None:
@@ -251,7 +255,7 @@ class Scheduler:
         A request that was preempted in this step does not restart in it: the blocks that it freed
         went to another.
         """
-        now = now_ns()
+        now = self.clock()
         queue = self.waiting
         may_start = True
         withheld = max(budget - self.max_background_tokens, 0) if priority_class > 0 else 0
@@ -350,8 +354,9 @@ class Scheduler:
         self._release_slot(request)
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
-        request.marks.append(Mark("preempted", now_ns(), record.step))
-        self.kv_cache.connector.swap_out(request)
+        now = self.clock()
+        request.marks.append(Mark("preempted", now, record.step))
+        self.kv_cache.connector.swap_out(request, now)
         record.num_preempted += 1
         self.waiting.add(request)
         self._stats.num_preemptions += 1
@@ -368,7 +373,8 @@ class Scheduler:
         """
         step = self._in_flight.popleft()
         record = step.record
-        record.harvested_ns, record.worker_ns = now_ns(), result.times_ns
+        record.harvested_ns = self.clock()
+        record.worker_ns = result.times_ns
         took_ns, is_report_due = self.step_log.add(record)
         if is_report_due:
             for request in self.requests.values():
@@ -425,7 +431,9 @@ class Scheduler:
         report, self._stats = self._stats, SchedulerStats()
         report.num_running, report.num_waiting = len(self.running), len(self.waiting)
         report.running_adapters, report.waiting_adapters = self.waiting.adapter_names()
-        report.num_deferred, report.at_ns, report.step = num_deferred, now_ns(), self._num_steps
+        report.num_deferred = num_deferred
+        report.at_ns = self.clock()
+        report.step = self._num_steps
         self.kv_cache.report(report)
         return report
 
@@ -450,7 +458,8 @@ class Scheduler:
     def _end_with_error(self, request: Request, error: str, step: int = -1) -> None:
         self._finish_request(request)
         self._stats.num_failed += 1
-        self.outputs.add(request.client, failure(request.request_id, request.marks, error, step))
+        output = failure(request.request_id, request.marks, error, self.clock(), step)
+        self.outputs.add(request.client, output)
 
     def _finish_request(self, request: Request) -> None:
         if request.status is RequestStatus.RUNNING:

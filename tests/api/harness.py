@@ -16,6 +16,7 @@ import httpx
 import msgspec
 import uvicorn
 
+from servd import tracing
 from servd.adapter_store import AdapterStore
 from servd.api.app import create_app
 from servd.api.async_llm import AsyncLLM
@@ -89,7 +90,7 @@ class InProcessEngine:
             executor.script = list(script.encode()) if isinstance(script, str) else script or []
         self.executor = executor
         self.worker = executor.start()
-        self.core = EngineCore(config, spec, executor, self.worker)
+        self.core = EngineCore(config, spec, executor, self.worker, tracing.now_ns)
         self.sent: list[ToEngine] = []
         self.may_step = asyncio.Event()
         self.may_step.set()
@@ -145,7 +146,7 @@ class InProcessEngine:
         if self._steps is not None:
             self._steps.cancel()
             self._steps = None
-        self.core = EngineCore(self.config, self.spec, self.executor, self.worker)
+        self.core = EngineCore(self.config, self.spec, self.executor, self.worker, tracing.now_ns)
         self.executor.rows.clear()
         self.tell(EngineRestarting(self.incarnation + 1, "killed", computing))
 

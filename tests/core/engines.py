@@ -23,6 +23,7 @@ from servd.messages import (
     SchedulerOutput,
 )
 from servd.params import SamplingParams
+from servd.tracing import Clock, now_ns
 
 VOCAB_SIZE = FAKE_SPEC.vocab_size
 EOS = FAKE_SPEC.eos_token_ids
@@ -120,6 +121,7 @@ def make_engine(
     num_blocks: int = 64,
     depth: int = 1,
     executor_class: type[AuditedExecutor] = AuditedExecutor,
+    clock: Clock = now_ns,
     **options,
 ) -> EngineCore:
     """An engine with a small cache; `options` as in Config."""
@@ -132,7 +134,7 @@ def make_engine(
     memory = num_blocks * options["block_size"] * FAKE_SPEC.kv_bytes_per_token(4)
     config = Config.load(options | {"kv_cache_memory": memory, "async_scheduling": depth > 1})
     executor = executor_class(config, FAKE_SPEC, lambda phase, fraction: None)
-    engine = EngineCore(config, FAKE_SPEC, executor, executor.start())
+    engine = EngineCore(config, FAKE_SPEC, executor, executor.start(), clock)
     executor.pool = engine.scheduler.kv_cache.pool
     num_stages = config.parallel.pipeline_parallel_size
     assert engine.depth == min(depth, 2) - 1 + num_stages

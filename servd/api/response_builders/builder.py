@@ -24,11 +24,11 @@ from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.generation import GenerationRequest
 from servd.api.request_state import RequestState
+from servd.api.run_manifest import RepeatablePrompt, RunManifest, make_manifest
 from servd.api.streaming import DONE, KEEP_ALIVE, EventStream, event, while_connected
 from servd.errors import EngineDead, InvalidRequest
 from servd.messages import EngineReady
 from servd.outputs import CompletionOutput
-from servd.receipt import Receipt, RepeatablePrompt
 from servd.tracing import now_ns
 
 CHOICE_SIZE = 32  # what a choice takes besides its tokens, in the same measure
@@ -89,9 +89,9 @@ class ResponseBuilder(ABC):
         self.parsers: dict[int, OutputParser] = {}  # by choice, once it has one
         self.num_output_tokens = 0
         self.num_cached_tokens = [0] * len(prompts)
-        self.wants_receipt = request.headers.get("x-servd-receipt") == "1"
-        self.token_ids: list[list[int]] = []  # by choice, for the receipt
-        if self.wants_receipt and asked.use_beam_search:
+        self.wants_manifest = request.headers.get("x-servd-receipt") == "1"
+        self.token_ids: list[list[int]] = []  # by choice, for the run manifest
+        if self.wants_manifest and asked.use_beam_search:
             raise InvalidRequest("there is no receipt of a beam search: leave out X-Servd-Receipt")
 
     def start(self) -> None:  # noqa: B027
@@ -169,12 +169,12 @@ class ResponseBuilder(ABC):
                 async for output in outputs:
                     self.count(output)
                     self.add(output)
-            receipt = {"receipt": await self.receipt()} if self.wants_receipt else None
+            manifest = {"receipt": await self.make_manifest()} if self.wants_manifest else None
 
             def body() -> bytes:
                 whole, encode = self.whole(), msgspec.json.encode
-                if receipt is not None:
-                    return encode(whole)[:-1] + b"," + encode(receipt)[1:]
+                if manifest is not None:
+                    return encode(whole)[:-1] + b"," + encode(manifest)[1:]
                 return encode(whole)
 
             size = self.size + CHOICE_SIZE * self.n * len(self.prompts)
@@ -223,7 +223,7 @@ class ResponseBuilder(ABC):
         self.num_output_tokens += len(output.token_ids)
         if self.num_logprobs_each and self.params.max_tokens is None:
             self.check_logprobs(self.num_output_tokens)
-        if self.wants_receipt:
+        if self.wants_manifest:
             self.token_ids[output.index] += output.token_ids
         if num_cached := output.num_cached_tokens:
             prompt, choice = divmod(output.index, self.n)
@@ -244,10 +244,10 @@ class ResponseBuilder(ABC):
                     yield frames
             if last := self.last_frame():
                 yield last
-            if self.wants_receipt:  # a comment, which clients skip
-                yield b": receipt " + msgspec.json.encode(await self.receipt()) + b"\n\n"
+            if self.wants_manifest:  # a comment, which clients skip
+                yield b": receipt " + msgspec.json.encode(await self.make_manifest()) + b"\n\n"
 
-    async def receipt(self) -> Receipt:
+    async def make_manifest(self) -> RunManifest:
         n = self.n
         prompts = [
             RepeatablePrompt(
@@ -262,7 +262,7 @@ class ResponseBuilder(ABC):
         if not isinstance(ready, EngineReady):  # the engine died after the last token
             raise EngineDead("the engine is gone")
         config, spec = self.context.config, self.async_llm.spec
-        return await asyncio.to_thread(Receipt.of, config, spec, ready.worker, prompts)
+        return await asyncio.to_thread(make_manifest, config, spec, ready.worker, prompts)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -15,9 +15,9 @@ from starlette.responses import Response
 import servd
 from servd.api.context import Context, context_of, json_response
 from servd.api.route import Route
+from servd.api.run_manifest import find_versions
 from servd.config import flag_of, options_by_name, title_of
 from servd.messages import EngineReady
-from servd.receipt import versions
 
 router = APIRouter(route_class=Route)
 
@@ -65,7 +65,7 @@ async def server_info(request: Request) -> Response:
     context = context_of(request)
     info = ServerInfo(
         version=servd.__version__,
-        versions={name: v for name, v in versions().items() if name != "servd"},
+        versions={name: v for name, v in find_versions().items() if name != "servd"},
         model=context.config.model.served_model_name,
         architecture=context.async_llm.spec.architecture,
         uptime_seconds=round(time.time() - context.started_at, 3),

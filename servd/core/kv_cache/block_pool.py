@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from servd.core.kv_cache.block_times import BlockTimes
 from servd.stats import BlockEviction
-from servd.tracing import now_ns
+from servd.tracing import Clock, now_ns
 
 
 class BlockPool:
@@ -18,7 +18,10 @@ class BlockPool:
     least recently used first. `times`: samples the lifetimes of blocks, or None.
     """
 
-    def __init__(self, num_blocks: int, times: BlockTimes | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, times: BlockTimes | None = None, clock: Clock = now_ns
+    ) -> None:
+        self.clock = clock
         self.times = times
         self.on_evict: Callable[[int, bytes], None] | None = None  # block and its hash, before
         self.on_remove: Callable[[bytes], None] | None = None  # hash that left the cache
@@ -120,7 +123,7 @@ class BlockPool:
         self.hashes[block] = None
         if self.on_remove is not None:
             self.on_remove(block_hash)
-        self.evicted_at_ns[block_hash] = now_ns()
+        self.evicted_at_ns[block_hash] = self.clock()
         if self.times is not None:
             self.times.evict(block)
         if len(self.evicted_at_ns) > self.num_blocks:

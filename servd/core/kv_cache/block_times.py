@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from servd.stats import BlockEviction
-from servd.tracing import now_ns
+from servd.tracing import Clock, now_ns
 
 MAX_USES = 4  # remembered per block, the last ones
 
@@ -14,7 +14,8 @@ MAX_USES = 4  # remembered per block, the last ones
 class BlockTimes:
     """Follows one of every `interval` blocks from its allocation to its eviction."""
 
-    def __init__(self, interval: int) -> None:
+    def __init__(self, interval: int, clock: Clock = now_ns) -> None:
+        self._clock = clock
         self._interval = interval
         self._num_taken = 0
         # Block -> when it was taken, and when it was found in the prefix cache.
@@ -26,17 +27,17 @@ class BlockTimes:
             self._times.pop(block, None)
             self._num_taken += 1
             if self._num_taken % self._interval == 0:
-                self._times[block] = [now_ns()]
+                self._times[block] = [self._clock()]
 
     def use(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             if times := self._times.get(block):
-                times.append(now_ns())
+                times.append(self._clock())
                 del times[1:-MAX_USES]
 
     def evict(self, block: int) -> None:
         if times := self._times.pop(block, None):
-            now = now_ns()
+            now = self._clock()
             gaps = [later - earlier for earlier, later in pairwise(times[1:])]
             self._evictions.append(BlockEviction(now - times[0], now - times[-1], gaps))
 

@@ -14,6 +14,7 @@ from servd.core.kv_cache.prefix_cache import NO_BLOCK, PrefixCache, only_held
 from servd.core.request import Request, RequestStatus
 from servd.kv_layout import KVLayout
 from servd.stats import SchedulerStats
+from servd.tracing import Clock, now_ns
 
 
 class KVCacheManager:
@@ -25,20 +26,22 @@ class KVCacheManager:
     blocks from other places and saves them there; with another one, workers make one group.
     """
 
-    def __init__(self, num_blocks: int, config: CacheConfig, layout: KVLayout) -> None:
+    def __init__(
+        self, num_blocks: int, config: CacheConfig, layout: KVLayout, clock: Clock = now_ns
+    ) -> None:
         self.layout = layout
         self.windows = layout.windows
         self.num_groups = len(layout.windows)
         self.block_size = config.block_size
         self.enable_prefix_caching = config.enable_prefix_caching
         interval = round(1 / config.kv_cache_metrics_sample)
-        times = BlockTimes(interval) if config.kv_cache_metrics else None
-        self.pool = BlockPool(num_blocks, times)
+        times = BlockTimes(interval, clock) if config.kv_cache_metrics else None
+        self.pool = BlockPool(num_blocks, times, clock)
         self.events = NullEvents()
         if config.kv_events_config is not None and config.kv_events_config.is_on:
             self.events = KVEvents(config.kv_events_config, self.pool, config.block_size)
         make_cache = PrefixCache if self.windows == (None,) else GroupedPrefixCache
-        self.prefix_cache = make_cache(self.pool, config, layout, self.events)
+        self.prefix_cache = make_cache(self.pool, config, layout, self.events, clock)
         self.connector = KVConnector()
         self.num_holders = 0  # requests that have blocks
 

@@ -11,7 +11,7 @@ from servd.core.kv_cache.events import NullEvents
 from servd.core.kv_cache.pinned_prefixes import PinnedPrefixes
 from servd.core.request import Request
 from servd.kv_layout import KVLayout
-from servd.tracing import now_ns
+from servd.tracing import Clock, now_ns
 
 FOREVER = 1 << 62  # nanoseconds
 NO_BLOCK = -1  # among a request's block ids: a block that was freed before its group's window
@@ -40,8 +40,14 @@ class PrefixCache:
     """
 
     def __init__(
-        self, pool: BlockPool, config: CacheConfig, layout: KVLayout, events: NullEvents
+        self,
+        pool: BlockPool,
+        config: CacheConfig,
+        layout: KVLayout,
+        events: NullEvents,
+        clock: Clock = now_ns,
     ) -> None:
+        self.clock = clock
         self.pool = pool
         self.layout = layout
         self.num_groups = len(layout.windows)
@@ -108,14 +114,14 @@ class PrefixCache:
     def pin_prompt(self, request: Request) -> None:
         """Pin the prompt of a request that ends, as far as it was computed."""
         hashes = request.block_hashes[: request.num_prompt_tokens // self.block_size]
-        end_ns = now_ns() + round(request.retention * 1e9)
+        end_ns = self.clock() + round(request.retention * 1e9)
         self.pinned.add(self._find_pinnable(hashes, end_ns), end_ns)
 
     def unpin(self, num_blocks: int, is_alone: bool = False) -> int:
         """Unpin up to `num_blocks`, and return how many: expired blocks, or any blocks for a
         request that `is_alone`, which could never continue otherwise.
         """
-        return self.pinned.unpin(num_blocks, FOREVER + 1 if is_alone else now_ns())
+        return self.pinned.unpin(num_blocks, FOREVER + 1 if is_alone else self.clock())
 
     def forget(self, blocks: Iterable[int]) -> None:
         blocks = list(blocks)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from servd.core.request import Request
 from servd.lora import Adapter
-from servd.tracing import Mark, now_ns
+from servd.tracing import Clock, Mark
 
 MAX_DEFERRED_STEPS = 256  # then new requests of the running adapters are deferred, too
 REVIEW_INTERVAL = 16  # steps
@@ -20,9 +20,11 @@ class AdapterQueue:
 
     Args:
         max_adapters: adapters that may have running requests.
+        clock: for the marks of requests.
     """
 
-    def __init__(self, max_adapters: int) -> None:
+    def __init__(self, max_adapters: int, clock: Clock) -> None:
+        self.clock = clock
         self.max_adapters = max_adapters
         self.queued: list[Request] = []  # by order
         self.deferred: dict[Request, None] = {}
@@ -68,7 +70,7 @@ class AdapterQueue:
         self.deferred[request] = None
         if request.deferred_since < 0:
             request.deferred_since = self._step
-            request.marks.append(Mark("aside", now_ns()))
+            request.marks.append(Mark("aside", self.clock()))
 
     def remove(self, request: Request) -> None:
         if request in self.deferred:

@@ -20,6 +20,7 @@ from typing import Any
 from servd.core.queues.fcfs import WaitingQueue as FcfsQueue
 from servd.core.queues.fcfs import by_order
 from servd.core.request import Request
+from servd.tracing import Clock, now_ns
 
 Group = tuple[int, int, bool]  # (priority class, priority, whether the prompt is long)
 
@@ -54,8 +55,8 @@ class WaitingQueue(FcfsQueue):
 
     by_owner = True
 
-    def __init__(self, long_prompt: int, max_adapters: int = 1) -> None:
-        super().__init__(long_prompt, max_adapters)
+    def __init__(self, long_prompt: int, max_adapters: int = 1, clock: Clock = now_ns) -> None:
+        super().__init__(long_prompt, max_adapters, clock)
         self._pushes = count()
         self._accounts: dict[tuple[int, str], Account] = {}
         self._max_accounts = MAX_IDLE_OWNERS

@@ -11,6 +11,7 @@ from typing import ClassVar
 from servd.core.queues._adapters import AdapterQueue
 from servd.core.request import Request
 from servd.messages import RequestOptions
+from servd.tracing import Clock, now_ns
 
 by_order = attrgetter("order")
 
@@ -21,12 +22,13 @@ class WaitingQueue(AdapterQueue):
     Args:
         long_prompt: tokens beyond which a prompt is long, where that matters.
         max_adapters: adapters whose requests run at once, at most; those of others are deferred.
+        clock: for the marks of requests.
     """
 
     by_owner: ClassVar[bool] = False  # whether the owner of a request matters
 
-    def __init__(self, long_prompt: int, max_adapters: int = 1) -> None:
-        super().__init__(max_adapters)
+    def __init__(self, long_prompt: int, max_adapters: int = 1, clock: Clock = now_ns) -> None:
+        super().__init__(max_adapters, clock)
         self.long_prompt = long_prompt
         self._arrivals = count(1)
 

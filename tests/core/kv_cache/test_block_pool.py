@@ -8,7 +8,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from servd.core.kv_cache import block_times
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.core.kv_cache.block_times import BlockTimes
 
@@ -115,10 +114,9 @@ def test_sharing_a_cached_block_makes_it_the_last_to_be_evicted():
     assert pool.take(2) == [blocks[1], blocks[0]]
 
 
-def test_block_times_are_reported_at_eviction(monkeypatch):
+def test_block_times_are_reported_at_eviction():
     clock = iter([1, 10, 14, 50])
-    monkeypatch.setattr(block_times, "now_ns", lambda: next(clock))
-    pool = BlockPool(2, BlockTimes(2))
+    pool = BlockPool(2, BlockTimes(2, clock.__next__))
     blocks = pool.take(2)  # the second is followed, from 1 on
     for block in blocks:
         pool.register(block, b"%d" % block)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servd.core.kv_cache import prefix_cache
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.core.kv_cache.pinned_prefixes import PinnedPrefixes
 from servd.core.request import Request
 from servd.messages import AbortRequests, ResetPrefixCache
+from servd.tracing import now_ns
 from tests.core.engines import Log, generate, make_engine, make_request, solo, with_windows
 
 PROMPT = list(range(40))  # ten blocks of four
@@ -36,13 +36,13 @@ def num_cached(engine, prompt: list[int] = PROMPT) -> int:
     return log.outputs["again"][0].num_cached_tokens
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """Hours that pass."""
-    passed = [0]
-    now_ns = prefix_cache.now_ns
-    monkeypatch.setattr(prefix_cache, "now_ns", lambda: now_ns() + passed[0] * HOUR)
-    return passed
+class Hours:
+    """A clock that is late by hours."""
+
+    num_passed = 0
+
+    def __call__(self) -> int:
+        return now_ns() + self.num_passed * HOUR
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -56,19 +56,21 @@ def test_a_prompt_stays_while_others_come_and_go(depth):
         assert pinned == {10 if retention else 0}
 
 
-def test_it_goes_when_its_time_is_over(clock):
-    engine = make_engine(48)
+def test_it_goes_when_its_time_is_over():
+    clock = Hours()
+    engine = make_engine(48, clock=clock)
     generate(engine, make_request("a", PROMPT, retention=1800.0))
-    clock[0] = 1
+    clock.num_passed = 1
     log = crowd(engine)
     assert num_cached(engine) == 0 and log.by_client[0][-1].stats.num_pinned == 0
 
 
-def test_who_asks_again_has_it_longer(clock):
-    engine = make_engine(48)
+def test_who_asks_again_has_it_longer():
+    clock = Hours()
+    engine = make_engine(48, clock=clock)
     for name in "abc":
         generate(engine, make_request(name, PROMPT, retention=5400.0))
-        clock[0] += 1
+        clock.num_passed += 1
     crowd(engine)
     assert num_cached(engine) == 36
 

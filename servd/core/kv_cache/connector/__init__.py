@@ -37,7 +37,7 @@ class KVConnector:
         """Return the waiting requests that can never start, and why, once."""
         return []
 
-    def swap_out(self, request: Request) -> None:
+    def swap_out(self, request: Request, now_ns: int) -> None:
         """A request was preempted: its blocks may be evicted."""
 
     def stop_waiting(self, request: Request) -> None:

@@ -100,8 +100,8 @@ class OffloadConnector(KVConnector):
     def take_failed(self) -> list[tuple[Request, str]]:
         return self.loads.take_failed()
 
-    def swap_out(self, request: Request) -> None:
-        request.marks.append(Mark("swapped", now_ns()))
+    def swap_out(self, request: Request, now_ns: int) -> None:
+        request.marks.append(Mark("swapped", now_ns))
         self._swapped.add(request)
 
     def stop_waiting(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""Receipts: `X-Servd-Receipt: 1` says what made an answer, and `servd replay` repeats it."""
+"""Run manifests: `X-Servd-Receipt: 1` says what made an answer, and `servd replay` repeats it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import IO, Any
 import msgspec
 import pytest
 
-from servd import cli, receipt
+from servd import cli
+from servd.api import run_manifest
+from servd.api.run_manifest import RepeatablePrompt, RunManifest, hash_weights, make_manifest
 from servd.cli import replay as command
 from servd.config import Config
 from servd.errors import ConfigError
@@ -21,7 +23,6 @@ from servd.hf import FAKE_SPEC
 from servd.llm import LLM
 from servd.messages import WorkerReady
 from servd.params import SamplingParams
-from servd.receipt import Receipt, RepeatablePrompt, hash_weights
 from tests.api.harness import MODEL, serve, user
 from tests.limits import WAIT_SECONDS
 
@@ -50,7 +51,7 @@ async def test_an_answer_is_repeated_by_its_receipt(path: str, body: Any, tmp_pa
         plain = await served.http.post(path, json=body)
     assert "receipt" not in plain.text
     (tmp_path / "answer").write_text(answer.text)
-    made = command.read_receipt(str(tmp_path / "answer"))
+    made = command.read_manifest(str(tmp_path / "answer"))
     choices = [ids for prompt in made.prompts for ids in prompt.token_ids]
     assert len(choices) == len(made.prompts) * body.get("n", 1) and all(choices)
     options = ("--executor", "fake", "--max-model-len", "4096")
@@ -67,7 +68,7 @@ def test_the_first_token_that_differs_is_named_with_its_margin(tmp_path: Path, c
         [output] = llm.generate(["The sun"], params)
         engine = llm.engine
         config, spec = engine.processor.config, engine.processor.spec
-        made = Receipt.of(config, spec, engine.port.worker, [])
+        made = make_manifest(config, spec, engine.port.worker, [])
     finally:
         llm.close()
     token_ids = [*output.outputs[0].token_ids]
@@ -98,17 +99,17 @@ def test_weights_are_known_by_their_contents(tmp_path: Path):
     for folder in (one, other):
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"weights")
-    receipt._hash_weights.cache_clear()
+    hash_weights.cache_clear()
     assert hash_weights(str(one)) == hash_weights(str(other))
     (other / "model.safetensors").write_bytes(b"others")
-    receipt._hash_weights.cache_clear()
+    hash_weights.cache_clear()
     assert hash_weights(str(one)) != hash_weights(str(other))
 
 
 def test_what_decides_the_tokens_is_in_the_hash_and_where_it_lies_is_not():
     def configuration(**options: Any) -> str:
         worker = WorkerReady("cpu", "float32", "torch", 1, 0, 0)
-        return Receipt.of(Config.load(options), FAKE_SPEC, worker, []).configuration
+        return make_manifest(Config.load(options), FAKE_SPEC, worker, []).configuration
 
     assert configuration() == configuration(model="a", download_dir="b", served_model_name=["c"])
     assert configuration() != configuration(block_size=32)
@@ -121,21 +122,21 @@ def test_what_decides_the_tokens_is_in_the_hash_and_where_it_lies_is_not():
 def test_what_is_no_receipt_is_refused(text: bytes, tmp_path: Path):
     (tmp_path / "x").write_bytes(text)
     with pytest.raises(ConfigError, match="no receipt"):
-        command.read_receipt(str(tmp_path / "x"))
+        command.read_manifest(str(tmp_path / "x"))
 
 
 @pytest.mark.parametrize("num_choices", [0, 1, 3])
 def test_a_receipt_has_as_many_choices_as_were_asked_for(num_choices: int, tmp_path: Path):
     prompt = RepeatablePrompt([1], SamplingParams(n=2), 0, [[1]] * num_choices)
-    receipt = Receipt({}, "", "", "cpu", "float32", "torch", [prompt])
-    (tmp_path / "x").write_bytes(msgspec.json.encode(receipt))
+    manifest = RunManifest({}, "", "", "cpu", "float32", "torch", [prompt])
+    (tmp_path / "x").write_bytes(msgspec.json.encode(manifest))
     with pytest.raises(ConfigError, match="more or fewer choices"):
-        command.read_receipt(str(tmp_path / "x"))
+        command.read_manifest(str(tmp_path / "x"))
 
 
 def test_weights_are_read_once_though_several_ask_at_the_same_time(tmp_path: Path, monkeypatch):
     (tmp_path / "model.safetensors").write_bytes(b"weights")
-    receipt._hash_weights.cache_clear()
+    hash_weights.cache_clear()
     together, reads = threading.Barrier(4), []
 
     def digest(file: IO[bytes], name: str) -> Any:
@@ -143,11 +144,14 @@ def test_weights_are_read_once_though_several_ask_at_the_same_time(tmp_path: Pat
         time.sleep(0.05)  # in which the others come
         return hashlib.new(name, file.read())
 
+    spec = msgspec.structs.replace(FAKE_SPEC, folder=str(tmp_path))
+    worker = WorkerReady("cpu", "float32", "torch", 1, 0, 0)
+
     def ask(_: int) -> str:
         together.wait(WAIT_SECONDS)
-        return hash_weights(str(tmp_path))
+        return make_manifest(Config.load({}), spec, worker, []).weights
 
-    monkeypatch.setattr(receipt.hashlib, "file_digest", digest)
+    monkeypatch.setattr(run_manifest.hashlib, "file_digest", digest)
     with ThreadPoolExecutor(4) as pool:
         assert len({*pool.map(ask, range(4))}) == 1
     assert len(reads) == 1

@@ -4,93 +4,63 @@ from __future__ import annotations
 
 import json
 import stat
-from array import array
 from typing import Any
 
 import pytest
 
 from servd import cli
-from servd.api.recorder import Recorder, RequestLine, StepLine
-from servd.cli import _costs, _traces
-from servd.cli._costs import Costs
-from servd.cli._engine import Engine
-from servd.cli._fleet import Fleet, blocks_of
 from servd.config import Config
 from servd.errors import ConfigError
-from servd.messages import WorkerReady
-from servd.tracing import now_ns
+from servd.simulate import costs as step_costs
+from servd.simulate.cluster import ClusterOptions, ClusterSim, identify_blocks
+from servd.simulate.costs import Costs
+from servd.simulate.recorder import Recorder
+from servd.simulate.traces import SHAPES, RequestLine, ServerLine, StepLine, make_requests, read
 from tests.api.harness import serve
 
 COSTS = Costs(step=5e6, token=4e5, context=500, pair=3, before=1e6, after=2e6)
 SIZES = {"max_num_seqs": 16, "max_num_batched_tokens": 256}
 
 
-def fleet(
+def cluster(
     num_blocks: int,
-    servers: int = 1,
     costs: Costs = COSTS,
-    longest: int = 2000,
     windows: tuple[int | None, ...] = (None,),
     **options: Any,
-) -> Fleet:
-    config = Config.load({**SIZES, **options})
-    worker = WorkerReady("none", "none", "none", num_blocks, 0, 1 << 20, kv_windows=windows)
-    return Fleet(config, worker, longest, costs, servers)
+) -> ClusterSim:
+    options = {**SIZES, "block_size": 16, "max_model_len": 2000, **options}
+    return ClusterSim(ServerLine(num_blocks, 1 << 20, options, windows), costs, ClusterOptions())
 
 
 def lines(count: int, rate: float, shape: str = "short") -> list[RequestLine]:
-    return [*_traces.made_up(_traces.SHAPES[shape], count, rate, 2000)]
+    return [*make_requests(SHAPES[shape], count, rate, 2000)]
+
+
+def total(requests: list[RequestLine], name: str) -> int:
+    return sum(getattr(each, name) for each in requests)
 
 
 @pytest.mark.parametrize(
     ("num_blocks", "rate", "options"),
     [
         (2000, 3, {}),
-        (150, 9, {}),  # requests have to yield
+        (150, 9, {}),  # requests are preempted
         (500, 20, {"data_parallel_size": 3, "scheduling_policy": "fcfs"}),
         (300, 9, {"kv_offloading_size": 1, "block_size": 8}),
         (900, 9, {"windows": (None, 48)}),
     ],
 )
-def test_steps_that_are_put_off_are_those_that_would_have_been(
-    monkeypatch, num_blocks, rate, options
-):
-    found = []
-    for max_steps in (Engine.max_steps, lambda self: 0):
-        monkeypatch.setattr(Engine, "max_steps", max_steps)
-        simulated = fleet(num_blocks, **options)
-        tally = simulated.run(lines(250, rate), lambda count: None)
-        pools = [engine.scheduler.kv_cache.pool for engine in simulated.engines]
-        # Which of free blocks are evicted depends on whose turn it was, where windows free some.
-        blocks = [{*filter(None, pool.hashes)} for pool in pools if "windows" not in options]
-        cached = (tally.num_cached, tally.num_steps, tally.gaps.total(), blocks)
-        found.append((tally.ttft, tally.latency, cached))
-        assert len(tally.latency) == 250 and not simulated.open
-        for engine, pool in zip(simulated.engines, pools, strict=True):
-            assert pool.num_free == pool.num_blocks and not engine.scheduler.has_work
-    put_off, one_by_one = found
-    assert put_off[2] == one_by_one[2]
-    for some, others in zip(put_off[:2], one_by_one[:2], strict=True):
-        assert some == pytest.approx(others, abs=1e4), "rounded to nanoseconds, step by step"
-
-
-def test_owners_who_compete_are_served_in_turns_also_where_steps_are_put_off(monkeypatch):
-    found = []
-    for max_steps in (Engine.max_steps, lambda self: 0):
-        monkeypatch.setattr(Engine, "max_steps", max_steps)
-        requests = lines(200, 20)
-        for i, each in enumerate(requests):
-            each.client = "greedy" if i % 10 else "modest"
-        tally = fleet(1000).run(requests, lambda count: None)
-        found.append([tally.num_steps, *tally.latency])
-    assert found[0] == pytest.approx(found[1], abs=1e4)
-
-
-def test_time_is_real_again_after_a_simulation():
-    fleet(100).run(lines(3, 1), lambda count: None)
-    from servd.core import scheduler
-
-    assert abs(scheduler.now_ns() - now_ns()) < 10**9
+def test_every_request_ends_and_frees_its_blocks(num_blocks, rate, options):
+    simulated = cluster(num_blocks, **options)
+    requests = lines(250, rate)
+    simulated.run(requests)
+    assert len(simulated.served) == 250
+    num_output = total(requests, "output_length")
+    assert total(simulated.served, "output_length") == num_output
+    assert simulated.gaps.total() == num_output - 250
+    for engine in simulated.engines:
+        pool = engine.scheduler.kv_cache.pool
+        assert pool.num_free == pool.num_blocks and not engine.scheduler.has_work
 
 
 def test_costs_are_found_from_steps_alone(monkeypatch):
@@ -98,17 +68,16 @@ def test_costs_are_found_from_steps_alone(monkeypatch):
     costs = Costs(step=4e6, row=2e5, token=3e4, token_beyond_16=5e4, context=300, pair=8, idle=3e6)
     steps: list[StepLine] = []
     requests = lines(150, 6)
-    monkeypatch.setattr(Engine, "max_steps", lambda self: 0)
-    simulated = fleet(3000, costs=costs)
+    simulated = cluster(3000, costs=costs)
     engine = simulated.engines[0]
-    proceed = engine.proceed
+    end_step = engine.end_step
 
     def recorded():
-        if engine.launched is not None:
-            tokens = sum(each.num_tokens for each in engine.launched.rows)
-            rows = len(engine.launched.rows)
-            steps.append(StepLine(0, engine.began, engine.clock.ns, tokens, rows))
-        found = proceed()
+        assert engine.launched is not None
+        tokens = sum(each.num_tokens for each in engine.launched.rows)
+        rows = len(engine.launched.rows)
+        steps.append(StepLine(0, engine.began_ns, engine.clock.ns, tokens, rows))
+        found = end_step()
         for output in found[0]:
             line = requests[int(output.request_id) - 1]
             for mark in output.marks:
@@ -117,8 +86,8 @@ def test_costs_are_found_from_steps_alone(monkeypatch):
             line.cached = max(line.cached, output.num_cached_tokens)
         return found
 
-    monkeypatch.setattr(engine, "proceed", recorded)
-    simulated.run(requests, lambda count: None)
+    monkeypatch.setattr(engine, "end_step", recorded)
+    simulated.run(requests)
     for line in requests:  # marks are times, a recording has what came after the arrival
         line.timestamp = line.scheduled
         line.first_token, line.finished = (
@@ -126,7 +95,7 @@ def test_costs_are_found_from_steps_alone(monkeypatch):
             (line.finished - line.scheduled),
         )
         line.scheduled = 0.0
-    found = _costs.fit(steps, requests)
+    found = step_costs.fit(steps, requests)
     assert found is not None
     steps_like = (1, 1, 80, 0), (12, 12, 5000, 0), (130, 6, 900, 9000), (150, 1, 0, 11_000, True)
     for like in steps_like:
@@ -135,18 +104,18 @@ def test_costs_are_found_from_steps_alone(monkeypatch):
 
 def test_blocks_are_those_of_the_prompt_and_of_the_answer():
     line = RequestLine(0, 40, 30, [5, 6], [7, 8], 16)
-    assert blocks_of(line, 1, 16) == [5, 6, 7, 8]
-    own = blocks_of(RequestLine(0, 40, 30, [5, 6], [], 16), 1, 16)
+    assert identify_blocks(line, 1, 16) == [5, 6, 7, 8]
+    own = identify_blocks(RequestLine(0, 40, 30, [5, 6], [], 16), 1, 16)
     assert own[:2] == [5, 6] and not {7, 8} & {*own} and len({*own}) == 4
-    assert own[2:] != blocks_of(RequestLine(0, 40, 30, [5, 6], [], 16), 2, 16)[2:]
+    assert own[2:] != identify_blocks(RequestLine(0, 40, 30, [5, 6], [], 16), 2, 16)[2:]
     # Of a published trace, whose last block is filled in part.
     first, second = (RequestLine(0, 1000, 30, [1, last], [], 512) for last in (2, 3))
-    both = [blocks_of(each, i, 16) for i, each in enumerate((first, second))]
+    both = [identify_blocks(each, i, 16) for i, each in enumerate((first, second))]
     same = [a == b for a, b in zip(*both, strict=True)]
     assert same == [True] * 32 + [False] * 32
-    again = blocks_of(first, 9, 16)
+    again = identify_blocks(first, 9, 16)
     assert again[:62] == both[0][:62] and again[62:] != both[0][62:]
-    assert len(blocks_of(first, 1, 2048)) == 0
+    assert len(identify_blocks(first, 1, 2048)) == 0
 
 
 async def test_a_recorded_conversation_is_cached_as_it_was(tmp_path):
@@ -164,16 +133,16 @@ async def test_a_recorded_conversation_is_cached_as_it_was(tmp_path):
         await served.http.post("/v1/completions", json=vectors)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert "sea" not in path.read_text() and "101,108,108" not in path.read_text()
-    found = _traces.read(str(path))
+    found = read(str(path))
     assert found.server is not None and found.server.options["block_size"] == 4
     assert len(found.requests) == 7 and found.steps
     assert sum(each.cached for each in found.requests[2:6]) > 60
     assert all(0 < each.scheduled <= each.first_token <= each.finished for each in found.requests)
     quick = Costs(step=1000)  # the next turn comes when there is an answer
-    simulated = fleet(found.server.num_blocks, costs=quick, block_size=4, max_num_seqs=64)
-    tally = simulated.run(found.requests, lambda count: None)
-    assert tally.num_cached == sum(each.cached for each in found.requests)
-    assert tally.num_output == sum(each.output_length for each in found.requests)
+    simulated = cluster(found.server.num_blocks, costs=quick, block_size=4, max_num_seqs=64)
+    simulated.run(found.requests)
+    for name in ("cached", "output_length"):
+        assert total(simulated.served, name) == total(found.requests, name)
 
 
 def test_recordings_share_a_key_that_is_not_in_them(tmp_path):
@@ -181,10 +150,14 @@ def test_recordings_share_a_key_that_is_not_in_them(tmp_path):
     one, other = (Recorder(str(tmp_path / "a"), config) for _ in range(2))
     third = Recorder(str(tmp_path / "b"), config)
     tokens = [*range(9)]
-    assert one._hashes(tokens, b"") == other._hashes(tokens, b"") != third._hashes(tokens, b"")
-    assert one._hashes(tokens, b"salt")[0][0] != one._hashes(tokens, b"")[0][0]
-    (whole, end), (first, middle) = one._hashes(tokens, b""), one._hashes(tokens[:4], b"")
-    assert one._hashes(tokens[4:], middle) == (whole[1:], end) and first == whole[:1]
+    assert (
+        one._hash_blocks(tokens, b"")
+        == other._hash_blocks(tokens, b"")
+        != third._hash_blocks(tokens, b"")
+    )
+    assert one._hash_blocks(tokens, b"salt")[0][0] != one._hash_blocks(tokens, b"")[0][0]
+    (whole, end), (first, middle) = one._hash_blocks(tokens, b""), one._hash_blocks(tokens[:4], b"")
+    assert one._hash_blocks(tokens[4:], middle) == (whole[1:], end) and first == whole[:1]
     assert stat.S_IMODE((tmp_path / "a.key").stat().st_mode) == 0o600
     for each in (one, other, third):
         each.close()
@@ -223,10 +196,12 @@ def test_four_engines_find_almost_what_one_of_four_times_the_size_does():
         speed = 4 // count
         costs = Costs(step=5e6 / speed, token=3e4 / speed, context=40 / speed)
         sizes = {"max_num_seqs": 256 * speed, "max_num_batched_tokens": 8192 * speed}
-        simulated = fleet(speed * 4000, 1, costs, 1 << 15, data_parallel_size=count, **sizes)
-        made_up = _traces.made_up(_traces.SHAPES["chat"], 1500, 48, 1 << 15)
-        tally = simulated.run(made_up, lambda count: None)
-        hits.append(100 * tally.num_cached / tally.num_prompt)
+        sizes |= {"max_model_len": 1 << 15, "data_parallel_size": count}
+        simulated = cluster(speed * 4000, costs, **sizes)
+        made_up = make_requests(SHAPES["chat"], 1500, 48, 1 << 15)
+        simulated.run(made_up)
+        served = simulated.served
+        hits.append(100 * total(served, "cached") / total(served, "input_length"))
         busy = [engine.busy_ns for engine in simulated.engines]
     assert hits[1] > hits[0] - 2, hits
     assert max(busy) < 1.1 * sum(busy) / 4, busy
@@ -241,13 +216,10 @@ def test_what_is_missing_or_wrong_is_named(capsys, tmp_path):
         (["--shape", "chat", "--costs", '{"stop": 1}'], "stop"),
         ([str(tmp_path / "none")], "No such file"),
         ([__file__], "line 1"),
-        ([__file__], "--record-trace"),
         ([__file__, "--shape", "chat"], "--shape is for requests that are made up"),
-        ([__file__, "--rate", "2"], "--rate is for requests that are made up"),
-        ([*made_up, "--rate", "-1"], "--rate -1: must be above 0"),
-        ([*made_up, "--speed", "nan"], "--speed nan: must be above 0"),
-        ([*made_up, "--servers", "0"], "--servers 0: must be at least 1"),
-        ([*made_up, "--requests", "0"], "--requests 0: must be at least 1"),
+        ([*made_up, "--rate", "-1"], "--rate: -1: must be above 0"),
+        ([*made_up, "--speed", "nan"], "--speed: nan: must be above 0"),
+        ([*made_up, "--servers", "0"], "--servers: 0: must be above 0"),
         ([*made_up, "--max-num-seqs", "600"], "512 is below --max-num-seqs 600"),
         ([*made_up, "--requests", "2", "--json", str(tmp_path / "a" / "b")], "--json"),
     ):
@@ -257,6 +229,8 @@ def test_what_is_missing_or_wrong_is_named(capsys, tmp_path):
 
 def test_long_requests_are_refused_and_counted():
     requests = [RequestLine(0, 100, 20), RequestLine(1, 1990, 20), RequestLine(2, 50, 0)]
-    tally = fleet(1000).run(requests, lambda count: None)
-    assert (tally.num_refused, len(tally.latency), tally.num_output) == (1, 2, 20)
-    assert array("d", tally.ttft)[0] > 3e6
+    simulated = cluster(1000)
+    simulated.run(requests)
+    assert simulated.num_refused == 1
+    assert sorted(each.output_length for each in simulated.served) == [0, 20]
+    assert all(each.first_token > 3 for each in simulated.served)

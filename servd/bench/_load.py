@@ -7,14 +7,15 @@ import itertools
 import json
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 from tqdm import tqdm
 
-from servd.cli.bench._data import Prompt
+from servd.bench._data import Prompt
 
 
 @dataclass
@@ -49,77 +50,68 @@ class Load:
     url: str  # the server's, without /v1
     model: str
     concurrency: int | None = None  # most requests at once; None: no limit
-    request_rate: float | None = (
-        None  # requests a second, Poisson arrivals; None: as fast as concurrency allows
-    )
+    request_rate: float | None = None  # a second, Poisson arrivals; None: all at once
     api_key: str | None = None
     ignore_eos: bool = True
-    temperature: float = 0.0
     seed: int = 0
     chats: bool = False  # prompts are messages to /v1/chat/completions
 
 
 async def run(
-    load: Load, prompts: list[Prompt], show_progress: bool = True
+    load: Load, prompts: Sequence[Prompt], show_progress: bool = True
 ) -> tuple[list[Record], float]:
-    """Send all prompts; returns their records in order, and the seconds that all took."""
-    limit = asyncio.Semaphore(load.concurrency or len(prompts))
-    timeout = aiohttp.ClientTimeout(total=None)
-    connector = aiohttp.TCPConnector(limit=0)
+    """Send all prompts; return their records in order, and the seconds that all took."""
+    rng = random.Random(load.seed)
+    headers = {"authorization": f"Bearer {load.api_key}"} if load.api_key else {}
+    limit = asyncio.Semaphore(load.concurrency) if load.concurrency else nullcontext()
+    hide = None if show_progress else True  # None: hidden unless stderr is a terminal
+    tasks: list[asyncio.Task[Record]] = []
     async with aiohttp.ClientSession(
-        headers=_headers(load.api_key), timeout=timeout, connector=connector
+        headers=headers,
+        timeout=aiohttp.ClientTimeout(total=None),
+        connector=aiohttp.TCPConnector(limit=0),
     ) as session:
-        hide = None if show_progress else True  # None: hidden unless stderr is a terminal
         with tqdm(total=len(prompts), desc="requests", disable=hide, dynamic_ncols=True) as bar:
 
-            async def one(prompt: Prompt) -> Record:
+            async def send(prompt: Prompt) -> Record:
                 async with limit:
                     record = await _send(session, load, prompt)
                 bar.update()
                 return record
 
             started = time.perf_counter()
-            tasks = [asyncio.create_task(one(prompt)) async for prompt in _arrivals(load, prompts)]
+            for prompt in prompts:
+                tasks.append(asyncio.create_task(send(prompt)))
+                if load.request_rate is not None:
+                    await asyncio.sleep(rng.expovariate(load.request_rate))
             records = await asyncio.gather(*tasks)
     return records, max(record.ended for record in records) - started
-
-
-async def _arrivals(load: Load, prompts: list[Prompt]) -> AsyncIterator[Prompt]:
-    rng = random.Random(load.seed)
-    for prompt in prompts:
-        yield prompt
-        if load.request_rate is not None:
-            await asyncio.sleep(rng.expovariate(load.request_rate))
 
 
 async def _send(session: aiohttp.ClientSession, load: Load, prompt: Prompt) -> Record:
     body: dict[str, Any] = {
         "model": load.model,
-        "temperature": load.temperature,
+        "temperature": 0.0,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
     if load.chats:
-        body["messages"] = [{"role": "user", "content": prompt.content}]
+        path = "chat/completions"
+        body["messages"] = [{"role": "user", "content": prompt.prompt}]
         body["max_completion_tokens"] = prompt.output_len
     else:
-        body |= {"prompt": prompt.content, "max_tokens": prompt.output_len}
-    path = "chat/completions" if load.chats else "completions"
+        path = "completions"
+        body |= {"prompt": prompt.prompt, "max_tokens": prompt.output_len}
     if load.ignore_eos:
         body["ignore_eos"] = True
     record = Record(started=time.perf_counter())
     try:
         async with session.post(f"{load.url}/v1/{path}", json=body) as reply:
-            if reply.status != 200:
-                record.error = f"HTTP {reply.status}: {(await reply.text())[:200]}"
-            else:
+            if reply.status == 200:
                 await _read(reply, record)
-    except (
-        aiohttp.ClientError,
-        OSError,
-        ValueError,
-        KeyError,
-    ) as error:  # also an answer in another shape
+            else:
+                record.error = f"HTTP {reply.status}: {(await reply.text())[:200]}"
+    except (aiohttp.ClientError, OSError, ValueError, KeyError) as error:  # or of another shape
         record.error = str(error) or type(error).__name__
     record.ended = time.perf_counter()
     return record
@@ -133,7 +125,7 @@ async def _read(reply: aiohttp.ClientResponse, record: Record) -> None:
         chunk = json.loads(line[6:])
         if "error" in chunk:
             record.error = chunk["error"]["message"]
-        elif chunk["choices"] and _has_text(chunk["choices"][0], is_first=not record.chunks):
+        elif chunk["choices"] and _has_token(chunk["choices"][0], is_first=not record.chunks):
             record.chunks.append(now)
         if usage := chunk.get("usage"):
             record.num_prompt_tokens = usage["prompt_tokens"]
@@ -142,12 +134,8 @@ async def _read(reply: aiohttp.ClientResponse, record: Record) -> None:
         record.error = "the stream ended without usage"
 
 
-def _has_text(choice: dict[str, Any], is_first: bool) -> bool:
-    """Whether a chunk tells of a token; the first may be no text. A chat's role is no token."""
+def _has_token(choice: dict[str, Any], is_first: bool) -> bool:
+    """Return whether a chunk has a token; the first may have no text. A chat's role is no token."""
     delta = choice.get("delta", choice)
-    shown = any(delta.get(name) for name in ("text", "content", "reasoning", "reasoning_content"))
-    return shown or (is_first and "role" not in delta)
-
-
-def _headers(api_key: str | None) -> dict[str, str]:
-    return {"authorization": f"Bearer {api_key}"} if api_key else {}
+    has_text = any(delta.get(key) for key in ("text", "content", "reasoning", "reasoning_content"))
+    return has_text or (is_first and "role" not in delta)

@@ -6,4 +6,4 @@ from servd.cli import add_commands
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_commands(parser, __name__)
+    add_commands(parser, "servd.bench")

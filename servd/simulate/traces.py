@@ -1,4 +1,4 @@
-"""Traces: requests of a recording, of a published trace, or made up in the shape of such."""
+"""Traces: requests of a recording or of a published trace, or made up in the shape of such."""
 
 from __future__ import annotations
 
@@ -8,39 +8,92 @@ from heapq import heappop, heappush
 from itertools import accumulate, count
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import msgspec
 
-from servd.api.recorder import RequestLine, ServerLine, StepLine
 from servd.errors import ConfigError
 
+OPTIONS = (  # what `servd what-if` can vary
+    "block_size",
+    "enable_prefix_caching",
+    "kv_offloading_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "scheduling_policy",
+    "long_prefill_token_threshold",
+    "enable_chunked_prefill",
+    "data_parallel_size",
+    "max_model_len",
+)
 BLOCK_SIZE = 16  # of traces that are made up
-SYSTEM_PROMPTS = 64  # of the whole fleet; the first is the most popular
+SYSTEM_PROMPTS = 64  # of the whole cluster; the first is the most popular
+
+
+class ServerLine(msgspec.Struct):
+    """The engines of a recording."""
+
+    num_blocks: int
+    kv_bytes_per_block: int
+    options: dict[str, Any]
+    kv_windows: tuple[int | None, ...] = (None,)  # see WorkerReady
+
+
+class StepLine(msgspec.Struct, array_like=True, gc=False):
+    engine: int
+    started_ns: int
+    harvested_ns: int
+    num_tokens: int
+    num_requests: int
+
+
+class RequestLine(msgspec.Struct, omit_defaults=True, gc=False):
+    """A choice of a prompt: the keys of published traces, and more."""
+
+    timestamp: float  # of its arrival, in milliseconds
+    input_length: int
+    output_length: int
+    # Equal where the prompt is, up to the end of the block; a last one may be filled in part.
+    hash_ids: list[int] = []
+    output_hash_ids: list[int] = []  # of the blocks that the answer completed
+    block_size: int = 512  # tokens
+    max_tokens: int | None = None
+    client: str = ""
+    engine: int = 0
+    cached: int = 0  # tokens found in the prefix cache
+    # Milliseconds after its arrival; 0: it did not come so far.
+    sent: float = 0.0
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
+    returned: float = 0.0  # the API server has the last token
 
 
 @dataclass(frozen=True)
 class Recording:
     requests: list[RequestLine]  # by arrival
     steps: list[StepLine]
-    server: ServerLine | None
+    server: ServerLine | None = None
 
 
 def read(path: str) -> Recording:
-    """A file of --record-trace, or a trace with the same keys as those of Mooncake.
+    """Read a file of --record-trace, or a trace with the same keys as those of Mooncake.
 
     Raises:
         ConfigError: it cannot be read.
     """
-    requests, steps, server, number = [], [], None, 0
+    requests: list[RequestLine] = []
+    steps: list[StepLine] = []
+    server = None
+    number = 0
     try:
-        with Path(path).open("rb") as file:
-            for number, line in enumerate(file, 1):  # noqa: B007 - an error names it
-                if line.startswith(b'{"step"'):
-                    steps.append(msgspec.json.decode(line, type=dict[str, StepLine])["step"])
-                elif line.startswith(b'{"server"'):
-                    server = msgspec.json.decode(line, type=dict[str, ServerLine])["server"]
-                elif line.strip():
-                    requests.append(msgspec.json.decode(line, type=RequestLine))
+        for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):  # noqa: B007 - an error names it
+            if line.startswith(b'{"step"'):
+                steps.append(msgspec.json.decode(line, type=dict[str, StepLine])["step"])
+            elif line.startswith(b'{"server"'):
+                server = msgspec.json.decode(line, type=dict[str, ServerLine])["server"]
+            elif line.strip():
+                requests.append(msgspec.json.decode(line, type=RequestLine))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -72,16 +125,13 @@ SHAPES = {
 }
 
 
-def made_up(shape: Shape, num_requests: int, rate: float, max_tokens: int) -> Iterator[RequestLine]:
-    """Requests in the order of their arrival, Poisson.
-
-    Args:
-        shape: of the conversations.
-        num_requests: in all.
-        rate: requests a second.
-        max_tokens: of a prompt with its answer; conversations end there.
-    """
-    rng, ids, order = Random(0), count(1), count()
+def make_requests(
+    shape: Shape, num_requests: int, rate: float, max_tokens: int
+) -> Iterator[RequestLine]:
+    """Make up requests, `rate` a second (Poisson); a conversation ends at `max_tokens`."""
+    rng = Random(0)
+    ids = count(1)
+    order = count()
     chances = [*accumulate(1 / place for place in range(1, SYSTEM_PROMPTS + 1))]
     systems = [
         [next(ids) for _ in range(shape.system // BLOCK_SIZE)] for _ in range(SYSTEM_PROMPTS)
@@ -96,7 +146,8 @@ def made_up(shape: Shape, num_requests: int, rate: float, max_tokens: int) -> It
     for _ in range(num_requests):
         while not turns or turns[0][0] > begin:
             blocks = rng.choices(systems, cum_weights=chances)[0]
-            length, more = len(blocks) * BLOCK_SIZE + tokens(shape.first), 0
+            length = len(blocks) * BLOCK_SIZE + tokens(shape.first)
+            more = 0
             while rng.random() > 1 / shape.turns:
                 more += 1
             heappush(turns, (begin, next(order), blocks, length, more))

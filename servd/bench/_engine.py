@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
+from servd.bench import _data, _report
+from servd.bench._data import Prompt
 from servd.cli import _options
-from servd.cli.bench import _data
 from servd.llm import LLM
+from servd.outputs import RequestOutput
+from servd.params import SamplingParams
 
 
 def add_options(
     parser: argparse.ArgumentParser, batch: int, input_len: int, output_len: int
 ) -> None:
-    """A workload and every option of `servd serve`."""
+    """Add a workload and every option of `servd serve`."""
     parser.usage = "%(prog)s [MODEL] [OPTION ...]"
+    _report.add_options(parser)
     _data.add_options(parser, batch, input_len, output_len)
     _options.add_options(parser)
 
@@ -23,3 +28,11 @@ def make_llm(arguments: argparse.Namespace, **overrides: Any) -> LLM:
     options = _options.load_options(arguments) | overrides
     options.setdefault("enable_prefix_caching", False)
     return LLM(**options)
+
+
+def generate(llm: LLM, prompts: Sequence[Prompt], use_tqdm: bool = False) -> list[RequestOutput]:
+    params = [
+        SamplingParams(temperature=0, max_tokens=prompt.output_len, ignore_eos=True)
+        for prompt in prompts
+    ]
+    return llm.generate([prompt.prompt for prompt in prompts], params, use_tqdm=use_tqdm)

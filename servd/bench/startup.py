@@ -10,46 +10,38 @@ import time
 
 from tqdm import tqdm
 
-from servd.cli import _client, _server
-from servd.cli.bench import _data, _load, _report
+from servd.bench import _load, _report
+from servd.bench._data import TOKEN_IDS, Prompt
+from servd.cli import _server
+from servd.cli._client import Client
 from servd.errors import ServdError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="starts [%(default)s]")
-    parser.add_argument(
-        "--port", type=int, default=8765, metavar="N", help="for the servers [%(default)s]"
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=300, metavar="X", help="seconds to wait [%(default)s]"
-    )
+    add = parser.add_argument
+    add("--repeats", type=int, default=3, metavar="N", help="starts [%(default)s]")
+    add("--port", type=int, default=8765, metavar="N", help="for the servers [%(default)s]")
+    add("--timeout", type=float, default=300, metavar="X", help="seconds to wait [%(default)s]")
+    add("--serve", default="", metavar="ARGS", help="arguments of `servd serve`, as one string")
     _report.add_options(parser)
-    parser.add_argument(
-        "--serve", default="", metavar="ARGS", help="arguments of `servd serve`, as one string"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     options = [*shlex.split(arguments.serve), "--port", str(arguments.port)]
     command = [sys.executable, "-m", "servd", "serve", *options]
-    url = f"http://127.0.0.1:{arguments.port}"
+    client = Client(f"http://127.0.0.1:{arguments.port}")
+    prompt = Prompt(list(TOKEN_IDS[:8]), 1)
     ready: list[float] = []
     first_token: list[float] = []
     for _ in tqdm(range(arguments.repeats), desc="starts", disable=None):
         started = time.perf_counter()
-        with _server.running(command, _client.Client(url), arguments.timeout) as seconds:
+        with _server.running(command, client, arguments.timeout) as seconds:
             ready.append(seconds)
-            record = asyncio.run(_one_token(url))
+            load = _load.Load(client.url, client.first_model())
+            [record], _ = asyncio.run(_load.run(load, [prompt], show_progress=False))
             if record.error is not None:
                 raise ServdError(f"the first request failed: {record.error}")
             first_token.append(record.chunks[0] - started)
     summary = {"ready_ms": _report.spread(ready), "first_token_ms": _report.spread(first_token)}
     _report.show(summary, arguments.json)
     return 0
-
-
-async def _one_token(url: str) -> _load.Record:
-    load = _load.Load(url, _client.Client(url).first_model())
-    prompt = _data.Prompt(list(_data.TOKEN_IDS[:8]), 1)
-    records, _ = await _load.run(load, [prompt], show_progress=False)
-    return records[0]

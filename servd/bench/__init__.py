@@ -1,0 +1,1 @@
+"""`servd bench`: a file for each command."""

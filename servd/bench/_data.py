@@ -1,0 +1,132 @@
+"""Prompts for measurements: random, with a shared prefix, or from a JSONL or ShareGPT file."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from servd.errors import ServdError
+
+# Ids that are ordinary tokens in practically every vocabulary, also in that of the fake model:
+# special ones stand at its beginning or end.
+TOKEN_IDS = range(32, 250)
+CHARS_PER_TOKEN = 4  # where nobody can count them
+# Tokens of the conversations of ShareGPT that are used, as peers choose them.
+SHORTEST = 4
+LONGEST_PROMPT = 1024
+LONGEST = 2048
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    prompt: str | list[int]
+    output_len: int = 0  # tokens; 0: those of --output-len
+
+
+class Turn(msgspec.Struct):
+    value: str
+
+
+class Conversation(msgspec.Struct):
+    conversations: list[Turn]
+
+
+def add_options(
+    parser: argparse.ArgumentParser, num_prompts: int, input_len: int, output_len: int
+) -> None:
+    """Add flags that describe a workload, with these defaults."""
+    add = parser.add_argument_group("workload").add_argument
+    for flags, default, purpose in (
+        (("--num-prompts", "--batch-size"), num_prompts, "requests"),
+        (("--input-len", "--random-input-len"), input_len, "prompt tokens"),
+        (("--output-len", "--random-output-len"), output_len, "output tokens"),
+        (("--prefix-len", "--random-prefix-len"), 0, "tokens that all prompts begin with"),
+        (("--data-seed",), 0, "of prompts and arrivals"),
+        (("--range-ratio", "--random-range-ratio"), 0.0, "lengths vary evenly by this share"),
+    ):
+        help = f"{purpose} [%(default)s]"
+        add(*flags, type=type(default), default=default, metavar="N", help=help)
+    help = "[random, or custom with a file]"
+    add("--dataset-name", choices=("random", "sharegpt", "custom"), default=None, help=help)
+    help = 'a file of ShareGPT, or lines of {"prompt": text or ids, "output_len": N}'
+    add("--dataset-path", "--jsonl", default=None, metavar="FILE", help=help)
+    help = "output tokens of each conversation [as many as its answer has]"
+    add("--sharegpt-output-len", type=int, default=None, metavar="N", help=help)
+
+
+def guess_tokens(text: str) -> int:
+    return len(text) // CHARS_PER_TOKEN
+
+
+def make_prompts(
+    arguments: argparse.Namespace, more: int = 0, count: Callable[[str], int] = guess_tokens
+) -> list[Prompt]:
+    """Return the workload that the flags describe, preceded by `more` prompts to warm up with.
+    `count` counts the tokens of a text.
+
+    Raises:
+        ServdError: the file is missing or cannot be used.
+    """
+    rng = random.Random(arguments.data_seed)
+    num_prompts = arguments.num_prompts + more
+    name = arguments.dataset_name or ("custom" if arguments.dataset_path else "random")
+    if name != "random":
+        return _read_file(name, arguments, num_prompts, rng, count)
+
+    def length(mean: int) -> int:
+        spread = int(mean * arguments.range_ratio)
+        return max(1, mean + rng.randint(-spread, spread))
+
+    prefix = rng.choices(TOKEN_IDS, k=arguments.prefix_len)
+    prompts: list[Prompt] = []
+    for _ in range(num_prompts):
+        rest = rng.choices(TOKEN_IDS, k=length(arguments.input_len))
+        prompts.append(Prompt(prefix + rest, length(arguments.output_len)))
+    return prompts
+
+
+def _read_file(
+    name: str,
+    arguments: argparse.Namespace,
+    num_prompts: int,
+    rng: random.Random,
+    count: Callable[[str], int],
+) -> list[Prompt]:
+    file = arguments.dataset_path
+    if not file:
+        raise ServdError(f"--dataset-name {name} needs --dataset-path FILE")
+    try:
+        data = Path(file).read_bytes()
+        if name == "sharegpt":
+            found = _read_sharegpt(data, rng, arguments.sharegpt_output_len, count)
+        else:
+            lines = msgspec.json.Decoder(Prompt).decode_lines(data)
+            found = (Prompt(p.prompt, p.output_len or arguments.output_len) for p in lines)
+        prompts = list(islice(found, num_prompts))
+    except (OSError, ValueError) as error:
+        raise ServdError(f"--dataset-path {file}: {error}") from None
+    if not prompts or (name == "sharegpt" and len(prompts) < num_prompts):
+        raise ServdError(f"--dataset-path {file}: has {len(prompts)} prompts of {num_prompts}")
+    return prompts
+
+
+def _read_sharegpt(
+    data: bytes, rng: random.Random, output_len: int | None, count: Callable[[str], int]
+) -> Iterator[Prompt]:
+    """Yield first turns of conversations in a random order, with as many tokens of output as the
+    answers, or `output_len`.
+    """
+    found = msgspec.json.decode(data, type=list[Conversation])
+    pairs = [each.conversations[:2] for each in found if len(each.conversations) > 1]
+    rng.shuffle(pairs)
+    for turn, answer in pairs:
+        input_len = count(turn.value)
+        wanted = output_len or count(answer.value)
+        is_long = input_len > LONGEST_PROMPT or input_len + wanted > LONGEST
+        is_short = input_len < SHORTEST or (output_len is None and wanted < SHORTEST)
+        if not is_short and not is_long:
+            yield Prompt(turn.value, wanted)

@@ -1,0 +1,71 @@
+"""Start two server commands in turn, put the same load on each, and print the ratios."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from servd.bench import _data, _load, _report
+from servd.bench._data import Prompt
+from servd.cli import _server
+from servd.cli._client import Client
+from servd.cli._output import format_row, write_json
+
+FIGURES = ("output_tokens_per_s", "ttft_ms mean", "ttft_ms p99", "tpot_ms mean")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    for name in "ab":
+        add(f"--{name}", required=True, metavar="COMMAND", help=f"starts server {name}")
+        add(f"--{name}-url", required=True, metavar="URL", help=f"where server {name} listens")
+    add("--concurrency", type=int, nargs="+", default=[1, 8, 32], metavar="N")
+    add("--rounds", type=int, default=1, metavar="N", help="starts of each server [%(default)s]")
+    add("--timeout", type=float, default=600, metavar="X", help="seconds to start [%(default)s]")
+    _report.add_options(parser)
+    _data.add_options(parser, num_prompts=64, input_len=64, output_len=64)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure both in turn, so that a slow minute meets both; print the ratios."""
+    prompts = _data.make_prompts(arguments, more=1)
+    given = vars(arguments)
+    best: dict[str, dict[str, dict[str, Any]]] = {"a": {}, "b": {}}
+    for name in "ab" * arguments.rounds:
+        client = Client(given[f"{name}_url"])
+        command = shlex.split(given[name])
+        with _server.running(command, client, arguments.timeout) as seconds:
+            print(f"{name} ready after {seconds:.1f} s: {given[name]}")
+            for level in arguments.concurrency:
+                summary = asyncio.run(_measure(client, prompts, level))
+                known = best[name].get(str(level), summary)
+                # The best round counts: disturbances only ever make it slower.
+                best[name][str(level)] = max(summary, known, key=lambda s: s[FIGURES[0]])
+    print(format_row("\nfigure", "concurrency", "a", "b", "a better by"))
+    for level in arguments.concurrency:
+        for figure in FIGURES:
+            a, b = (_find(best[name][str(level)], figure) for name in "ab")
+            better, worse = (a, b) if figure == FIGURES[0] else (b, a)
+            ratio = better / worse if worse else math.nan
+            print(format_row(figure, level, a, b, f"{ratio:.2f}x"))
+    if arguments.json:
+        write_json("--json", arguments.json, best)
+    return 0
+
+
+async def _measure(client: Client, prompts: Sequence[Prompt], concurrency: int) -> dict[str, Any]:
+    load = _load.Load(client.url, client.first_model(), concurrency)
+    await _load.run(load, prompts[:1], show_progress=False)
+    # At low concurrency fewer prompts say as much, in less time.
+    share = prompts[1 : 1 + max(4, min(len(prompts) - 1, 4 * concurrency))]
+    return _report.summarise(*await _load.run(load, share))
+
+
+def _find(summary: dict[str, Any], figure: str) -> float:
+    """Return a figure; not a number where there is none, such as the TPOT of one token."""
+    name, _, column = figure.partition(" ")
+    return summary[name].get(column, math.nan) if column else summary[name]

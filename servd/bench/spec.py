@@ -1,0 +1,129 @@
+"""What drafting ahead of the model is worth: methods and depths beside none; the engine runs in
+this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from servd.api import offline_metrics
+from servd.bench import _data, _engine
+from servd.bench._data import Prompt
+from servd.cli import _options
+from servd.cli._output import format_row, write_json
+from servd.errors import EngineError
+from servd.llm import LLM
+from servd.llm_engine import InProcess
+from servd.speculative import read_keys, readers
+
+LEAST_SECONDS = 1.0  # per run: shorter ones vary by more than drafts gain
+COUNTED = "vllm:spec_decode_num_"
+COLUMNS = {  # of the table, and of the figures
+    "depth": "depth",
+    "batch": "batch",
+    "tok/s": "tokens_per_s",
+    "drafts": "num_drafts",
+    "length": "acceptance_length",
+    "ms/step": "ms_per_step",
+    "ratio": "ratio",
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    help = "what to compare, e.g. ngram eagle3=FOLDER [ngram]; further keys: --speculative-config"
+    add("--methods", nargs="+", default=["ngram"], metavar="METHOD[=DRAFT]", help=help)
+    help = "values of num_speculative_tokens [2 4 8]"
+    add("--depths", nargs="+", type=int, default=[2, 4, 8], metavar="N", help=help)
+    help = "requests at a time [1 8]"
+    add("--batches", nargs="+", type=int, default=[1, 8], metavar="N", help=help)
+    help = "times that each runs, of which the fastest counts [%(default)s]"
+    add("--rounds", type=int, default=2, metavar="N", help=help)
+    _engine.add_options(parser, batch=8, input_len=64, output_len=64)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    keys = read_keys(_options.load_options(arguments).get("speculative_config", {}))
+    prompts = _data.make_prompts(arguments, more=1)
+    print(format_row("method", *COLUMNS))
+    rows, texts = measure(arguments, None, prompts, {})
+    base = {row["batch"]: row["tokens_per_s"] for row in rows}
+    for method, _, draft in (named.partition("=") for named in arguments.methods):
+        for depth in arguments.depths:
+            own = {key: keys[key] for key in keys if not readers(key, method)}
+            own |= {"method": method, "num_speculative_tokens": depth}
+            if draft:
+                own["model"] = draft
+            measured, same = measure(arguments, own, prompts, base)
+            is_synthetic = own.get("rejection_sample_method") == "synthetic"
+            if same != texts and not is_synthetic:
+                raise EngineError(f"{method} with {depth} drafts changed an output: report this")
+            rows += measured
+    if any(row["seconds"] < LEAST_SECONDS for row in rows):
+        print(f"a run of less than {LEAST_SECONDS:g} s says little: raise --output-len")
+    if arguments.json:
+        write_json("--json", arguments.json, {"rows": rows})
+    return 0
+
+
+def measure(
+    arguments: argparse.Namespace,
+    keys: dict[str, Any] | None,
+    prompts: Sequence[Prompt],
+    base: dict[int, float],
+) -> tuple[list[dict[str, Any]], list[list[list[int]]]]:
+    """Measure and print one configuration at each batch size; `base` has tokens a second without
+    drafts. Return the figures, and the outputs of each run, which are greedy.
+    """
+    llm = _engine.make_llm(arguments, speculative_config=keys)
+    generate(llm, prompts[:1], 1)
+    best: dict[int, dict[str, Any]] = {}
+    outputs: list[list[list[int]]] = []
+    for batch in arguments.batches * arguments.rounds:
+        before = count_drafts(llm)
+        started = time.perf_counter()
+        outputs.append(generate(llm, prompts[1:], batch))
+        seconds = time.perf_counter() - started
+        counts = count_drafts(llm) - before
+        num_accepted = counts["accepted_tokens"]
+        tokens_per_s = sum(map(len, outputs[-1])) / seconds
+        if batch in best and best[batch]["tokens_per_s"] >= tokens_per_s:
+            continue
+        best[batch] = {
+            "method": keys["method"] if keys else "none",
+            "depth": keys["num_speculative_tokens"] if keys else 0,
+            "batch": batch,
+            "tokens_per_s": tokens_per_s,
+            "num_drafts": counts["draft_tokens"],
+            # Tokens that a step with drafts yields for a request.
+            "acceptance_length": 1 + num_accepted / max(counts["drafts"], 1),
+            "ms_per_step": 1000 * seconds / counts["steps"],
+            "seconds": seconds,
+            "ratio": tokens_per_s / base.get(batch, tokens_per_s),
+        }
+    llm.close()
+    for row in best.values():
+        print(format_row(row["method"], *(row[name] for name in COLUMNS.values())))
+    return list(best.values()), outputs
+
+
+def count_drafts(llm: LLM) -> Counter[str]:
+    """Return the drafts, their tokens, the accepted ones and all steps so far."""
+    assert isinstance(llm.engine.port, InProcess)
+    found = Counter({"steps": llm.engine.port.engine.scheduler.report(0).step})
+    for each in llm.get_metrics():
+        if isinstance(each, offline_metrics.Counter) and each.name.startswith(COUNTED):
+            found[each.name.removeprefix(COUNTED)] = each.value
+    return found
+
+
+def generate(llm: LLM, prompts: Sequence[Prompt], batch: int) -> list[list[int]]:
+    texts: list[list[int]] = []
+    for at in range(0, len(prompts), batch):
+        outputs = _engine.generate(llm, prompts[at : at + batch])
+        texts += [output.outputs[0].token_ids for output in outputs]
+    return texts

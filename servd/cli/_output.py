@@ -1,0 +1,42 @@
+"""What commands print and write: rows of a table, and figures as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from servd.errors import ConfigError
+
+
+def format_row(name: object, *cells: object) -> str:
+    """Return a line of a table: a name to the left, the cells to the right."""
+    return f"{name!s:<24}" + "".join(f"{_format(cell):>12}" for cell in cells)
+
+
+def _format(cell: object) -> str:
+    if cell is None:
+        return "-"
+    if not isinstance(cell, float):
+        return str(cell)
+    if cell == int(cell):
+        return f"{cell:.0f}"
+    return f"{cell:.2f}" if cell < 100 else f"{cell:.1f}"
+
+
+def write_json(flag: str, file: str | Path, figures: Any) -> None:
+    """Write figures to the file that a flag names."""
+    write_file(flag, file, msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
+
+
+def write_file(flag: str, file: str | Path, content: bytes) -> None:
+    """Write the file that a flag names.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        Path(file).write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{flag} {file}: {error.strerror}") from None

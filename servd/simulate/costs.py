@@ -1,0 +1,150 @@
+"""Costs: how long a step takes, by what is in it; fitted to the steps of a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from servd.simulate.traces import RequestLine, StepLine
+
+FEW = 16  # tokens of a step beyond which each may cost more: weights were read for fewer
+MANY = 128
+SWEEPS = 3000  # of the fit
+LEAST_STEPS = 50  # to fit
+FIRST_STEPS = 16  # of an engine, which are slower than later ones
+SLACK_NS = 1000  # times of a recording are rounded
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Nanoseconds; none is negative, so that a step with more in it never takes less."""
+
+    step: float
+    row: float = 0.0  # a request in the step
+    token: float = 0.0
+    token_beyond_16: float = 0.0
+    token_beyond_128: float = 0.0
+    context: float = 0.0  # a token in the KV cache that a request's one token looks at
+    pair: float = 0.0  # of a prompt's token and one before it
+    idle: float = 0.0  # a step before which nothing ran: caches are cold, API servers busy
+    idle_token: float = 0.0  # of such a step
+    before: float = 0.0  # of a request: from its arrival until the engine has it
+    before_token: float = 0.0  # of its prompt
+    after: float = 0.0  # from a token until the client has it
+    copied_byte: float = 0.2  # between host memory and device
+
+    def of_step(
+        self, tokens: float, rows: float, context: float, pairs: float, was_idle: bool = False
+    ) -> float:
+        took = self.step + self.row * rows + self.token * tokens
+        if was_idle:
+            took += self.idle + self.idle_token * tokens
+        if tokens > FEW:
+            took += self.token_beyond_16 * (tokens - FEW)
+        if tokens > MANY:
+            took += self.token_beyond_128 * (tokens - MANY)
+        return took + self.context * context + self.pair * pairs
+
+    def of_arrival(self, tokens: int) -> int:
+        """Return the time from a prompt's arrival until the engine has it."""
+        return round(self.before + self.before_token * tokens)
+
+
+FITTED = Costs.__struct_fields__[:9]  # in the order of the columns of `_observe`
+
+
+def fit(steps: Iterable[StepLine], requests: Sequence[RequestLine]) -> Costs | None:
+    """Find costs that explain recorded steps; None if there are too few of them.
+
+    Least squares without negative costs, weighted so that the sum of all steps comes out right. The
+    time between two steps of a busy engine belongs to the second.
+    """
+    by_engine: dict[int, dict[int, StepLine]] = {}
+    for each in steps:  # every API server has recorded them
+        by_engine.setdefault(each.engine, {})[each.started_ns] = each
+    done = [each for each in requests if each.finished]
+    observed = [
+        _observe([found[at] for at in sorted(found)], [r for r in done if r.engine == engine])
+        for engine, found in by_engine.items()
+    ]
+    if sum(len(took) for _, took in observed) < LEAST_STEPS:
+        return None
+    features = np.concatenate([rows for rows, _ in observed])
+    took = np.concatenate([each for _, each in observed])
+    costs = _least_squares(features, took, 1 / took)
+    costs = _least_squares(features, took, 1 / np.maximum(features @ costs, 1.0))
+    sent = [each for each in requests if each.sent]
+    before = np.zeros(2)
+    if sent:
+        arrivals = np.array([(1.0, each.input_length) for each in sent])
+        sent_ns = np.array([1e6 * each.sent for each in sent])
+        before = _least_squares(arrivals, sent_ns, np.ones(len(sent)))
+    return Costs(
+        **dict(zip(FITTED, costs.tolist(), strict=True)),
+        before=float(before[0]),
+        before_token=float(before[1]),
+        after=1e6 * sum(each.returned - each.finished for each in done) / max(len(done), 1),
+    )
+
+
+def _observe(steps: Sequence[StepLine], requests: Sequence[RequestLine]) -> tuple[Array, Array]:
+    """Return what each step of an engine had in it, [steps, FITTED], and its nanoseconds. What a
+    request's rows look at is known from when it had which token.
+    """
+    size = len(steps)
+    number = np.arange(size)
+    started = np.array([each.started_ns for each in steps])
+    ends = np.array([each.harvested_ns for each in steps])
+    length = np.array([each.input_length for each in requests])
+    cached = np.array([each.cached for each in requests])
+
+    def find_steps(name: str, slack_ns: int, side: Any) -> Array:
+        at = [1e6 * (each.timestamp + getattr(each, name)) for each in requests]
+        return np.searchsorted(ends, np.rint(at).astype(np.int64) - slack_ns, side)
+
+    def sum_up(first: Array, end: Array, value: Any) -> Array:
+        """Add values to the steps from `first` to before `end`."""
+        changes = np.zeros(size + 1)
+        np.add.at(changes, first, value)
+        np.add.at(changes, np.minimum(end, size), -value)
+        return np.cumsum(changes)[:size]
+
+    begin = find_steps("scheduled", 0, "right")  # the step of its first tokens
+    first = find_steps("first_token", SLACK_NS, "left")
+    last = find_steps("finished", SLACK_NS, "left")
+    running = sum_up(begin, last, np.ones(len(requests)))
+    # Token i of the answer is computed in step first + i, and looks at all before it.
+    decodes = (last > first) & (first < size)
+    decoding = sum_up(first[decodes] + 1, last[decodes] + 1, np.ones(decodes.sum()))
+    offset = (length - first)[decodes].astype(float)
+    context = sum_up(first[decodes] + 1, last[decodes] + 1, offset) + decoding * number
+    each_pairs = (length**2 - cached**2) / 2 / np.maximum(first - begin + 1, 1)
+    pairs = sum_up(begin, np.maximum(first + 1, begin), each_pairs)
+    was_idle = np.append(True, running[:-1] == 0)
+    since = np.where(was_idle, started, np.append(0, ends[:-1]))
+    tokens = np.array([each.num_tokens for each in steps])
+    rows = np.array([each.num_requests for each in steps])
+    columns = [number * 0 + 1, rows, tokens, np.maximum(tokens - FEW, 0)]
+    columns += [np.maximum(tokens - MANY, 0), context, pairs, was_idle, was_idle * tokens]
+    kept = (number >= FIRST_STEPS) & (ends > since)
+    return np.stack(columns, axis=1).astype(float)[kept], (ends - since)[kept].astype(float)
+
+
+def _least_squares(features: Array, took: Array, weights: Array) -> Array:
+    """Coordinate descent on the normal equations, each coordinate kept at 0 or above."""
+    scale = features.max(axis=0)
+    scale[scale == 0] = 1.0
+    scaled = features / scale
+    weighted = (scaled * weights[:, None]).T
+    matrix = weighted @ scaled
+    right = weighted @ took
+    found = np.zeros(len(scale))
+    for _ in range(SWEEPS):
+        for i in np.flatnonzero(matrix.diagonal()):
+            rest = matrix[i] @ found - matrix[i, i] * found[i]
+            found[i] = max((right[i] - rest) / matrix[i, i], 0.0)
+    return found / scale

@@ -1,0 +1,104 @@
+"""SimulatedEngine: the real Scheduler and KV cache in virtual time; a step takes what Costs say."""
+
+from __future__ import annotations
+
+from servd.config import Config
+from servd.core.kv_cache.connector.offload import make_connector
+from servd.core.kv_cache.manager import KVCacheManager
+from servd.core.scheduler import Scheduler
+from servd.core.step import StepLog
+from servd.hf import FAKE_SPEC
+from servd.kv_layout import KVLayout
+from servd.messages import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    WorkerReady,
+)
+from servd.simulate.costs import Costs
+
+
+class VirtualClock:
+    """Nanoseconds that pass where the simulation says so."""
+
+    def __init__(self) -> None:
+        self.ns = 1_000_000_000  # 0 means "not yet" in many places
+
+    def __call__(self) -> int:
+        return self.ns
+
+
+class SimulatedEngine:
+    """A Scheduler, and the step that it is in; `worker` says how large its cache is."""
+
+    def __init__(
+        self,
+        rank: int,
+        config: Config,
+        worker: WorkerReady,
+        max_model_len: int,
+        costs: Costs,
+        clock: VirtualClock,
+    ) -> None:
+        layout = KVLayout.of(config, worker.kv_windows)
+        kv_cache = KVCacheManager(worker.num_blocks, config.cache, layout, clock)
+        self.scheduler = Scheduler(config.scheduler, max_model_len, kv_cache, clock=clock)
+        self.scheduler.step_log = StepLog(max_records=1)  # nobody reads a cluster's gigabyte
+        self.rank = rank
+        self.costs = costs
+        self.clock = clock
+        self.copy_ns = costs.copied_byte * worker.kv_bytes_per_block
+        if config.cache.has_connector:
+            connector = make_connector(config, FAKE_SPEC, worker)
+            connector.costs.loading["host"].add(self.copy_ns, 1)
+            kv_cache.connect(connector)
+        self.arrived: list[EngineCoreRequest] = []
+        self.launched: SchedulerOutput | None = None  # the step that runs
+        self.began_ns = 0  # when it began
+        self.busy_ns = 0
+        self.num_open = 0  # requests
+
+    def end_step(self) -> tuple[list[EngineCoreOutput], int]:
+        """Collect the outputs of the step that ends now.
+
+        Returns:
+            outputs that are more than another token, and the number of the others.
+        """
+        step = self.launched
+        assert step is not None
+        self.launched = None
+        self.busy_ns += self.clock.ns - self.began_ns
+        sampled = [[0] if each.samples else [] for each in step.scheduled]
+        decoded = [0] * len(step.decodes.slots)
+        self.scheduler.update_from_output(ModelRunnerOutput(sampled, decoded=decoded), {})
+        for message in self.scheduler.outputs.take().values():  # of one client at most
+            return message.outputs, len(message.decoded)
+        return [], 0
+
+    def begin_step(self, was_idle: bool) -> int | None:
+        """Take in what has arrived and begin a step. Return when it ends, or None without work."""
+        for message in self.arrived:
+            self.scheduler.add_request(message)
+        self.arrived.clear()
+        if not self.scheduler.requests:
+            return None
+        step = self.scheduler.schedule()
+        assert step is not None, "what waits fits, and there are no files to be read"
+        self.launched = step
+        self.began_ns = self.clock.ns
+        return self.began_ns + self._step_ns(step, was_idle)
+
+    def _step_ns(self, step: SchedulerOutput, was_idle: bool) -> int:
+        num_tokens = len(step.decodes.slots)
+        context = sum(step.decodes.num_computed_tokens) + num_tokens
+        pairs = 0
+        for each in step.scheduled:
+            num_tokens += each.num_tokens
+            if each.num_tokens == 1:
+                context += each.num_computed_tokens + 1
+            else:
+                pairs += each.num_tokens * (each.num_computed_tokens + each.num_tokens / 2)
+        num_copies = 0 if step.copies is None else len(step.copies.copies)
+        took = self.costs.of_step(num_tokens, step.num_rows, context, pairs, was_idle)
+        return round(took + self.copy_ns * num_copies)

@@ -1,0 +1,73 @@
+"""Figures of what became of requests, in a recording or in a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import exp
+
+from servd.simulate.cluster import ClusterSim
+from servd.simulate.traces import RequestLine
+
+PERCENTILES = (50, 90, 99)
+
+
+def summarise(requests: Sequence[RequestLine]) -> dict[str, float]:
+    """Return the figures that a recording has, too. Times are in milliseconds."""
+    done = [each for each in requests if each.finished]
+    begin = min((each.timestamp + each.sent for each in done), default=0.0)
+    end = max((each.timestamp + each.finished for each in done), default=0.0)
+    seconds = max((end - begin) / 1000, 1e-9)
+    count = max(len(done), 1)
+    num_prompt = sum(each.input_length for each in done)
+    num_output = sum(each.output_length for each in done)
+    long = [each for each in done if each.output_length > 1]
+    tpot = [(each.finished - each.first_token) / (each.output_length - 1) for each in long]
+    return {
+        "requests": len(done),
+        "seconds": seconds,
+        "prompt_tokens_mean": num_prompt / count,
+        "output_tokens_mean": num_output / count,
+        "requests_per_s": len(done) / seconds,
+        "output_tokens_per_s": num_output / seconds,
+        "engines": len({each.engine for each in requests}),
+        "prefix_hits_%": 100 * sum(each.cached for each in done) / max(num_prompt, 1),
+        **_spread("ttft", [each.first_token + each.returned - each.finished for each in done]),
+        **_spread("tpot", tpot),
+        **_spread("request", [each.returned for each in done]),
+    }
+
+
+def summarise_simulation(sim: ClusterSim) -> dict[str, float]:
+    found = summarise(sim.served)
+    busy = [engine.busy_ns / 1e9 for engine in sim.engines]
+    mean = sum(busy) / len(busy)
+    tiers = [tier for engine in sim.engines for tier in engine.scheduler.report(0).tiers]
+    host_hits = sum(tier.num_hits for tier in tiers if tier.name == "host")
+    num_prompt = max(sum(each.input_length for each in sim.served), 1)
+    found |= {
+        "refused": sim.num_refused,
+        "engines": len(busy),
+        "busy_%": 100 * mean / found["seconds"],
+        "busiest_over_mean": max(busy) / max(mean, 1e-9),
+        "steps": sim.num_steps,
+        "lost_by_routing_%": 100 * sim.num_lost / max(sim.num_compared, 1),
+        "lost_by_balancing_%": 100 * sim.num_lost_outside / max(sim.num_compared, 1),
+        "host_hits_%": 100 * host_hits * sim.block_size / num_prompt,
+    }
+    num_before = 0
+    for place, number in sorted(sim.gaps.items()):
+        num_before += number
+        for p in PERCENTILES:
+            if num_before * 100 >= p * sim.gaps.total():
+                found.setdefault(f"itl_ms_p{p}", exp(place / 100) / 1e6)
+    return found
+
+
+def _spread(name: str, milliseconds: Iterable[float]) -> dict[str, float]:
+    values = sorted(milliseconds)
+    if not values:
+        return {}
+    found = {f"{name}_ms_mean": sum(values) / len(values)}
+    for p in PERCENTILES:
+        found[f"{name}_ms_p{p}"] = values[min(len(values) * p // 100, len(values) - 1)]
+    return found
