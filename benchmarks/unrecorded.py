@@ -45,8 +45,8 @@ def of_api_server() -> Replaced:
     from servd.api import middleware
     from servd.api.choice import Choice
     from servd.api.metrics import Metrics
-    from servd.api.request_state import RequestState
-    from servd.api.timeline import Timeline, Tracer
+    from servd.api.observability.tracer import Tracer
+    from servd.api.request_state import RequestState, Timeline
 
     def count(metrics: Metrics, choice: Choice, num_tokens: int, now_ns: int) -> None:
         choice.num_tokens += num_tokens

@@ -13,11 +13,11 @@ from servd.api import async_llm as module
 from servd.api import engine_client
 from servd.api.async_llm import AsyncLLM
 from servd.api.metrics import Metrics
+from servd.api.observability.tracer import Tracer
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
 from servd.api.prompt import Chat, Prompt
 from servd.api.request_state import RequestState
-from servd.api.timeline import Tracer
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
 from servd.errors import EngineDead, EngineError, InvalidRequest, Overloaded, ShuttingDown

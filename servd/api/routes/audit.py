@@ -6,8 +6,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.audit import AuditReport, audit
 from servd.api.context import context_of, json_response
+from servd.api.observability.audit import AuditReport, audit
 from servd.api.route import Route, refusals
 
 router = APIRouter(route_class=Route)
