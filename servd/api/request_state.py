@@ -41,10 +41,6 @@ class Timeline(msgspec.Struct, gc=False):
     reads_prompt: bool = False  # it asked for results of every prompt token
     tokens: array[int] = NO_TOKENS  # of the prompt; empty once dropped
     salt: tuple[str | None, ...] = (None, None)  # see `RequestOptions.cache_keys`
-    # From its first tool call to its end, and how long the parser worked in it.
-    parsed_from_ns: int = 0
-    parsed_to_ns: int = 0
-    parsing_ns: int = 0
     num_bytes: int = 0  # size of its message to the engine, if measured
     rank: int = 0  # of the engine that runs or ran it
     earlier: tuple[tuple[int, int], ...] = ()  # engines that ran it before, and until when

@@ -105,32 +105,19 @@ class Span(msgspec.Struct):
     first_step: int = -1  # of the engine, in this time
     last_step: int = -1
 
-    @property
-    def duration_ns(self) -> int:
-        return self.end_ns - self.begin_ns
-
 
 class Breakdown(msgspec.Struct):
-    """Where a request's time went.
-
-    Attributes:
-        phases: nanoseconds by phase; they add up to the whole.
-        stages: nanoseconds by stage; they add up to the whole.
-        spans: in order, without gaps.
-        neighbours: other requests whose prompts were computed meanwhile: id -> number of tokens.
-        token_ns: nanoseconds that a prompt token adds to a step.
-        steps: those that ran while the request was in the engine, at most MAX_STEPS of `num_steps`.
-    """
+    """Where a request's time went."""
 
     begin_ns: int
     end_ns: int
-    phases: dict[str, int]
-    stages: dict[str, int]
-    spans: list[Span]
-    neighbours: dict[str, int]
-    token_ns: float
-    num_steps: int
-    steps: list[StepRecord]
+    token_ns: float  # what a prompt token adds to a step, in the median
+    phases: dict[str, int]  # nanoseconds by phase; they add up to the whole
+    stages: dict[str, int]  # nanoseconds, likewise
+    spans: list[Span] = []  # in order, without gaps
+    neighbours: dict[str, int] = {}  # other requests, and how many prompt tokens were computed
+    num_steps: int = 0  # that ran while the request was in the engine
+    steps: list[StepRecord] = []  # the longest of these, in order
 
     @property
     def longest_wait(self) -> str:
@@ -161,18 +148,18 @@ def break_down(marks: Sequence[Mark], steps: Sequence[StepRecord], request_id: s
             there are none, the stages are the same, but the phases in the engine are unknown.
         request_id: distinguishes its own prompts from others'.
     """
-    builder = _Builder(step_times(steps), request_id, _first_step(marks))
+    builder = _Builder(marks, step_times(steps), request_id)
     for state, begin_ns, end_ns in _states(marks):
+        builder.stage = STAGE_OF[state]
         if state in REPEATS:
             builder.repeats = state
         if state == "engine_restart":  # the next engine counts its steps from 0
             builder.first_step = _first_step(mark for mark in marks if mark.at_ns >= end_ns)
-        builder.stage = STAGE_OF[state]
         if state in IN_ENGINE:
             builder.add_engine_time(state, begin_ns, end_ns)
         else:
             builder.add(state, begin_ns, end_ns)
-    return builder.finish(marks[0].at_ns, marks[-1].at_ns)
+    return builder.finish()
 
 
 def request_of(engine_id: str) -> str:
@@ -245,33 +232,43 @@ class _Builder:
 
     Attributes:
         stage: of the next spans.
-        repeats: why it computes its tokens again, if it does.
+        repeats: why the request computes its tokens again, if it does.
+        first_step: that had the request in it.
     """
 
-    def __init__(self, steps: Sequence[StepTime], request_id: str, first_step: int) -> None:
-        self.first_step = first_step
+    def __init__(self, marks: Sequence[Mark], steps: Sequence[StepTime], request_id: str) -> None:
         self.stage = ""
         self.repeats = ""
+        self.first_step = _first_step(marks)
         self._request_id = request_id
-        self._spans: list[Span] = []
         self._steps = steps
         self._at = 0  # index of the first step that has not ended
         self._seen: dict[int, StepTime] = {}  # by index
         # Nanoseconds of a step without prompts and drafts, and of each token that these add.
         plain_ns = [step.duration_ns for step in steps if not step.num_extra]
         self._plain_ns = median_low(plain_ns) if plain_ns else 0
-        token_ns = [(s.duration_ns - self._plain_ns) / s.num_extra for s in steps if s.num_extra]
-        self._token_ns = max(median(token_ns), 0.0) if token_ns else 0.0
+        extra_ns = [(s.duration_ns - self._plain_ns) / s.num_extra for s in steps if s.num_extra]
+        self._token_ns = max(median(extra_ns), 0.0) if extra_ns else 0.0
+        self._result = Breakdown(
+            marks[0].at_ns,
+            marks[-1].at_ns,
+            self._token_ns,
+            phases={"unaccounted": 0},
+            stages=dict.fromkeys(STAGES, 0),
+        )
 
     def add(self, phase: str, begin_ns: int, end_ns: int, step: int = -1) -> None:
         if end_ns <= begin_ns:
             return
-        last = self._spans[-1] if self._spans else None
+        result = self._result
+        result.stages[self.stage] += end_ns - begin_ns
+        result.phases[phase] = result.phases.get(phase, 0) + end_ns - begin_ns
+        last = result.spans[-1] if result.spans else None
         if last is not None and last.phase == phase and last.stage == self.stage:
             last.end_ns = end_ns
             last.last_step = step
         else:
-            self._spans.append(Span(self.stage, phase, begin_ns, end_ns, step, step))
+            result.spans.append(Span(self.stage, phase, begin_ns, end_ns, step, step))
 
     def add_engine_time(self, state: str, begin_ns: int, end_ns: int) -> None:
         """Add spans of a time in the engine, by the steps that ran meanwhile."""
@@ -316,20 +313,16 @@ class _Builder:
         record = step.record
         expected_ns = self._plain_ns + self._token_ns * step.num_extra
         stall_ns = step.duration_ns - expected_ns
-        if stall_ns < max((STALL_FACTOR - 1) * expected_ns, MIN_STALL_NS):
+        if step.duration_ns < STALL_FACTOR * expected_ns or stall_ns < MIN_STALL_NS:
             stall_ns = 0
         share = (end_ns - begin_ns) / step.duration_ns
         extra_ns = max(step.duration_ns - stall_ns - self._plain_ns, 0)
         token_ns = share * extra_ns / max(step.num_extra, 1)
-        num_own = num_others = 0
-        for engine_id, num_tokens in record.prefills.items():
-            if request_of(engine_id) == self._request_id:
-                num_own += num_tokens
-            else:
-                num_others += num_tokens
+        num_prompt_tokens = sum(record.prefills.values())
+        num_own = sum(n for i, n in record.prefills.items() if request_of(i) == self._request_id)
         for phase, ns in (
             ("start_up" if record.step < NUM_FIRST_STEPS else "stalled_worker", share * stall_ns),
-            ("neighbour_prefill", token_ns * num_others),
+            ("neighbour_prefill", token_ns * (num_prompt_tokens - num_own)),
             ("rejected_drafts", token_ns * (record.num_drafts - record.num_accepted)),
             (self.repeats, token_ns * num_own if self.repeats else 0),
         ):
@@ -338,29 +331,20 @@ class _Builder:
             begin_ns = max(begin_ns, until_ns)
         self.add(own, begin_ns, end_ns, record.step)
 
-    def finish(self, begin_ns: int, end_ns: int) -> Breakdown:
-        phases = Counter({"unaccounted": 0})
-        stages = Counter[str]()
-        for span in self._spans:
-            phases[span.phase] += span.duration_ns
-            stages[span.stage] += span.duration_ns
+    def finish(self) -> Breakdown:
+        result = self._result
+        if len(result.spans) > MAX_SPANS:
+            result.spans = _merge(result.spans)
         neighbours = Counter[str]()
         for step in self._seen.values():
             for engine_id, num_tokens in step.record.prefills.items():
                 neighbours[request_of(engine_id)] += num_tokens
         del neighbours[self._request_id]
+        result.neighbours = dict(neighbours)
+        result.num_steps = len(self._seen)
         longest = sorted(self._seen.values(), key=attrgetter("duration_ns"))[-MAX_STEPS:]
-        return Breakdown(
-            begin_ns=begin_ns,
-            end_ns=end_ns,
-            phases=dict(phases),
-            stages={stage: stages[stage] for stage in STAGES},
-            spans=_merge(self._spans) if len(self._spans) > MAX_SPANS else self._spans,
-            neighbours=dict(neighbours),
-            token_ns=self._token_ns,
-            num_steps=len(self._seen),
-            steps=sorted((step.record for step in longest), key=attrgetter("started_ns")),
-        )
+        result.steps = sorted((step.record for step in longest), key=attrgetter("started_ns"))
+        return result
 
 
 def _merge(spans: Sequence[Span]) -> list[Span]:
@@ -370,13 +354,14 @@ def _merge(spans: Sequence[Span]) -> list[Span]:
     stretch: dict[tuple[str, str], Span] = {}
     begin_ns = spans[0].begin_ns
     for span in spans:
+        end_ns = span.end_ns
         known = stretch.setdefault((span.stage, span.phase), span)
         if known is not span:
-            known.end_ns += span.duration_ns
+            known.end_ns += end_ns - span.begin_ns
             known.last_step = max(known.last_step, span.last_step)
-        if span.end_ns - begin_ns >= min_ns or span is spans[-1]:
+        if end_ns - begin_ns >= min_ns or span is spans[-1]:
             for each in stretch.values():
-                each.end_ns = begin_ns + each.duration_ns
+                each.end_ns += begin_ns - each.begin_ns
                 each.begin_ns = begin_ns
                 begin_ns = each.end_ns
             merged += stretch.values()

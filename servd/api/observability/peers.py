@@ -20,15 +20,15 @@ import msgspec
 
 from servd.api.async_llm import AsyncLLM
 from servd.api.metrics import Report
-from servd.api.observability.prefix_misses import EarlierPrompt, PromptQuery, explain_prefix
-from servd.api.observability.rendering import Interval, render_timeline, run_interval, summarize
+from servd.api.observability.prefix_misses import explain_prefix
+from servd.api.observability.rendering import render_timeline, summarize
 from servd.api.observability.tracer import Snapshot
 from servd.api.protocol.requests import RequestSummary, RequestTimeline
 from servd.tracing import StepRecord, first
 
 log = logging.getLogger("servd.api")
 
-TIMEOUT = 5.0  # seconds for a peer's reply; half of it for queries within queries
+TIMEOUT = 2.5  # seconds for a peer's reply
 CHARS_PER_STEP = 16  # a step costs as much as so many characters, see `AsyncLLM.run_in_thread`
 
 
@@ -40,38 +40,14 @@ class ListRequests(msgspec.Struct, tag=True):
     order: Literal["recent", "slowest"]
     count: int
 
-    async def answer(self, peers: PeerServers) -> list[RequestSummary]:
-        tracer = peers.async_llm.tracer
+    async def answer(self, async_llm: AsyncLLM) -> list[RequestSummary]:
+        tracer = async_llm.tracer
         find = tracer.longest if self.order == "slowest" else tracer.of_owner
         snapshots = tracer.snapshots(find(self.owner)[: self.count])
         size = _size([each for each in snapshots if each.timeline.summary is None])
-        return await peers.async_llm.run_in_thread(
+        return await async_llm.run_in_thread(
             self.owner, size, lambda: [summarize(each) for each in snapshots]
         )
-
-
-class OtherRequests(msgspec.Struct):
-    """What an owner's other requests explain about one."""
-
-    intervals: dict[str, Interval | None]  # when those on the same engine ran, by id
-    nearest: EarlierPrompt | None
-
-
-class FindOthers(PromptQuery, tag=True):
-    """The other requests of the owner of a request that is explained."""
-
-    reply: ClassVar[Any] = OtherRequests
-
-    async def answer(self, peers: PeerServers) -> OtherRequests:
-        timelines = peers.async_llm.tracer.of_owner(self.owner)
-        size = sum(CHARS_PER_STEP + len(each.tokens) for each in timelines)
-
-        def find() -> OtherRequests:
-            beside = [each for each in timelines if each.rank == self.engine]
-            intervals = {each.request_id: run_interval([*each.marks]) for each in beside}
-            return OtherRequests(intervals, self.search(timelines))
-
-        return await peers.async_llm.run_in_thread(self.owner, size, find)
 
 
 class FindTimeline(msgspec.Struct, tag=True):
@@ -81,40 +57,23 @@ class FindTimeline(msgspec.Struct, tag=True):
     owner: str
     request_id: str
 
-    async def answer(self, peers: PeerServers) -> RequestTimeline | None:
-        """What this server knows, and what its peers know of the owner's other requests."""
-        async_llm = peers.async_llm
+    async def answer(self, async_llm: AsyncLLM) -> RequestTimeline | None:
         timeline = async_llm.tracer.find(self.request_id, self.owner)
         if timeline is None:
             return None
-        query = FindOthers(
-            self.owner,
-            timeline.request_id,
-            timeline.tokens.tobytes(),
-            timeline.salt,
-            timeline.rank,
-            first(timeline.marks, "scheduled") or 0,
-            timeline.cache_number,
-        )
-        found = [await query.answer(peers)]
-        query.cache_number = None
-        found += await peers.ask(query)
         [snapshot] = async_llm.tracer.snapshots([timeline])
+        others = async_llm.tracer.of_owner(self.owner)
+        size = _size([snapshot]) + sum(CHARS_PER_STEP + len(each.tokens) for each in others)
 
         def render() -> RequestTimeline:
-            intervals = {name: each for other in found for name, each in other.intervals.items()}
-            result = render_timeline(snapshot, intervals)
+            result = render_timeline(snapshot, others)
             if timeline.tokens and first(snapshot.marks, "scheduled"):
-                nearest = [other.nearest for other in found if other.nearest is not None]
-                result.prefix_cache = explain_prefix(
-                    timeline,
-                    max(nearest, default=None),
-                    async_llm.config.cache,
-                    async_llm.processor.tokenizer.token_string,
-                )
+                token_text = async_llm.processor.tokenizer.token_string
+                cache = async_llm.config.cache
+                result.prefix_cache = explain_prefix(timeline, others, cache, token_text)
             return result
 
-        return await async_llm.run_in_thread(self.owner, _size([snapshot]), render)
+        return await async_llm.run_in_thread(self.owner, size, render)
 
 
 class ListSteps(msgspec.Struct, tag=True):
@@ -123,8 +82,8 @@ class ListSteps(msgspec.Struct, tag=True):
     reply: ClassVar[Any] = list[StepRecord]
     count: int
 
-    async def answer(self, peers: PeerServers) -> list[StepRecord]:
-        tracer = peers.async_llm.tracer
+    async def answer(self, async_llm: AsyncLLM) -> list[StepRecord]:
+        tracer = async_llm.tracer
         return [step for each in [*tracer.steps] for step in tracer.latest_steps(self.count, each)]
 
 
@@ -135,12 +94,12 @@ class WriteMetrics(msgspec.Struct, tag=True):
 
     reply: ClassVar[Any] = Report
 
-    async def answer(self, peers: PeerServers) -> Report:
-        peers.async_llm.metrics.write()
-        return peers.async_llm.metrics.report()
+    async def answer(self, async_llm: AsyncLLM) -> Report:
+        async_llm.metrics.write()
+        return async_llm.metrics.report()
 
 
-Query = ListRequests | FindTimeline | FindOthers | ListSteps | WriteMetrics
+Query = ListRequests | FindTimeline | ListSteps | WriteMetrics
 
 
 @dataclass(eq=False)
@@ -163,17 +122,17 @@ class PeerServers:
             self.path = None
 
     async def list_requests(self, query: ListRequests) -> list[RequestSummary]:
-        found = chain(await query.answer(self), *await self.ask(query))
+        found = chain(await query.answer(self.async_llm), *await self.ask(query))
         key = _wall_ms if query.order == "slowest" else _recency
         return sorted(found, key=key, reverse=True)[: query.count]
 
     async def find_timeline(self, query: FindTimeline) -> RequestTimeline | None:
-        if (own := await query.answer(self)) is not None:
+        if (own := await query.answer(self.async_llm)) is not None:
             return own
         return next(filter(None, await self.ask(query)), None)
 
     async def list_steps(self, query: ListSteps) -> list[StepRecord]:
-        steps = chain(await query.answer(self), *await self.ask(query))
+        steps = chain(await query.answer(self.async_llm), *await self.ask(query))
         by_start = {(step.started_ns, step.engine): step for step in steps}
         return [by_start[start] for start in sorted(by_start)][-query.count :]
 
@@ -186,9 +145,8 @@ class PeerServers:
         return [reply for [reply] in filter(None, replies)]
 
     async def _ask(self, path: Path, query: Query) -> list[Any]:
-        is_second = isinstance(query, FindOthers | WriteMetrics)
         try:
-            async with asyncio.timeout(TIMEOUT / (1 + is_second)):
+            async with asyncio.timeout(TIMEOUT):
                 reader, writer = await asyncio.open_unix_connection(path)
                 with closing(writer):
                     writer.write(msgspec.msgpack.encode(query))
@@ -202,7 +160,7 @@ class PeerServers:
         with closing(writer):
             try:
                 query = msgspec.msgpack.decode(await reader.read(), type=Query)
-                writer.write(msgspec.msgpack.encode(await query.answer(self)))
+                writer.write(msgspec.msgpack.encode(await query.answer(self.async_llm)))
                 await writer.drain()
             except Exception:
                 log.exception("cannot answer the query of a peer API server")

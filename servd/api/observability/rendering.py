@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
+from itertools import groupby, islice, pairwise
 from typing import Any
 
-import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType, to_builtins
 
-from servd.api.observability.latency import (
-    OWN_WORK,
-    PHASES,
-    Breakdown,
-    break_down,
-    step_times,
-)
+from servd.api.observability.latency import OWN_WORK, PHASES, Breakdown, break_down, step_times
 from servd.api.observability.tracer import BY_TIME, Snapshot
-from servd.api.protocol.requests import (
-    PhaseShare,
-    RequestSummary,
-    RequestTimeline,
-    TimelineMark,
-    TimelineNeighbour,
-    TimelineSpan,
-    TimelineStep,
-)
+from servd.api.protocol import requests as shapes
 from servd.api.request_state import Timeline
 from servd.tracing import Mark, StepRecord, first, now_ns, unix_time
 
@@ -34,122 +19,114 @@ MAX_PROMPTS = 64  # of a request whose stages are combined
 MAX_SUMMARY_MARKS = 20_000  # of a running request; more (a beam search) would stall the event loop
 QUEUES = ("queue_slots", "queue_blocks", "queue_budget", "queue_adapters")  # phases
 FAILED = ("abort", "error", "refused")  # outcomes
-AS_RECORDED = {*TimelineStep.__struct_fields__} & {*StepRecord.__struct_fields__}
-Interval = tuple[int, int]  # when a request began and ended to run
+# Fields that are shown as they are.
+OF_TIMELINE = (
+    *("route", "model", "owner"),
+    *("num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
+)
+OF_STEP = {*shapes.TimelineStep.__struct_fields__} & {*StepRecord.__struct_fields__}
 
 
-def summarize(snapshot: Snapshot) -> RequestSummary:
+def summarize(snapshot: Snapshot) -> shapes.RequestSummary:
     """A request's line in a list; cached once it is final."""
     timeline = snapshot.timeline
     if timeline.summary is not None:
         return timeline.summary
-    summary = RequestSummary(**_summary(timeline, snapshot.breakdown()))
+    summary = shapes.RequestSummary(**_summary(timeline, snapshot.breakdown()))
     if timeline.is_finished:
         timeline.summary = summary
     return summary
 
 
-def render_timeline(snapshot: Snapshot, others: Mapping[str, Interval | None]) -> RequestTimeline:
+def _summary(timeline: Timeline, breakdown: Breakdown) -> dict[str, Any]:
+    wait = breakdown.longest_wait
+    status = "running"
+    if timeline.is_finished:
+        status = timeline.outcome if timeline.outcome in FAILED else "finished"
+    return {
+        **{name: getattr(timeline, name) for name in OF_TIMELINE},
+        "id": timeline.request_id,
+        "engine": timeline.rank,
+        "status": status,
+        "outcome": timeline.outcome or UNSET,
+        "http_status": timeline.http_status or UNSET,
+        "created": round(unix_time(timeline.begin_ns), 3),
+        "wall_ms": _ms(breakdown.end_ns - breakdown.begin_ns),
+        "num_preemptions": sum(mark.stage == "preempted" for mark in timeline.marks),
+        "ttft_ms": UNSET if timeline.ttft_ns is None else _ms(timeline.ttft_ns),
+        "longest_wait": wait or UNSET,
+        "longest_wait_ms": _ms(breakdown.phases[wait]) if wait else UNSET,
+    }
+
+
+def render_timeline(snapshot: Snapshot, others: Sequence[Timeline]) -> shapes.RequestTimeline:
     """Everything known about a request.
 
     Args:
         snapshot: of the request.
-        others: when requests of the same owner ran, by id; other owners' ids must not be shown.
+        others: the requests of its owner; ids of other owners' requests must not be shown.
     """
     timeline = snapshot.timeline
     breakdown = snapshot.breakdown()
     origin_ns = breakdown.begin_ns
     wall_ns = max(breakdown.end_ns - origin_ns, 1)
     marks = [mark for mark in snapshot.marks if mark.stage != "now"]
-    return RequestTimeline(
+    shown_ids = {each.request_id for each in others}
+    result = shapes.RequestTimeline(
         **_summary(timeline, breakdown),
         explanation=_explain(timeline, breakdown),
         phases=[
-            PhaseShare(phase, _ms(ns), round(ns / wall_ns, 4), PHASES[phase])
+            shapes.PhaseShare(phase, _ms(ns), round(ns / wall_ns, 4), PHASES[phase])
             for phase, ns in _largest_first(breakdown.phases)
         ],
         spans=[
-            TimelineSpan(
-                span.phase,
-                _ms(span.begin_ns - origin_ns),
-                _ms(span.end_ns - origin_ns),
-                UNSET if span.first_step < 0 else span.first_step,
-                UNSET if span.first_step < 0 else span.last_step,
+            shapes.TimelineSpan(
+                each.phase,
+                _ms(each.begin_ns - origin_ns),
+                _ms(each.end_ns - origin_ns),
+                _step(each.first_step),
+                _step(each.last_step),
             )
-            for span in breakdown.spans
+            for each in breakdown.spans
         ],
         marks=[
-            TimelineMark(
+            shapes.TimelineMark(
                 mark.stage,
                 _ms(mark.at_ns - origin_ns),
                 _ms(mark.at_ns - before.at_ns),
-                UNSET if mark.step < 0 else mark.step,
+                _step(mark.step),
             )
-            for before, mark in zip([marks[0], *marks], marks, strict=False)
+            for before, mark in pairwise([marks[0], *marks])
         ],
         num_steps=breakdown.num_steps,
         steps=render_steps(breakdown.steps, origin_ns),
         neighbours=[
-            TimelineNeighbour(num, _ms(num * breakdown.token_ns), i if i in others else UNSET)
-            for i, num in _largest_first(breakdown.neighbours)[:MAX_NEIGHBOURS]
+            shapes.TimelineNeighbour(num_tokens, _ms(num_tokens * breakdown.token_ns), id=name)
+            for name, num_tokens in _largest_first(breakdown.neighbours)[:MAX_NEIGHBOURS]
         ],
-        behind=_behind(snapshot, breakdown, others),
-        message_bytes=timeline.num_bytes or UNSET,
-        block_ids=[[*each.block_ids] for each in timeline.choices] if timeline.num_bytes else UNSET,
+        behind=_behind(timeline, breakdown, others),
     )
+    for neighbour in result.neighbours:
+        if neighbour.id not in shown_ids:
+            neighbour.id = UNSET
+    if timeline.num_bytes:
+        result.message_bytes = timeline.num_bytes
+        result.block_ids = [[*each.block_ids] for each in timeline.choices]
+    return result
 
 
-def _largest_first(amounts: Mapping[str, int]) -> list[tuple[str, int]]:
-    return sorted(amounts.items(), key=lambda item: -item[1])
-
-
-def _summary(timeline: Timeline, breakdown: Breakdown) -> dict[str, Any]:
-    wait = breakdown.longest_wait
-    ttft_ns = timeline.ttft_ns
-    status = "running"
-    if timeline.is_finished:
-        status = timeline.outcome if timeline.outcome in FAILED else "finished"
-    return {
-        "id": timeline.request_id,
-        "route": timeline.route,
-        "model": timeline.model,
-        "engine": timeline.rank,
-        "status": status,
-        "owner": timeline.owner,
-        "outcome": timeline.outcome or UNSET,
-        "http_status": timeline.http_status or UNSET,
-        "created": round(unix_time(timeline.begin_ns), 3),
-        "wall_ms": _ms(breakdown.end_ns - breakdown.begin_ns),
-        "num_prompt_tokens": timeline.num_prompt_tokens,
-        "num_cached_tokens": timeline.num_cached_tokens,
-        "num_output_tokens": timeline.num_output_tokens,
-        "num_preemptions": sum(mark.stage == "preempted" for mark in timeline.marks),
-        "ttft_ms": UNSET if ttft_ns is None else _ms(ttft_ns),
-        "longest_wait": wait or UNSET,
-        "longest_wait_ms": _ms(breakdown.phases[wait]) if wait else UNSET,
-    }
-
-
-def run_interval(marks: Sequence[Mark]) -> Interval | None:
-    """When a request ran; None if it has not begun. The end is 0 while it runs."""
-    begin_ns = first(marks, "scheduled")
-    end_ns = max((mark.at_ns for mark in marks if mark.stage == "returned"), default=0)
-    return None if begin_ns is None else (begin_ns, end_ns)
-
-
-def _behind(
-    snapshot: Snapshot, breakdown: Breakdown, others: Mapping[str, Interval | None]
-) -> list[str]:
+def _behind(own: Timeline, breakdown: Breakdown, others: Sequence[Timeline]) -> list[str]:
     """Ids of the requests that this one waited for in the queue, longest overlap first."""
     if not any(breakdown.phases.get(phase) for phase in QUEUES):
         return []
     queued = [span for span in breakdown.spans if span.stage == "queue"]
-    begin_ns = queued[0].begin_ns
-    end_ns = queued[-1].end_ns
     overlaps: dict[str, int] = {}
-    for name, interval in others.items():
-        if interval is not None and name != snapshot.timeline.request_id:
-            overlaps[name] = min(interval[1] or end_ns, end_ns) - max(interval[0], begin_ns)
+    for each in others:
+        begin_ns = first(each.marks, "scheduled")
+        if begin_ns is not None and each is not own and each.rank == own.rank:
+            ends = [mark.at_ns for mark in [*each.marks] if mark.stage == "returned"]
+            end_ns = min(max(ends, default=queued[-1].end_ns), queued[-1].end_ns)
+            overlaps[each.request_id] = end_ns - max(begin_ns, queued[0].begin_ns)
     longest = [name for name, ns in _largest_first(overlaps) if ns > 0]
     return longest[:MAX_NEIGHBOURS]
 
@@ -164,43 +141,33 @@ def _explain(timeline: Timeline, breakdown: Breakdown) -> str:
     return f"{text}." if timeline.is_finished else f"{text}. It is still running."
 
 
-def _duration(ns: int) -> str:
-    return f"{ns / 1e9:.2f} s" if ns >= 1e9 else f"{ns / 1e6:.2f} ms"
-
-
-def render_steps(records: Iterable[StepRecord], origin_ns: int) -> list[TimelineStep]:
+def render_steps(records: Iterable[StepRecord], origin_ns: int) -> list[shapes.TimelineStep]:
     """Steps in order; their times count from `origin_ns`."""
-    by_engine: dict[int, list[StepRecord]] = {}
-    for record in records:
-        by_engine.setdefault(record.engine, []).append(record)
-    steps = [
-        TimelineStep(
-            begin_ms=_ms(begin_ns - origin_ns),
-            end_ms=_ms(end_ns - origin_ns),
-            schedule_ms=_ms(record.scheduled_ns - record.started_ns),
-            num_prompt_tokens=sum(record.prefills.values()),
-            message_bytes=record.num_bytes or UNSET,
-            **_worker_times(record),
-            **{name: getattr(record, name) for name in AS_RECORDED},
-        )
-        for of_engine in by_engine.values()
-        for begin_ns, end_ns, record, _ in step_times(of_engine)
-    ]
+    steps: list[shapes.TimelineStep] = []
+    by_engine = sorted(records, key=lambda record: record.engine)
+    for _, of_engine in groupby(by_engine, key=lambda record: record.engine):
+        for begin_ns, end_ns, record, _ in step_times(of_engine):
+            # The worker's times or, if it reports none, the engine's view of them.
+            times = record.worker_ns
+            if len(times) < 4:
+                scheduled_ns = record.scheduled_ns
+                times = (scheduled_ns, scheduled_ns, record.executed_ns, record.harvested_ns)
+            passes = zip(times[1::4], times[2::4], strict=False)
+            forward_ms = [_ms(end - begin) for begin, end in passes]
+            step = shapes.TimelineStep(
+                begin_ms=_ms(begin_ns - origin_ns),
+                end_ms=_ms(end_ns - origin_ns),
+                schedule_ms=_ms(record.scheduled_ns - record.started_ns),
+                prepare_ms=_ms(times[1] - times[0]),
+                forward_ms=forward_ms[0],
+                rank_forward_ms=forward_ms if len(forward_ms) > 1 else UNSET,
+                sample_ms=_ms(times[3] - times[2]),
+                num_prompt_tokens=sum(record.prefills.values()),
+                message_bytes=record.num_bytes or UNSET,
+                **{name: getattr(record, name) for name in OF_STEP},
+            )
+            steps.append(step)
     return sorted(steps, key=lambda step: step.begin_ms)
-
-
-def _worker_times(record: StepRecord) -> dict[str, Any]:
-    """The worker's times, or the engine's view of them if it reports none."""
-    times = record.worker_ns
-    if len(times) < 4:
-        times = (record.scheduled_ns, record.scheduled_ns, record.executed_ns, record.harvested_ns)
-    passes = [_ms(end - begin) for begin, end in zip(times[1::4], times[2::4], strict=False)]
-    return {
-        "prepare_ms": _ms(times[1] - times[0]),
-        "forward_ms": passes[0],
-        "sample_ms": _ms(times[3] - times[2]),
-        "rank_forward_ms": passes if len(passes) > 1 else UNSET,
-    }
 
 
 def stage_times(prompts: Iterable[Timeline]) -> dict[str, int]:
@@ -223,23 +190,34 @@ def server_timing(prompts: Iterable[Timeline]) -> str:
     return ", ".join(f"{name};dur={_ms(ns)}" for name, ns in stage_times(prompts).items())
 
 
-def render_trace(timeline: RequestTimeline) -> dict[str, Any]:
+def render_trace(timeline: shapes.RequestTimeline) -> dict[str, Any]:
     """The timeline in Chrome's trace-event format, which ui.perfetto.dev draws."""
-    rows = [(1, span.phase, span, {"meaning": PHASES[span.phase]}) for span in timeline.spans]
-    rows += [(2, f"step {step.step}", step, msgspec.to_builtins(step)) for step in timeline.steps]
+    rows: list[tuple[int, str, Any, Any]] = []
+    for span in timeline.spans:
+        rows.append((1, span.phase, span, {"meaning": PHASES[span.phase]}))
+    for step in timeline.steps:
+        rows.append((2, f"step {step.step}", step, to_builtins(step)))
     events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": timeline.id}}
+        {"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": name}}
+        for thread, name in ((1, timeline.id), (2, "engine steps"))
     ]
-    for thread, name in ((1, "request"), (2, "engine steps")):
-        named = {"ph": "M", "pid": 1, "tid": thread, "name": "thread_name"}
-        events.append({**named, "args": {"name": name}})
     for thread, name, part, args in rows:
-        begin_us = round(part.begin_ms * 1000)
-        duration_us = round((part.end_ms - part.begin_ms) * 1000)
-        event = {"ph": "X", "pid": 1, "tid": thread, "name": name, "args": args}
-        events.append({**event, "ts": begin_us, "dur": duration_us})
+        times = {"ts": part.begin_ms * 1000, "dur": (part.end_ms - part.begin_ms) * 1000}
+        events.append({"ph": "X", "pid": 1, "tid": thread, "name": name, "args": args, **times})
     return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _largest_first(amounts: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(amounts.items(), key=lambda item: -item[1])
+
+
+def _step(number: int) -> int | UnsetType:
+    return UNSET if number < 0 else number
 
 
 def _ms(ns: float) -> float:
     return round(ns / 1e6, 3)
+
+
+def _duration(ns: int) -> str:
+    return f"{ns / 1e9:.2f} s" if ns >= 1e9 else f"{ns / 1e6:.2f} ms"
