@@ -1,6 +1,7 @@
 """Timelines: marks of several processes in one order, and a bounded memory of finished requests."""
 
 import time
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from threading import Event
@@ -66,16 +67,19 @@ def test_the_most_recent_and_the_slowest_finished_requests_are_kept():
     assert {str(i) for i in range(100) if tracer.find(str(i), "")} == slowest
 
 
-def test_requests_with_many_marks_are_bounded_by_those(monkeypatch):
-    monkeypatch.setattr(tracer_module, "MAX_MARKS", 10 * MAX_SLOWEST)
+def test_requests_with_many_marks_and_tokens_are_bounded_by_these(monkeypatch):
+    monkeypatch.setattr(tracer_module, "MAX_BYTES", 20_000)
+    monkeypatch.setattr(tracer_module, "MAX_SLOW_MARKS", 10)
     tracer = Tracer()
     for i in range(200):
         for number in range(11 if i % 2 else 10):
             mark(tracer, str(i), "sent", number + 1)
+        tracer.requests[str(i)].tokens = array("I", range(200))
         finish(tracer, str(i))
-        assert sum(len(t.marks) for t in tracer.recent.values()) <= tracer_module.MAX_MARKS
-    assert len(tracer.recent) >= tracer_module.MAX_MARKS // 11
+    assert len(tracer.recent) == 10
     assert {int(i) % 2 for i in tracer.slowest} == {0}
+    with_prompts = {i for i, each in {**tracer.slowest, **tracer.recent}.items() if each.tokens}
+    assert with_prompts == {*tracer.recent}
 
 
 def test_a_timeline_is_shown_to_its_owner_alone():

@@ -288,10 +288,11 @@ class _Builder:
             else:
                 self._seen[self._at] = step
                 until_ns = min(step.end_ns, end_ns)
-                if own and step.record.step >= self.first_step:
+                is_own = own and step.record.step >= self.first_step
+                if is_own and (step.num_extra or step.duration_ns > MIN_STALL_NS):
                     self._add_own_step(own, step, begin_ns, until_ns)
                 else:
-                    phase = beside or self._awaited(arrived_ns)
+                    phase = own if is_own else beside or self._awaited(arrived_ns)
                     self.add(phase, begin_ns, until_ns, step.record.step)
             begin_ns = until_ns
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -28,7 +29,7 @@ from servd.tracing import StepRecord, first
 
 log = logging.getLogger("servd.api")
 
-TIMEOUT = 2.5  # seconds for a peer's reply
+TIMEOUT = 3.0  # seconds for a peer's reply; a scrape of /metrics waits for it, too
 CHARS_PER_STEP = 16  # a step costs as much as so many characters, see `AsyncLLM.run_in_thread`
 
 
@@ -123,7 +124,7 @@ class PeerServers:
 
     async def list_requests(self, query: ListRequests) -> list[RequestSummary]:
         found = chain(await query.answer(self.async_llm), *await self.ask(query))
-        key = _wall_ms if query.order == "slowest" else _recency
+        key = attrgetter("wall_ms") if query.order == "slowest" else _recency
         return sorted(found, key=key, reverse=True)[: query.count]
 
     async def find_timeline(self, query: FindTimeline) -> RequestTimeline | None:
@@ -164,10 +165,6 @@ class PeerServers:
                 await writer.drain()
             except Exception:
                 log.exception("cannot answer the query of a peer API server")
-
-
-def _wall_ms(request: RequestSummary) -> float:
-    return request.wall_ms
 
 
 def _recency(request: RequestSummary) -> tuple[bool, float]:

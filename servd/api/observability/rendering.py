@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, islice, pairwise
 from typing import Any
 
-from msgspec import UNSET, UnsetType, to_builtins
+from msgspec import UNSET, to_builtins
 
 from servd.api.observability.latency import OWN_WORK, PHASES, Breakdown, break_down, step_times
 from servd.api.observability.tracer import BY_TIME, Snapshot
@@ -72,6 +72,10 @@ def render_timeline(snapshot: Snapshot, others: Sequence[Timeline]) -> shapes.Re
     wall_ns = max(breakdown.end_ns - origin_ns, 1)
     marks = [mark for mark in snapshot.marks if mark.stage != "now"]
     shown_ids = {each.request_id for each in others}
+
+    def at_ms(at_ns: int) -> float:
+        return _ms(at_ns - origin_ns)
+
     result = shapes.RequestTimeline(
         **_summary(timeline, breakdown),
         explanation=_explain(timeline, breakdown),
@@ -81,34 +85,22 @@ def render_timeline(snapshot: Snapshot, others: Sequence[Timeline]) -> shapes.Re
         ],
         spans=[
             shapes.TimelineSpan(
-                each.phase,
-                _ms(each.begin_ns - origin_ns),
-                _ms(each.end_ns - origin_ns),
-                _step(each.first_step),
-                _step(each.last_step),
+                s.phase, at_ms(s.begin_ns), at_ms(s.end_ns), s.first_step, s.last_step
             )
-            for each in breakdown.spans
+            for s in breakdown.spans
         ],
         marks=[
-            shapes.TimelineMark(
-                mark.stage,
-                _ms(mark.at_ns - origin_ns),
-                _ms(mark.at_ns - before.at_ns),
-                _step(mark.step),
-            )
-            for before, mark in pairwise([marks[0], *marks])
+            shapes.TimelineMark(m.stage, at_ms(m.at_ns), _ms(m.at_ns - before.at_ns), m.step)
+            for before, m in pairwise([marks[0], *marks])
         ],
         num_steps=breakdown.num_steps,
         steps=render_steps(breakdown.steps, origin_ns),
         neighbours=[
-            shapes.TimelineNeighbour(num_tokens, _ms(num_tokens * breakdown.token_ns), id=name)
-            for name, num_tokens in _largest_first(breakdown.neighbours)[:MAX_NEIGHBOURS]
+            shapes.TimelineNeighbour(n, _ms(n * breakdown.token_ns), i if i in shown_ids else "")
+            for i, n in _largest_first(breakdown.neighbours)[:MAX_NEIGHBOURS]
         ],
         behind=_behind(timeline, breakdown, others),
     )
-    for neighbour in result.neighbours:
-        if neighbour.id not in shown_ids:
-            neighbour.id = UNSET
     if timeline.num_bytes:
         result.message_bytes = timeline.num_bytes
         result.block_ids = [[*each.block_ids] for each in timeline.choices]
@@ -209,10 +201,6 @@ def render_trace(timeline: shapes.RequestTimeline) -> dict[str, Any]:
 
 def _largest_first(amounts: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(amounts.items(), key=lambda item: -item[1])
-
-
-def _step(number: int) -> int | UnsetType:
-    return UNSET if number < 0 else number
 
 
 def _ms(ns: float) -> float:

@@ -19,10 +19,10 @@ from servd.api.request_state import Observer, RequestState, Timeline
 from servd.stats import SchedulerStats
 from servd.tracing import Mark, StepRecord, now_ns
 
-MAX_RECENT = 1024  # about 3 KB each
+MAX_RECENT = 1024  # finished requests, about 3 KB each
+MAX_BYTES = 32_000_000  # of the marks and prompts of these
 MAX_SLOWEST = 32  # each with its breakdown of up to 300 KB
-MAX_MARKS = 200_000  # of recent and of the slowest requests; 100 bytes each
-MAX_PROMPT_TOKENS = 2_000_000  # of finished requests; 4 bytes each
+MAX_SLOW_MARKS = 6_000  # of each of these
 MAX_STEPS = 8192  # about 700 bytes each
 STEPS_PER_LOOK = 1024  # steps between two searches for slow requests with aging steps
 STEPS_BEFORE = 256  # steps before a request, from which its usual step times are computed
@@ -76,9 +76,7 @@ class Tracer(Observer):
         self.slowest: dict[str, Timeline] = {}
         self.steps = defaultdict[int, deque[StepRecord]](partial(deque, maxlen=MAX_STEPS))
         self._fastest_ns = -1  # the fastest of `slowest`, once it is full
-        self._num_marks = 0  # in `recent`
-        self._prompts: deque[Timeline] = deque()  # finished, with their prompts
-        self._num_prompt_tokens = 0
+        self._num_bytes = 0  # in `recent`
         self._thread = ThreadPoolExecutor(1, "latency")
 
     def began(self, state: RequestState) -> None:
@@ -122,21 +120,14 @@ class Tracer(Observer):
         # Other threads may read the list.
         timeline.marks = sorted([*state.marks, *marks], key=BY_TIME)
         timeline.is_finished = True
-        before = self.recent.pop(timeline.request_id, None)
         self.recent[timeline.request_id] = timeline
-        self._num_marks += len(timeline.marks) - (len(before.marks) if before else 0)
-        while len(self.recent) > self.keep or self._num_marks > MAX_MARKS:
+        self._num_bytes += _num_bytes(timeline)
+        while len(self.recent) > self.keep or self._num_bytes > MAX_BYTES:
             _, oldest = self.recent.popitem(last=False)
-            self._num_marks -= len(oldest.marks)
-        if timeline.outcome != "refused" and 0 < len(timeline.marks) <= MAX_MARKS // MAX_SLOWEST:
+            self._num_bytes -= _num_bytes(oldest)
+            oldest.tokens = NO_TOKENS  # it may be one of the slowest
+        if timeline.outcome != "refused" and 0 < len(timeline.marks) <= MAX_SLOW_MARKS:
             self._rank(timeline)
-        # Keep its prompt to compare later ones with.
-        self._prompts.append(timeline)
-        self._num_prompt_tokens += len(timeline.tokens)
-        while self._num_prompt_tokens > MAX_PROMPT_TOKENS or len(self._prompts) > self.keep:
-            oldest = self._prompts.popleft()
-            self._num_prompt_tokens -= len(oldest.tokens)
-            oldest.tokens = NO_TOKENS
         return timeline
 
     def _rank(self, timeline: Timeline) -> None:
@@ -202,3 +193,7 @@ class Tracer(Observer):
             marks = each.marks if each.is_finished else [*sorted(each.marks, key=BY_TIME), now]
             found.append(Snapshot(each, marks, steps))
         return found
+
+
+def _num_bytes(timeline: Timeline) -> int:
+    return 100 * len(timeline.marks) + 4 * len(timeline.tokens)

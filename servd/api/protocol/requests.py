@@ -45,23 +45,23 @@ class PhaseShare(msgspec.Struct):
     meaning: str
 
 
-class TimelineSpan(msgspec.Struct):
+class TimelineSpan(msgspec.Struct, omit_defaults=True):
     """A time with one phase."""
 
     phase: str
     begin_ms: float
     end_ms: float
-    first_step: int | UnsetType = UNSET  # the engine's number
-    last_step: int | UnsetType = UNSET
+    first_step: int = -1  # the engine's number
+    last_step: int = -1
 
 
-class TimelineMark(msgspec.Struct):
+class TimelineMark(msgspec.Struct, omit_defaults=True):
     """When a request reached a stage."""
 
     stage: str
     at_ms: float
     took_ms: float  # since the mark before
-    step: int | UnsetType = UNSET
+    step: int = -1
 
 
 class TimelineStep(msgspec.Struct, kw_only=True):
@@ -88,12 +88,12 @@ class TimelineStep(msgspec.Struct, kw_only=True):
     message_bytes: int | UnsetType = UNSET  # that brought its outputs, while a request was watched
 
 
-class TimelineNeighbour(msgspec.Struct):
+class TimelineNeighbour(msgspec.Struct, omit_defaults=True):
     """A request whose prompt was computed while this one waited."""
 
     num_prompt_tokens: int
     ms: float
-    id: str | UnsetType = UNSET  # shown to the same API key only
+    id: str = ""  # shown to the same API key only
 
 
 class PrefixDifference(msgspec.Struct):
