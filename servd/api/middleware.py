@@ -189,7 +189,7 @@ class RequestContext:
         if status >= 400 and not call.requests and call.received_ns:  # refused before it had one
             call.open_request([Mark("received", call.received_ns)], call.unique_id)
         requests, call.requests = call.requests, []  # an idle connection keeps the call
-        span = call.span
+        span, call.span = call.span, None
         marks = list(call.blocked)
         call.blocked.clear()
         if written:

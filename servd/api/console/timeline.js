@@ -74,7 +74,7 @@ function neighbours({ neighbours: others, behind }) {
   if (!others.length) return queue;
   return [...queue, h("h3", {}, "Neighbours, whose prompts were computed in its steps"),
     table("Neighbours", ["Request", "Prompt", "Time"], others.map((other) => [
-      other.id ? requestLink(other.id) : "of another API key",
+      other.id ? requestLink(other.id) : "of another API key or server",
       counted(other.num_prompt_tokens, "token"), span(other.ms)]))];
 }
 

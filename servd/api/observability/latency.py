@@ -140,13 +140,8 @@ class StepTime(NamedTuple):
 
 
 def break_down(marks: Sequence[Mark], steps: Sequence[StepRecord], request_id: str) -> Breakdown:
-    """Explain a request's time from its first to its last mark.
-
-    Args:
-        marks: of the request, in order of time.
-        steps: of the engine, in order; those before the request determine usual step times. If
-            there are none, the stages are the same, but the phases in the engine are unknown.
-        request_id: distinguishes its own prompts from others'.
+    """Explain a request's time from its first to its last mark. Steps before the request determine
+    usual step times. Without steps, the stages are the same, but phases in the engine are unknown.
     """
     builder = _Builder(marks, step_times(steps), request_id)
     for state, begin_ns, end_ns in _states(marks):
@@ -228,17 +223,11 @@ def _first_step(marks: Iterable[Mark]) -> int:
 
 
 class _Builder:
-    """Collects the spans of one request, in order.
-
-    Attributes:
-        stage: of the next spans.
-        repeats: why the request computes its tokens again, if it does.
-        first_step: that had the request in it.
-    """
+    """Collects the spans of one request, in order."""
 
     def __init__(self, marks: Sequence[Mark], steps: Sequence[StepTime], request_id: str) -> None:
-        self.stage = ""
-        self.repeats = ""
+        self.stage = ""  # of the next spans
+        self.repeats = ""  # why the request computes its tokens again, if it does
         self.first_step = _first_step(marks)
         self._request_id = request_id
         self._steps = steps

@@ -38,9 +38,6 @@ PARAMS = ("n", "temperature", "top_p", "top_k", "max_tokens")
 class SpanExporter:
     """Makes and exports spans. What the SDK reads of the environment counts: OTEL_SERVICE_NAME,
     OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS and so on.
-
-    Args:
-        processor: gets the spans.
     """
 
     def __init__(self, processor: SpanProcessor) -> None:
@@ -71,11 +68,7 @@ class SpanExporter:
 
 
 class RequestSpan:
-    """A request while it is served. Made by `SpanExporter.begin`.
-
-    Attributes:
-        traceparent: of spans below it, as W3C writes it.
-    """
+    """A request while it is served; `traceparent` is of spans below it, as W3C writes it."""
 
     def __init__(self, exporter: SpanExporter, context: Any) -> None:
         self._exporter = exporter

@@ -60,11 +60,8 @@ def _summary(timeline: Timeline, breakdown: Breakdown) -> dict[str, Any]:
 
 
 def render_timeline(snapshot: Snapshot, others: Sequence[Timeline]) -> shapes.RequestTimeline:
-    """Everything known about a request.
-
-    Args:
-        snapshot: of the request.
-        others: the requests of its owner; ids of other owners' requests must not be shown.
+    """Everything known about a request. `others` are the requests of its owner, whose ids it may
+    show.
     """
     timeline = snapshot.timeline
     breakdown = snapshot.breakdown()

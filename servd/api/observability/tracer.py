@@ -60,19 +60,12 @@ class Snapshot(msgspec.Struct):
 
 
 class Tracer(Observer):
-    """Keeps the timelines of the last requests, and the latest steps of each engine.
-
-    Attributes:
-        requests: the running ones, by id: `AsyncLLM.requests`.
-        recent: finished ones by id, the newest last.
-        slowest: finished ones by id.
-        steps: by engine, in order.
-    """
+    """Keeps the timelines of the last requests, and the latest steps of each engine."""
 
     def __init__(self, keep: int = MAX_RECENT) -> None:
         self.keep = keep
-        self.requests: dict[str, RequestState] = {}
-        self.recent: OrderedDict[str, Timeline] = OrderedDict()
+        self.requests: dict[str, RequestState] = {}  # the running ones: `AsyncLLM.requests`
+        self.recent: OrderedDict[str, Timeline] = OrderedDict()  # finished ones, newest last
         self.slowest: dict[str, Timeline] = {}
         self.steps = defaultdict[int, deque[StepRecord]](partial(deque, maxlen=MAX_STEPS))
         self._fastest_ns = -1  # the fastest of `slowest`, once it is full
@@ -104,13 +97,8 @@ class Tracer(Observer):
     def finish(
         self, state: RequestState, marks: Iterable[Mark] = (), outcome: str = "", status: int = 0
     ) -> Timeline:
-        """Keep the timeline of a request whose answer has been written, and forget the rest.
-
-        Args:
-            state: of the request.
-            marks: those of the response.
-            outcome: by default, how the generation ended.
-            status: of HTTP; 0 if there was no response.
+        """Keep the timeline of a request whose answer has been written, and forget the rest. The
+        marks are the response's, and the outcome is by default how the generation ended.
         """
         self.requests.pop(state.request_id, None)
         num_kept = len(Timeline.__struct_fields__)  # they are the first ones of a RequestState
@@ -156,12 +144,8 @@ class Tracer(Observer):
             timeline.breakdown = snapshot.breakdown()
 
     def find(self, request_id: str, owner: str) -> Timeline | None:
-        """A running, recent or slow request of `owner`, if known.
-
-        Args:
-            request_id: the `id` of its answer, whose first prompt it then is; or the
-                X-Request-Id: then the newest that had it.
-            owner: of the request.
+        """A request of `owner` by the `id` of its answer, then of several prompts the first; or the
+        newest with this X-Request-Id.
         """
         known = self.of_owner(owner)
         by_id = {each.request_id: each for each in known}
