@@ -183,11 +183,11 @@ def test_drafts_in_vain():
     assert found["rejected_drafts"] == 40 and found["decode"] == 20
 
 
-@pytest.mark.parametrize(("first", "cause"), [(10, "stalled_worker"), (0, "start_up")])
-def test_a_step_that_takes_longer_than_its_size_explains(first, cause):
+@pytest.mark.parametrize(("first", "phase"), [(10, "stalled_worker"), (0, "start_up")])
+def test_a_step_that_takes_longer_than_its_size_explains(first, phase):
     marks = marks_of(("queued", 4), ("scheduled", 4, first), ("first_token", 14, first), end=544)
     steps = [step(first, 4, 14), step(first + 1, 14, 514), *decoding(first + 2, 514, 544)]
-    assert explain(marks, steps)[cause] == 490
+    assert explain(marks, steps)[phase] == 490
 
 
 def test_a_stall_beside_a_prompt_is_not_the_prompt():
