@@ -58,7 +58,7 @@ def of_api_server() -> Replaced:
     return [
         (Metrics, "observe_tokens", count),
         *((Metrics, f"observe_{what}", nothing) for what in COUNTED),
-        (Tracer, "finish", forget),
+        (Tracer, "finish_request", forget),
         (middleware, "server_timing", lambda prompts: ""),
     ]
 

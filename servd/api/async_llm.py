@@ -84,7 +84,7 @@ class AsyncLLM:
     clients: InitVar[Sequence[EngineCoreClient]]  # the channels to the engines
     processor: Processor  # prompt -> EngineCoreRequest
     output_processor: OutputProcessor  # EngineCoreOutput -> text
-    tracer: Tracer  # the middleware calls its `finish`
+    tracer: Tracer  # the middleware calls its `finish_request`
     metrics: Metrics
     router: Router | None = None  # chooses among several engines
 

@@ -142,7 +142,7 @@ class RequestContext:
         request_id = unique_id = uuid.uuid4().hex
         if re.fullmatch(REQUEST_ID, asked):
             request_id, unique_id = asked, f"{asked}-{unique_id[:12]}"
-        span = self.spans.begin(headers) if self.spans else None
+        span = self.spans.begin_span(headers) if self.spans else None
         parent = span.traceparent if span else headers.get("traceparent", "")
         trace = TRACE_PARENT.fullmatch(parent)
         trace_id = {"trace_id": trace[1]} if trace else {}
@@ -198,9 +198,9 @@ class RequestContext:
 
         def finish(state: RequestState) -> None:
             outcome = _outcome(state, status, written)
-            timeline = self.tracer.finish(state, marks, outcome, status)
+            timeline = self.tracer.finish_request(state, marks, outcome, status)
             if span is not None:
-                span.add(timeline, state.params)
+                span.add_timeline(timeline, state.params)
 
         done = self.loop.each(call.client, requests, finish)
         if span is not None:

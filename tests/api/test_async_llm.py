@@ -394,7 +394,7 @@ async def test_timeline_and_stats(llm):
         )
     )
     await task
-    marks = llm.tracer.finish(state).marks
+    marks = llm.tracer.finish_request(state).marks
     assert [mark.stage for mark in marks] == [
         "received", "templated", "tokenised", "sent", "queued", "scheduled", "first_token",
         "finished", "returned", "detokenised",

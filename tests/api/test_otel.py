@@ -188,8 +188,8 @@ def test_without_the_extra_the_remedy_is_named(monkeypatch):
 
 def test_a_request_that_is_cut_off_after_the_last_export_leaves_quietly(exporter):
     spans = SpanExporter(SimpleSpanProcessor(exporter))
-    span = spans.begin({})
+    span = spans.begin_span({})
     spans.close()
-    span.add(Timeline("x"), None)
+    span.add_timeline(Timeline("x"), None)
     span.end()
     assert not exporter.get_finished_spans()

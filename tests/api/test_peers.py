@@ -71,7 +71,7 @@ async def test_neighbours_and_requests_before_it_have_ids_if_they_are_the_owners
         tracer = served.async_llm.tracer
         own, neighbour = await answer_of(served), await answer_of(served)
         timeline = tracer.recent[own]
-        [snapshot] = tracer.snapshots([timeline])
+        [snapshot] = tracer.take_snapshots([timeline])
         timeline.breakdown = snapshot.breakdown()
         timeline.breakdown.phases["queue_slots"] = 1
         timeline.breakdown.neighbours = {neighbour: 6, "of-another-key": 5}

@@ -37,7 +37,7 @@ def mark(tracer: Tracer, request_id: str, stage: str, at_ns: int) -> None:
 
 
 def finish(tracer: Tracer, request_id: str, marks: Iterable[Mark] = ()) -> Timeline:
-    return tracer.finish(open_request(tracer, request_id), marks)
+    return tracer.finish_request(open_request(tracer, request_id), marks)
 
 
 @given(
@@ -50,7 +50,7 @@ def test_marks_are_in_order_of_time_wherever_they_were_taken(marks):
         if not is_late:
             mark(tracer, "r", stage, at_ns)
     finished = finish(tracer, "r", late)
-    assert finished is tracer.find("r", "")
+    assert finished is tracer.find_request("r", "")
     assert [m.at_ns for m in finished.marks] == sorted(at_ns for _, at_ns, _ in marks)
 
 
@@ -61,10 +61,10 @@ def test_the_most_recent_and_the_slowest_finished_requests_are_kept():
         mark(tracer, str(i), "done", 10**9 if i == 7 else 10 + i)
         finish(tracer, str(i))
     assert len(tracer.recent) == 3 and tracer.requests == {}
-    assert [t.request_id for t in tracer.of_owner("")[:2]] == ["99", "98"]
-    assert [t.request_id for t in tracer.longest("")[:3]] == ["7", "99", "98"]
+    assert [t.request_id for t in tracer.list_requests("")[:2]] == ["99", "98"]
+    assert [t.request_id for t in tracer.list_slowest("")[:3]] == ["7", "99", "98"]
     slowest = {"7", *map(str, range(101 - MAX_SLOWEST, 100))}
-    assert {str(i) for i in range(100) if tracer.find(str(i), "")} == slowest
+    assert {str(i) for i in range(100) if tracer.find_request(str(i), "")} == slowest
 
 
 def test_requests_with_many_marks_and_tokens_are_bounded_by_these(monkeypatch):
@@ -89,9 +89,9 @@ def test_a_timeline_is_shown_to_its_owner_alone():
     for i in "13":
         finish(tracer, i)
     for owner, own in (("a", ["0", "1"]), ("b", ["2", "3"]), ("", [])):
-        assert [i for i in "0123" if tracer.find(i, owner)] == own
-        assert sorted(t.request_id for t in tracer.of_owner(owner)) == own
-    assert [t.request_id for t in tracer.longest("a")] == ["1"]
+        assert [i for i in "0123" if tracer.find_request(i, owner)] == own
+        assert sorted(t.request_id for t in tracer.list_requests(owner)) == own
+    assert [t.request_id for t in tracer.list_slowest("a")] == ["1"]
 
 
 def steps(first: int, count: int) -> list[StepRecord]:
@@ -131,7 +131,7 @@ def test_a_snapshot_has_the_steps_of_a_request_and_some_before():
     tracer.steps[0] += [StepRecord(i, 10 * i, harvested_ns=10 * i + 9) for i in range(1000)]
     mark(tracer, "r", "received", 5000)
     mark(tracer, "r", "done", 5100)
-    [snapshot] = tracer.snapshots([finish(tracer, "r")])
+    [snapshot] = tracer.take_snapshots([finish(tracer, "r")])
     found = snapshot.own_steps()
     assert [found[0].step, found[-1].step] == [500 - tracer_module.STEPS_BEFORE, 509]
 
@@ -144,7 +144,7 @@ def test_a_request_that_moved_is_explained_by_the_steps_of_both_engines(monkeypa
     monkeypatch.setattr(request_state, "now_ns", lambda: 5000)
     tracer.requests["r"].move(1, 0)
     mark(tracer, "r", "done", 6000)
-    [snapshot] = tracer.snapshots([finish(tracer, "r")])
+    [snapshot] = tracer.take_snapshots([finish(tracer, "r")])
     own = [(step.engine, step.step) for step in snapshot.own_steps() if step.started_ns >= 4000]
     assert own == [(0, i) for i in range(400, 500)] + [(1, i) for i in range(500, 600)]
 
@@ -217,4 +217,4 @@ def test_the_stages_of_several_prompts_are_those_of_the_foremost_that_runs():
 
 
 def test_an_unknown_request_has_no_timeline():
-    assert Tracer().find("r", "") is None
+    assert Tracer().find_request("r", "") is None

@@ -153,8 +153,8 @@ def break_down(marks: Sequence[Mark], steps: Sequence[StepRecord], request_id: s
         if state in IN_ENGINE:
             builder.add_engine_time(state, begin_ns, end_ns)
         else:
-            builder.add(state, begin_ns, end_ns)
-    return builder.finish()
+            builder.add_span(state, begin_ns, end_ns)
+    return builder.build()
 
 
 def request_of(engine_id: str) -> str:
@@ -246,7 +246,7 @@ class _Builder:
             stages=dict.fromkeys(STAGES, 0),
         )
 
-    def add(self, phase: str, begin_ns: int, end_ns: int, step: int = -1) -> None:
+    def add_span(self, phase: str, begin_ns: int, end_ns: int, step: int = -1) -> None:
         if end_ns <= begin_ns:
             return
         result = self._result
@@ -273,7 +273,7 @@ class _Builder:
                 phase = between or self._awaited(arrived_ns)
                 if phase == "engine_loop" and step is None:
                     phase = "unaccounted"  # a step of which nothing is known yet may be running
-                self.add(phase, begin_ns, until_ns)
+                self.add_span(phase, begin_ns, until_ns)
             else:
                 self._seen[self._at] = step
                 until_ns = min(step.end_ns, end_ns)
@@ -282,7 +282,7 @@ class _Builder:
                     self._add_own_step(own, step, begin_ns, until_ns)
                 else:
                     phase = own if is_own else beside or self._awaited(arrived_ns)
-                    self.add(phase, begin_ns, until_ns, step.record.step)
+                    self.add_span(phase, begin_ns, until_ns, step.record.step)
             begin_ns = until_ns
 
     def _awaited(self, arrived_ns: int) -> str:
@@ -317,11 +317,11 @@ class _Builder:
             (self.repeats, token_ns * num_own if self.repeats else 0),
         ):
             until_ns = min(begin_ns + round(ns), end_ns)
-            self.add(phase, begin_ns, until_ns, record.step)
+            self.add_span(phase, begin_ns, until_ns, record.step)
             begin_ns = max(begin_ns, until_ns)
-        self.add(own, begin_ns, end_ns, record.step)
+        self.add_span(own, begin_ns, end_ns, record.step)
 
-    def finish(self) -> Breakdown:
+    def build(self) -> Breakdown:
         result = self._result
         if len(result.spans) > MAX_SPANS:
             result.spans = _merge(result.spans)

@@ -54,7 +54,7 @@ class SpanExporter:
     def to_endpoint(cls, endpoint: str) -> SpanExporter:
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
 
-    def begin(self, headers: Mapping[str, str]) -> RequestSpan:
+    def begin_span(self, headers: Mapping[str, str]) -> RequestSpan:
         """Begin the span of a request that has come with these headers, among them maybe W3C's
         trace context. One that is never ended leaves nothing behind.
         """
@@ -78,7 +78,7 @@ class RequestSpan:
         ids = self._span.get_span_context()
         self.traceparent = f"00-{ids.trace_id:032x}-{ids.span_id:016x}-{ids.trace_flags:02x}"
 
-    def add(self, timeline: Timeline, params: SamplingParams | None) -> None:
+    def add_timeline(self, timeline: Timeline, params: SamplingParams | None) -> None:
         """Add the finished timeline of one of its prompts."""
         self._timelines.append(timeline)
         self._params = params

@@ -43,8 +43,8 @@ class ListRequests(msgspec.Struct, tag=True):
 
     async def answer(self, async_llm: AsyncLLM) -> list[RequestSummary]:
         tracer = async_llm.tracer
-        find = tracer.longest if self.order == "slowest" else tracer.of_owner
-        snapshots = tracer.snapshots(find(self.owner)[: self.count])
+        find = tracer.list_slowest if self.order == "slowest" else tracer.list_requests
+        snapshots = tracer.take_snapshots(find(self.owner)[: self.count])
         size = _size([each for each in snapshots if each.timeline.summary is None])
         return await async_llm.run_in_thread(
             self.owner, size, lambda: [summarize(each) for each in snapshots]
@@ -59,11 +59,11 @@ class FindTimeline(msgspec.Struct, tag=True):
     request_id: str
 
     async def answer(self, async_llm: AsyncLLM) -> RequestTimeline | None:
-        timeline = async_llm.tracer.find(self.request_id, self.owner)
+        timeline = async_llm.tracer.find_request(self.request_id, self.owner)
         if timeline is None:
             return None
-        [snapshot] = async_llm.tracer.snapshots([timeline])
-        others = async_llm.tracer.of_owner(self.owner)
+        [snapshot] = async_llm.tracer.take_snapshots([timeline])
+        others = async_llm.tracer.list_requests(self.owner)
         size = _size([snapshot]) + sum(CHARS_PER_STEP + len(each.tokens) for each in others)
 
         def render() -> RequestTimeline:
@@ -123,29 +123,29 @@ class PeerServers:
             self.path = None
 
     async def list_requests(self, query: ListRequests) -> list[RequestSummary]:
-        found = chain(await query.answer(self.async_llm), *await self.ask(query))
+        found = chain(await query.answer(self.async_llm), *await self.ask_peers(query))
         key = attrgetter("wall_ms") if query.order == "slowest" else _recency
         return sorted(found, key=key, reverse=True)[: query.count]
 
     async def find_timeline(self, query: FindTimeline) -> RequestTimeline | None:
         if (own := await query.answer(self.async_llm)) is not None:
             return own
-        return next(filter(None, await self.ask(query)), None)
+        return next(filter(None, await self.ask_peers(query)), None)
 
     async def list_steps(self, query: ListSteps) -> list[StepRecord]:
-        steps = chain(await query.answer(self.async_llm), *await self.ask(query))
+        steps = chain(await query.answer(self.async_llm), *await self.ask_peers(query))
         by_start = {(step.started_ns, step.engine): step for step in steps}
         return [by_start[start] for start in sorted(by_start)][-query.count :]
 
-    async def ask(self, query: Query) -> list[Any]:
+    async def ask_peers(self, query: Query) -> list[Any]:
         """Return the replies of all peers that are there."""
         if self.path is None:
             return []
         others = [path for path in self.path.parent.glob("api-*") if path != self.path]
-        replies = await asyncio.gather(*(self._ask(path, query) for path in others))
+        replies = await asyncio.gather(*(self._ask_peer(path, query) for path in others))
         return [reply for [reply] in filter(None, replies)]
 
-    async def _ask(self, path: Path, query: Query) -> list[Any]:
+    async def _ask_peer(self, path: Path, query: Query) -> list[Any]:
         try:
             async with asyncio.timeout(TIMEOUT):
                 reader, writer = await asyncio.open_unix_connection(path)

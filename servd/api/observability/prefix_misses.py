@@ -52,7 +52,8 @@ def explain_prefix(
     elif choice.evicted_at_ns:
         found.reason = "evicted"
         ago_ns = (first(timeline.marks, "scheduled") or 0) - choice.evicted_at_ns
-        texts["seconds"] = found.evicted_seconds_ago = round(ago_ns / 1e9, 3)
+        found.evicted_seconds_ago = round(ago_ns / 1e9, 3)
+        texts["seconds"] = found.evicted_seconds_ago
     elif nearest := _find_nearest(timeline, prompt, others):
         length, earlier, tokens = nearest
         texts.update(id=earlier.request_id, length=length)
@@ -64,8 +65,9 @@ def explain_prefix(
             found.reason = "last_block"
         else:
             found.reason = "different_token"
-            own = texts["own"] = token_text(prompt[length])
-            other = texts["other"] = token_text(tokens[length])
+            own = token_text(prompt[length])
+            other = token_text(tokens[length])
+            texts.update(own=own, other=other)
             found.difference = PrefixDifference(
                 length, prompt[length], own, tokens[length], other, earlier.request_id
             )

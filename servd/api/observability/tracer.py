@@ -94,7 +94,7 @@ class Tracer(Observer):
             marks = state.recorded.marks
             marks.append(Mark("engine_lost", max(last_ns, marks[-1].at_ns)))
 
-    def finish(
+    def finish_request(
         self, state: RequestState, marks: Iterable[Mark] = (), outcome: str = "", status: int = 0
     ) -> Timeline:
         """Keep the timeline of a request whose answer has been written, and forget the rest. The
@@ -135,7 +135,7 @@ class Tracer(Observer):
         aging_ns = self.steps[rank][MAX_STEPS // 2].started_ns
         own = [each for each in self.slowest.values() if each.rank == rank]
         due = [each for each in own if each.breakdown is None and each.begin_ns < aging_ns]
-        for snapshot in self.snapshots(due):
+        for snapshot in self.take_snapshots(due):
             self._thread.submit(self._keep_breakdown, snapshot)
 
     def _keep_breakdown(self, snapshot: Snapshot) -> None:
@@ -143,23 +143,23 @@ class Tracer(Observer):
         if self.slowest.get(timeline.request_id) is timeline:  # else a slower one has displaced it
             timeline.breakdown = snapshot.breakdown()
 
-    def find(self, request_id: str, owner: str) -> Timeline | None:
+    def find_request(self, request_id: str, owner: str) -> Timeline | None:
         """A request of `owner` by the `id` of its answer, then of several prompts the first; or the
         newest with this X-Request-Id.
         """
-        known = self.of_owner(owner)
+        known = self.list_requests(owner)
         by_id = {each.request_id: each for each in known}
         found = by_id.get(request_id) or by_id.get(f"{request_id}-0")
         return found or next((each for each in known if each.http_id == request_id), None)
 
-    def of_owner(self, owner: str) -> list[Timeline]:
+    def list_requests(self, owner: str) -> list[Timeline]:
         """Running and recent requests of `owner`, newest first, then the older slow ones."""
         finished = chain(reversed(self.recent.values()), self.slowest.values())
         newest_first = chain(reversed(self.requests.values()), finished)
         own = {each.request_id: each for each in newest_first if each.is_shown_to(owner)}
         return [*own.values()]
 
-    def longest(self, owner: str) -> list[Timeline]:
+    def list_slowest(self, owner: str) -> list[Timeline]:
         """The slowest finished requests of `owner`, slowest first."""
         own = [timeline for timeline in self.slowest.values() if timeline.owner == owner]
         return sorted(own, key=BY_WALL_TIME, reverse=True)
@@ -168,7 +168,7 @@ class Tracer(Observer):
         """The latest steps of an engine, in order."""
         return list(islice(reversed(self.steps[engine]), count))[::-1]
 
-    def snapshots(self, timelines: Sequence[Timeline]) -> list[Snapshot]:
+    def take_snapshots(self, timelines: Sequence[Timeline]) -> list[Snapshot]:
         """Collect what is known of these requests up to now."""
         now = Mark("now", now_ns())
         steps = {engine: [*kept] for engine, kept in self.steps.items() if timelines}

@@ -82,7 +82,8 @@ async def _audit_engine(client: EngineClient, report: AuditReport) -> None:
     open when it has answered must be open there, and nothing else may be.
     """
     number = next(numbers)
-    answer = client.audits[number] = asyncio.get_running_loop().create_future()
+    answer = asyncio.get_running_loop().create_future()
+    client.audits[number] = answer
     before = client.open_ids()
     client.client.send(Audit(client.client.client, number))
     try:

@@ -22,6 +22,6 @@ async def metrics(request: Request) -> Response:
     """What Prometheus collects, as its text or as OpenMetrics."""
     accept = request.headers.get("accept", "")
     context = context_of(request)
-    reports = await context.peers.ask(WriteMetrics())
+    reports = await context.peers.ask_peers(WriteMetrics())
     body, content_type = context.async_llm.metrics.render(accept, reports)
     return Response(body, headers={"content-type": content_type})

@@ -231,7 +231,7 @@ async def _run_detached(
 
 def _end_timeline(builder: ResponsesBuilder, span: RequestSpan | None) -> None:
     state = builder.prepared[0]
-    timeline = builder.async_llm.tracer.finish(state)
+    timeline = builder.async_llm.tracer.finish_request(state)
     if span is not None:
-        span.add(timeline, state.params)
+        span.add_timeline(timeline, state.params)
         span.end()
