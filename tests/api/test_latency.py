@@ -183,6 +183,15 @@ def test_drafts_in_vain():
     assert found["rejected_drafts"] == 40 and found["decode"] == 20
 
 
+def test_if_all_steps_have_drafts_their_time_is_shared_by_tokens():
+    marks = marks_of(("queued", 4), ("scheduled", 4, 10), ("first_token", 14, 10), end=114)
+    steps = [
+        step(10 + i, 14 + 20 * i, 34 + 20 * i, num_drafts=16, num_accepted=4) for i in range(5)
+    ]
+    found = explain(marks, steps)
+    assert found["rejected_drafts"] == 100 * 12 / 20 and found["decode"] == 40
+
+
 @pytest.mark.parametrize(("first", "phase"), [(10, "stalled_worker"), (0, "start_up")])
 def test_a_step_that_takes_longer_than_its_size_explains(first, phase):
     marks = marks_of(("queued", 4), ("scheduled", 4, first), ("first_token", 14, first), end=544)
@@ -257,7 +266,7 @@ def test_thousands_of_short_spans_are_drawn_as_few():
     assert_contiguous(found)
 
 
-def test_the_time_of_a_cause_is_drawn_in_full_though_all_of_its_spans_are_short():
+def test_the_time_of_a_phase_is_drawn_in_full_though_all_of_its_spans_are_short():
     """Steps of 14 ms with 1 ms between them, 500 times: the steps are most of it."""
     steps = [step(i, 4 + 15 * i, 18 + 15 * i) for i in range(500)]
     marks = marks_of(("queued", 4), ("scheduled", 4, 0), ("first_token", 18, 0), end=7504)
@@ -267,7 +276,7 @@ def test_the_time_of_a_cause_is_drawn_in_full_though_all_of_its_spans_are_short(
 
 
 def assert_contiguous(found: Breakdown) -> None:
-    """And what is drawn of each cause is its time."""
+    """And what is drawn of each phase is its time."""
     drawn: Counter[str] = Counter({"unaccounted": 0})
     for span in found.spans:
         drawn[span.phase] += span.end_ns - span.begin_ns
@@ -306,7 +315,7 @@ def steps_of(parts) -> list[StepRecord]:
 
 
 @given(STEPS, st.integers(1, 60))
-def test_many_spans_keep_the_time_of_their_causes(parts, most):
+def test_many_spans_keep_the_time_of_their_phases(parts, most):
     steps = steps_of(parts * 50)
     end = max((each.harvested_ns // MS for each in steps), default=0) + 9
     marks = marks_of(("queued", 0), ("scheduled", 0, 0), ("first_token", 1, 0), end=end)
@@ -329,9 +338,9 @@ def test_the_shares_add_up_to_the_whole_and_none_is_negative(marks, parts):
     assert_contiguous(found)
 
 
-def test_the_documentation_has_every_cause():
+def test_the_documentation_has_every_phase():
     page = (Path(__file__).parents[2] / "docs/observability.md").read_text(encoding="utf8")
-    assert all(f"| `{cause}` | {meaning} |" in page for cause, meaning in PHASES.items())
+    assert all(f"| `{phase}` | {meaning} |" in page for phase, meaning in PHASES.items())
 
 
 def test_an_engine_that_dies_and_its_successor():

@@ -307,6 +307,8 @@ class _Builder:
             stall_ns = 0
         share = (end_ns - begin_ns) / step.duration_ns
         extra_ns = max(step.duration_ns - stall_ns - self._plain_ns, 0)
+        if not self._plain_ns:  # no step without extra tokens is known
+            extra_ns *= step.num_extra / max(record.num_tokens, step.num_extra)
         token_ns = share * extra_ns / max(step.num_extra, 1)
         num_prompt_tokens = sum(record.prefills.values())
         num_own = sum(n for i, n in record.prefills.items() if request_of(i) == self._request_id)
