@@ -27,7 +27,7 @@ class Reply(NamedTuple):
     """One answer to B."""
 
     seconds: float
-    causes: Counter[str]  # milliseconds, by where they went
+    phases: Counter[str]  # milliseconds, by where they went
 
 
 class Row(NamedTuple):
@@ -125,7 +125,7 @@ def measure(arguments: argparse.Namespace, name: str, rounds: int) -> Row:
         answer = mine.ask("POST", "/v1/completions", body_of_b(arguments, f"B {number}"))
         assert answer.status == 200, answer.body
         seconds = time.monotonic() - asked
-        replies.append(Reply(seconds, causes_of(mine, answer.body["id"])))
+        replies.append(Reply(seconds, phases_of(mine, answer.body["id"])))
     if not rounds:
         time.sleep(20)
     return Row(name, replies, (generated(mine) - before) / (time.monotonic() - begin))
@@ -144,20 +144,20 @@ def generated(mine: _client.Client) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
-def causes_of(mine: _client.Client, request_id: str) -> Counter[str]:
+def phases_of(mine: _client.Client, request_id: str) -> Counter[str]:
     """Asked at once: timelines of others soon push out this one."""
     timeline = mine.ask("GET", f"/v1/requests/{request_id}/timeline").body
     assert "spans" in timeline, timeline
-    causes: Counter[str] = Counter()
+    phases: Counter[str] = Counter()
     for span in timeline["spans"]:
-        causes[span["cause"]] += span["end_ms"] - span["begin_ms"]
-    return causes
+        phases[span["phase"]] += span["end_ms"] - span["begin_ms"]
+    return phases
 
 
 def explain(row: Row) -> None:
     """Where the time of the slowest went."""
     for reply in sorted(row.replies, key=lambda reply: -reply.seconds)[:NUM_WORST]:
-        parts = ", ".join(f"{cause} {ms:.0f}" for cause, ms in reply.causes.most_common(5))
+        parts = ", ".join(f"{phase} {ms:.0f}" for phase, ms in reply.phases.most_common(5))
         print(f"  {reply.seconds * 1000:.0f} ms at the client: {parts}")
 
 

@@ -45,8 +45,8 @@ def of_api_server() -> Replaced:
     from servd.api import middleware
     from servd.api.choice import Choice
     from servd.api.metrics import Metrics
-    from servd.api.request_state import RequestState
-    from servd.api.timeline import Timeline, Tracer
+    from servd.api.observability.tracer import Tracer
+    from servd.api.request_state import RequestState, Timeline
 
     def count(metrics: Metrics, choice: Choice, num_tokens: int, now_ns: int) -> None:
         choice.num_tokens += num_tokens
@@ -58,7 +58,7 @@ def of_api_server() -> Replaced:
     return [
         (Metrics, "observe_tokens", count),
         *((Metrics, f"observe_{what}", nothing) for what in COUNTED),
-        (Tracer, "finish", forget),
+        (Tracer, "finish_request", forget),
         (middleware, "server_timing", lambda prompts: ""),
     ]
 

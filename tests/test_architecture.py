@@ -51,7 +51,7 @@ ONE_DOOR = {
     "llguidance": ["servd/core/structured_output/"],
     "msgspec": ["servd/"],
     "numpy": ["servd/worker/", "servd/bench/_report.py", "servd/simulate/costs.py"],
-    "opentelemetry": ["servd/api/otel.py"],
+    "opentelemetry": ["servd/api/observability/otel.py"],
     "prometheus_client": ["servd/api/metrics.py", "servd/api/collectors.py", "servd/api/front.py"],
     "pydantic": ["servd/api/"],
     "pydantic_core": ["servd/api/"],

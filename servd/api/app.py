@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 from fastapi import FastAPI
@@ -32,14 +32,17 @@ from servd.api.call import call_of
 from servd.api.context import Context
 from servd.api.ignored_fields import IgnoredFields
 from servd.api.middleware import RequestContext
+from servd.api.observability.peers import PeerServers
 from servd.api.protocol.errors import error_reply
 from servd.api.protocol.validation import explain_parameters
 from servd.api.response_store import ResponseStores
 from servd.api.route import Route
 from servd.api.routes import load_routers
-from servd.api.siblings import Siblings
 from servd.config import AccessConfig, Config
 from servd.errors import NotFound, ServdError
+
+if TYPE_CHECKING:
+    from servd.api.observability.otel import SpanExporter  # an extra
 
 # Response headers that scripts of allowed origins may read.
 EXPOSED_HEADERS = [
@@ -56,6 +59,7 @@ def create_app(
     keep_alive: float = 15.0,
     reasons: Mapping[str, str] = {},
     store: AdapterStore | None = None,
+    spans: SpanExporter | None = None,
 ) -> FastAPI:
     """The HTTP application over an engine that may still be loading.
 
@@ -66,13 +70,14 @@ def create_app(
             silent ones after 60.
         reasons: why options on "auto" have their value, by option.
         store: of adapters, with --enable-lora.
+        spans: of requests, if they are exported.
     """
     keys = Keys(config.access)
     open_paths = OPEN_PATHS | (console.open_paths() if config.server.console else set())
     access_log = log.resolve_access_log(config.observability)
     origins = config.access.allowed_origins
     tracer, loop, metrics = async_llm.tracer, async_llm.loop, async_llm.metrics
-    middleware = [Middleware(RequestContext, tracer, loop, metrics, access_log, origins)]
+    middleware = [Middleware(RequestContext, tracer, loop, metrics, access_log, origins, spans)]
     if keys.are_needed:
         middleware.append(Middleware(ApiKeyAuth, keys, open_paths))
     if origins:  # outermost: preflight requests have no key, and scripts must read errors, too
@@ -92,7 +97,7 @@ def create_app(
         keys=keys,
         responses=ResponseStores(config.server.max_stored_responses, keys),
         batches=_batches(config, app, keys, async_llm),
-        siblings=Siblings(async_llm),
+        peers=PeerServers(async_llm),
         ignored_fields=IgnoredFields(metrics.families.ignored_fields.inc),
         adapters=None if store is None else Adapters(config.lora, async_llm, store),
     )

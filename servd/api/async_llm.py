@@ -21,14 +21,14 @@ from servd.api.engine_client import EngineClient
 from servd.api.fair_loop import FairLoop
 from servd.api.fair_threads import FairThreads
 from servd.api.metrics import Metrics
+from servd.api.observability.request_log import RequestLog
+from servd.api.observability.tracer import Tracer
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import NO_OPTIONS, Processor
 from servd.api.progress import Progress, combine
 from servd.api.prompt import Prompt
-from servd.api.request_log import RequestLog
 from servd.api.request_state import Observer, Observers, RequestState
 from servd.api.routing import Router
-from servd.api.timeline import Tracer
 from servd.config import Config
 from servd.core.client import EngineCoreClient
 from servd.errors import (
@@ -84,7 +84,7 @@ class AsyncLLM:
     clients: InitVar[Sequence[EngineCoreClient]]  # the channels to the engines
     processor: Processor  # prompt -> EngineCoreRequest
     output_processor: OutputProcessor  # EngineCoreOutput -> text
-    tracer: Tracer  # the middleware calls its `finish`
+    tracer: Tracer  # the middleware calls its `finish_request`
     metrics: Metrics
     router: Router | None = None  # chooses among several engines
 

@@ -34,7 +34,7 @@ from servd.messages import RequestOptions
 from servd.tracing import Mark, now_ns
 
 if TYPE_CHECKING:
-    from servd.api.otel import RequestSpan  # an extra
+    from servd.api.observability.otel import RequestSpan  # an extra
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from servd.api.async_llm import AsyncLLM
 from servd.api.auth import Keys
 from servd.api.batch_runner import BatchRunner
 from servd.api.ignored_fields import IgnoredFields
+from servd.api.observability.peers import PeerServers
 from servd.api.response_store import ResponseStores
-from servd.api.siblings import Siblings
 from servd.config import Config
 from servd.errors import UnknownModel
 from servd.lora import Adapter
@@ -33,7 +33,7 @@ class Context(msgspec.Struct, frozen=True):
     keys: Keys
     responses: ResponseStores
     batches: BatchRunner | None  # None without --batch-dir
-    siblings: Siblings
+    peers: PeerServers
     ignored_fields: IgnoredFields
     adapters: Adapters | None  # None without --enable-lora
 

@@ -14,11 +14,11 @@ from uuid import uuid4
 import msgspec
 
 from servd.api.metrics import Metrics
+from servd.api.observability.tracer import Tracer
 from servd.api.output_processor import OutputProcessor
 from servd.api.progress import Progress, progress
 from servd.api.recovery import Recovery
 from servd.api.request_state import Observer, RequestState, find_choice
-from servd.api.timeline import Tracer
 from servd.config import Config
 from servd.core.client import EngineCoreClient
 from servd.errors import EngineDead, EngineError

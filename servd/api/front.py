@@ -38,10 +38,10 @@ from servd.api.middleware import SINCE, RequestContext
 from servd.api.model_request import read, seconds_of
 from servd.api.model_server import ModelServer, Visit
 from servd.api.model_servers import ModelServers
+from servd.api.observability.tracer import Tracer
 from servd.api.protocol.models import ModelCard
 from servd.api.routes import load_routers
 from servd.api.routes.sleep import SleepState, check_level
-from servd.api.timeline import Tracer
 from servd.config import Config
 from servd.errors import InvalidRequest, NotFound, Unavailable
 from servd.json_reader import read_json

@@ -10,6 +10,7 @@ import uuid
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from fastapi import FastAPI
@@ -23,19 +24,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from servd.api.auth import CALL, ON_BEHALF_OF, OPEN_PATHS
 from servd.api.batch_store import MAX_UPLOAD
 from servd.api.call import Call
-from servd.api.explanation import server_timing
 from servd.api.fair_loop import FairLoop
 from servd.api.http_protocol import CONNECTION, ConnectionState
 from servd.api.metrics import Metrics
+from servd.api.observability.rendering import server_timing
+from servd.api.observability.tracer import Tracer
 from servd.api.protocol.errors import error_reply
 from servd.api.protocol.validation import REQUEST_ID
-from servd.api.request_state import RequestState, Timeline
-from servd.api.timeline import Tracer
+from servd.api.request_state import RequestState
 from servd.bounds import MAX_TIMEOUT
 from servd.errors import Forbidden, InvalidRequest
 from servd.log import MODEL, current_request
 from servd.messages import FinishReason
 from servd.tracing import Mark, now_ns
+
+if TYPE_CHECKING:
+    from servd.api.observability.otel import SpanExporter  # an extra
 
 log = logging.getLogger("servd.access")
 
@@ -61,6 +65,7 @@ class RequestContext:
     metrics: Metrics | None  # None: responses are not counted
     access_log: str = "off"  # --access-log
     origins: Collection[str] = ()  # --allowed-origins
+    spans: SpanExporter | None = None
 
     def __post_init__(self) -> None:
         self.is_behind_front = MODEL in os.environ  # then only the front can reach this server
@@ -137,7 +142,7 @@ class RequestContext:
         request_id = unique_id = uuid.uuid4().hex
         if re.fullmatch(REQUEST_ID, asked):
             request_id, unique_id = asked, f"{asked}-{unique_id[:12]}"
-        span = self.tracer.spans.begin(headers) if self.tracer.spans else None
+        span = self.spans.begin_span(headers) if self.spans else None
         parent = span.traceparent if span else headers.get("traceparent", "")
         trace = TRACE_PARENT.fullmatch(parent)
         trace_id = {"trace_id": trace[1]} if trace else {}
@@ -181,20 +186,25 @@ class RequestContext:
 
     def _end(self, call: Call, status: int, written: bool) -> None:
         now = now_ns()
-        timelines: list[Timeline] = []
         if status >= 400 and not call.requests and call.received_ns:  # refused before it had one
             call.open_request([Mark("received", call.received_ns)], call.unique_id)
         requests, call.requests = call.requests, []  # an idle connection keeps the call
-        marks = [*call.blocked, *([Mark("written", now)] if written else ()), Mark("done", now)]
+        span, call.span = call.span, None
+        marks = list(call.blocked)
         call.blocked.clear()
+        if written:
+            marks.append(Mark("written", now))
+        marks.append(Mark("done", now))
 
         def finish(state: RequestState) -> None:
             outcome = _outcome(state, status, written)
-            timelines.append(self.tracer.finish(state, marks, outcome, status))
+            timeline = self.tracer.finish_request(state, marks, outcome, status)
+            if span is not None:
+                span.add_timeline(timeline, state.params)
 
         done = self.loop.each(call.client, requests, finish)
-        if (span := call.span) is not None:
-            done.add_done_callback(lambda _: span.end(timelines, status or LEFT))
+        if span is not None:
+            done.add_done_callback(lambda _: span.end(status or LEFT))
 
 
 def _outcome(state: RequestState, status: int, written: bool) -> str:

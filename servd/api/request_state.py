@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from servd.account import Account
 from servd.api.choice import NO_TOKENS, Choice
 from servd.api.delta_stream import DeltaStream
+from servd.api.observability.latency import Breakdown
 from servd.api.output_parser import ExpectedOutput
 from servd.api.progress import Unfinished
 from servd.api.protocol.requests import RequestSummary
@@ -38,14 +38,9 @@ class Timeline(msgspec.Struct, gc=False):
     model: str = ""  # as the response names it
     marks: list[Mark] = []
     choices: list[Choice] = []  # none until it is sent to the engine
-    params_of_span: SamplingParams | None = None  # once finished, if spans export them
     reads_prompt: bool = False  # it asked for results of every prompt token
     tokens: array[int] = NO_TOKENS  # of the prompt; empty once dropped
     salt: tuple[str | None, ...] = (None, None)  # see `RequestOptions.cache_keys`
-    # From its first tool call to its end, and how long the parser worked in it.
-    parsed_from_ns: int = 0
-    parsed_to_ns: int = 0
-    parsing_ns: int = 0
     num_bytes: int = 0  # size of its message to the engine, if measured
     rank: int = 0  # of the engine that runs or ran it
     earlier: tuple[tuple[int, int], ...] = ()  # engines that ran it before, and until when
@@ -54,7 +49,7 @@ class Timeline(msgspec.Struct, gc=False):
     outcome: str = ""  # once finished: stop, length, abort, error or refused
     http_id: str = ""  # X-Request-Id of its answer
     http_status: int = 0  # of its answer; 0: the client left before it got one
-    account: Account | None = None  # computed early for a slow request with aging steps
+    breakdown: Breakdown | None = None  # computed early for a slow request with aging steps
     summary: RequestSummary | None = None  # cached once it has finished and was listed
 
     def is_shown_to(self, owner: str) -> bool:

@@ -33,11 +33,11 @@ from servd.api.context import Context
 from servd.api.http_protocol import Connections, settings
 from servd.api.metrics import Metrics
 from servd.api.middleware import count_refusal
+from servd.api.observability.tracer import Tracer
 from servd.api.output_processor import OutputProcessor
 from servd.api.pinned_prefixes import PinnedPrefixes
 from servd.api.processor import Processor
 from servd.api.routing import Router
-from servd.api.timeline import Tracer
 from servd.api.tokenizer import Tokenizer
 from servd.child import SHOW_STACKS, read_start
 from servd.child_messages import ENGINE_IS_DEAD, StartAPIServer
@@ -48,7 +48,7 @@ from servd.heartbeat import Heartbeat
 from servd.messages import EngineDead, EngineStatus
 
 if TYPE_CHECKING:
-    from servd.api.otel import Spans
+    from servd.api.observability.otel import SpanExporter
 
 logger = logging.getLogger("servd.api")
 
@@ -237,12 +237,12 @@ def within_file_limit(config: ServerConfig) -> ServerConfig:
     return msgspec.structs.replace(config, max_connections=possible)
 
 
-def spans_of(options: ObservabilityConfig) -> Spans | None:
+def span_exporter(options: ObservabilityConfig) -> SpanExporter | None:
     if options.otlp_traces_endpoint is None:
         return None
-    from servd.api.otel import Spans
+    from servd.api.observability.otel import SpanExporter
 
-    return Spans.to(options.otlp_traces_endpoint)
+    return SpanExporter.to_endpoint(options.otlp_traces_endpoint)
 
 
 def background(context: Context) -> Iterator[Coroutine[Any, Any, None]]:
@@ -272,7 +272,7 @@ async def serve(start: StartAPIServer) -> int:
         clients,
         processor,
         OutputProcessor(tokenizer),
-        Tracer(spans=(spans := spans_of(config.observability))),
+        Tracer(),
         Metrics(
             config.model.served_model_name[0], config.model.max_model_len,
             first_rank=config.parallel.first_rank,
@@ -283,7 +283,8 @@ async def serve(start: StartAPIServer) -> int:
         engine.metrics.observe_restarts(incarnation)
     async_llm.start()
     store = AdapterStore.beside(start.ipc_dir) if config.lora.enable_lora else None
-    app = create_app(config, async_llm, reasons=start.reasons, store=store)
+    spans = span_exporter(config.observability)
+    app = create_app(config, async_llm, reasons=start.reasons, store=store, spans=spans)
     work = [asyncio.create_task(each) for each in background(app.state.context)]
     connections = Connections(within_file_limit(config.server), partial(count_refusal, app))
     options = settings(
@@ -296,8 +297,8 @@ async def serve(start: StartAPIServer) -> int:
     options.load()
     options.ssl = tls_context(config.access)
     server = Server(options, async_llm, start, app.state.context)
-    siblings = app.state.context.siblings
-    await siblings.listen(Path(start.ipc_dir, f"api-{start.client}"))
+    peers = app.state.context.peers
+    await peers.listen(Path(start.ipc_dir, f"api-{start.client}"))
     while start.waits and isinstance(async_llm.status, EngineStatus):
         server.heartbeat.beat()
         await asyncio.sleep(TICK)  # another server accepts connections meanwhile
@@ -305,7 +306,7 @@ async def serve(start: StartAPIServer) -> int:
     for task in work:
         task.cancel()
         await asyncio.wait([task])
-    siblings.close()
+    peers.close()
     async_llm.close()
     for client in clients:
         client.close()

@@ -194,8 +194,8 @@ def of_timeline(
                 process.add(way, mark["took_ms"] / 1000, told.get(mark["stage"], ""))
     steps = [*_steps(timeline, sampled, runner, model)]
     processes[1].calls.append(Call("EngineCoreProc.busy_loop", calls=steps))
-    causes = [Call(c["cause"], c["ms"] / 1000, c["meaning"]) for c in timeline["causes"] if c["ms"]]
-    whole = Call(timeline["id"], timeline["wall_ms"] / 1000, timeline["explanation"], causes)
+    phases = [Call(p["phase"], p["ms"] / 1000, p["meaning"]) for p in timeline["phases"] if p["ms"]]
+    whole = Call(timeline["id"], timeline["wall_ms"] / 1000, timeline["explanation"], phases)
     return [*processes, whole]
 
 

@@ -10,7 +10,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import msgspec
@@ -22,10 +22,10 @@ from servd.api.app import create_app
 from servd.api.async_llm import AsyncLLM
 from servd.api.http_protocol import Connections, settings
 from servd.api.metrics import Metrics
+from servd.api.observability.tracer import Tracer
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
 from servd.api.routing import Router
-from servd.api.timeline import Tracer
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
 from servd.core.audit import audit, problems
@@ -44,6 +44,9 @@ from servd.messages import (
 )
 from servd.resolve import Machine, resolve
 from tests.limits import WAIT_SECONDS
+
+if TYPE_CHECKING:
+    from servd.api.observability.otel import SpanExporter
 
 MODEL = "org/fake-model"  # with a slash, as on the hub
 ALIAS = "fake"
@@ -197,7 +200,7 @@ async def serve(
     keep_alive: float = 15.0,
     spec: ModelSpec = FAKE_SPEC,
     script: str | list[int] | None = None,
-    tracer: Tracer | None = None,
+    spans: SpanExporter | None = None,
     store: AdapterStore | None = None,
     **options: Any,
 ) -> AsyncIterator[Served]:
@@ -221,12 +224,12 @@ async def serve(
         engines,  # type: ignore[arg-type]
         processor,
         OutputProcessor(tokenizer),
-        tracer or Tracer(),
+        Tracer(),
         Metrics(config.model.served_model_name[0]),
         Router.of(config),
     )
     async_llm.start()
-    app = create_app(config, async_llm, keep_alive=keep_alive, store=store)
+    app = create_app(config, async_llm, keep_alive=keep_alive, store=store, spans=spans)
     async with AsyncExitStack() as stack:
         for engine in engines:
             stack.push_async_callback(engine.close)

@@ -13,11 +13,11 @@ from servd.api import async_llm as module
 from servd.api import engine_client
 from servd.api.async_llm import AsyncLLM
 from servd.api.metrics import Metrics
+from servd.api.observability.tracer import Tracer
 from servd.api.output_processor import OutputProcessor
 from servd.api.processor import Processor
 from servd.api.prompt import Chat, Prompt
 from servd.api.request_state import RequestState
-from servd.api.timeline import Tracer
 from servd.api.tokenizer import Tokenizer
 from servd.config import Config
 from servd.errors import EngineDead, EngineError, InvalidRequest, Overloaded, ShuttingDown
@@ -394,7 +394,7 @@ async def test_timeline_and_stats(llm):
         )
     )
     await task
-    marks = llm.tracer.finish(state).marks
+    marks = llm.tracer.finish_request(state).marks
     assert [mark.stage for mark in marks] == [
         "received", "templated", "tokenised", "sent", "queued", "scheduled", "first_token",
         "finished", "returned", "detokenised",

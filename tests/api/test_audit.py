@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from servd.access import hash_key
-from servd.api import audit as audit_module
+from servd.api.routes import audit as audit_module
 from servd.core.audit import problems
 from servd.core.engine_core import EngineCore
 from servd.messages import AbortRequests, EngineAudit, EngineCoreOutputs

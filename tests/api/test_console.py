@@ -7,8 +7,8 @@ import re
 import httpx
 import pytest
 
-from servd.account import CAUSES
 from servd.api.console import FOLDER, files
+from servd.api.observability.latency import PHASES
 from tests.api.harness import MODEL, serve
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
@@ -65,7 +65,7 @@ def test_no_script_makes_markup_of_text_or_keeps_a_key(path):
 
 def test_every_cause_has_a_name_for_people():
     text = (FOLDER / "timeline.js").read_text(encoding="utf8")
-    assert {*re.findall(r"(\w+): \"[A-Z]", text)} == {*CAUSES}
+    assert {*re.findall(r"(\w+): \"[A-Z]", text)} == {*PHASES}
 
 
 OF_FEATURES = {"adapters.js", "drafts.js", "tiers.js"}  # panels; each feature brings its own

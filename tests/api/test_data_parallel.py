@@ -358,7 +358,7 @@ async def test_pages_tell_the_engines_apart():
         assert audit["problems"] == [], audit
         served.engines[1].core.scheduler.kv_cache.pool.ref_counts[0] += 1
         [problem] = (await served.http.get("/debug/audit")).json()["problems"]
-        assert problem.startswith("rank 1: engine: blocks [0] have [1] references")
+        assert problem.startswith("engine 1: blocks [0] have [1] references")
         served.engines[1].core.scheduler.kv_cache.pool.ref_counts[0] -= 1
 
 

@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from servd.api.otel import Spans
-from servd.api.timeline import Timeline, Tracer
+from servd.api.observability.otel import SpanExporter
+from servd.api.request_state import Timeline
 from servd.config import Config
 from servd.errors import ConfigError
 from servd.hf import FAKE_SPEC
@@ -33,8 +33,8 @@ def exporter() -> InMemorySpanExporter:
 
 
 @pytest.fixture
-def tracer(exporter) -> Tracer:
-    return Tracer(spans=Spans(SimpleSpanProcessor(exporter)))
+def spans(exporter) -> SpanExporter:
+    return SpanExporter(SimpleSpanProcessor(exporter))
 
 
 async def spans_of(exporter: InMemorySpanExporter, number: int = 1) -> list[ReadableSpan]:
@@ -47,8 +47,8 @@ async def spans_of(exporter: InMemorySpanExporter, number: int = 1) -> list[Read
     return [*exporter.get_finished_spans()]
 
 
-async def test_a_request_is_a_span_in_its_clients_trace_with_its_phases_below(exporter, tracer):
-    async with serve(tracer=tracer) as served:
+async def test_a_request_is_a_span_in_its_clients_trace_with_its_phases_below(exporter, spans):
+    async with serve(spans=spans) as served:
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "a=b"}
         body = {"messages": user("hi"), "max_tokens": 5, "ignore_eos": True, "top_p": 0.5}
         answer = await served.http.post(CHAT, json=body, headers=headers)
@@ -87,9 +87,9 @@ async def test_a_request_is_a_span_in_its_clients_trace_with_its_phases_below(ex
 
 
 async def test_without_a_context_each_request_begins_a_trace_which_logs_name_too(
-    exporter, tracer, caplog
+    exporter, spans, caplog
 ):
-    async with serve(tracer=tracer) as served:
+    async with serve(spans=spans) as served:
         for _ in range(2):
             await served.http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 2})
         await served.http.get("/health")  # no span: nothing was generated
@@ -100,8 +100,8 @@ async def test_without_a_context_each_request_begins_a_trace_which_logs_name_too
     assert {*re.findall(r'trace_id="(\w+)"', metrics)} <= {f"{trace:032x}" for trace in traces}
 
 
-async def test_what_the_client_does_not_sample_is_not_exported(exporter, tracer):
-    async with serve(tracer=tracer) as served:
+async def test_what_the_client_does_not_sample_is_not_exported(exporter, spans):
+    async with serve(spans=spans) as served:
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
         answer = await served.http.post(COMPLETIONS, json={"prompt": "a"}, headers=headers)
         assert answer.headers["traceresponse"].startswith(f"00-{TRACE}-")
@@ -110,28 +110,18 @@ async def test_what_the_client_does_not_sample_is_not_exported(exporter, tracer)
     assert f"{span.context.trace_id:032x}" != TRACE
 
 
-async def test_preemptions_and_tool_calls_have_spans(exporter, tracer):
+async def test_a_preemption_has_a_span(exporter, spans):
     cache = 40 * 16 * FAKE_SPEC.kv_bytes_per_token(4)
     options = {"kv_cache_memory": cache, "max_model_len": 512, "max_num_seqs": 2}
-    async with serve(tracer=tracer, **options) as served:
+    async with serve(spans=spans, **options) as served:
         body = {"max_tokens": 120, "ignore_eos": True}
         prompts = [{"prompt": c * 300, **body} for c in "ab"]
         await asyncio.gather(*(served.http.post(COMPLETIONS, json=each) for each in prompts))
         assert "preempted" in {span.name for span in await spans_of(exporter, 2)}
-    exporter.clear()
-    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    async with serve(tracer=tracer, tool_call_parser="hermes", script=call) as served:
-        tools = [{"type": "function", "function": {"name": "add"}}]
-        await served.http.post(CHAT, json={"messages": user("a"), "tools": tools})
-        found = {span.name: span for span in await spans_of(exporter)}
-    parsing, decode = found["tool_parsing"], found["decode"]
-    assert decode.start_time <= parsing.start_time < parsing.end_time
-    busy_ns = round(parsing.attributes["servd.busy_seconds"] * 1e9)
-    assert 0 < busy_ns <= parsing.end_time - parsing.start_time
 
 
-async def test_several_prompts_are_one_span_with_sums(exporter, tracer):
-    async with serve(tracer=tracer) as served:
+async def test_several_prompts_are_one_span_with_sums(exporter, spans):
+    async with serve(spans=spans) as served:
         answer = await served.http.post("/v1/embeddings", json={"input": ["a", "bc", "def"]})
         *parts, span = await spans_of(exporter)
     assert span.attributes["gen_ai.operation.name"] == "embeddings"
@@ -139,8 +129,8 @@ async def test_several_prompts_are_one_span_with_sums(exporter, tracer):
     assert [part.name for part in parts].count("prefill") == 3
 
 
-async def test_a_background_response_is_a_span_once_it_is_made(exporter, tracer):
-    async with serve(tracer=tracer) as served:
+async def test_a_background_response_is_a_span_once_it_is_made(exporter, spans):
+    async with serve(spans=spans) as served:
         body = {"input": "a", "background": True, "max_output_tokens": 16}
         answer = await served.http.post("/v1/responses", json=body)
         *_, span = await spans_of(exporter)
@@ -163,8 +153,8 @@ async def test_spans_reach_a_collector_as_protobuf_over_http(monkeypatch):
 
     with HTTPServer(("127.0.0.1", 0), Collector) as collector:
         threading.Thread(target=collector.serve_forever).start()
-        spans = Spans.to(f"http://127.0.0.1:{collector.server_port}/v1/traces")
-        async with serve(tracer=Tracer(spans=spans)) as served:
+        spans = SpanExporter.to_endpoint(f"http://127.0.0.1:{collector.server_port}/v1/traces")
+        async with serve(spans=spans) as served:
             answer = await served.http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 3})
         spans.close()
         collector.shutdown()
@@ -197,8 +187,9 @@ def test_without_the_extra_the_remedy_is_named(monkeypatch):
 
 
 def test_a_request_that_is_cut_off_after_the_last_export_leaves_quietly(exporter):
-    spans = Spans(SimpleSpanProcessor(exporter))
-    span = spans.begin({})
+    spans = SpanExporter(SimpleSpanProcessor(exporter))
+    span = spans.begin_span({})
     spans.close()
-    span.end([Timeline("x")])
+    span.add_timeline(Timeline("x"), None)
+    span.end()
     assert not exporter.get_finished_spans()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servd.api.prefix_explanation import common_length
+from servd.api.observability.prefix_misses import common_length
 from servd.api.route import document
 from servd.api.routes import load_routers
 from servd.hf import FAKE_SPEC
@@ -38,9 +38,9 @@ async def test_the_timeline_of_a_request_sums_to_its_wall_time(served: Served):
     ]  # fmt: skip
     wall = timeline["wall_ms"]
     assert wall > 0
-    for parts in ([m["took_ms"] for m in timeline["marks"]], [c["ms"] for c in timeline["causes"]]):
+    for parts in ([m["took_ms"] for m in timeline["marks"]], [p["ms"] for p in timeline["phases"]]):
         assert sum(parts) == pytest.approx(wall, abs=0.02)
-    assert sum(cause["share"] for cause in timeline["causes"]) == pytest.approx(1, abs=0.01)
+    assert sum(phase["share"] for phase in timeline["phases"]) == pytest.approx(1, abs=0.01)
     assert timeline["spans"][0]["begin_ms"] == 0 and timeline["spans"][-1]["end_ms"] == wall
     assert timeline["num_steps"] == len(timeline["steps"]) == 3
     assert timeline["num_prompt_tokens"] == answer.json()["usage"]["prompt_tokens"]
@@ -186,7 +186,7 @@ async def test_perfetto(served: Served):
     timeline = await timeline_of(served, answer.json()["id"])
     trace = await timeline_of(served, answer.json()["id"], format="perfetto")
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert [e["name"] for e in events if e["tid"] == 1] == [s["cause"] for s in timeline["spans"]]
+    assert [e["name"] for e in events if e["tid"] == 1] == [s["phase"] for s in timeline["spans"]]
     assert [e["args"]["step"] for e in events if e["tid"] == 2] == [0, 1, 2, 3, 4]
     assert sum(e["dur"] for e in events if e["tid"] == 1) == pytest.approx(
         timeline["wall_ms"] * 1000, abs=20
@@ -211,7 +211,7 @@ async def test_latest_steps(served: Served):
 def test_the_description_of_a_timeline_names_its_fields():
     schemas = document(load_routers(), needs_key=False)["components"]["schemas"]
     name = next(name for name in schemas if name.endswith("RequestTimeline"))
-    assert {"spans", "causes", "neighbours"} <= set(schemas[name]["properties"])
+    assert {"spans", "phases", "neighbours"} <= set(schemas[name]["properties"])
 
 
 CHATS = "/v1/chat/completions"

@@ -21,7 +21,7 @@ import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
-from servd.account import CAUSES
+from servd.api.observability.latency import PHASES
 from servd.hf import DEMO_FOLDER, read_spec
 from tests.console.conftest import Page, browser
 from tests.integration.conftest import Server, shared
@@ -188,7 +188,7 @@ def engine_restart(server: Server) -> str:
 
 def test_a_new_user_finds_the_cause_of_a_slow_request(narrow: Server):
     """From the page alone, which names it in a sentence. A pause of the machine may be the larger
-    cause, so that the page is compared with the API; causes are in tests/api/test_causes.py.
+    cause, so that the page is compared with the API; phases are in tests/api/test_phases.py.
     """
     planted = (queue_slots, neighbour_prefill, preemption, stalled_worker, engine_restart)
     slow = [plant(narrow) for plant in planted]
@@ -201,7 +201,7 @@ def test_a_new_user_finds_the_cause_of_a_slow_request(narrow: Server):
             page.click("nav a", "Requests")
             page.click(f'td a[title="{request_id}"]')
             told = page.wait(".timeline p", "It took").text
-            assert CAUSES[timeline["cause"]] in told
+            assert PHASES[timeline["longest_wait"]] in told
             assert page.num_clicks - before <= 5
         page.check()
 

@@ -61,11 +61,11 @@ def test_trace_draws_what_the_server_says_of_the_time(fake_server: Server):
     tree, _, tokens = result.stdout.partition("\n\n")
     lines = tree.splitlines()
     at = next(i for i, line in enumerate(lines) if "chatcmpl-" in line)
-    request, causes = lines[at], lines[at + 1 :]
+    request, phases = lines[at], lines[at + 1 :]
     timeline = httpx.get(f"{fake_server.url}/v1/requests/{request.split()[1]}/timeline").json()
     assert timeline["explanation"] in request
-    told = [each["cause"].split()[0] for each in timeline["causes"] if each["ms"]]
-    assert [cause.split()[1] for cause in causes] == told
+    told = [each["phase"].split()[0] for each in timeline["phases"] if each["ms"]]
+    assert [phase.split()[1] for phase in phases] == told
     assert sum("EngineCore.step" in line for line in lines[:at]) > 0
     assert len(tokens.splitlines()) == 1 + 4
 

@@ -1,7 +1,7 @@
 // Recent and slow requests, and where the time of each went.
 import { json } from "./api.js";
 import { counted, h, percent, problem, span, table } from "./dom.js";
-import { causeName, outcomeOf, requestLink, timeline } from "./timeline.js";
+import { phaseName, outcomeOf, requestLink, timeline } from "./timeline.js";
 
 const REFRESH = 2000; // milliseconds
 const HEADS = ["When", "Request", "Owner", "Outcome", "Took", "First token", "Prompt", "Answer",
@@ -13,10 +13,10 @@ export default function requests(root) {
   let found = [];
   const order = h("select", { change: refresh }, h("option", { value: "recent" }, "Most recent"),
     h("option", { value: "slowest" }, "Slowest"));
-  const cause = h("select", { change: draw }, h("option", { value: "" }, "Anything"));
+  const wait = h("select", { change: draw }, h("option", { value: "" }, "Anything"));
   const text = h("input", { type: "search", placeholder: TEXT_HINT, input: draw });
   const filters = h("form.filters", { submit: (event) => event.preventDefault() },
-    h("label", {}, "Show", order), h("label", {}, "That waited for", cause),
+    h("label", {}, "Show", order), h("label", {}, "That waited for", wait),
     h("label", {}, "Containing", text));
   const place = h("div");
   const list = h("div.page", {}, h("h2", {}, "Requests"), filters, place);
@@ -35,15 +35,15 @@ export default function requests(root) {
   }
 
   function draw() {
-    const causes = [...new Set(found.map((request) => request.cause).filter(Boolean))].sort();
-    if (causes.join() !== [...cause.options].slice(1).map((option) => option.value).join()) {
-      const chosen = cause.value;
-      cause.replaceChildren(cause.options[0],
-        ...causes.map((name) => h("option", { value: name }, causeName(name))));
-      cause.value = causes.includes(chosen) ? chosen : "";
+    const waits = [...new Set(found.map((each) => each.longest_wait).filter(Boolean))].sort();
+    if (waits.join() !== [...wait.options].slice(1).map((option) => option.value).join()) {
+      const chosen = wait.value;
+      wait.replaceChildren(wait.options[0],
+        ...waits.map((name) => h("option", { value: name }, phaseName(name))));
+      wait.value = waits.includes(chosen) ? chosen : "";
     }
     const several = found.some((request) => request.engine); // there is more than number 0
-    const wanted = found.filter((request) => (!cause.value || request.cause === cause.value)
+    const wanted = found.filter((request) => (!wait.value || request.longest_wait === wait.value)
       && textOf(request).includes(text.value.trim()));
     const focused = document.activeElement?.getAttribute("href"); // keep the place of the keyboard
     const scrolled = place.firstElementChild?.scrollLeft ?? 0;
@@ -84,8 +84,8 @@ function row(request, several) {
   const engine = several ? `, engine ${request.engine}` : "";
   const origin = `${request.route}, ${request.model}${engine}`;
   const { num_prompt_tokens: prompt, num_cached_tokens: cached } = request;
-  const waited = request.cause && `${causeName(request.cause)}: ${span(request.cause_ms)}, `
-    + percent(request.cause_ms / request.wall_ms);
+  const { longest_wait: wait, longest_wait_ms: ms } = request;
+  const waited = wait && `${phaseName(wait)}: ${span(ms)}, ${percent(ms / request.wall_ms)}`;
   return [
     new Date(request.created * 1000).toLocaleTimeString("en-GB"),
     h("div", {}, requestLink(request.id), h("div.hint", {}, origin)),

@@ -1,4 +1,4 @@
-// Where the time of one request went, drawn: a row for each cause.
+// Where the time of one request went, drawn: a row for each phase.
 import { json } from "./api.js";
 import { button, count, counted, h, short, span, table } from "./dom.js";
 
@@ -20,16 +20,16 @@ const WAITS = {
 };
 const COMPUTES = ["prefill", "decode"];
 
-/** What a cause is called. */
-export const causeName = (cause) => OWN[cause] ?? WAITS[cause] ?? cause;
+/** What a phase is called. */
+export const phaseName = (phase) => OWN[phase] ?? WAITS[phase] ?? phase;
 
-/** The account of a request, by the id of its answer; `full` with its neighbours and steps. */
+/** The breakdown of a request, by the id of its answer; `full` with its neighbours and steps. */
 export async function timeline(id, full = false) {
   const path = `v1/requests/${encodeURIComponent(id)}/timeline`;
-  const account = await json(path);
-  const parts = [h("p", {}, account.explanation), waterfall(account)];
-  if (account.prefix_cache) parts.push(prefix(account.prefix_cache));
-  if (full) parts.push(...neighbours(account), ...steps(account));
+  const found = await json(path);
+  const parts = [h("p", {}, found.explanation), waterfall(found)];
+  if (found.prefix_cache) parts.push(prefix(found.prefix_cache));
+  if (full) parts.push(...neighbours(found), ...steps(found));
   if (full) parts.push(button("Save for Perfetto", save));
   return h("div.timeline", {}, parts);
 
@@ -41,16 +41,16 @@ export async function timeline(id, full = false) {
   }
 }
 
-function waterfall({ wall_ms: wall, causes, spans }) {
-  const first = (cause) => spans.findIndex((part) => part.cause === cause);
-  const small = causes.filter(({ ms, share }) => ms > 0 && share < 0.001);
-  const rows = causes.filter(({ share }) => share >= 0.001)
-    .sort((a, b) => first(a.cause) - first(b.cause));
-  const rest = small.map(({ cause, ms }) => `${causeName(cause)} ${span(ms)}`).join(", ");
-  return [h("ol", {}, rows.map(({ cause, ms, share, meaning }) => {
-    const kind = COMPUTES.includes(cause) ? "computes" : cause in OWN ? "works" : "waits";
-    const own = spans.filter((part) => part.cause === cause);
-    return bar(kind, causeName(cause), own.map((part) => [part.begin_ms, part.end_ms]), wall, ms,
+function waterfall({ wall_ms: wall, phases, spans }) {
+  const first = (phase) => spans.findIndex((part) => part.phase === phase);
+  const small = phases.filter(({ ms, share }) => ms > 0 && share < 0.001);
+  const rows = phases.filter(({ share }) => share >= 0.001)
+    .sort((a, b) => first(a.phase) - first(b.phase));
+  const rest = small.map(({ phase, ms }) => `${phaseName(phase)} ${span(ms)}`).join(", ");
+  return [h("ol", {}, rows.map(({ phase, ms, share, meaning }) => {
+    const kind = COMPUTES.includes(phase) ? "computes" : phase in OWN ? "works" : "waits";
+    const own = spans.filter((part) => part.phase === phase);
+    return bar(kind, phaseName(phase), own.map((part) => [part.begin_ms, part.end_ms]), wall, ms,
       meaning, kind === "waits" && share >= 0.05 && h("span.hint", {}, meaning));
   })), rest && h("p.hint", {}, `Too short to draw: ${rest}.`)];
 }
@@ -74,7 +74,7 @@ function neighbours({ neighbours: others, behind }) {
   if (!others.length) return queue;
   return [...queue, h("h3", {}, "Neighbours, whose prompts were computed in its steps"),
     table("Neighbours", ["Request", "Prompt", "Time"], others.map((other) => [
-      other.id ? requestLink(other.id) : "of another API key",
+      other.id ? requestLink(other.id) : "of another API key or server",
       counted(other.num_prompt_tokens, "token"), span(other.ms)]))];
 }
 
@@ -90,7 +90,7 @@ function steps({ steps: all, num_steps: number }) {
       step.waits_for ? `${step.num_waiting}, for ${step.waits_for}` : short(step.num_waiting)]))];
 }
 
-/** A link to the account of a request. */
+/** A link to the breakdown of a request. */
 export function requestLink(id) {
   const name = h("code", {}, id.length > 20 ? `${id.slice(0, 18)}…` : id);
   return h("a", { href: `#/requests/${encodeURIComponent(id)}`, title: id }, name);

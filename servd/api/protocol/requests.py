@@ -7,7 +7,7 @@ from msgspec import UNSET, UnsetType
 
 
 class RequestSummary(msgspec.Struct, kw_only=True):
-    """A request, and the largest cause of its latency."""
+    """A request, and what it waited for longest."""
 
     id: str
     object: str = "request"
@@ -25,8 +25,8 @@ class RequestSummary(msgspec.Struct, kw_only=True):
     num_cached_tokens: int
     num_output_tokens: int
     num_preemptions: int
-    cause: str | UnsetType = UNSET  # the largest beside its own work
-    cause_ms: float | UnsetType = UNSET
+    longest_wait: str | UnsetType = UNSET  # the longest phase beside its own work
+    longest_wait_ms: float | UnsetType = UNSET
 
 
 class RequestList(msgspec.Struct):
@@ -36,32 +36,32 @@ class RequestList(msgspec.Struct):
     object: str = "list"
 
 
-class CauseShare(msgspec.Struct):
-    """One cause of a request's latency."""
+class PhaseShare(msgspec.Struct):
+    """One phase of a request's latency."""
 
-    cause: str
+    phase: str
     ms: float
     share: float  # part of the whole, 0 to 1
     meaning: str
 
 
-class TimelineSpan(msgspec.Struct):
-    """A time with one cause."""
+class TimelineSpan(msgspec.Struct, omit_defaults=True):
+    """A time with one phase."""
 
-    cause: str
+    phase: str
     begin_ms: float
     end_ms: float
-    first_step: int | UnsetType = UNSET  # the engine's number
-    last_step: int | UnsetType = UNSET
+    first_step: int = -1  # the engine's number
+    last_step: int = -1
 
 
-class TimelineMark(msgspec.Struct):
+class TimelineMark(msgspec.Struct, omit_defaults=True):
     """When a request reached a stage."""
 
     stage: str
     at_ms: float
     took_ms: float  # since the mark before
-    step: int | UnsetType = UNSET
+    step: int = -1
 
 
 class TimelineStep(msgspec.Struct, kw_only=True):
@@ -88,12 +88,12 @@ class TimelineStep(msgspec.Struct, kw_only=True):
     message_bytes: int | UnsetType = UNSET  # that brought its outputs, while a request was watched
 
 
-class TimelineNeighbour(msgspec.Struct):
+class TimelineNeighbour(msgspec.Struct, omit_defaults=True):
     """A request whose prompt was computed while this one waited."""
 
     num_prompt_tokens: int
     ms: float
-    id: str | UnsetType = UNSET  # shown to the same API key only
+    id: str = ""  # shown to the same API key only
 
 
 class PrefixDifference(msgspec.Struct):
@@ -127,14 +127,13 @@ class RequestTimeline(RequestSummary, kw_only=True):
 
     object: str = "request.timeline"
     explanation: str
-    causes: list[CauseShare]  # largest first
+    phases: list[PhaseShare]  # longest first
     spans: list[TimelineSpan]
     marks: list[TimelineMark]
     num_steps: int
     steps: list[TimelineStep]  # the longest, in order
     neighbours: list[TimelineNeighbour]
     behind: list[str]  # requests of the same API key that ran while it queued
-    blocked_ms: float
     prefix_cache: PrefixCache | UnsetType = UNSET  # once it is scheduled
     # With the header X-Servd-Watch: of its message to the engine; the block table of each choice.
     message_bytes: int | UnsetType = UNSET

@@ -29,7 +29,6 @@ from servd.api.streaming import DONE, KEEP_ALIVE, EventStream, event, while_conn
 from servd.errors import EngineDead, InvalidRequest
 from servd.messages import EngineReady
 from servd.outputs import CompletionOutput
-from servd.tracing import now_ns
 
 CHOICE_SIZE = 32  # what a choice takes besides its tokens, in the same measure
 
@@ -278,15 +277,9 @@ class ResponseBuilder(ABC):
     def deltas_of(self, output: CompletionOutput) -> list[Delta]:
         """Parsed deltas of an output, and of text held back before it."""
         parser = self.parser_of(output.index)
-        began = now_ns()
         deltas = parser.feed(output.text, output.token_ids)
         if output.finish_reason is not None:
             deltas = [*deltas, *parser.finish()]
-        if parser.num_calls:
-            state = self.prepared[output.index // self.n]
-            state.parsed_from_ns = state.parsed_from_ns or began
-            state.parsed_to_ns = now_ns()
-            state.parsing_ns += state.parsed_to_ns - began
         if output.finish_reason is not None and parser.looks_for_calls:
             mode = "streaming" if self.stream else "non_streaming"
             outcome = "tool_call" if parser.num_calls else "no_tool_call"

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from servd.api import kv_transfer
-from servd.api.explanation import stage_ns
+from servd.api.observability.rendering import stage_times
 from servd.api.protocol.chat import ChatCompletionChunk
 from servd.api.protocol.completions import Completion
 from servd.api.protocol.generation import (
@@ -97,7 +97,7 @@ class ChunkBuilder(ResponseBuilder):
             return UNSET
         num_cached = sum(self.num_cached_tokens)
         num_prompt, num_output = self.num_prompt_tokens - num_cached, self.num_output_tokens
-        times = stage_ns(self.prepared)
+        times = stage_times(self.prepared)
         prompt_ms, output_ms = (round(times.get(n, 0) / 1e6, 3) for n in ("prefill", "decode"))
         return Timings(
             num_cached,

@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import resource
+import threading
+from itertools import count
+
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.audit import AuditReport, audit
 from servd.api.context import context_of, json_response
+from servd.api.engine_client import EngineClient
 from servd.api.route import Route, refusals
+from servd.errors import Unavailable
+from servd.messages import Audit
 
 router = APIRouter(route_class=Route)
+
+TIMEOUT = 30.0  # seconds for the engine's answer, which comes between two steps
+numbers = count()  # a late answer must not be taken for another audit's
+
+
+class Holdings(msgspec.Struct):
+    """What this API server holds; to be compared with an earlier time."""
+
+    requests: int  # prompts in the engine
+    admitted: int  # prompts that count for the limits
+    tasks: int
+    threads: int
+    files: int  # descriptors, connections among them
+    max_rss_bytes: int  # the most so far
+
+
+class AuditReport(msgspec.Struct):
+    """Without `problems`, all is well."""
+
+    problems: list[str]
+    engine_requests: int  # all API servers' together
+    server: Holdings
 
 
 @router.get("/debug/audit", response_model=AuditReport, responses=refusals(503))
@@ -18,4 +49,60 @@ async def audit_server(request: Request) -> Response:
     """Check that blocks, slots, queues and open requests of the engine and of this API server agree
     with each other; also while requests run.
     """
-    return json_response(await audit(context_of(request).async_llm))
+    async_llm = context_of(request).async_llm
+    for engine in async_llm.engines:
+        if not engine.is_ready or engine.recovery.is_trying:  # some are held back
+            raise Unavailable("the engine is not ready: retry later")
+        if engine.audits:  # each takes the engine as long as a step
+            raise Unavailable("another audit is running: retry later")
+    admission = async_llm.admission
+    open_ids = [engine.open_ids() for engine in async_llm.engines]
+    report = AuditReport(
+        problems=[],
+        engine_requests=0,
+        server=Holdings(
+            requests=sum(map(len, open_ids)),
+            admitted=admission.prompts.total(),
+            tasks=len(asyncio.all_tasks()),
+            threads=threading.active_count(),
+            files=len(os.listdir("/proc/self/fd")),
+            max_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        ),
+    )
+    for engine in async_llm.engines:
+        await _audit_engine(engine, report)
+    counts = [*admission.prompts.values(), *(num + 1 for num in admission.tokens.values())]
+    if min(counts, default=1) <= 0:
+        report.problems.append("admission counts an owner without requests")
+    return json_response(report)
+
+
+async def _audit_engine(client: EngineClient, report: AuditReport) -> None:
+    """Add what is wrong. Both ends keep order, so what was open when the engine was asked and is
+    open when it has answered must be open there, and nothing else may be.
+    """
+    number = next(numbers)
+    answer = asyncio.get_running_loop().create_future()
+    client.audits[number] = answer
+    before = client.open_ids()
+    client.client.send(Audit(client.client.client, number))
+    try:
+        engine = await asyncio.wait_for(answer, TIMEOUT)
+    except TimeoutError:
+        raise Unavailable("the engine did not answer: retry later") from None
+    finally:
+        del client.audits[number]
+    theirs = set(engine.request_ids)
+    after = client.open_ids()
+    problems = list(engine.problems)
+    for what, ids in (
+        ("in the engine, and not open here", theirs - before),
+        ("open here, and not in the engine", (before & after) - theirs),
+    ):
+        if ids:
+            problems.append(f"{len(ids)} requests are {what}: {sorted(ids)[:8]}")
+    num_running = client.stats.num_running + client.stats.num_waiting
+    if not engine.num_requests and not after and num_running:
+        problems.append(f"no request is open, the gauges say {num_running} run or wait")
+    report.engine_requests += engine.num_requests
+    report.problems += [f"engine {client.rank}: {problem}" for problem in problems]

@@ -7,8 +7,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from servd.api.context import context_of
+from servd.api.observability.peers import WriteMetrics
 from servd.api.route import Route, text_content
-from servd.api.siblings import WriteMetrics
 
 router = APIRouter(route_class=Route)
 
@@ -22,6 +22,6 @@ async def metrics(request: Request) -> Response:
     """What Prometheus collects, as its text or as OpenMetrics."""
     accept = request.headers.get("accept", "")
     context = context_of(request)
-    reports = await context.siblings.ask_others(WriteMetrics())
+    reports = await context.peers.ask_peers(WriteMetrics())
     body, content_type = context.async_llm.metrics.render(accept, reports)
     return Response(body, headers={"content-type": content_type})

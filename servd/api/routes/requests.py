@@ -10,10 +10,15 @@ from starlette.responses import Response
 
 from servd.api.call import call_of
 from servd.api.context import context_of, json_response
-from servd.api.explanation import steps_of, trace_of
+from servd.api.observability.peers import (
+    CHARS_PER_STEP,
+    FindTimeline,
+    ListRequests,
+    ListSteps,
+)
+from servd.api.observability.rendering import render_steps, render_trace
 from servd.api.protocol.requests import RequestList, RequestTimeline, StepList
 from servd.api.route import PathPart, Route
-from servd.api.siblings import CHARS_PER_STEP, FindTimeline, ListRequests, ListSteps
 from servd.errors import NotFound
 from servd.tracing import now_ns
 
@@ -32,10 +37,10 @@ async def list_requests(
     ones.
     """
     owner = call_of(request).owner
-    question = ListRequests(owner, "recent", recent)
+    query = ListRequests(owner, "recent", recent)
     if slowest is not None:
-        question = ListRequests(owner, "slowest", slowest)
-    return json_response(RequestList(await context_of(request).siblings.list_requests(question)))
+        query = ListRequests(owner, "slowest", slowest)
+    return json_response(RequestList(await context_of(request).peers.list_requests(query)))
 
 
 @router.get("/v1/requests/{request_id}/timeline", response_model=(RequestTimeline, dict[str, Any]))
@@ -44,16 +49,17 @@ async def request_timeline(
     request: Request, request_id: PathPart, format: Literal["json", "perfetto"] = "json"
 ) -> Response:
     """Where the time of a running, recent or slow request went, by the `id` of its answer: every
-    millisecond has a cause. `format=perfetto` gives it as trace events for ui.perfetto.dev.
+    millisecond belongs to one phase. `format=perfetto` gives it as trace events for
+    ui.perfetto.dev.
     """
-    question = FindTimeline(call_of(request).owner, request_id)
-    timeline = await context_of(request).siblings.find_timeline(question)
+    query = FindTimeline(call_of(request).owner, request_id)
+    timeline = await context_of(request).peers.find_timeline(query)
     if timeline is None:
         raise NotFound(
             f"there is no running or recent request {request_id[:200]!r} of this API key",
             param="request_id",
         )
-    return json_response(timeline if format == "json" else trace_of(timeline))
+    return json_response(timeline if format == "json" else render_trace(timeline))
 
 
 @router.get("/v1/steps", response_model=StepList)
@@ -61,7 +67,7 @@ async def list_steps(
     request: Request, recent: Annotated[int, Query(ge=1, le=MAX_STEPS_LISTED)] = 100
 ) -> Response:
     """The latest steps of the engine."""
-    steps = await context_of(request).siblings.list_steps(ListSteps(recent))
+    steps = await context_of(request).peers.list_steps(ListSteps(recent))
     size = CHARS_PER_STEP * len(steps)
-    data = await call_of(request).run_in_thread(size, lambda: steps_of(steps, 0))
+    data = await call_of(request).run_in_thread(size, lambda: render_steps(steps, 0))
     return json_response(StepList(data, round(now_ns() / 1e6, 3)))

@@ -38,7 +38,7 @@ from servd.errors import InvalidRequest, NotFound
 from servd.outputs import CompletionOutput
 
 if TYPE_CHECKING:
-    from servd.api.otel import RequestSpan
+    from servd.api.observability.otel import RequestSpan
 
 router = APIRouter(route_class=Route)
 
@@ -230,6 +230,8 @@ async def _run_detached(
 
 
 def _end_timeline(builder: ResponsesBuilder, span: RequestSpan | None) -> None:
-    timeline = builder.async_llm.tracer.finish(builder.prepared[0])
+    state = builder.prepared[0]
+    timeline = builder.async_llm.tracer.finish_request(state)
     if span is not None:
-        span.end([timeline])
+        span.add_timeline(timeline, state.params)
+        span.end()

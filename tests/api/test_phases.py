@@ -1,4 +1,4 @@
-"""Slow requests whose cause is known: the account names it as the largest share.
+"""Slow requests whose cause is known: the breakdown names it as the longest phase.
 
 Time is virtual and passes only where a test lets it pass, so that a busy machine adds nothing.
 """
@@ -88,12 +88,12 @@ async def start_beside(served: Served, *args: Any, **body: Any) -> asyncio.Task[
     return task
 
 
-async def causes_of(served: Served, request_id: str) -> list[str]:
+async def phases_of(served: Served, request_id: str) -> list[str]:
     """Largest first."""
     url = f"/v1/requests/{request_id}/timeline"
     timeline = (await served.http.get(url)).json()
-    assert sum(c["ms"] for c in timeline["causes"]) == pytest.approx(timeline["wall_ms"], abs=0.1)
-    return [cause["cause"] for cause in timeline["causes"]]
+    assert sum(p["ms"] for p in timeline["phases"]) == pytest.approx(timeline["wall_ms"], abs=0.1)
+    return [phase["phase"] for phase in timeline["phases"]]
 
 
 async def has_token(served: Served) -> None:
@@ -112,7 +112,7 @@ async def test_the_prompts_of_neighbours(slow_steps):
         await until(lambda: len(served.engine.sent) == 3)
         served.engine.may_step.set()
         await asyncio.gather(*others)
-        assert (await causes_of(served, await own))[0] == "neighbour_prefill"
+        assert (await phases_of(served, await own))[0] == "neighbour_prefill"
 
 
 async def test_preemption(slow_steps):
@@ -122,7 +122,7 @@ async def test_preemption(slow_steps):
         await has_token(served)
         second = await (await start_beside(served, "b" * 300, 30))
         await first
-        assert (await causes_of(served, second))[0] == "preemption"
+        assert (await phases_of(served, second))[0] == "preemption"
 
 
 async def test_a_slot(slow_steps):
@@ -131,7 +131,7 @@ async def test_a_slot(slow_steps):
         await has_token(served)
         second = await (await start_beside(served, "b", 5))
         first = await first
-        assert (await causes_of(served, second))[0] == "queue_slots"
+        assert (await phases_of(served, second))[0] == "queue_slots"
         timelines = [
             (await served.http.get(f"/v1/requests/{i}/timeline")).json() for i in (first, second)
         ]
@@ -150,7 +150,7 @@ async def test_a_later_request_that_overtook_is_among_those_waited_for(slow_step
         first, background, urgent = await asyncio.gather(*tasks)
         for own, behind in ((urgent, [first]), (background, [urgent, first])):
             timeline = (await served.http.get(f"/v1/requests/{own}/timeline")).json()
-            assert timeline["cause"] == "queue_slots" and timeline["behind"] == behind
+            assert timeline["longest_wait"] == "queue_slots" and timeline["behind"] == behind
 
 
 async def test_an_engine_that_sleeps(slow_steps, clock):
@@ -163,7 +163,7 @@ async def test_an_engine_that_sleeps(slow_steps, clock):
         clock.sleep(0.5)  # it loads its weights
         await served.http.post("/wake_up")
         served.engine.may_step.set()
-        assert (await causes_of(served, await own))[0] == "wake_up"
+        assert (await phases_of(served, await own))[0] == "wake_up"
 
 
 async def test_a_place_for_its_adapter(slow_steps, tmp_path):
@@ -173,7 +173,7 @@ async def test_a_place_for_its_adapter(slow_steps, tmp_path):
         first = asyncio.create_task(post(served, "x", 60, model="a"))
         await has_token(served)
         own = await (await start_beside(served, "x", 5, model="b"))
-        assert (await causes_of(served, own))[0] == "queue_adapters"
+        assert (await phases_of(served, own))[0] == "queue_adapters"
         timeline = (await served.http.get(f"/v1/requests/{own}/timeline")).json()
         assert timeline["behind"] == [await first] and timeline["model"] == "b"
 
@@ -192,7 +192,7 @@ async def test_an_engine_that_dies(slow_steps, clock):
         assert health["status"] == "restarting" and 0 < health["elapsed_seconds"] < 500
         served.engine.revive()
         for task in (own, late):
-            assert (await causes_of(served, await task))[0] == "engine_restart"
+            assert (await phases_of(served, await task))[0] == "engine_restart"
 
 
 @pytest.mark.parametrize(
@@ -207,12 +207,12 @@ async def test_an_engine_that_dies(slow_steps, clock):
     ],
     ids=["beams", "decisions"],
 )  # fmt: skip
-async def test_parts_of_a_request_count_in_its_account(slow_steps, path, body):
+async def test_parts_of_a_request_count_in_its_breakdown(slow_steps, path, body):
     async with serve(max_num_seqs=8) as served:
         assert (await served.http.post(path, json=body)).status_code == 200
         (own,) = served.async_llm.tracer.recent
         timeline = (await served.http.get(f"/v1/requests/{own}/timeline")).json()
-        shares = {cause["cause"]: cause["share"] for cause in timeline["causes"]}
+        shares = {phase["phase"]: phase["share"] for phase in timeline["phases"]}
         assert shares["prefill"] > 0.5 and shares["unaccounted"] < 0.1
         assert timeline["num_steps"] > 1 and timeline["neighbours"] == []
 
@@ -234,7 +234,7 @@ async def test_a_grammar(monkeypatch, clock):
         own = asyncio.create_task(post(served, "a", 5, guided_regex="[abc]{9}"))
         await until(lambda: served.engine.core.grammars.is_compiling)
         may_compile.set()
-        assert (await causes_of(served, await own))[0] == "grammar_compile"
+        assert (await phases_of(served, await own))[0] == "grammar_compile"
 
 
 @pytest.mark.usefixtures("may_always_draft")
@@ -251,7 +251,7 @@ async def test_rejected_drafts(slow_steps, monkeypatch):
         await post(served, "a", 5)  # what steps without drafts take
         most[0] = 4
         own = await post(served, "b", 16)
-        assert (await causes_of(served, own))[0] == "rejected_drafts"
+        assert (await phases_of(served, own))[0] == "rejected_drafts"
 
 
 async def test_a_worker_that_stalls(slow_steps):
@@ -260,7 +260,7 @@ async def test_a_worker_that_stalls(slow_steps):
         pauses = iter([0.0] * 4 + [0.8])
         slow_steps(lambda scheduled: STEP + next(pauses, 0.0))
         own = await post(served, "a", 8)
-        assert (await causes_of(served, own))[0] == "stalled_worker"
+        assert (await phases_of(served, own))[0] == "stalled_worker"
 
 
 async def test_a_client_that_does_not_read(clock, monkeypatch):
@@ -293,4 +293,4 @@ async def test_a_client_that_does_not_read(clock, monkeypatch):
                 pass
         await until(lambda: not served.async_llm.requests)
         (own,) = served.async_llm.tracer.recent
-        assert (await causes_of(served, own))[0] == "slow_reader"
+        assert (await phases_of(served, own))[0] == "slow_reader"

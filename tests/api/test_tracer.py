@@ -1,6 +1,7 @@
 """Timelines: marks of several processes in one order, and a bounded memory of finished requests."""
 
 import time
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from threading import Event
@@ -9,16 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from servd.account import IN_ENGINE, STAGE_OF, Span, phases
-from servd.api import request_state, timeline
-from servd.api.explanation import explain, server_timing, steps_of, trace_of
+from servd.api import request_state
+from servd.api.observability import tracer as tracer_module
+from servd.api.observability.rendering import (
+    render_steps,
+    render_timeline,
+    render_trace,
+    server_timing,
+)
+from servd.api.observability.tracer import MAX_SLOWEST, MAX_STEPS, Snapshot, Tracer
 from servd.api.protocol.requests import TimelineStep
-from servd.api.request_state import RequestState
-from servd.api.timeline import MAX_SLOWEST, MAX_STEPS, Inquiry, Timeline, Tracer
+from servd.api.request_state import RequestState, Timeline
 from servd.tracing import STAGES, Mark, StepRecord
+from tests.api.test_latency import MARKS, MS, STEPS
+from tests.api.test_latency import steps_of as random_steps
 from tests.limits import WAIT_SECONDS
-from tests.test_account import MARKS, MS, STEPS
-from tests.test_account import steps_of as random_steps
 
 
 def open_request(tracer: Tracer, request_id: str, owner: str = "") -> RequestState:
@@ -31,7 +37,7 @@ def mark(tracer: Tracer, request_id: str, stage: str, at_ns: int) -> None:
 
 
 def finish(tracer: Tracer, request_id: str, marks: Iterable[Mark] = ()) -> Timeline:
-    return tracer.finish(open_request(tracer, request_id), marks)
+    return tracer.finish_request(open_request(tracer, request_id), marks)
 
 
 @given(
@@ -44,7 +50,7 @@ def test_marks_are_in_order_of_time_wherever_they_were_taken(marks):
         if not is_late:
             mark(tracer, "r", stage, at_ns)
     finished = finish(tracer, "r", late)
-    assert finished is tracer.get("r")
+    assert finished is tracer.find_request("r", "")
     assert [m.at_ns for m in finished.marks] == sorted(at_ns for _, at_ns, _ in marks)
 
 
@@ -55,22 +61,25 @@ def test_the_most_recent_and_the_slowest_finished_requests_are_kept():
         mark(tracer, str(i), "done", 10**9 if i == 7 else 10 + i)
         finish(tracer, str(i))
     assert len(tracer.recent) == 3 and tracer.requests == {}
-    assert [t.request_id for t in tracer.latest("", 2)] == ["99", "98"]
-    assert [t.request_id for t in tracer.longest("", 3)] == ["7", "99", "98"]
+    assert [t.request_id for t in tracer.list_requests("")[:2]] == ["99", "98"]
+    assert [t.request_id for t in tracer.list_slowest("")[:3]] == ["7", "99", "98"]
     slowest = {"7", *map(str, range(101 - MAX_SLOWEST, 100))}
-    assert {str(i) for i in range(100) if tracer.get(str(i))} == slowest
+    assert {str(i) for i in range(100) if tracer.find_request(str(i), "")} == slowest
 
 
-def test_requests_with_many_marks_are_bounded_by_those(monkeypatch):
-    monkeypatch.setattr(timeline, "MAX_MARKS", 10 * MAX_SLOWEST)
+def test_requests_with_many_marks_and_tokens_are_bounded_by_these(monkeypatch):
+    monkeypatch.setattr(tracer_module, "MAX_BYTES", 20_000)
+    monkeypatch.setattr(tracer_module, "MAX_SLOW_MARKS", 10)
     tracer = Tracer()
     for i in range(200):
         for number in range(11 if i % 2 else 10):
             mark(tracer, str(i), "sent", number + 1)
+        tracer.requests[str(i)].tokens = array("I", range(200))
         finish(tracer, str(i))
-        assert sum(len(t.marks) for t in tracer.recent.values()) <= timeline.MAX_MARKS
-    assert len(tracer.recent) >= timeline.MAX_MARKS // 11
+    assert len(tracer.recent) == 10
     assert {int(i) % 2 for i in tracer.slowest} == {0}
+    with_prompts = {i for i, each in {**tracer.slowest, **tracer.recent}.items() if each.tokens}
+    assert with_prompts == {*tracer.recent}
 
 
 def test_a_timeline_is_shown_to_its_owner_alone():
@@ -80,59 +89,51 @@ def test_a_timeline_is_shown_to_its_owner_alone():
     for i in "13":
         finish(tracer, i)
     for owner, own in (("a", ["0", "1"]), ("b", ["2", "3"]), ("", [])):
-        assert [i for i in "0123" if tracer.get(i, owner)] == own
-        assert sorted(t.request_id for t in tracer.latest(owner, 9)) == own
-    assert [t.request_id for t in tracer.longest("a", 9)] == ["1"]
+        assert [i for i in "0123" if tracer.find_request(i, owner)] == own
+        assert sorted(t.request_id for t in tracer.list_requests(owner)) == own
+    assert [t.request_id for t in tracer.list_slowest("a")] == ["1"]
 
 
 def steps(first: int, count: int) -> list[StepRecord]:
     return [StepRecord(i, 10 * i, harvested_ns=10 * i + 9) for i in range(first, first + count)]
 
 
-def test_a_slow_request_is_accounted_for_before_its_steps_are_forgotten_and_off_the_loop(
+def test_a_slow_request_is_broken_down_before_its_steps_are_forgotten_and_off_the_loop(
     monkeypatch,
 ):
     """That of a long one takes a tenth of a second, which is too long for the event loop."""
-    may_account, account = Event(), timeline.account
+    may_compute = Event()
+    compute = tracer_module.break_down
 
-    def account_later(*args):
-        assert may_account.wait(WAIT_SECONDS)
-        return account(*args)
+    def compute_later(*args):
+        assert may_compute.wait(WAIT_SECONDS)
+        return compute(*args)
 
-    monkeypatch.setattr(timeline, "account", account_later)
+    monkeypatch.setattr(tracer_module, "break_down", compute_later)
     tracer = Tracer()
     tracer.stepped(steps(0, 100), None, 0)
     mark(tracer, "r", "received", 500)
     mark(tracer, "r", "done", 905)
     finished = finish(tracer, "r")
     for first in range(100, MAX_STEPS + 40, 8):  # some of its steps are still kept
-        assert finished.account is None
+        assert finished.breakdown is None
         tracer.stepped(steps(first, 8), None, 0)
-    may_account.set()
+    may_compute.set()
     deadline = time.monotonic() + WAIT_SECONDS
-    while finished.account is None and time.monotonic() < deadline:
+    while finished.breakdown is None and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert finished.account is not None and finished.account.end_ns == 905
-    assert finished.account.num_steps == 0  # the engine did not have it yet
+    assert finished.breakdown is not None and finished.breakdown.end_ns == 905
+    assert finished.breakdown.num_steps == 0  # the engine did not have it yet
 
 
-def test_a_request_that_began_long_ago_is_accounted_for_as_it_ends():
-    tracer = Tracer()
-    tracer.stepped(steps(0, MAX_STEPS), None, 0)
-    mark(tracer, "r", "received", 5)
-    mark(tracer, "r", "done", 10 * MAX_STEPS)
-    finished = finish(tracer, "r")
-    tracer._accountant.shutdown()
-    assert finished.account is not None
-
-
-def test_inquiries_take_the_steps_of_a_request_and_some_before():
+def test_a_snapshot_has_the_steps_of_a_request_and_some_before():
     tracer = Tracer()
     tracer.steps[0] += [StepRecord(i, 10 * i, harvested_ns=10 * i + 9) for i in range(1000)]
     mark(tracer, "r", "received", 5000)
     mark(tracer, "r", "done", 5100)
-    (inquiry,) = tracer.inquiries([finish(tracer, "r")])
-    assert [inquiry.known[0].step, inquiry.known[-1].step] == [500 - timeline.STEPS_BEFORE, 509]
+    [snapshot] = tracer.take_snapshots([finish(tracer, "r")])
+    found = snapshot.own_steps()
+    assert [found[0].step, found[-1].step] == [500 - tracer_module.STEPS_BEFORE, 509]
 
 
 def test_a_request_that_moved_is_explained_by_the_steps_of_both_engines(monkeypatch):
@@ -143,8 +144,8 @@ def test_a_request_that_moved_is_explained_by_the_steps_of_both_engines(monkeypa
     monkeypatch.setattr(request_state, "now_ns", lambda: 5000)
     tracer.requests["r"].move(1, 0)
     mark(tracer, "r", "done", 6000)
-    (inquiry,) = tracer.inquiries([finish(tracer, "r")])
-    own = [(step.engine, step.step) for step in inquiry.known if step.started_ns >= 4000]
+    [snapshot] = tracer.take_snapshots([finish(tracer, "r")])
+    own = [(step.engine, step.step) for step in snapshot.own_steps() if step.started_ns >= 4000]
     assert own == [(0, i) for i in range(400, 500)] + [(1, i) for i in range(500, 600)]
 
 
@@ -152,7 +153,7 @@ def test_a_step_tells_of_each_rank():
     def shown(*worker_ms: int) -> TimelineStep:
         times = [1_000_000 * ms for ms in worker_ms]
         record = StepRecord(3, 0, 1_000_000, 30_000_000, 30_000_000, 40_000_000, times)
-        return steps_of([record], 0)[0]
+        return render_steps([record], 0)[0]
 
     one, two = shown(2, 3, 23, 24), shown(2, 3, 23, 24, 2, 5, 22, 23)
     assert one.rank_forward_ms is UNSET and two.rank_forward_ms == [20, 17]
@@ -165,50 +166,32 @@ def stages_of(header: str) -> dict[str, float]:
     return {name: float(ms) for name, ms in parts}
 
 
-# A step that computes the request's own tokens.
-OWN_PHASE = {"prefill": "prefilling", "decode": "decoding"}
-
-
-def add_by_stage(by_stage: Counter[str], span: Span, marks: list[Mark]) -> None:
-    """Count a span for the stages that it crosses: marks in an odd order may merge two."""
-    for phase, begin, end in phases(marks):
-        shared_ns = min(end, span.end_ns) - max(begin, span.begin_ns)
-        if shared_ns > 0:
-            assert span.cause == phase or phase in IN_ENGINE
-            assert OWN_PHASE.get(span.cause, phase) == phase
-            by_stage[STAGE_OF[phase]] += shared_ns
-
-
 @given(MARKS, STEPS)
-def test_header_spans_causes_and_trace_tell_the_same_times(marks, parts):
+def test_header_spans_phases_and_trace_tell_the_same_times(marks, parts):
     """Times in the answers are rounded to microseconds, each begin and end of a span."""
     taken = sorted(
         (Mark(stage, at * MS, number) for stage, at, number in marks), key=lambda mark: mark.at_ns
     )
     finished = Timeline("own", marks=taken, is_finished=True)
-    inquiry = Inquiry(finished, taken, {0: random_steps(parts)})
+    snapshot = Snapshot(finished, taken, {0: random_steps(parts)})
     header = stages_of(server_timing([finished]))
-    account = inquiry.account()
+    breakdown = snapshot.breakdown()
     total = header.pop("total")
     assert total == sum(header.values()) == (taken[-1].at_ns - taken[0].at_ns) / MS
+    assert breakdown.stages == {stage: round(ms * MS) for stage, ms in header.items()}
 
-    by_stage = Counter[str]()
-    for span in account.spans:
-        add_by_stage(by_stage, span, taken)
-    assert by_stage == Counter({stage: round(ms * MS) for stage, ms in header.items()})
-
-    told = explain(inquiry, {})
+    told = render_timeline(snapshot, {})
     drawn = Counter[str]()
     traced = Counter[str]()
     for span in told.spans:
-        drawn[span.cause] += span.end_ms - span.begin_ms
-    for event in trace_of(told)["traceEvents"]:
+        drawn[span.phase] += span.end_ms - span.begin_ms
+    for event in render_trace(told)["traceEvents"]:
         if event["ph"] == "X" and event["tid"] == 1:
             traced[event["name"]] += event["dur"] / 1000
     rounding = 0.001 * (len(told.spans) + 1)
-    for cause in told.causes:
+    for phase in told.phases:
         for found in (drawn, traced):
-            assert abs(found[cause.cause] - cause.ms) <= rounding
+            assert abs(found[phase.phase] - phase.ms) <= rounding
     assert told.wall_ms == total
 
 
@@ -234,4 +217,4 @@ def test_the_stages_of_several_prompts_are_those_of_the_foremost_that_runs():
 
 
 def test_an_unknown_request_has_no_timeline():
-    assert Tracer().get("r") is None
+    assert Tracer().find_request("r", "") is None

@@ -7,12 +7,10 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from servd.account import Neighbour
-from servd.api import siblings
+from servd.api.observability import peers
 from servd.tracing import Mark, StepRecord
 from tests.api.harness import Served, serve
 
@@ -21,15 +19,15 @@ BODY = {"prompt": "a", "max_tokens": 3}
 
 @contextlib.asynccontextmanager
 async def two(folder: Path) -> AsyncIterator[tuple[Served, Served]]:
-    """Two servers, each with an engine of its own, that take each other for siblings."""
+    """Two servers, each with an engine of its own, that take each other for peers."""
     async with serve() as one, serve() as other:
         for number, served in enumerate((one, other)):
-            await served.app.state.context.siblings.listen(folder / f"api-{number}")
+            await served.app.state.context.peers.listen(folder / f"api-{number}")
         try:
             yield one, other
         finally:
             for served in (one, other):
-                served.app.state.context.siblings.close()
+                served.app.state.context.peers.close()
 
 
 async def answer_of(served: Served) -> str:
@@ -68,55 +66,39 @@ async def test_a_step_that_two_servers_report_is_listed_once(tmp_path):
             assert [step["step"] for step in steps] == expected
 
 
-async def test_neighbours_and_those_before_it_may_be_of_a_sibling(tmp_path):
-    async with two(tmp_path) as (one, other):
-        own, neighbour = await answer_of(one), await answer_of(other)
-        account = one.async_llm.tracer.inquiries([one.async_llm.tracer.recent[own]])[0].account()
-        timeline = one.async_llm.tracer.recent[own]
-        account.causes["queue_slots"] = 1
-        account.neighbours = {neighbour: Neighbour(5, 7.0), "of-another-key": Neighbour(5, 6.0)}
-        timeline.account, begin = account, timeline.marks[0].at_ns
+async def test_neighbours_and_requests_before_it_have_ids_if_they_are_the_owners(tmp_path):
+    async with serve() as served:
+        tracer = served.async_llm.tracer
+        own, neighbour = await answer_of(served), await answer_of(served)
+        timeline = tracer.recent[own]
+        [snapshot] = tracer.take_snapshots([timeline])
+        timeline.breakdown = snapshot.breakdown()
+        timeline.breakdown.phases["queue_slots"] = 1
+        timeline.breakdown.neighbours = {neighbour: 6, "of-another-key": 5}
+        begin = timeline.marks[0].at_ns
         queued = next(mark.at_ns for mark in timeline.marks if mark.stage == "queued")
-        other.async_llm.tracer.recent[neighbour].marks = [
-            Mark("scheduled", begin), Mark("returned", queued + 1),
-        ]  # fmt: skip
-        found = (await one.http.get(f"/v1/requests/{own}/timeline")).json()
+        tracer.recent[neighbour].marks = [Mark("scheduled", begin), Mark("returned", queued + 1)]
+        found = (await served.http.get(f"/v1/requests/{own}/timeline")).json()
         assert [each.get("id") for each in found["neighbours"]] == [neighbour, None]
         assert found["behind"] == [neighbour]
 
 
-async def test_the_prompt_before_it_may_be_of_a_sibling(tmp_path):
-    """Both engines are rank 0, as if they were one that has lost the first prompt since."""
+async def test_the_prompt_that_was_found_may_be_of_a_peer(tmp_path):
+    """Both engines are rank 0, as if they were one."""
     async with two(tmp_path) as (one, other):
-
-        async def ask(served: Served, prompt: str, **fields: object) -> tuple[str, dict[str, Any]]:
-            body = {"prompt": prompt, "max_tokens": 2, **fields}
-            made = (await served.http.post("/v1/completions", json=body)).json()["id"]
+        tracer = one.async_llm.tracer
+        await answer_of(one)
+        made = (await one.http.post("/v1/completions", json={"prompt": "b" * 60})).json()["id"]
+        tracer.recent[made].choices[0].num_cached_tokens = 32
+        for served in (one, other):
             timeline = (await served.http.get(f"/v1/requests/{made}/timeline")).json()
-            return made, timeline["prefix_cache"]
-
-        first, explained = await ask(one, "a" * 40)
-        assert explained["reason"] == "unknown" and "no earlier prompt" in explained["text"]
-        _, explained = await ask(other, "a" * 36 + "b" * 40, cache_salt="other")
-        assert (explained["reason"], first in explained["text"]) == ("salt", True)
-        other.async_llm.engines[0].cache_number = 7  # each counts by itself
-        await ask(one, "c" * 30 + "e" * 20)
-        _, explained = await ask(other, "c" * 30 + "d" * 20)
-        assert (
-            explained["reason"] == "unknown"
-            and "30 tokens, which the cache has lost" in (explained["text"])
-        )
-        third, _ = await ask(one, "f" * 3 + "g" * 40)
-        _, explained = await ask(other, "f" * 4 + "g" * 40)
-        assert explained["reason"] == "different_token"
-        assert explained["difference"] == {
-            "index": 3, "token_id": 102, "text": "f", "other_token_id": 103, "other_text": "g",
-            "other_id": third,
-        }  # fmt: skip
+            found = timeline["prefix_cache"]
+            assert (found["num_matched"], found["num_blocks"]) == (2, 3)
+            assert found["reason"] == "unknown" and "this API server" in found["text"]
 
 
 async def test_one_that_is_silent_does_not_hide_what_another_knows(tmp_path, monkeypatch):
-    monkeypatch.setattr(siblings, "PATIENCE", 0.5)
+    monkeypatch.setattr(peers, "TIMEOUT", 0.5)
     async with two(tmp_path) as (one, other):
         made = await answer_of(other)
         with socket.socket(socket.AF_UNIX) as silent:
@@ -127,12 +109,12 @@ async def test_one_that_is_silent_does_not_hide_what_another_knows(tmp_path, mon
 
 
 @pytest.mark.parametrize("kind", ["dead", "silent"])
-async def test_a_sibling_that_does_not_answer_is_left_out(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(siblings, "PATIENCE", 0.2)
+async def test_a_peer_that_does_not_answer_is_left_out(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(peers, "TIMEOUT", 0.2)
     async with two(tmp_path) as servers:
         made = [await answer_of(served) for served in servers]
         if kind == "dead":  # its file stays behind
-            servers[1].app.state.context.siblings._server.close()
+            servers[1].app.state.context.peers._server.close()
             await asyncio.sleep(0)
             assert (tmp_path / "api-1").exists() or (tmp_path / "api-1").touch() is None
         else:

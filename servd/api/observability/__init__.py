@@ -1,0 +1,1 @@
+"""What servd reports of its requests: latency breakdowns, timelines, spans, logs and audits."""

@@ -1,0 +1,361 @@
+"""Latency breakdown: attributes every nanosecond of a request's latency to one phase.
+
+A pure function of the request's marks and of the engine's steps in that time. The marks determine
+the state of the request between each two of them, and the steps what the engine did meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from operator import attrgetter
+from statistics import median, median_low
+from typing import NamedTuple
+
+import msgspec
+
+from servd.tracing import Mark, StepRecord
+
+MAX_SPANS = 400  # of a request; if there are more, short ones of the same phase are merged
+NUM_STRETCHES = 40  # of a request's time, in each of which they are merged
+MAX_STEPS = 512  # the longest are kept
+STALL_FACTOR = 5  # a stall takes so many times what the step should take
+MIN_STALL_NS = 50_000_000  # and so much longer
+NUM_FIRST_STEPS = 4  # these fill caches and build programs and graphs
+NEVER = 1 << 62  # number of a step
+
+# Phase -> description for users. Those up to `write` are the request's own work.
+PHASES = {
+    "parse": "the body was parsed and checked",
+    "template": "the chat template was rendered",
+    "tokenise": "the prompt was made into tokens",
+    "grammar_check": "its structured output, which was new, was tried out",
+    "prefill": "its prompt was computed",
+    "decode": "its tokens were computed",
+    "detokenise": "the last tokens were made into text",
+    "write": "the answer was put together and handed to the socket",
+    "event_loop": "it waited for the API process, which was busy with other requests",
+    "ipc": "it was on its way between the processes",
+    "model_load": "its model was loaded first, or had to wait for its turn among several",
+    "adapter_load": "its adapter was looked up in --lora-dir",
+    "wake_up": "its model slept, and was loaded again",
+    "grammar_compile": "it waited for its grammar to be compiled",
+    "queue_step": "it waited for the step that the engine was running",
+    "queue_slots": "it waited for a slot: as many requests ran as --max-num-seqs allows",
+    "queue_blocks": "it waited for KV-cache blocks that other requests held",
+    "queue_budget": "it waited while others' prompts used up --max-num-batched-tokens",
+    "queue_adapters": "it waited while requests with other adapters ran, as many as --max-loras",
+    "neighbour_prefill": "prompts of other requests were computed in the same steps",
+    "preemption": "its KV-cache blocks were taken from it, and its tokens computed again",
+    "tier_read": "blocks of its prompt were read from --kv-cache-dir",
+    "swapped": "its KV-cache blocks were taken from it, and host memory took them",
+    "engine_loop": "its engine was between two steps, taking in requests and handing on tokens",
+    "rejected_drafts": "drafted tokens were rejected",
+    "stalled_worker": "a step took far longer than others of its size",
+    "start_up": "the engine's first steps took longer than later ones",
+    "engine_restart": "its engine died, and the next one had to start and compute its tokens again",
+    "slow_reader": "its client did not read what was there",
+    "unaccounted": "nothing was noted that explains it",
+}
+OWN_WORK = frozenset([*PHASES][:8])
+# State outside the engine, by the next mark. These states are phases.
+STATE_BEFORE = {
+    "passed_on": "model_load",
+    "parsed": "parse",
+    "adapted": "adapter_load",
+    "templated": "template",
+    "tokenised": "tokenise",
+    "checked": "grammar_check",
+    "sent": "event_loop",
+    "detokenised": "detokenise",
+    "blocked": "write",
+    "written": "write",
+    "done": "write",
+}
+# State in the engine -> the phases of the time between two steps, of that in a step without the
+# request, and of that in a step that computes its tokens. "": see `_awaited`; or there is none.
+IN_ENGINE = {
+    "arriving": ("ipc", "queue_step", ""),
+    "queued": ("", "", ""),
+    "prefilling": ("engine_loop", "queue_step", "prefill"),
+    "decoding": ("engine_loop", "queue_step", "decode"),
+    "preemption": ("preemption", "preemption", ""),
+    "swapped": ("swapped", "swapped", ""),
+}
+# Stage of the header Server-Timing -> the states in it.
+STAGES = {
+    "prepare": "model_load parse adapter_load template tokenise grammar_check event_loop arriving",
+    "queue": "wake_up grammar_compile queued queue_adapters tier_read engine_restart",
+    "prefill": "prefilling",
+    "decode": "decoding preemption swapped",
+    "write": "ipc detokenise write slow_reader unaccounted",
+}
+STAGE_OF = {state: stage for stage, states in STAGES.items() for state in states.split()}
+REPEATS = ("preemption", "engine_restart")  # states after which tokens are computed again
+
+
+class Span(msgspec.Struct):
+    """A stretch of time with one stage and one phase."""
+
+    stage: str
+    phase: str
+    begin_ns: int
+    end_ns: int
+    first_step: int = -1  # of the engine, in this time
+    last_step: int = -1
+
+
+class Breakdown(msgspec.Struct):
+    """Where a request's time went."""
+
+    begin_ns: int
+    end_ns: int
+    token_ns: float  # what a prompt token adds to a step, in the median
+    phases: dict[str, int]  # nanoseconds by phase; they add up to the whole
+    stages: dict[str, int]  # nanoseconds, likewise
+    spans: list[Span] = []  # in order, without gaps
+    neighbours: dict[str, int] = {}  # other requests, and how many prompt tokens were computed
+    num_steps: int = 0  # that ran while the request was in the engine
+    steps: list[StepRecord] = []  # the longest of these, in order
+
+    @property
+    def longest_wait(self) -> str:
+        """The longest phase other than the request's own work; "" if there is none."""
+        waits = {phase: ns for phase, ns in self.phases.items() if phase not in OWN_WORK and ns}
+        return max(waits, key=waits.__getitem__, default="")
+
+
+class StepTime(NamedTuple):
+    """The time in which the engine worked on a step and on no earlier one."""
+
+    begin_ns: int
+    end_ns: int
+    record: StepRecord
+    num_extra: int  # tokens that make it longer than a step that only decodes
+
+    @property
+    def duration_ns(self) -> int:
+        return self.end_ns - self.begin_ns
+
+
+def break_down(marks: Sequence[Mark], steps: Sequence[StepRecord], request_id: str) -> Breakdown:
+    """Explain a request's time from its first to its last mark. Steps before the request determine
+    usual step times. Without steps, the stages are the same, but phases in the engine are unknown.
+    """
+    builder = _Builder(marks, step_times(steps), request_id)
+    for state, begin_ns, end_ns in _states(marks):
+        builder.stage = STAGE_OF[state]
+        if state in REPEATS:
+            builder.repeats = state
+        if state == "engine_restart":  # the next engine counts its steps from 0
+            builder.first_step = _first_step(mark for mark in marks if mark.at_ns >= end_ns)
+        if state in IN_ENGINE:
+            builder.add_engine_time(state, begin_ns, end_ns)
+        else:
+            builder.add_span(state, begin_ns, end_ns)
+    return builder.build()
+
+
+def request_of(engine_id: str) -> str:
+    """The client's request id of an engine request: a choice (`id_0`) or a part (`id/0`)."""
+    request_id, _, number = engine_id.partition("/")[0].rpartition("_")
+    return request_id if number.isdecimal() and request_id else engine_id.partition("/")[0]
+
+
+def step_times(steps: Iterable[StepRecord]) -> list[StepTime]:
+    """When the engine worked on each step. Steps in flight overlap, so each one counts from the end
+    of the previous one.
+    """
+    end_ns = 0
+    found: list[StepTime] = []
+    for record in steps:
+        begin_ns = max(record.started_ns, end_ns)
+        end_ns = max(record.harvested_ns, begin_ns)
+        num_extra = record.num_drafts - record.num_accepted + sum(record.prefills.values())
+        found.append(StepTime(begin_ns, end_ns, record, num_extra))
+    return found
+
+
+def _states(marks: Sequence[Mark]) -> Iterator[tuple[str, int, int]]:
+    """Yield the state of a request between each two of its marks, and when it began and ended."""
+    seen = defaultdict[str, int](int)
+    for mark, following in pairwise(marks):
+        if mark.stage == "engine_lost":  # the next one gets what is open as if it were new
+            num_begun = seen["first_token"] - max(seen["finished"], seen["returned"])
+            seen = defaultdict(int, first_token=max(num_begun, 0))
+        seen[mark.stage] += 1
+        yield _state(seen, following.stage), mark.at_ns, following.at_ns
+
+
+def _state(seen: Mapping[str, int], following: str) -> str:
+    """The state after the marks in `seen`; of a request with several choices or parts, that of the
+    running one that is furthest.
+    """
+    num_ended = max(seen["finished"], seen["returned"])  # the API process may finish one, too
+    num_running = seen["scheduled"] - seen["preempted"] - num_ended
+    if seen["engine_lost"] and not seen["sent"]:
+        return "engine_restart"
+    if seen["asleep"] > seen["awake"] and not seen["scheduled"]:
+        return "wake_up"
+    if num_ended < seen["queued"]:
+        if num_running > 0:
+            return "decoding" if seen["first_token"] > num_ended else "prefilling"
+        if seen["reading"] > seen["scheduled"]:
+            return "tier_read"
+        if seen["aside"] > seen["scheduled"]:
+            return "queue_adapters"
+        if seen["scheduled"] >= seen["queued"]:
+            return "swapped" if seen["swapped"] >= seen["preempted"] else "preemption"
+        return "queued"
+    if seen["sent"] > seen["queued"]:
+        return "grammar_compile" if seen["compiling"] > seen["compiled"] else "arriving"
+    if seen["returned"] < seen["finished"]:
+        return "ipc"
+    if seen["blocked"] > seen["resumed"]:
+        return "slow_reader"
+    return STATE_BEFORE.get(following, "unaccounted")
+
+
+def _first_step(marks: Iterable[Mark]) -> int:
+    """The first step that had the request in it."""
+    return next((mark.step for mark in marks if mark.stage == "scheduled"), NEVER)
+
+
+class _Builder:
+    """Collects the spans of one request, in order."""
+
+    def __init__(self, marks: Sequence[Mark], steps: Sequence[StepTime], request_id: str) -> None:
+        self.stage = ""  # of the next spans
+        self.repeats = ""  # why the request computes its tokens again, if it does
+        self.first_step = _first_step(marks)
+        self._request_id = request_id
+        self._steps = steps
+        self._at = 0  # index of the first step that has not ended
+        self._seen: dict[int, StepTime] = {}  # by index
+        # Nanoseconds of a step without prompts and drafts, and of each token that these add.
+        plain_ns = [step.duration_ns for step in steps if not step.num_extra]
+        self._plain_ns = median_low(plain_ns) if plain_ns else 0
+        extra_ns = [(s.duration_ns - self._plain_ns) / s.num_extra for s in steps if s.num_extra]
+        self._token_ns = max(median(extra_ns), 0.0) if extra_ns else 0.0
+        self._result = Breakdown(
+            marks[0].at_ns,
+            marks[-1].at_ns,
+            self._token_ns,
+            phases={"unaccounted": 0},
+            stages=dict.fromkeys(STAGES, 0),
+        )
+
+    def add_span(self, phase: str, begin_ns: int, end_ns: int, step: int = -1) -> None:
+        if end_ns <= begin_ns:
+            return
+        result = self._result
+        result.stages[self.stage] += end_ns - begin_ns
+        result.phases[phase] = result.phases.get(phase, 0) + end_ns - begin_ns
+        last = result.spans[-1] if result.spans else None
+        if last is not None and last.phase == phase and last.stage == self.stage:
+            last.end_ns = end_ns
+            last.last_step = step
+        else:
+            result.spans.append(Span(self.stage, phase, begin_ns, end_ns, step, step))
+
+    def add_engine_time(self, state: str, begin_ns: int, end_ns: int) -> None:
+        """Add spans of a time in the engine, by the steps that ran meanwhile."""
+        between, beside, own = IN_ENGINE[state]
+        steps = self._steps
+        arrived_ns = begin_ns
+        while begin_ns < end_ns:
+            while self._at < len(steps) and steps[self._at].end_ns <= begin_ns:
+                self._at += 1
+            step = steps[self._at] if self._at < len(steps) else None
+            if step is None or step.begin_ns > begin_ns:
+                until_ns = end_ns if step is None else min(step.begin_ns, end_ns)
+                phase = between or self._awaited(arrived_ns)
+                if phase == "engine_loop" and step is None:
+                    phase = "unaccounted"  # a step of which nothing is known yet may be running
+                self.add_span(phase, begin_ns, until_ns)
+            else:
+                self._seen[self._at] = step
+                until_ns = min(step.end_ns, end_ns)
+                is_own = own and step.record.step >= self.first_step
+                if is_own and (step.num_extra or step.duration_ns > MIN_STALL_NS):
+                    self._add_own_step(own, step, begin_ns, until_ns)
+                else:
+                    phase = own if is_own else beside or self._awaited(arrived_ns)
+                    self.add_span(phase, begin_ns, until_ns, step.record.step)
+            begin_ns = until_ns
+
+    def _awaited(self, arrived_ns: int) -> str:
+        """What a request that had arrived by then, and is not in the current step, waits for. If
+        that step was already running, the next one tells whether it waited for more than that.
+        """
+        for step in self._steps[self._at : self._at + 2]:
+            record = step.record
+            is_later = record.step < self.first_step and record.started_ns >= arrived_ns
+            if is_later and record.waits_for:
+                return f"queue_{record.waits_for}"
+        return "queue_step"
+
+    def _add_own_step(self, own: str, step: StepTime, begin_ns: int, end_ns: int) -> None:
+        """Add spans of a part of a step that had the request in it: its stall, what other tokens
+        added to a step that only decodes, and the rest.
+        """
+        record = step.record
+        expected_ns = self._plain_ns + self._token_ns * step.num_extra
+        stall_ns = step.duration_ns - expected_ns
+        if step.duration_ns < STALL_FACTOR * expected_ns or stall_ns < MIN_STALL_NS:
+            stall_ns = 0
+        share = (end_ns - begin_ns) / step.duration_ns
+        extra_ns = max(step.duration_ns - stall_ns - self._plain_ns, 0)
+        if not self._plain_ns:  # no step without extra tokens is known
+            extra_ns *= step.num_extra / max(record.num_tokens, step.num_extra)
+        token_ns = share * extra_ns / max(step.num_extra, 1)
+        num_prompt_tokens = sum(record.prefills.values())
+        num_own = sum(n for i, n in record.prefills.items() if request_of(i) == self._request_id)
+        for phase, ns in (
+            ("start_up" if record.step < NUM_FIRST_STEPS else "stalled_worker", share * stall_ns),
+            ("neighbour_prefill", token_ns * (num_prompt_tokens - num_own)),
+            ("rejected_drafts", token_ns * (record.num_drafts - record.num_accepted)),
+            (self.repeats, token_ns * num_own if self.repeats else 0),
+        ):
+            until_ns = min(begin_ns + round(ns), end_ns)
+            self.add_span(phase, begin_ns, until_ns, record.step)
+            begin_ns = max(begin_ns, until_ns)
+        self.add_span(own, begin_ns, end_ns, record.step)
+
+    def build(self) -> Breakdown:
+        result = self._result
+        if len(result.spans) > MAX_SPANS:
+            result.spans = _merge(result.spans)
+        neighbours = Counter[str]()
+        for step in self._seen.values():
+            for engine_id, num_tokens in step.record.prefills.items():
+                neighbours[request_of(engine_id)] += num_tokens
+        del neighbours[self._request_id]
+        result.neighbours = dict(neighbours)
+        result.num_steps = len(self._seen)
+        longest = sorted(self._seen.values(), key=attrgetter("duration_ns"))[-MAX_STEPS:]
+        result.steps = sorted((step.record for step in longest), key=attrgetter("started_ns"))
+        return result
+
+
+def _merge(spans: Sequence[Span]) -> list[Span]:
+    """Return one span for each phase in each stretch of time, so that a phase keeps its time."""
+    min_ns = (spans[-1].end_ns - spans[0].begin_ns) // NUM_STRETCHES
+    merged: list[Span] = []
+    stretch: dict[tuple[str, str], Span] = {}
+    begin_ns = spans[0].begin_ns
+    for span in spans:
+        end_ns = span.end_ns
+        known = stretch.setdefault((span.stage, span.phase), span)
+        if known is not span:
+            known.end_ns += end_ns - span.begin_ns
+            known.last_step = max(known.last_step, span.last_step)
+        if end_ns - begin_ns >= min_ns or span is spans[-1]:
+            for each in stretch.values():
+                each.end_ns += begin_ns - each.begin_ns
+                each.begin_ns = begin_ns
+                begin_ns = each.end_ns
+            merged += stretch.values()
+            stretch = {}
+    return merged

@@ -1,0 +1,117 @@
+"""Explains how much of a prompt was found in the prefix cache, and why not more."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+
+from servd.api.protocol.requests import PrefixCache, PrefixDifference
+from servd.api.request_state import Timeline
+from servd.config import CacheConfig
+from servd.tracing import first
+
+# Reason -> text for users. {id} is the earlier prompt that is most like this one.
+REASONS = {
+    "disabled": "nothing is kept: --no-enable-prefix-caching, or a model with states",
+    "prompt_is_read": "something of every prompt token was asked for, so all were computed",
+    "complete": "all full blocks were found; the last {rest} tokens were computed",
+    "evicted": "block {block} was evicted {seconds} s before",
+    "unknown": "this API server knows no earlier prompt of this API key that is more like it",
+    "last_block": "{id} ends after {length} tokens, and its last block was not full",
+    "different_token": "token {length} is {own!r}; in {id}, which is most like it, {other!r}",
+    "salt": "{id} shares {length} tokens, but has another cache_salt",
+    "adapter": "{id} shares {length} tokens, but has another adapter, or other weights of it",
+    "engine": "{id} shares {length} tokens, but was sent to another engine",
+    "emptied": "{id} shares {length} tokens, but the engine slept or was started again since",
+    "lost": "{id} shares {length} tokens, which the cache has lost since",
+}
+OBSTACLES = ("salt", "adapter", "engine", "emptied", "lost")  # the last is none
+
+
+def explain_prefix(
+    timeline: Timeline,
+    others: Iterable[Timeline],
+    config: CacheConfig,
+    token_text: Callable[[int], str],
+) -> PrefixCache:
+    """Compare the prompt of a scheduled request with earlier ones of its owner."""
+    size = config.block_size
+    prompt = timeline.tokens  # which may be dropped meanwhile
+    # The last token is always computed: its logits give the first output token.
+    num_blocks = max(len(prompt) - 1, 0) // size
+    num_matched = timeline.num_cached_tokens // size
+    choice = timeline.choices[0]
+    found = PrefixCache(size, num_blocks, num_matched, choice.num_external_tokens // size)
+    texts: dict[str, object] = {"block": num_matched, "rest": len(prompt) - num_matched * size}
+    if not config.enable_prefix_caching:
+        found.reason = "disabled"
+    elif timeline.reads_prompt:
+        found.reason = "prompt_is_read"
+    elif num_matched >= num_blocks:
+        found.reason = "complete"
+    elif choice.evicted_at_ns:
+        found.reason = "evicted"
+        ago_ns = (first(timeline.marks, "scheduled") or 0) - choice.evicted_at_ns
+        found.evicted_seconds_ago = round(ago_ns / 1e9, 3)
+        texts["seconds"] = found.evicted_seconds_ago
+    elif nearest := _find_nearest(timeline, prompt, others):
+        length, earlier, tokens = nearest
+        texts.update(id=earlier.request_id, length=length)
+        if length >= (num_matched + 1) * size:
+            found.reason = _obstacle(timeline, earlier)
+        elif length < num_matched * size:
+            found.reason = "unknown"  # another API server has the one whose blocks were found
+        elif length == len(tokens):
+            found.reason = "last_block"
+        else:
+            found.reason = "different_token"
+            own = token_text(prompt[length])
+            other = token_text(tokens[length])
+            texts.update(own=own, other=other)
+            found.difference = PrefixDifference(
+                length, prompt[length], own, tokens[length], other, earlier.request_id
+            )
+    found.text = REASONS[found.reason].format_map(texts)
+    if found.reason == "lost":
+        found.reason = "unknown"
+    return found
+
+
+def _find_nearest(
+    timeline: Timeline, prompt: array[int], others: Iterable[Timeline]
+) -> tuple[int, Timeline, array[int]] | None:
+    """Return the earlier prompt with the longest common prefix, if possible one whose blocks could
+    be used: the length, its request and its tokens.
+    """
+    before_ns = first(timeline.marks, "scheduled") or 0
+    found: list[tuple[int, int, Timeline, array[int]]] = []
+    for each in others:
+        tokens = each.tokens
+        if tokens and each is not timeline and each.marks[0].at_ns < before_ns:
+            rank = OBSTACLES.index(_obstacle(timeline, each))
+            found.append((common_length(prompt, tokens), rank, each, tokens))
+    if not found:
+        return None
+    length, _, nearest, tokens = max(found, key=lambda one: one[:2])
+    return length, nearest, tokens
+
+
+def _obstacle(timeline: Timeline, earlier: Timeline) -> str:
+    """Why the cached blocks of an earlier prompt could not be used."""
+    if earlier.salt != timeline.salt:
+        return "salt" if earlier.salt[0] != timeline.salt[0] else "adapter"
+    if earlier.rank != timeline.rank:
+        return "engine"
+    return "lost" if earlier.cache_number == timeline.cache_number else "emptied"
+
+
+def common_length(a: array[int], b: array[int]) -> int:
+    low = 0
+    high = min(len(a), len(b))
+    while low < high:  # the first `low` are alike, more than `high` are not
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

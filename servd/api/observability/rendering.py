@@ -1,0 +1,208 @@
+"""Renders latency breakdowns: as JSON for routes and console, as a header and as a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby, islice, pairwise
+from typing import Any
+
+from msgspec import UNSET, to_builtins
+
+from servd.api.observability.latency import OWN_WORK, PHASES, Breakdown, break_down, step_times
+from servd.api.observability.tracer import BY_TIME, Snapshot
+from servd.api.protocol import requests as shapes
+from servd.api.request_state import Timeline
+from servd.tracing import Mark, StepRecord, first, now_ns, unix_time
+
+MAX_NEIGHBOURS = 16
+MAX_PROMPTS = 64  # of a request whose stages are combined
+MAX_SUMMARY_MARKS = 20_000  # of a running request; more (a beam search) would stall the event loop
+QUEUES = ("queue_slots", "queue_blocks", "queue_budget", "queue_adapters")  # phases
+FAILED = ("abort", "error", "refused")  # outcomes
+# Fields that are shown as they are.
+OF_TIMELINE = (
+    *("route", "model", "owner"),
+    *("num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
+)
+OF_STEP = {*shapes.TimelineStep.__struct_fields__} & {*StepRecord.__struct_fields__}
+
+
+def summarize(snapshot: Snapshot) -> shapes.RequestSummary:
+    """A request's line in a list; cached once it is final."""
+    timeline = snapshot.timeline
+    if timeline.summary is not None:
+        return timeline.summary
+    summary = shapes.RequestSummary(**_summary(timeline, snapshot.breakdown()))
+    if timeline.is_finished:
+        timeline.summary = summary
+    return summary
+
+
+def _summary(timeline: Timeline, breakdown: Breakdown) -> dict[str, Any]:
+    wait = breakdown.longest_wait
+    status = "running"
+    if timeline.is_finished:
+        status = timeline.outcome if timeline.outcome in FAILED else "finished"
+    return {
+        **{name: getattr(timeline, name) for name in OF_TIMELINE},
+        "id": timeline.request_id,
+        "engine": timeline.rank,
+        "status": status,
+        "outcome": timeline.outcome or UNSET,
+        "http_status": timeline.http_status or UNSET,
+        "created": round(unix_time(timeline.begin_ns), 3),
+        "wall_ms": _ms(breakdown.end_ns - breakdown.begin_ns),
+        "num_preemptions": sum(mark.stage == "preempted" for mark in timeline.marks),
+        "ttft_ms": UNSET if timeline.ttft_ns is None else _ms(timeline.ttft_ns),
+        "longest_wait": wait or UNSET,
+        "longest_wait_ms": _ms(breakdown.phases[wait]) if wait else UNSET,
+    }
+
+
+def render_timeline(snapshot: Snapshot, others: Sequence[Timeline]) -> shapes.RequestTimeline:
+    """Everything known about a request. `others` are the requests of its owner, whose ids it may
+    show.
+    """
+    timeline = snapshot.timeline
+    breakdown = snapshot.breakdown()
+    origin_ns = breakdown.begin_ns
+    wall_ns = max(breakdown.end_ns - origin_ns, 1)
+    marks = [mark for mark in snapshot.marks if mark.stage != "now"]
+    shown_ids = {each.request_id for each in others}
+
+    def at_ms(at_ns: int) -> float:
+        return _ms(at_ns - origin_ns)
+
+    result = shapes.RequestTimeline(
+        **_summary(timeline, breakdown),
+        explanation=_explain(timeline, breakdown),
+        phases=[
+            shapes.PhaseShare(phase, _ms(ns), round(ns / wall_ns, 4), PHASES[phase])
+            for phase, ns in _largest_first(breakdown.phases)
+        ],
+        spans=[
+            shapes.TimelineSpan(
+                s.phase, at_ms(s.begin_ns), at_ms(s.end_ns), s.first_step, s.last_step
+            )
+            for s in breakdown.spans
+        ],
+        marks=[
+            shapes.TimelineMark(m.stage, at_ms(m.at_ns), _ms(m.at_ns - before.at_ns), m.step)
+            for before, m in pairwise([marks[0], *marks])
+        ],
+        num_steps=breakdown.num_steps,
+        steps=render_steps(breakdown.steps, origin_ns),
+        neighbours=[
+            shapes.TimelineNeighbour(n, _ms(n * breakdown.token_ns), i if i in shown_ids else "")
+            for i, n in _largest_first(breakdown.neighbours)[:MAX_NEIGHBOURS]
+        ],
+        behind=_behind(timeline, breakdown, others),
+    )
+    if timeline.num_bytes:
+        result.message_bytes = timeline.num_bytes
+        result.block_ids = [[*each.block_ids] for each in timeline.choices]
+    return result
+
+
+def _behind(own: Timeline, breakdown: Breakdown, others: Sequence[Timeline]) -> list[str]:
+    """Ids of the requests that this one waited for in the queue, longest overlap first."""
+    if not any(breakdown.phases.get(phase) for phase in QUEUES):
+        return []
+    queued = [span for span in breakdown.spans if span.stage == "queue"]
+    overlaps: dict[str, int] = {}
+    for each in others:
+        begin_ns = first(each.marks, "scheduled")
+        if begin_ns is not None and each is not own and each.rank == own.rank:
+            ends = [mark.at_ns for mark in [*each.marks] if mark.stage == "returned"]
+            end_ns = min(max(ends, default=queued[-1].end_ns), queued[-1].end_ns)
+            overlaps[each.request_id] = end_ns - max(begin_ns, queued[0].begin_ns)
+    longest = [name for name, ns in _largest_first(overlaps) if ns > 0]
+    return longest[:MAX_NEIGHBOURS]
+
+
+def _explain(timeline: Timeline, breakdown: Breakdown) -> str:
+    wall_ns = breakdown.end_ns - breakdown.begin_ns
+    own_ns = sum(ns for phase, ns in breakdown.phases.items() if phase in OWN_WORK)
+    text = f"It took {_duration(wall_ns)}, of which {_duration(own_ns)} were its own work"
+    if wait := breakdown.longest_wait:
+        ns = breakdown.phases[wait]
+        text += f"; for {_duration(ns)} ({ns / max(wall_ns, 1):.0%}) {PHASES[wait]}"
+    return f"{text}." if timeline.is_finished else f"{text}. It is still running."
+
+
+def render_steps(records: Iterable[StepRecord], origin_ns: int) -> list[shapes.TimelineStep]:
+    """Steps in order; their times count from `origin_ns`."""
+    steps: list[shapes.TimelineStep] = []
+    by_engine = sorted(records, key=lambda record: record.engine)
+    for _, of_engine in groupby(by_engine, key=lambda record: record.engine):
+        for begin_ns, end_ns, record, _ in step_times(of_engine):
+            # The worker's times or, if it reports none, the engine's view of them.
+            times = record.worker_ns
+            if len(times) < 4:
+                scheduled_ns = record.scheduled_ns
+                times = (scheduled_ns, scheduled_ns, record.executed_ns, record.harvested_ns)
+            passes = zip(times[1::4], times[2::4], strict=False)
+            forward_ms = [_ms(end - begin) for begin, end in passes]
+            step = shapes.TimelineStep(
+                begin_ms=_ms(begin_ns - origin_ns),
+                end_ms=_ms(end_ns - origin_ns),
+                schedule_ms=_ms(record.scheduled_ns - record.started_ns),
+                prepare_ms=_ms(times[1] - times[0]),
+                forward_ms=forward_ms[0],
+                rank_forward_ms=forward_ms if len(forward_ms) > 1 else UNSET,
+                sample_ms=_ms(times[3] - times[2]),
+                num_prompt_tokens=sum(record.prefills.values()),
+                message_bytes=record.num_bytes or UNSET,
+                **{name: getattr(record, name) for name in OF_STEP},
+            )
+            steps.append(step)
+    return sorted(steps, key=lambda step: step.begin_ms)
+
+
+def stage_times(prompts: Iterable[Timeline]) -> dict[str, int]:
+    """Return nanoseconds by stage (of STAGES, and `total`) of a request with these prompts, the
+    first MAX_PROMPTS of them. Until it is finished, it counts as being written.
+    """
+    known = [*islice(prompts, MAX_PROMPTS)]
+    is_running = not all(each.is_finished for each in known)
+    if is_running and sum(len(each.marks) for each in known) > MAX_SUMMARY_MARKS:
+        return {"total": now_ns() - min(each.begin_ns for each in known)}
+    marks = sorted((mark for each in known for mark in each.marks), key=BY_TIME)
+    if is_running:
+        marks.append(Mark("written", now_ns()))
+    breakdown = break_down(marks, (), "")
+    return {**breakdown.stages, "total": breakdown.end_ns - breakdown.begin_ns}
+
+
+def server_timing(prompts: Iterable[Timeline]) -> str:
+    """The header Server-Timing, which browsers show."""
+    return ", ".join(f"{name};dur={_ms(ns)}" for name, ns in stage_times(prompts).items())
+
+
+def render_trace(timeline: shapes.RequestTimeline) -> dict[str, Any]:
+    """The timeline in Chrome's trace-event format, which ui.perfetto.dev draws."""
+    rows: list[tuple[int, str, Any, Any]] = []
+    for span in timeline.spans:
+        rows.append((1, span.phase, span, {"meaning": PHASES[span.phase]}))
+    for step in timeline.steps:
+        rows.append((2, f"step {step.step}", step, to_builtins(step)))
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": name}}
+        for thread, name in ((1, timeline.id), (2, "engine steps"))
+    ]
+    for thread, name, part, args in rows:
+        times = {"ts": part.begin_ms * 1000, "dur": (part.end_ms - part.begin_ms) * 1000}
+        events.append({"ph": "X", "pid": 1, "tid": thread, "name": name, "args": args, **times})
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _largest_first(amounts: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(amounts.items(), key=lambda item: -item[1])
+
+
+def _ms(ns: float) -> float:
+    return round(ns / 1e6, 3)
+
+
+def _duration(ns: int) -> str:
+    return f"{ns / 1e9:.2f} s" if ns >= 1e9 else f"{ns / 1e6:.2f} ms"

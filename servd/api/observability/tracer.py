@@ -1,0 +1,183 @@
+"""Tracer: the timelines of running, of the most recent and of the slowest requests."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain, islice
+from operator import attrgetter
+
+import msgspec
+
+from servd.api.choice import NO_TOKENS
+from servd.api.observability.latency import Breakdown, break_down
+from servd.api.request_state import Observer, RequestState, Timeline
+from servd.stats import SchedulerStats
+from servd.tracing import Mark, StepRecord, now_ns
+
+MAX_RECENT = 1024  # finished requests, about 3 KB each
+MAX_BYTES = 32_000_000  # of the marks and prompts of these
+MAX_SLOWEST = 32  # each with its breakdown of up to 300 KB
+MAX_SLOW_MARKS = 6_000  # of each of these
+MAX_STEPS = 8192  # about 700 bytes each
+STEPS_PER_LOOK = 1024  # steps between two searches for slow requests with aging steps
+STEPS_BEFORE = 256  # steps before a request, from which its usual step times are computed
+BY_TIME = attrgetter("at_ns")
+BY_WALL_TIME = attrgetter("wall_ns")
+
+
+class Snapshot(msgspec.Struct):
+    """What is known of a request; other threads may compute its latency breakdown."""
+
+    timeline: Timeline
+    marks: list[Mark]  # of a running request, with a last one for now
+    steps: Mapping[int, Sequence[StepRecord]]  # all known steps by engine, in order
+
+    def breakdown(self) -> Breakdown:
+        """Where the request's time went. Takes 20 ms for a thousand steps."""
+        if self.timeline.breakdown is not None:
+            return self.timeline.breakdown
+        return break_down(self.marks, self.own_steps(), self.timeline.request_id)
+
+    def own_steps(self) -> list[StepRecord]:
+        """The steps that its engines ran during the request, and some before them."""
+        begin_ns = self.marks[0].at_ns
+        num_before = STEPS_BEFORE
+        found: list[StepRecord] = []
+        engines = [*self.timeline.earlier, (self.timeline.rank, self.marks[-1].at_ns)]
+        for engine, end_ns in engines:
+            steps = self.steps.get(engine, ())
+            start = bisect_left(steps, begin_ns, key=attrgetter("harvested_ns"))
+            stop = bisect_left(steps, end_ns, key=attrgetter("started_ns"))
+            found += steps[max(start - num_before, 0) : stop]
+            begin_ns = end_ns
+            num_before = 0
+        return found
+
+
+class Tracer(Observer):
+    """Keeps the timelines of the last requests, and the latest steps of each engine."""
+
+    def __init__(self, keep: int = MAX_RECENT) -> None:
+        self.keep = keep
+        self.requests: dict[str, RequestState] = {}  # the running ones: `AsyncLLM.requests`
+        self.recent: OrderedDict[str, Timeline] = OrderedDict()  # finished ones, newest last
+        self.slowest: dict[str, Timeline] = {}
+        self.steps = defaultdict[int, deque[StepRecord]](partial(deque, maxlen=MAX_STEPS))
+        self._fastest_ns = -1  # the fastest of `slowest`, once it is full
+        self._num_bytes = 0  # in `recent`
+        self._thread = ThreadPoolExecutor(1, "latency")
+
+    def began(self, state: RequestState) -> None:
+        if state.is_counted:
+            state.tokens = array("I", state.prompt_token_ids)
+            state.salt = state.request.options.cache_keys
+            state.reads_prompt = state.params.prompt_logprobs is not None
+
+    def stepped(self, steps: Sequence[StepRecord], stats: SchedulerStats | None, rank: int) -> None:
+        for step in steps if rank else ():
+            step.engine = rank
+        kept = self.steps[rank]
+        kept.extend(steps)
+        if steps and steps[-1].step % STEPS_PER_LOOK < len(steps) and len(kept) == MAX_STEPS:
+            self._keep_breakdowns(rank)
+
+    def lose_engine(self, states: Iterable[RequestState], engine: int) -> None:
+        """Record when the engine of these requests was last known to be alive."""
+        steps = self.steps[engine]
+        last_ns = steps[-1].harvested_ns if steps else 0
+        for state in states:
+            marks = state.recorded.marks
+            marks.append(Mark("engine_lost", max(last_ns, marks[-1].at_ns)))
+
+    def finish_request(
+        self, state: RequestState, marks: Iterable[Mark] = (), outcome: str = "", status: int = 0
+    ) -> Timeline:
+        """Keep the timeline of a request whose answer has been written, and forget the rest. The
+        marks are the response's, and the outcome is by default how the generation ended.
+        """
+        self.requests.pop(state.request_id, None)
+        num_kept = len(Timeline.__struct_fields__)  # they are the first ones of a RequestState
+        timeline = Timeline(*msgspec.structs.astuple(state)[:num_kept])
+        timeline.outcome = outcome or state.generated
+        timeline.http_status = status
+        # Other threads may read the list.
+        timeline.marks = sorted([*state.marks, *marks], key=BY_TIME)
+        timeline.is_finished = True
+        self.recent[timeline.request_id] = timeline
+        self._num_bytes += _num_bytes(timeline)
+        while len(self.recent) > self.keep or self._num_bytes > MAX_BYTES:
+            _, oldest = self.recent.popitem(last=False)
+            self._num_bytes -= _num_bytes(oldest)
+            oldest.tokens = NO_TOKENS  # it may be one of the slowest
+        if timeline.outcome != "refused" and 0 < len(timeline.marks) <= MAX_SLOW_MARKS:
+            self._rank(timeline)
+        return timeline
+
+    def _rank(self, timeline: Timeline) -> None:
+        """Add a finished request to `slowest` if it is slow enough."""
+        if timeline.wall_ns <= self._fastest_ns:
+            return
+        self.slowest[timeline.request_id] = timeline
+        if len(self.slowest) > MAX_SLOWEST:
+            fastest = min(self.slowest.values(), key=BY_WALL_TIME)
+            del self.slowest[fastest.request_id]
+            self._fastest_ns = min(map(BY_WALL_TIME, self.slowest.values()))
+
+    def _keep_breakdowns(self, rank: int) -> None:
+        """Compute the breakdowns of slow requests whose steps will soon be dropped, off the event
+        loop. Others are computed on demand: slower requests displace most of them first.
+        """
+        aging_ns = self.steps[rank][MAX_STEPS // 2].started_ns
+        own = [each for each in self.slowest.values() if each.rank == rank]
+        due = [each for each in own if each.breakdown is None and each.begin_ns < aging_ns]
+        for snapshot in self.take_snapshots(due):
+            self._thread.submit(self._keep_breakdown, snapshot)
+
+    def _keep_breakdown(self, snapshot: Snapshot) -> None:
+        timeline = snapshot.timeline
+        if self.slowest.get(timeline.request_id) is timeline:  # else a slower one has displaced it
+            timeline.breakdown = snapshot.breakdown()
+
+    def find_request(self, request_id: str, owner: str) -> Timeline | None:
+        """A request of `owner` by the `id` of its answer, then of several prompts the first; or the
+        newest with this X-Request-Id.
+        """
+        known = self.list_requests(owner)
+        by_id = {each.request_id: each for each in known}
+        found = by_id.get(request_id) or by_id.get(f"{request_id}-0")
+        return found or next((each for each in known if each.http_id == request_id), None)
+
+    def list_requests(self, owner: str) -> list[Timeline]:
+        """Running and recent requests of `owner`, newest first, then the older slow ones."""
+        finished = chain(reversed(self.recent.values()), self.slowest.values())
+        newest_first = chain(reversed(self.requests.values()), finished)
+        own = {each.request_id: each for each in newest_first if each.is_shown_to(owner)}
+        return [*own.values()]
+
+    def list_slowest(self, owner: str) -> list[Timeline]:
+        """The slowest finished requests of `owner`, slowest first."""
+        own = [timeline for timeline in self.slowest.values() if timeline.owner == owner]
+        return sorted(own, key=BY_WALL_TIME, reverse=True)
+
+    def latest_steps(self, count: int, engine: int) -> list[StepRecord]:
+        """The latest steps of an engine, in order."""
+        return list(islice(reversed(self.steps[engine]), count))[::-1]
+
+    def take_snapshots(self, timelines: Sequence[Timeline]) -> list[Snapshot]:
+        """Collect what is known of these requests up to now."""
+        now = Mark("now", now_ns())
+        steps = {engine: [*kept] for engine, kept in self.steps.items() if timelines}
+        found: list[Snapshot] = []
+        for each in timelines:
+            marks = each.marks if each.is_finished else [*sorted(each.marks, key=BY_TIME), now]
+            found.append(Snapshot(each, marks, steps))
+        return found
+
+
+def _num_bytes(timeline: Timeline) -> int:
+    return 100 * len(timeline.marks) + 4 * len(timeline.tokens)
