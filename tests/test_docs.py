@@ -24,7 +24,6 @@ from servd.cli._options import read_config_file
 from servd.config import Config, options_by_name
 from tests.integration.conftest import shared
 from tests.limits import WAIT_SECONDS
-from tests.test_architecture import ONE_DOOR
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tools/*/*.md")])
@@ -141,17 +140,6 @@ def test_the_functions_on_the_way_of_a_request_exist():
             elif isinstance(node, ast.AsyncFunctionDef | ast.FunctionDef):
                 defined.add(node.name)
     assert sorted(names - defined) == []
-
-
-def test_the_table_of_rooms_names_their_libraries():
-    text = (ROOT / "docs/architecture.md").read_text(encoding="utf8")
-    rooms = dict(re.findall(r"^\| `(servd/\w+/)` .*\| ([^|]+) \|$", text, re.MULTILINE))
-    # Everywhere, and parts of fastapi and pydantic.
-    unnamed = {"msgspec", "pydantic_core", "starlette", "typing_extensions"}
-    for room, shown in rooms.items():
-        used = {lib for lib, doors in ONE_DOOR.items() if any(d.startswith(room) for d in doors)}
-        named = set(re.sub(r"\(.*?\)|, in `.*", "", shown).replace("-", "_").split(", "))
-        assert {name.strip() for name in named} == used - unnamed
 
 
 def test_the_torch_version_is_the_same_everywhere():
