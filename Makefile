@@ -124,13 +124,14 @@ format: $(VENV)/.dev ## Format the code and fix what the linter can fix
 format-check: $(VENV)/.dev
 	$(BIN)/ruff format --check
 
-lint: $(VENV)/.dev ## Run the linter
+lint: $(VENV)/.dev ## Run the linters of code and of imports
 	$(BIN)/ruff check
+	$(BIN)/lint-imports
 
 typecheck: $(VENV)/.dev ## Check the types
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-architecture: $(VENV)/.dev ## Check the import rules and the sizes
+architecture: lint ## Check the import rules and what ruff cannot
 	$(BIN)/python -m pytest tests/test_architecture.py
 
 docs: $(VENV)/.dev ## Write the generated parts of docs/
@@ -173,7 +174,7 @@ audit: build/audit/bin/pip-audit ## Look these packages up among known weaknesse
 	build/audit/bin/pip-audit --no-deps --disable-pip -r build/audit/torch.txt
 
 clean: ## Remove .venv, caches and build folders
-	rm -rf $(VENV) .gpu build dist *.egg-info .pytest_cache .ruff_cache .hypothesis servd/worker/ops/_*.so
+	rm -rf $(VENV) .gpu build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis servd/worker/ops/_*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: each step runs once, and again when what it depends on changes.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import json
 import os
@@ -24,48 +23,11 @@ from servd.cli._options import read_config_file
 from servd.config import Config, options_by_name
 from tests.integration.conftest import shared
 from tests.limits import WAIT_SECONDS
-from tests.test_architecture import ONE_DOOR
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tools/*/*.md")])
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-
-# Flags of other programs that the pages show.
-OTHER_FLAGS = {
-    "--rm", "--gpus", "--restart", "--user", "--build-arg", "--build", "--profile",  # docker
-    "--check",  # tools.docs
-    "--swap-space", "--distributed-executor-backend",  # other names of options
-    "--max-concurrency", "--random-input-len", "--batch-size",  # the same
-    "--base-url", "--model-name",  # the same
-    "--head", "--address",  # ray start
-    "--url", "--concurrency",  # servd run-batch
-    "--num-prompts", "--input-len", "--output-len", "--prefix-len", "--request-rate",  # servd bench
-    "--backend", "--sharegpt-output-len",  # of `servd bench serve`
-    "--dataset-name", "--dataset-path", "--save-result", "--result-dir", "--result-filename",
-    "--json", "--jsonl", "--plot", "--out",  # servd bench and benchmarks
-    "--extra-index-url", "--no-build-isolation", "--require-hashes", "--upgrade",  # pip
-    "--no-deps", "--only-binary", "--python-version", "--implementation", "--platform",  # pip
-    "--threads", "--work", "--base", "--examples", "--topics",  # tools.demo_model.train
-    "--method", "--prompts", "--batch-tokens", "--num-drafts", "--learning-rate",  # the same
-    "--num-examples", "--epochs",  # tools.train_speculator
-    "--state-cache-gib", "--draft-vocab-size",  # the same
-    "--temperature", "--num", "--seed",  # tools.train_speculator, tools.demo_model.corpus
-    "--num-short",  # the latter
-    "--parts", "--facts",  # benchmarks.gpu
-    "--graphs",  # benchmarks.host
-    "--parallel",  # llama-server
-    "--methods", "--depths", "--batches",  # servd bench spec
-    "--lengths",  # servd plan
-    "--raw", "--html", "--max-tokens",  # servd trace
-    "--scopes", "--expires",  # servd key
-    "--seconds", "--streams", "--interval",  # benchmarks.soak
-    "--layers",  # benchmarks.swap
-    "--a-url", "--b-url", "--rounds",  # servd bench compare
-    "--shape", "--requests", "--rate", "--speed", "--costs", "--servers", "--balancing",
-    "--routing", "--num-blocks",  # servd what-if
-    "--to", "--calibrate", "--tokens", "--group-size", "--output",  # servd quantize
-}  # fmt: skip
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -88,27 +50,6 @@ def test_links_resolve(page):
     assert [link for link in local if not (page.parent / link).exists()] == []
 
 
-@every_page
-def test_flags_exist(page):
-    code = re.sub(r"https?://\S+", "", page.read_text(encoding="utf8"))
-    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", code)) - OTHER_FLAGS
-    options = {f"--{name.replace('_', '-')}" for name in options_by_name()}
-    known = (
-        options
-        | {f"--no-{flag[2:]}" for flag in options}
-        | {"--help", "--config", "--version", "--no"}
-    )
-    # "docs/config.md" says `--no-...`, for any switch
-    assert sorted(flag for flag in flags if flag not in known) == []
-
-
-def test_every_flag_of_the_command_line_is_documented():
-    text = (ROOT / "docs/config.md").read_text(encoding="utf8")
-    for name in options_by_name():
-        flag = name.replace("_", "-")
-        assert name == "model" or re.search(rf"`--(no-)?{flag}`", text), name
-
-
 def test_the_help_has_every_option_and_its_description(capsys):
     with pytest.raises(SystemExit) as end:
         make_parser().parse_args(["serve", "--help"])
@@ -124,34 +65,6 @@ def test_the_index_has_every_page():
     index = (ROOT / "docs/README.md").read_text(encoding="utf8")
     pages = {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"}
     assert [name for name in sorted(pages) if f"]({name})" not in index] == []
-
-
-def test_the_functions_on_the_way_of_a_request_exist():
-    """Names in the README's table, such as `Scheduler.schedule`."""
-    text = (ROOT / "README.md").read_text(encoding="utf8")
-    table = text.partition("| where | what happens |")[2].partition("\n\n")[0]
-    names = set(re.findall(r"`([A-Za-z_]+(?:\.[a-z_]+)?)`", table))
-    assert len(names) > 8
-    defined = set()
-    for path in ROOT.glob("servd/**/*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
-            if isinstance(node, ast.ClassDef):
-                methods = (ast.FunctionDef, ast.AsyncFunctionDef)
-                defined |= {f"{node.name}.{m.name}" for m in node.body if isinstance(m, methods)}
-            elif isinstance(node, ast.AsyncFunctionDef | ast.FunctionDef):
-                defined.add(node.name)
-    assert sorted(names - defined) == []
-
-
-def test_the_table_of_rooms_names_their_libraries():
-    text = (ROOT / "docs/architecture.md").read_text(encoding="utf8")
-    rooms = dict(re.findall(r"^\| `(servd/\w+/)` .*\| ([^|]+) \|$", text, re.MULTILINE))
-    # Everywhere, and parts of fastapi and pydantic.
-    unnamed = {"msgspec", "pydantic_core", "starlette", "typing_extensions"}
-    for room, shown in rooms.items():
-        used = {lib for lib, doors in ONE_DOOR.items() if any(d.startswith(room) for d in doors)}
-        named = set(re.sub(r"\(.*?\)|, in `.*", "", shown).replace("-", "_").split(", "))
-        assert {name.strip() for name in named} == used - unnamed
 
 
 def test_the_torch_version_is_the_same_everywhere():

@@ -68,14 +68,6 @@ def test_every_cause_has_a_name_for_people():
     assert {*re.findall(r"(\w+): \"[A-Z]", text)} == {*PHASES}
 
 
-OF_FEATURES = {"adapters.js", "drafts.js", "tiers.js"}  # panels; each feature brings its own
-
-
-def test_the_page_is_small():
-    own = [path for path in SOURCES if path.name not in OF_FEATURES]
-    assert sum(path.read_text(encoding="utf8").count("\n") for path in own) <= 1500
-
-
 async def test_a_file_that_the_browser_has_is_not_sent_again(http: httpx.AsyncClient):
     first = await http.get("/console/app.js")
     again = await http.get("/console/app.js", headers={"if-none-match": first.headers["etag"]})
