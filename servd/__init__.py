@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from servd.lora import LoRARequest
+from servd.adapter import LoRARequest
 from servd.params import BeamSearchParams, PoolingParams, SamplingParams
 
 if TYPE_CHECKING:

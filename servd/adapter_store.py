@@ -19,8 +19,9 @@ from typing import Literal
 
 import msgspec
 
+from servd.adapter import Adapter
 from servd.errors import ConfigError
-from servd.lora import CONFIG, TENSORS, Adapter, AdapterFiles, Shape
+from servd.lora import CONFIG, TENSORS, AdapterFiles, Shape
 
 KEEP_SECONDS = 3600  # that the files of a replaced adapter stay, for requests that have it
 MAX_ON_DEMAND = 64  # adapters that requests loaded; the one used longest ago goes

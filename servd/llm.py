@@ -11,13 +11,13 @@ from typing import Any
 from tqdm import tqdm
 
 from servd import bounds
+from servd.adapter import LoRARequest
 from servd.api.beam_search import BeamSearch
 from servd.api.offline_metrics import Metric
 from servd.api.prompt import Chat, Pair, Prompt, SharedText, ToolOptions
 from servd.config import Config
 from servd.errors import EngineError, InvalidRequest
 from servd.llm_engine import LLMEngine, Params, TextOrIds
-from servd.lora import LoRARequest
 from servd.outputs import RequestOutput, unpack_vector
 from servd.params import CLASSIFY, BeamSearchParams, PoolingParams, SamplingParams
 

@@ -15,6 +15,7 @@ from typing import Protocol
 from tqdm import tqdm
 
 from servd import launch
+from servd.adapter import Adapter, LoRARequest
 from servd.adapter_store import AdapterStore
 from servd.api.grammar_checker import GrammarChecker
 from servd.api.offline_metrics import OfflineMetrics
@@ -33,7 +34,6 @@ from servd.errors import ConfigError, EngineDead, InvalidRequest
 from servd.hf import ModelSpec
 from servd.launch.engine_supervisor import EngineProcess
 from servd.launch.process_tree import ENGINE_STOP_TIMEOUT
-from servd.lora import Adapter, LoRARequest
 from servd.messages import (
     AbortRequests,
     EngineCoreOutput,

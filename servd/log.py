@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import MappingProxyType
+from typing import Protocol
 
 import msgspec
-
-from servd.config import ObservabilityConfig
 
 # Ids of the current request: `request_id`, and `trace_id` if the client sent one.
 current_request: ContextVar[Mapping[str, str]] = ContextVar(
@@ -21,6 +20,17 @@ current_request: ContextVar[Mapping[str, str]] = ContextVar(
 
 # Environment variable: the model's name, if each of several has its own processes.
 MODEL = "SERVD_LOG_MODEL"
+
+
+class LogOptions(Protocol):
+    """The options of logging, as ObservabilityConfig has them."""
+
+    @property
+    def log_format(self) -> str: ...
+    @property
+    def log_level(self) -> str: ...
+    @property
+    def access_log(self) -> str: ...
 
 
 class JsonFormatter(logging.Formatter):
@@ -45,7 +55,7 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(line).decode()
 
 
-def setup(process: str, options: ObservabilityConfig) -> None:
+def setup(process: str, options: LogOptions) -> None:
     """Log to stderr as `12:34:56.789 INFO  api-0  message`, or as JSON. Called once by each
     process.
     """
@@ -62,12 +72,12 @@ def setup(process: str, options: ObservabilityConfig) -> None:
     set_level(options)
 
 
-def resolve_access_log(options: ObservabilityConfig) -> str:
+def resolve_access_log(options: LogOptions) -> str:
     """Return --access-log, with `auto` decided by whether the log goes to a terminal."""
     if options.access_log != "auto":
         return options.access_log
     return "requests" if sys.stderr.isatty() else "off"
 
 
-def set_level(options: ObservabilityConfig) -> None:
+def set_level(options: LogOptions) -> None:
     logging.getLogger("servd").setLevel(options.log_level.upper())

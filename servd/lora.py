@@ -14,26 +14,6 @@ import msgspec
 
 from servd.errors import ConfigError
 
-
-class Adapter(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """An adapter as it was when it was loaded."""
-
-    name: str
-    digest: str  # SHA-256 of its files, hexadecimal
-    folder: str  # where a copy of them is
-    source: str = ""  # where they came from
-    created: int = 0  # Unix time
-    is_on_demand: bool = False  # loaded because a request named it
-
-
-class LoRARequest(msgspec.Struct, frozen=True):
-    """Which adapter an offline request has, in vLLM's words."""
-
-    lora_name: str
-    lora_int_id: int  # not needed: a name is enough
-    lora_path: str  # a folder
-
-
 Shape = tuple[int, int]
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")

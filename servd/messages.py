@@ -12,8 +12,8 @@ from typing import Annotated
 
 import msgspec
 
+from servd.adapter import Adapter
 from servd.bounds import TokenId
-from servd.lora import Adapter
 from servd.params import PoolingParams, SamplingParams
 from servd.stats import SchedulerStats, TierStats
 from servd.tracing import Mark, StepRecord

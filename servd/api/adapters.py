@@ -11,11 +11,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+from servd.adapter import Adapter
 from servd.adapter_store import AdapterStore
 from servd.api.async_llm import AsyncLLM
 from servd.config import LoRAConfig
 from servd.errors import ConfigError, Forbidden, InvalidRequest, Unavailable
-from servd.lora import CONFIG, TENSORS, Adapter, AdapterFiles
+from servd.lora import CONFIG, TENSORS, AdapterFiles
 from servd.messages import EngineReady
 
 NAME = re.compile(r"\w[\w.:@-]*(?:/\w[\w.:@-]*)*", re.ASCII)

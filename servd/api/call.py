@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from servd.access import Key
+from servd.adapter import Adapter
 from servd.api import kv_transfer
 from servd.api.admission import Admitted
 from servd.api.async_llm import AsyncLLM
@@ -29,7 +30,6 @@ from servd.api.protocol.generation import GenerationRequest
 from servd.api.protocol.validation import MAX_VALUES, Body, RequestBody, parse
 from servd.api.request_state import RequestState
 from servd.errors import Forbidden, InvalidRequest, NotFound, ServdError
-from servd.lora import Adapter
 from servd.messages import RequestOptions
 from servd.tracing import Mark, now_ns
 

@@ -10,6 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.adapter import Adapter
 from servd.api.adapters import Adapters
 from servd.api.async_llm import AsyncLLM
 from servd.api.auth import Keys
@@ -19,7 +20,6 @@ from servd.api.observability.peers import PeerServers
 from servd.api.response_store import ResponseStores
 from servd.config import Config
 from servd.errors import UnknownModel
-from servd.lora import Adapter
 
 
 class Context(msgspec.Struct, frozen=True):

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
 
+from servd.adapter import Adapter
 from servd.core.draft_length import Acceptance
 from servd.core.repetition import RepetitionDetector
-from servd.lora import Adapter
 from servd.messages import (
     EngineCoreOutput,
     EngineCoreRequest,

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from servd.adapter import Adapter
 from servd.adapter_store import AdapterStore
 from servd.errors import ConfigError
 from servd.hf import read_spec
-from servd.lora import Adapter
 from servd.messages import NewRequest, ScheduledRequest, SchedulerOutput
 from servd.worker.layers.experts import SparseMoE
 from servd.worker.layers.linear import ColumnParallelLinear

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from servd.adapter import Adapter
 from servd.core.request import Request
-from servd.lora import Adapter
 from servd.tracing import Clock, Mark
 
 MAX_DEFERRED_STEPS = 256  # then new requests of the running adapters are deferred, too

@@ -12,9 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from servd.adapter import Adapter
 from servd.config import LoRAConfig
 from servd.errors import ConfigError, InvalidRequest
-from servd.lora import TENSORS, Adapter, AdapterFiles, parse_module
+from servd.lora import TENSORS, AdapterFiles, parse_module
 from servd.messages import NewRequest
 from servd.sizes import format_bytes
 from servd.worker.device import upload

@@ -17,13 +17,13 @@ import pytest
 import zmq
 
 from servd import LLM
+from servd.adapter import Adapter
 from servd.config import Config
 from servd.config.kv_events import KVEventsConfig
 from servd.core.engine_core import EngineCore
 from servd.core.kv_cache.events import AllBlocksCleared
 from servd.errors import ConfigError
 from servd.ipc import END_OF_REPLAY, Publisher
-from servd.lora import Adapter
 from servd.messages import ResetPrefixCache
 from tests.core.engines import Log, make_engine, make_request
 
