@@ -20,9 +20,9 @@ import torch
 from safetensors import safe_open
 
 import servd
+from servd.base.errors import ServdError
+from servd.checkpoint.hf import local_folder, weight_files
 from servd.cli import _client, _server
-from servd.errors import ServdError
-from servd.hf import local_folder, weight_files
 
 FORMS = {
     "float32": ["--dtype", "float32"],

@@ -10,13 +10,13 @@ import time
 import torch
 from msgspec.structs import replace
 
-from servd.hf import FAKE_SPEC
+from servd.checkpoint.hf import FAKE_SPEC
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import MakeForm
 from servd.worker.layers.experts import SparseMoE
 from servd.worker.layers.packed import PackedMatrix
 from servd.worker.models.llama import LlamaMLP
 from servd.worker.ops import native
-from servd.worker.parallel import Parallel
 from servd.worker.quantization import int4, int8
 
 ROWS = (1, 4, 16, 64, 512)

@@ -12,7 +12,7 @@ from typing import Any
 from servd.core.executor import PendingOutput
 from servd.core.executor.fake import FakeExecutor
 from servd.core.executor.uniproc import UniProcExecutor
-from servd.messages import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from servd.messages.engine import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 
 FOLDER = "SERVD_FAULTS"
 STEP_SECONDS = 0.01  # of the fake executor

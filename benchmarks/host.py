@@ -25,17 +25,17 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.gpu import shapes
 from benchmarks.gpu.engine import Bench
+from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
 from servd.core.engine_core import EngineCore
 from servd.core.executor.fake import FakeExecutor
-from servd.hf import FAKE_SPEC
-from servd.messages import EngineCoreRequest
-from servd.params import SamplingParams
+from servd.messages.engine import EngineCoreRequest
+from servd.messages.params import SamplingParams
 from servd.worker import worker
-from servd.worker.cpu_model_runner import CPUModelRunner
-from servd.worker.gpu_model_runner import GPUModelRunner
 from servd.worker.ops import native
 from servd.worker.readers import StepPart
+from servd.worker.runner.cpu_model_runner import CPUModelRunner
+from servd.worker.runner.gpu_model_runner import GPUModelRunner
 
 PARTS = ("schedule", "prepare", "sample", "harvest", "update", "outputs", "other")
 NUM_STEPS, WARM_STEPS = 300, 20

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 
-from servd.private_dir import PARENT_DIR
+from servd.base.private_dir import PARENT_DIR
 
 PAIRS, ROUNDS = 16, 12
 STREAMS, TOKENS = 32, 64

@@ -34,8 +34,8 @@ def of_api_server() -> Replaced:
     import uvicorn
 
     from servd.api import server
-    from servd.api.admission import Admission, Admitted
-    from servd.api.recovery import Recovery
+    from servd.api.engine.admission import Admission, Admitted
+    from servd.api.engine.recovery import Recovery
 
     @contextmanager
     def enter(

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from servd import cli
+from servd.base.private_dir import PARENT_DIR
+from servd.base.tracing import StepRecord
 from servd.launch import engine_supervisor, process_tree
-from servd.private_dir import PARENT_DIR
-from servd.tracing import StepRecord
 
 Replaced = list[tuple[Any, str, Any]]  # owner, name, what is there instead
 
@@ -25,7 +25,8 @@ def nothing(*_: Any, **__: Any) -> None:
 
 def of_engine() -> Replaced:
     """No records of steps."""
-    from servd.core import scheduler, step
+    from servd.core import step
+    from servd.core.scheduler import scheduler
 
     class NoLog(step.StepLog):
         """Only tells the time between steps, by which drafts are planned."""
@@ -42,11 +43,11 @@ def of_engine() -> Replaced:
 
 def of_api_server() -> Replaced:
     """No timelines and metrics."""
-    from servd.api import middleware
-    from servd.api.choice import Choice
-    from servd.api.metrics import Metrics
+    from servd.api.engine.choice import Choice
+    from servd.api.engine.request_state import RequestState, Timeline
+    from servd.api.http import middleware
+    from servd.api.observability.metrics import Metrics
     from servd.api.observability.tracer import Tracer
-    from servd.api.request_state import RequestState, Timeline
 
     def count(metrics: Metrics, choice: Choice, num_tokens: int, now_ns: int) -> None:
         choice.num_tokens += num_tokens

@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from servd.hf import find_model
+from servd.checkpoint.hf import find_model
 
 QUESTIONS = [
     "Hello!", "Who are you?", "Thank you!", "What is 2 + 3?", "What is 8 + 6?", "What is 9 - 4?",

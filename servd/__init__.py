@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from servd.adapter import LoRARequest
-from servd.params import BeamSearchParams, PoolingParams, SamplingParams
+from servd.messages.adapter import LoRARequest
+from servd.messages.params import BeamSearchParams, PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
-    from servd.llm import LLM
-    from servd.llm_engine import LLMEngine
+    from servd.offline.llm import LLM
+    from servd.offline.llm_engine import LLMEngine
 
 __version__ = "0.1.0"
 __all__ = [
@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
     # LLM pulls in the tokenizer; an engine process that only wants a message type must not pay for
     # it.
     if name in ("LLM", "LLMEngine"):
-        import servd.llm
+        import servd.offline.llm
 
-        return getattr(servd.llm, name)
+        return getattr(servd.offline.llm, name)
     raise AttributeError(f"module 'servd' has no attribute {name!r}")

@@ -16,12 +16,12 @@ from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from servd.api.front import OF_REQUESTS, OWN
-from servd.api.model_server import NO_TIMEOUT
-from servd.child import Child
-from servd.child_messages import StartModel
+from servd.base.private_dir import private_dir
 from servd.config import Config
-from servd.private_dir import private_dir
+from servd.gateway.backend import NO_TIMEOUT
+from servd.gateway.proxy import OF_REQUESTS, OWN
+from servd.ipc.child import Child
+from servd.ipc.start_messages import StartModel
 
 MODULE = "servd.launch.model_server"
 LOOK_INTERVAL = 0.2  # seconds between polls while the model loads

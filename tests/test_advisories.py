@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from servd.api.chat_template import ChatTemplate
-from servd.api.prompt import Chat
-from servd.errors import InvalidRequest
-from servd.hf import find_tokenizer
+from servd.api.text.chat_template import ChatTemplate
+from servd.api.text.prompt import Chat
+from servd.base.errors import InvalidRequest
+from servd.checkpoint.hf import find_tokenizer
 from tests.api.harness import serve, user
 from tests.test_architecture import SOURCES
 

@@ -21,17 +21,17 @@ from tests.limits import WAIT_SECONDS
 ROOT = Path(__file__).resolve().parents[1]
 
 # What unpickles can run any code (CVE-2025-32444, 2025-30165, 2024-11041, 2026-3059, 2026-3060,
-# 2026-3989): what a process sends is a message of servd/messages.py.
+# 2026-3989): what a process sends is a message of servd/messages/engine.py.
 PICKLES = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "multiprocessing"}
 PICKLING_CALLS = {"send_pyobj", "recv_pyobj", "torch.load", "torch.save", "numpy.load", "np.load"}
 
 # Package of plugins -> the one public name that every file in it must have (a model's is named as
 # in config.json).
 PLUGINS = {
-    "servd/api/reasoning_parsers": "Parser",
+    "servd/api/output/reasoning_parsers": "Parser",
     "servd/api/routes": "router",
     "servd/api/routes/compat": "router",
-    "servd/api/tool_parsers": "Parser",
+    "servd/api/output/tool_parsers": "Parser",
     "servd/cli": "run",
     "servd/bench": "run",
     "servd/core/executor": "Executor",
@@ -47,7 +47,7 @@ PLUGINS = {
 READS_BODIES = (
     "servd/api/context.py",
     "servd/api/protocol/",
-    "servd/api/response_builders/",
+    "servd/api/builders/",
     "servd/api/routes/",
 )
 
@@ -139,7 +139,7 @@ def wrong_shapes(source: Source) -> list[str]:
     """Imports of templates, parsers and grammars by the shapes of the wire."""
     if not source.path.startswith("servd/api/protocol/"):
         return []
-    allowed = ("servd.api.protocol.", "servd.api.prompt.")
+    allowed = ("servd.api.protocol.", "servd.api.text.prompt.")
     return [
         name
         for name in source.imports
@@ -161,7 +161,11 @@ def test_no_file_breaks_a_rule(rule):
         (pickling, "servd/worker/x.py", "torch.load('x')"),
         (pickling, "servd/x.py", "socket.send_pyobj(1)"),
         (reading_by_name, "servd/api/routes/x.py", "getattr(body, 'timeout', None)"),
-        (wrong_shapes, "servd/api/protocol/x.py", "from servd.api.model_format import ModelFormat"),
+        (
+            wrong_shapes,
+            "servd/api/protocol/x.py",
+            "from servd.api.output.incremental import Delta",
+        ),
     ],
 )
 def test_the_rules_can_fail(rule, path, text):

@@ -13,7 +13,7 @@ import promql_parser
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from servd.stats import DraftStats, SchedulerStats
+from servd.messages.stats import DraftStats, SchedulerStats
 from tests.api.harness import serve
 
 ROOT = Path(__file__).resolve().parents[1]

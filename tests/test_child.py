@@ -14,15 +14,15 @@ import msgspec
 import psutil
 import pytest
 
-from servd import log
-from servd.child import STANDBY_NICE, Child, import_ahead
-from servd.child_messages import StartModel
+from servd.base import log
 from servd.config import Config
+from servd.ipc.child import STANDBY_NICE, Child, import_ahead
+from servd.ipc.start_messages import StartModel
 from tests.limits import WAIT_SECONDS
 
 
 def test_a_child_that_is_stopped_holds_up_nobody_who_posts_to_it():
-    child = Child("stopped", "servd.child", Config())  # never reads more than it is given
+    child = Child("stopped", "servd.ipc.child", Config())  # never reads more than it is given
     os.kill(child.process.pid, signal.SIGSTOP)
     large = Config.load({"served_model_name": ["x" * 100_000]})  # more than a pipe holds
 
@@ -40,7 +40,7 @@ def test_a_child_that_is_stopped_holds_up_nobody_who_posts_to_it():
 
 def test_a_child_that_cannot_take_over_options_still_ends_with_its_parent():
     code = """
-from servd.child import read_start
+from servd.ipc.child import read_start
 from servd.config import Config
 import time
 def refuse(config):
@@ -74,7 +74,7 @@ def test_the_cpu_time_of_a_child_is_that_of_its_process():
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody wakes it")
 def test_a_child_that_is_stopped_ends_with_its_parent_all_the_same():
     code = """
-from servd.child import Child
+from servd.ipc.child import Child
 from servd.config import Config
 import time
 print(Child("stopped", "servd.core.engine_core_proc", None).process.pid, flush=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from servd.base.errors import ConfigError
 from servd.config import Config
-from servd.data_parallel import divide
-from servd.errors import ConfigError
+from servd.launch.data_parallel import divide
 
 RAY = {"data_parallel_backend": "ray"}
 

@@ -77,7 +77,7 @@ def test_the_torch_version_is_the_same_everywhere():
 
 
 def test_the_documented_default_template_is_the_one_in_use():
-    from servd.api.chat_template import DEFAULT_TEMPLATE
+    from servd.api.text.chat_template import DEFAULT_TEMPLATE
 
     (shown,) = blocks(ROOT / "docs/http.md", "jinja")
     assert shown.strip() == DEFAULT_TEMPLATE.strip()

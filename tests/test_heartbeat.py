@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from servd.heartbeat import STOPPED_PATIENCE, Heartbeat, Watchdog, make_file
+from servd.ipc.heartbeat import STOPPED_PATIENCE, Heartbeat, Watchdog, make_file
 
 
 def looks(watch: Watchdog, count: int) -> list[str | None]:

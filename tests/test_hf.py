@@ -6,8 +6,14 @@ import json
 
 import pytest
 
-from servd.errors import ConfigError, ModelNotFound, UnsupportedModel
-from servd.hf import download_weights, find_model, read_generation_defaults, read_spec, weight_files
+from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
+from servd.checkpoint.hf import (
+    download_weights,
+    find_model,
+    read_generation_defaults,
+    read_spec,
+    weight_files,
+)
 
 # config.json of the hub's `gpt2`, without the keys that nobody reads.
 GPT2 = {

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import zmq
 
-from servd.child_messages import Uplink
-from servd.hub import Hub, HubInbox, HubOutbox, HubReceiver, HubSender
-from servd.ipc import UnreadableMessage
-from servd.messages import AbortRequests, EngineDead, FromEngine, ResetPrefixCache, ToEngine
+from servd.ipc.channels import UnreadableMessage
+from servd.ipc.hub import Hub, HubInbox, HubOutbox, HubReceiver, HubSender
+from servd.ipc.start_messages import Uplink
+from servd.messages.engine import AbortRequests, EngineDead, FromEngine, ResetPrefixCache, ToEngine
 from tests.limits import WAIT_SECONDS
 
 

@@ -16,10 +16,10 @@ import msgspec
 import pytest
 import zmq
 
-from servd import ipc
-from servd.errors import ConfigError
-from servd.messages import AbortRequests, Attach, EngineDead, ResetPrefixCache, ToEngine
-from servd.private_dir import private_dir
+from servd.base.errors import ConfigError
+from servd.base.private_dir import private_dir
+from servd.ipc import channels as ipc
+from servd.messages.engine import AbortRequests, Attach, EngineDead, ResetPrefixCache, ToEngine
 from tests.limits import WAIT_SECONDS
 
 
@@ -137,7 +137,7 @@ async def test_an_event_loop_misses_nothing_on_the_edge_triggered_descriptor(at,
 
 def test_messages_cross_processes(at, inbox):
     code = (
-        "import sys; from servd import ipc; from servd.messages import AbortRequests\n"
+        "import sys; from servd import ipc; from servd.messages.engine import AbortRequests\n"
         "outbox = ipc.Outbox(sys.argv[1]); outbox.send(AbortRequests(['other process'])); "
         "outbox.close()\n"
         "import zmq; zmq.Context.instance().term()"

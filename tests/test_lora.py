@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from servd.adapter_store import AdapterStore
-from servd.errors import ConfigError
-from servd.lora import CONFIG, TENSORS, AdapterFiles, parse_module
+from servd.base.errors import ConfigError
+from servd.checkpoint.adapter_store import AdapterStore
+from servd.checkpoint.lora import CONFIG, TENSORS, AdapterFiles, parse_module
 from tests.adapters import Q_PROJ, write_adapter
 
 LAYER = "layers.0.self_attn.q_proj"
@@ -241,6 +241,6 @@ def test_patterns_have_little_time_for_all_modules(tmp_path: Path, monkeypatch):
     """Nothing else of the process runs while one is compared."""
     folder = write_adapter(tmp_path, rank_pattern={f".*q.*Q{i}": 4 for i in range(200)})
     AdapterFiles(folder)
-    monkeypatch.setattr("servd.lora.PATTERN_SECONDS", 0.0)
+    monkeypatch.setattr("servd.checkpoint.lora.PATTERN_SECONDS", 0.0)
     with pytest.raises(ConfigError, match="rank_pattern takes too long to compare"):
         AdapterFiles(folder)

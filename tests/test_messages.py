@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from servd import messages
-from servd.messages import FromEngine, FromWorker, Message, ToEngine, ToWorker
+from servd.messages import engine as messages
+from servd.messages.engine import FromEngine, FromWorker, Message, ToEngine, ToWorker
 
 STRUCTS = [
     kind

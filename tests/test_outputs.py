@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servd.messages import FinishReason, TokenLogprobs
-from servd.outputs import CompletionOutput, RequestOutput
+from servd.messages.engine import FinishReason, TokenLogprobs
+from servd.messages.outputs import CompletionOutput, RequestOutput
 
 steps = st.lists(
     st.tuples(st.text(max_size=4), st.lists(st.integers(0, 99), max_size=3)), min_size=1, max_size=6

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from servd.base.errors import ConfigError
+from servd.checkpoint.hf import read_spec
+from servd.checkpoint.overrides import override
 from servd.config import Config
-from servd.errors import ConfigError
-from servd.hf import read_spec
 from servd.launch import find_and_resolve
-from servd.overrides import override
 
 # In the shape of Qwen/Qwen3-8B: more positions than the length before YaRN, for the answer.
 QWEN3 = {

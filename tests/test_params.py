@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from servd.errors import InvalidRequest
-from servd.params import (
+from servd.base.errors import InvalidRequest
+from servd.messages.params import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_CANDIDATES,
@@ -14,7 +14,7 @@ from servd.params import (
     PoolingParams,
     SamplingParams,
 )
-from servd.params import RepetitionDetection as Repetition
+from servd.messages.params import RepetitionDetection as Repetition
 
 VOCAB = 100
 

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from servd import plugins
-from servd.errors import ConfigError
+from servd.base import plugins
+from servd.base.errors import ConfigError
 
 
 @pytest.fixture

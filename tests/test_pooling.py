@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from servd import pooling
-from servd.errors import InvalidRequest, ModelNotFound, UnsupportedModel
-from servd.hf import FAKE_SPEC, ModelSpec
-from servd.params import PoolingParams
-from servd.pooling import PoolingSpec
+from servd.base.errors import InvalidRequest, ModelNotFound, UnsupportedModel
+from servd.checkpoint import pooling
+from servd.checkpoint.hf import FAKE_SPEC, ModelSpec
+from servd.checkpoint.pooling import PoolingSpec
+from servd.messages.params import PoolingParams
 
 
 def make_spec(folder: Path, model_type: str, architecture: str, **config: Any) -> ModelSpec:

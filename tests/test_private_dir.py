@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from servd.private_dir import LOCK, LOCK_GRACE, PARENT_DIR, private_dir
+from servd.base.private_dir import LOCK, LOCK_GRACE, PARENT_DIR, private_dir
 from tests.limits import WAIT_SECONDS
 
-OWNER = "from servd.private_dir import private_dir; print(private_dir(), flush=True); input()"
+OWNER = "from servd.base.private_dir import private_dir; print(private_dir(), flush=True); input()"
 
 
 def test_the_folder_is_private_and_its_path_is_short(monkeypatch, tmp_path):

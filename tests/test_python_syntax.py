@@ -6,7 +6,7 @@ import ast
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from servd.python_syntax import parse_class, parse_python
+from servd.base.python_syntax import parse_class, parse_python
 
 
 def test_one_thread_parses_at_a_time(monkeypatch):

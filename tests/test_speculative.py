@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from servd.base.errors import ConfigError, ModelNotFound
+from servd.checkpoint.hf import DEMO_FOLDER, DEMO_HEAD
 from servd.config import Config
-from servd.errors import ConfigError, ModelNotFound
-from servd.hf import DEMO_FOLDER, DEMO_HEAD
 from servd.launch import find_and_resolve
 
 

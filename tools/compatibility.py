@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from servd.api.protocol.generation import GenerationRequest
-from servd.params import SamplingParams
+from servd.messages.params import SamplingParams
 from tests.api.harness import serve, user
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/compatibility.md"

@@ -17,10 +17,10 @@ from pathlib import Path
 import msgspec
 
 from servd.api.protocol.generation import GenerationRequest
-from servd.bounds import INT32_MAX, INT64_MAX
+from servd.base.bounds import INT32_MAX, INT64_MAX
 from servd.config import Config, choices, title_of
 from servd.config._section import plain
-from servd.params import SamplingParams
+from servd.messages.params import SamplingParams
 from tools import boards, limits, picture, speed
 
 ROOT = Path(__file__).resolve().parents[1]

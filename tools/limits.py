@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from servd import batch, bounds, params
-from servd.api import (
-    batch_runner,
-    batch_store,
-    chat_template,
-    delta_stream,
-    grammar_checker,
-    http_protocol,
-    middleware,
-    response_store,
-)
+from servd.api.batches import format as batch
+from servd.api.batches import runner as batch_runner
+from servd.api.batches import store as batch_store
+from servd.api.builders import events, response_store
+from servd.api.engine import delta_stream, grammar_checker
+from servd.api.http import http_protocol, middleware
 from servd.api.protocol import completions, decisions, validation
-from servd.api.response_builders import events
 from servd.api.routes import files, pooling
+from servd.api.text import chat_template
+from servd.base import bounds
 from servd.config import SchedulerConfig, ServerConfig
 from servd.core.structured_output import grammar
+from servd.messages import params
 
 Row = tuple[str, str, str]
 

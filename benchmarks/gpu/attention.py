@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from servd import plugins
+from servd.base import plugins
 from servd.worker import attention
 from servd.worker.attention import AttentionBatch, AttentionSpec
-from servd.worker.graph_runner import MOST_MIXED_TOKENS
+from servd.worker.runner.graph_runner import MOST_MIXED_TOKENS
 
 # (tokens of the step, tokens in all) per row
 WORKLOADS = {

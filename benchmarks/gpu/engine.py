@@ -16,14 +16,19 @@ from typing import Any
 
 import torch
 
+from servd.checkpoint.hf import read_spec
 from servd.config import Config
 from servd.core.engine_core import EngineCore
 from servd.core.executor import PendingOutput
 from servd.core.executor.uniproc import Executor
-from servd.hf import read_spec
-from servd.messages import EngineCoreRequest, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
-from servd.params import SamplingParams
-from servd.resolve import look_at_machine, resolve
+from servd.launch.resolve import look_at_machine, resolve
+from servd.messages.engine import (
+    EngineCoreRequest,
+    GrammarBitmask,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
+from servd.messages.params import SamplingParams
 
 
 @dataclass

@@ -24,10 +24,10 @@ import torch
 
 from benchmarks.gpu import shapes
 from benchmarks.gpu.engine import Bench
-from servd.hf import read_spec
-from servd.messages import EngineCoreRequest
-from servd.params import SamplingParams
-from servd.resolve import look_at_machine, resolve
+from servd.checkpoint.hf import read_spec
+from servd.launch.resolve import look_at_machine, resolve
+from servd.messages.engine import EngineCoreRequest
+from servd.messages.params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_AT_ONCE = 6  # families: compiling their kernels takes most of the time

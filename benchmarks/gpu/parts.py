@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.gpu import attention, ceilings, shapes
 from benchmarks.gpu.engine import Bench, arrive, decode, prompt_seconds
-from servd.worker.device import name_of
+from servd.worker.device.device import name_of
 
 Emit = Callable[..., None]
 """Called with facts as keyword arguments."""

@@ -20,26 +20,26 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute
 
 import servd
-from servd import log
-from servd.adapter_store import AdapterStore
 from servd.api import console
-from servd.api.adapters import Adapters
-from servd.api.async_llm import AsyncLLM
-from servd.api.auth import OPEN_PATHS, ApiKeyAuth, Keys
-from servd.api.batch_runner import BatchRunner
-from servd.api.batch_store import BatchStore
+from servd.api.batches.runner import BatchRunner
+from servd.api.batches.store import BatchStore
+from servd.api.builders.response_store import ResponseStores
 from servd.api.call import call_of
 from servd.api.context import Context
-from servd.api.ignored_fields import IgnoredFields
-from servd.api.middleware import RequestContext
+from servd.api.engine.adapters import Adapters
+from servd.api.engine.async_llm import AsyncLLM
+from servd.api.http.auth import OPEN_PATHS, ApiKeyAuth, Keys
+from servd.api.http.ignored_fields import IgnoredFields
+from servd.api.http.middleware import RequestContext
+from servd.api.http.route import Route
 from servd.api.observability.peers import PeerServers
 from servd.api.protocol.errors import error_reply
 from servd.api.protocol.validation import explain_parameters
-from servd.api.response_store import ResponseStores
-from servd.api.route import Route
 from servd.api.routes import load_routers
+from servd.base import log
+from servd.base.errors import NotFound, ServdError
+from servd.checkpoint.adapter_store import AdapterStore
 from servd.config import AccessConfig, Config
-from servd.errors import NotFound, ServdError
 
 if TYPE_CHECKING:
     from servd.api.observability.otel import SpanExporter  # an extra

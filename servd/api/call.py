@@ -18,20 +18,20 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from servd.access import Key
-from servd.adapter import Adapter
-from servd.api import kv_transfer
-from servd.api.admission import Admitted
-from servd.api.async_llm import AsyncLLM
-from servd.api.auth import ANYONE, CALL
-from servd.api.batch_store import Shelf
+from servd.api.batches.store import Shelf
+from servd.api.builders import kv_transfer
 from servd.api.context import Context
+from servd.api.engine.admission import Admitted
+from servd.api.engine.async_llm import AsyncLLM
+from servd.api.engine.request_state import RequestState
+from servd.api.http.auth import ANYONE, CALL
 from servd.api.protocol.generation import GenerationRequest
 from servd.api.protocol.validation import MAX_VALUES, Body, RequestBody, parse
-from servd.api.request_state import RequestState
-from servd.errors import Forbidden, InvalidRequest, NotFound, ServdError
-from servd.messages import RequestOptions
-from servd.tracing import Mark, now_ns
+from servd.base.errors import Forbidden, InvalidRequest, NotFound, ServdError
+from servd.base.tracing import Mark, now_ns
+from servd.config.keys import Key
+from servd.messages.adapter import Adapter
+from servd.messages.engine import RequestOptions
 
 if TYPE_CHECKING:
     from servd.api.observability.otel import RequestSpan  # an extra

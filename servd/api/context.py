@@ -10,16 +10,16 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.adapter import Adapter
-from servd.api.adapters import Adapters
-from servd.api.async_llm import AsyncLLM
-from servd.api.auth import Keys
-from servd.api.batch_runner import BatchRunner
-from servd.api.ignored_fields import IgnoredFields
+from servd.api.batches.runner import BatchRunner
+from servd.api.builders.response_store import ResponseStores
+from servd.api.engine.adapters import Adapters
+from servd.api.engine.async_llm import AsyncLLM
+from servd.api.http.auth import Keys
+from servd.api.http.ignored_fields import IgnoredFields
 from servd.api.observability.peers import PeerServers
-from servd.api.response_store import ResponseStores
+from servd.base.errors import UnknownModel
 from servd.config import Config
-from servd.errors import UnknownModel
+from servd.messages.adapter import Adapter
 
 
 class Context(msgspec.Struct, frozen=True):

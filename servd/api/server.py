@@ -24,28 +24,29 @@ import msgspec
 import uvicorn
 import uvloop
 
-from servd import log, pooling
-from servd.access import load_certificates, tls_context
-from servd.adapter_store import AdapterStore
 from servd.api.app import create_app
-from servd.api.async_llm import AsyncLLM
 from servd.api.context import Context
-from servd.api.http_protocol import Connections, settings
-from servd.api.metrics import Metrics
-from servd.api.middleware import count_refusal
+from servd.api.engine.async_llm import AsyncLLM
+from servd.api.engine.load_balancer import Router
+from servd.api.engine.output_processor import OutputProcessor
+from servd.api.engine.pinned_prefixes import PinnedPrefixes
+from servd.api.engine.processor import Processor
+from servd.api.http.http_protocol import Connections, settings
+from servd.api.http.middleware import count_refusal
+from servd.api.observability.metrics import Metrics
 from servd.api.observability.tracer import Tracer
-from servd.api.output_processor import OutputProcessor
-from servd.api.pinned_prefixes import PinnedPrefixes
-from servd.api.processor import Processor
-from servd.api.routing import Router
-from servd.api.tokenizer import Tokenizer
-from servd.child import SHOW_STACKS, read_start
-from servd.child_messages import ENGINE_IS_DEAD, StartAPIServer
+from servd.api.text.tokenizer import Tokenizer
+from servd.base import log
+from servd.base.errors import ConfigError, ShuttingDown
+from servd.checkpoint import pooling
+from servd.checkpoint.adapter_store import AdapterStore
 from servd.config import Config, ObservabilityConfig, ServerConfig
+from servd.config.keys import load_certificates, tls_context
 from servd.core.client import EngineCoreClient, engine_dir, identity
-from servd.errors import ConfigError, ShuttingDown
-from servd.heartbeat import Heartbeat
-from servd.messages import EngineDead, EngineStatus
+from servd.ipc.child import SHOW_STACKS, read_start
+from servd.ipc.heartbeat import Heartbeat
+from servd.ipc.start_messages import ENGINE_IS_DEAD, StartAPIServer
+from servd.messages.engine import EngineDead, EngineStatus
 
 if TYPE_CHECKING:
     from servd.api.observability.otel import SpanExporter

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from servd.errors import ServdError
+from servd.base.errors import ServdError
 
 # Ids that are ordinary tokens in practically every vocabulary, also in that of the fake model:
 # special ones stand at its beginning or end.

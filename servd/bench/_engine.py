@@ -9,9 +9,9 @@ from typing import Any
 from servd.bench import _data, _report
 from servd.bench._data import Prompt
 from servd.cli import _options
-from servd.llm import LLM
-from servd.outputs import RequestOutput
-from servd.params import SamplingParams
+from servd.messages.outputs import RequestOutput
+from servd.messages.params import SamplingParams
+from servd.offline.llm import LLM
 
 
 def add_options(

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from servd.base.errors import ServdError
 from servd.bench._load import Record
 from servd.cli._output import format_row, write_json
-from servd.errors import ServdError
 
 PERCENTILES = (50, 90, 99)
 # Names that scripts for vLLM's results read -> those of `summarise`.

@@ -7,12 +7,12 @@ from collections import Counter
 
 import msgspec
 
+from servd.base.tracing import now_ns
 from servd.bench import _data, _engine, _report
 from servd.core.engine_core import EngineCore
-from servd.llm_engine import InProcess
-from servd.messages import EngineCoreOutputs
-from servd.params import SamplingParams
-from servd.tracing import now_ns
+from servd.messages.engine import EngineCoreOutputs
+from servd.messages.params import SamplingParams
+from servd.offline.llm_engine import InProcess
 
 PHASES = ("schedule", "prepare", "forward", "sample", "update", "ipc")
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from servd.base.errors import ServdError
 from servd.bench import _data, _load, _report
 from servd.bench._data import Prompt
 from servd.cli import _client
 from servd.cli._client import Client
 from servd.cli._output import write_json
-from servd.errors import ServdError
 
 CHATS = "openai-chat"
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")

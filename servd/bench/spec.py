@@ -10,15 +10,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from servd.api import offline_metrics
+from servd.base.errors import EngineError
 from servd.bench import _data, _engine
 from servd.bench._data import Prompt
 from servd.cli import _options
 from servd.cli._output import format_row, write_json
-from servd.errors import EngineError
-from servd.llm import LLM
-from servd.llm_engine import InProcess
-from servd.speculative import read_keys, readers
+from servd.config.speculative import read_keys, readers
+from servd.offline import metrics as offline_metrics
+from servd.offline.llm import LLM
+from servd.offline.llm_engine import InProcess
 
 LEAST_SECONDS = 1.0  # per run: shorter ones vary by more than drafts gain
 COUNTED = "vllm:spec_decode_num_"

@@ -10,11 +10,11 @@ import time
 
 from tqdm import tqdm
 
+from servd.base.errors import ServdError
 from servd.bench import _load, _report
 from servd.bench._data import TOKEN_IDS, Prompt
 from servd.cli import _server
 from servd.cli._client import Client
-from servd.errors import ServdError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

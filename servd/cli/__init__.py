@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from servd import __version__, plugins
-from servd.errors import ConfigError, ServdError
+from servd import __version__
+from servd.base import plugins
+from servd.base.errors import ConfigError, ServdError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -75,7 +76,7 @@ class Parser(argparse.ArgumentParser):
         """Leave nothing over, so that the error comes from the command that was meant."""
         parsed, unknown = super().parse_known_args(*args, **kwargs)
         if unknown:
-            from servd.foreign_options import remedy
+            from servd.config.foreign_options import remedy
 
             known, listed = self._option_string_actions, f"`{self.prog} --help` says what there is"
             flags = [each for each in unknown if each.startswith("-")] or unknown[:1]
@@ -88,7 +89,7 @@ class Parser(argparse.ArgumentParser):
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """What a flag may be short for: `-ngl 99`, another server's, is no `-n gl`."""
-        from servd.foreign_options import REMEDIES
+        from servd.config.foreign_options import REMEDIES
 
         return [] if option_string in REMEDIES else super()._get_option_tuples(option_string)
 

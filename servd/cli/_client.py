@@ -14,7 +14,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from servd.errors import ServdError
+from servd.base.errors import ServdError
 
 SAMPLING = ("temperature", "max_tokens", "seed")
 RETRIES = 5  # when the server has no room for a request

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from servd.base.errors import ConfigError
 from servd.config import Config, choices, flag_of, options_by_name, title_of
 from servd.config._section import plain
-from servd.errors import ConfigError
-from servd.foreign_options import ALIASES, IGNORED, VALUE_ALIASES
+from servd.config.foreign_options import ALIASES, IGNORED, VALUE_ALIASES
 
 OTHER_FLAGS = {  # as vLLM has or had them
     "executor": ["--distributed-executor-backend"],

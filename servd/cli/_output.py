@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from servd.errors import ConfigError
+from servd.base.errors import ConfigError
 
 
 def format_row(name: object, *cells: object) -> str:

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from servd.base.errors import ServdError
+from servd.base.private_dir import private_dir
 from servd.cli._client import Client
-from servd.errors import ServdError
-from servd.private_dir import private_dir
 
 POLL_INTERVAL = 0.05  # seconds
 STOP_TIMEOUT = 20.0  # seconds

@@ -9,8 +9,8 @@ import sys
 import time
 from typing import Any
 
+from servd.base.errors import ServdError
 from servd.cli import _client
-from servd.errors import ServdError
 
 HELP = """\
 /reset          forget the conversation

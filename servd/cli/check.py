@@ -18,14 +18,16 @@ from typing import Literal
 
 import msgspec
 
-from servd import hf, launch, plugins, pooling
-from servd.api.chat_template import ChatTemplate
-from servd.api.tokenizer import Tokenizer
+from servd import launch
+from servd.api.text.chat_template import ChatTemplate
+from servd.api.text.tokenizer import Tokenizer
+from servd.base import plugins
+from servd.base.errors import ConfigError, ModelNotFound
+from servd.base.sizes import format_bytes
+from servd.checkpoint import hf, pooling
 from servd.cli import _options
 from servd.config import Config
-from servd.errors import ConfigError, ModelNotFound
-from servd.resolve import look_at_machine
-from servd.sizes import format_bytes
+from servd.launch.resolve import look_at_machine
 
 WORKER = "servd.worker"
 HUB_TIMEOUT = 3.0  # seconds

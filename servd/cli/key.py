@@ -12,8 +12,8 @@ import sys
 
 import msgspec
 
-from servd.access import SCOPES, Key, hash_key
-from servd.errors import ConfigError
+from servd.base.errors import ConfigError
+from servd.config.keys import SCOPES, Key, hash_key
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

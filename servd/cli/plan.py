@@ -7,12 +7,14 @@ import tempfile
 
 import msgspec
 
-from servd import hf, launch, plugins
+from servd import launch
+from servd.base import plugins
+from servd.base.errors import ConfigError
+from servd.base.sizes import MemoryPlan, advise_more_memory, format_bytes
+from servd.checkpoint import hf
 from servd.cli import _options
 from servd.config import Config
-from servd.errors import ConfigError
-from servd.kv_layout import KVLayout
-from servd.sizes import MemoryPlan, advise_more_memory, format_bytes
+from servd.config.kv_layout import KVLayout
 
 WORKER = "servd.worker"
 LENGTHS = (256, 1024, 4096, 16384, 65536)

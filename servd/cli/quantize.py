@@ -7,10 +7,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from servd import hf, plugins
-from servd.api.tokenizer import Tokenizer
-from servd.errors import ConfigError
-from servd.sizes import format_bytes
+from servd.api.text.tokenizer import Tokenizer
+from servd.base import plugins
+from servd.base.errors import ConfigError
+from servd.base.sizes import format_bytes
+from servd.checkpoint import hf
 
 BITS = {"int4": 4, "int8": 8}
 ROW = 512  # tokens that are computed together, if the model can

@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from servd.api.run_manifest import RepeatablePrompt, RunManifest, make_manifest
+from servd.api.builders.run_manifest import RepeatablePrompt, RunManifest, make_manifest
+from servd.base.errors import ConfigError
 from servd.cli import _options
 from servd.config import Config
-from servd.errors import ConfigError
-from servd.llm import LLM
-from servd.params import SamplingParams
+from servd.messages.params import SamplingParams
+from servd.offline.llm import LLM
 
 TIE = 1e-3  # nats: less than this between two tokens is decided by rounding
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 from tqdm import tqdm
 
-from servd import batch
-from servd.batch import Problem, Response, Result
+from servd.api.batches import format as batch
+from servd.api.batches.format import Problem, Response, Result
+from servd.base.errors import ConfigError
 from servd.cli import _options
 from servd.cli._client import Client
 from servd.cli._server import Connect, key_of, own_server
-from servd.errors import ConfigError
 
 TIERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 

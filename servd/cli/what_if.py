@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
+from servd.base.errors import ConfigError
 from servd.cli import _options
 from servd.cli._options import positive
 from servd.cli._output import format_row, write_json
-from servd.errors import ConfigError
 from servd.simulate import cluster, costs, report, traces
 from servd.simulate.cluster import OWN_ROUTER, POLICIES, ClusterOptions
 from servd.simulate.costs import Costs

@@ -17,7 +17,10 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Meta
 
-from servd import foreign_options, plugins
+from servd.base import plugins
+from servd.base.errors import ConfigError
+from servd.base.sizes import parse_bytes
+from servd.config import foreign_options
 from servd.config._section import Section, plain
 from servd.config.access import AccessConfig
 from servd.config.batches import BatchConfig
@@ -29,9 +32,7 @@ from servd.config.parallel import ParallelConfig
 from servd.config.scheduler import SchedulerConfig
 from servd.config.server import ServerConfig
 from servd.config.several_models import ModelsConfig
-from servd.errors import ConfigError
-from servd.sizes import parse_bytes
-from servd.speculative import gather
+from servd.config.speculative import gather
 
 log = logging.getLogger("servd.config")
 

@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from servd.base.errors import ConfigError
 from servd.config._section import Positive, Section, Share, about
 from servd.config.kv_events import KVEventsConfig
 from servd.config.kv_transfer import KVTransferConfig
-from servd.errors import ConfigError
 
 Gibibytes = Annotated[float, Meta(gt=0, le=1 << 20)]
 

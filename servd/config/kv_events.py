@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from servd.errors import ConfigError
+from servd.base.errors import ConfigError
 
 ENDPOINT = re.compile(r"tcp://([^\s/]+):(\d{1,5})|ipc://\S+")
 

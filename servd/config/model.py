@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from servd.checkpoint.hf import GenerationDefaults
 from servd.config._section import NotNegative, Positive, Section, about
-from servd.hf import GenerationDefaults
-from servd.params import MAX_CANDIDATES, MAX_LOGPROBS, LogprobsMode
-from servd.speculative import SpeculativeConfig
+from servd.config.speculative import SpeculativeConfig
+from servd.messages.params import MAX_CANDIDATES, MAX_LOGPROBS, LogprobsMode
 
 
 class ModelConfig(Section, frozen=True):

@@ -51,14 +51,14 @@ class ServerConfig(Section, frozen=True):
         str | None,
         about(
             "How the model writes tool calls. Default: what the chat template shows.",
-            extra={"plugins": "servd.api.tool_parsers", "beside": ["none"]},
+            extra={"plugins": "servd.api.output.tool_parsers", "beside": ["none"]},
         ),
     ] = None
     reasoning_parser: Annotated[
         str | None,
         about(
             "How the model marks its reasoning. Default: what the chat template shows.",
-            extra={"plugins": "servd.api.reasoning_parsers", "beside": ["none"]},
+            extra={"plugins": "servd.api.output.reasoning_parsers", "beside": ["none"]},
         ),
     ] = None
     enable_auto_tool_choice: Annotated[

@@ -6,7 +6,7 @@ from collections import Counter
 
 from servd.core.engine_core import EngineCore
 from servd.core.kv_cache.prefix_cache import NO_BLOCK
-from servd.messages import Audit, EngineAudit, EngineCoreOutputs
+from servd.messages.engine import Audit, EngineAudit, EngineCoreOutputs
 
 
 def problems(engine: EngineCore) -> list[str]:

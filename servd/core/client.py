@@ -8,10 +8,10 @@ import os
 import msgspec
 
 import servd
+from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
-from servd.hf import ModelSpec
-from servd.ipc import Inbox, Outbox, address
-from servd.messages import Attach, FromEngine, ToEngine
+from servd.ipc.channels import Inbox, Outbox, address
+from servd.messages.engine import Attach, FromEngine, ToEngine
 
 
 def identity(config: Config, spec: ModelSpec) -> str:

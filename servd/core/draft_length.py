@@ -4,7 +4,7 @@ import math
 
 from msgspec import Struct, field
 
-from servd.messages import ScheduledRequest
+from servd.messages.engine import ScheduledRequest
 
 FIRST_CHANCE = 0.6  # that a draft is found, and accepted: optimistic, as finding out is cheap
 MEMORY = 0.98  # weight that a request's past keeps after a step: texts change, so 50 steps count

@@ -6,16 +6,17 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
+from servd.base.tracing import Clock, StepRecord, now_ns
+from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
+from servd.config.kv_layout import KVLayout
 from servd.core.executor import Executor, PendingOutput
 from servd.core.kv_cache.connector import KVConnector
 from servd.core.kv_cache.manager import KVCacheManager
-from servd.core.micro_batches import MicroBatches
-from servd.core.scheduler import Scheduler
+from servd.core.scheduler.micro_batches import MicroBatches
+from servd.core.scheduler.scheduler import Scheduler
 from servd.core.structured_output.manager import Compiled, GrammarManager
-from servd.hf import ModelSpec
-from servd.kv_layout import KVLayout
-from servd.messages import (
+from servd.messages.engine import (
     AbortRequests,
     Attach,
     Audit,
@@ -27,7 +28,6 @@ from servd.messages import (
     WakeUp,
     WorkerReady,
 )
-from servd.tracing import Clock, StepRecord, now_ns
 
 logger = logging.getLogger("servd.engine")
 

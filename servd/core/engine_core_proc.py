@@ -21,9 +21,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from servd import hf, log, plugins
-from servd.child import SHOW_STACKS, read_start
-from servd.child_messages import StartEngine
+from servd.base import log, plugins
+from servd.base.errors import ConfigError, EngineError
+from servd.base.tracing import FIRST_STEP, OVERDUE_FACTOR, Pace, StepRecord
+from servd.checkpoint import hf
 from servd.config import Config
 from servd.core.audit import audit
 from servd.core.client import engine_address, identity
@@ -31,11 +32,12 @@ from servd.core.engine_core import EngineCore
 from servd.core.executor import EXECUTORS, Executor, Progress
 from servd.core.stats_line import StatsLine
 from servd.core.structured_output.manager import Compiled
-from servd.errors import ConfigError, EngineError
-from servd.heartbeat import BEAT_INTERVAL, Heartbeat
-from servd.hub import HubInbox, HubOutbox
-from servd.ipc import Inbox, Outbox, UnreadableMessage
-from servd.messages import (
+from servd.ipc.channels import Inbox, Outbox, UnreadableMessage
+from servd.ipc.child import SHOW_STACKS, read_start
+from servd.ipc.heartbeat import BEAT_INTERVAL, Heartbeat
+from servd.ipc.hub import HubInbox, HubOutbox
+from servd.ipc.start_messages import StartEngine
+from servd.messages.engine import (
     AbortRequests,
     Attach,
     Audit,
@@ -56,8 +58,7 @@ from servd.messages import (
     WorkerFailed,
     WorkerReady,
 )
-from servd.params import MAX_N, SamplingParams
-from servd.tracing import FIRST_STEP, OVERDUE_FACTOR, Pace, StepRecord
+from servd.messages.params import MAX_N, SamplingParams
 
 logger = logging.getLogger("servd.engine")
 

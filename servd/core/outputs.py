@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from servd.base.tracing import Clock, Mark, now_ns
 from servd.core.request import failure
-from servd.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
-from servd.tracing import Clock, Mark, now_ns
+from servd.messages.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 
 
 class Outputs:

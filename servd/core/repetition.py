@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from servd.params import RepetitionDetection
+from servd.messages.params import RepetitionDetection
 
 
 class RepetitionDetector:

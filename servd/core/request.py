@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
 
-from servd.adapter import Adapter
+from servd.base.tracing import Mark
+from servd.config.speculative import MAX_GRAMMAR_TOKENS
 from servd.core.draft_length import Acceptance
 from servd.core.repetition import RepetitionDetector
-from servd.messages import (
+from servd.messages.adapter import Adapter
+from servd.messages.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
@@ -18,9 +20,7 @@ from servd.messages import (
     ScheduledRequest,
     TokenLogprobs,
 )
-from servd.params import PoolingParams, SamplingParams
-from servd.speculative import MAX_GRAMMAR_TOKENS
-from servd.tracing import Mark
+from servd.messages.params import PoolingParams, SamplingParams
 
 
 class RequestStatus(Enum):

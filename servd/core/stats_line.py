@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
-from servd.messages import EngineCoreOutputs
-from servd.stats import DraftStats
+from servd.messages.engine import EngineCoreOutputs
+from servd.messages.stats import DraftStats
 
 logger = logging.getLogger("servd.engine")
 

@@ -8,8 +8,9 @@ from itertools import count, islice
 
 import msgspec
 
+from servd.base.tracing import Pace, StepRecord
 from servd.core.request import GrammarEnd, Request
-from servd.messages import (
+from servd.messages.engine import (
     BlockCopies,
     Decodes,
     ModelRunnerOutput,
@@ -17,7 +18,6 @@ from servd.messages import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from servd.tracing import Pace, StepRecord
 
 NO_DRAFTS: list[int] = []
 MAX_RECORDS = 1024  # kept for clients that have not been given them, about half a kilobyte each

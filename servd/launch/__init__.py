@@ -10,12 +10,14 @@ from pathlib import Path
 
 import msgspec
 
-from servd import hf, log, plugins
+from servd.base import log, plugins
+from servd.base.errors import ConfigError, UnsupportedModel
+from servd.checkpoint import hf
 from servd.config import Config
 from servd.core.client import identity
 from servd.core.executor import EXECUTORS
-from servd.errors import ConfigError, UnsupportedModel
 from servd.launch.process_tree import ProcessTree, check_access, url_of
+from servd.launch.resolve import Decision, decide, look_at_machine
 from servd.launch.sockets import (
     check_engine,
     inherited_listener,
@@ -23,7 +25,6 @@ from servd.launch.sockets import (
     open_batch_dir,
     socket_folder,
 )
-from servd.resolve import Decision, decide, look_at_machine
 
 logger = logging.getLogger("servd.launch")
 
@@ -44,7 +45,7 @@ def serve(read_config: Callable[[], Config]) -> int:
     listener = None if config.server.headless else inherited or listen(config)
     try:
         if config.models.models_dir is not None or config.models.models:
-            from servd.api import front_server  # the others import no HTTP server
+            from servd.gateway import server as front_server  # the others import no HTTP server
 
             front_server.check(config)
             assert listener is not None

@@ -13,9 +13,9 @@ from queue import SimpleQueue
 
 import msgspec
 
-from servd.hub import Hub, Uplink
-from servd.ipc import Inbox, Outbox, UnreadableMessage, wait
-from servd.messages import Detach
+from servd.ipc.channels import Inbox, Outbox, UnreadableMessage, wait
+from servd.ipc.hub import Hub, Uplink
+from servd.messages.engine import Detach
 
 log = logging.getLogger("servd.launch")
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from servd import hf
-from servd.child import Child
-from servd.child_messages import StartEngine, Uplink
+from servd.base.private_dir import PARENT_DIR
+from servd.checkpoint import hf
 from servd.config import Config, ParallelConfig, ServerConfig
 from servd.core.client import engine_address
-from servd.heartbeat import Heartbeat, Watchdog, make_file
-from servd.messages import EngineRestarting
-from servd.private_dir import PARENT_DIR
+from servd.ipc.child import Child
+from servd.ipc.heartbeat import Heartbeat, Watchdog, make_file
+from servd.ipc.start_messages import StartEngine, Uplink
+from servd.messages.engine import EngineRestarting
 
 logger = logging.getLogger("servd.launch")
 

@@ -9,11 +9,12 @@ import os
 import signal
 import sys
 
-from servd import launch, log
-from servd.child import read_start
-from servd.child_messages import StartModel
+from servd import launch
+from servd.base import log
+from servd.base.errors import ConfigError
 from servd.config import Config
-from servd.errors import ConfigError
+from servd.ipc.child import read_start
+from servd.ipc.start_messages import StartModel
 
 
 def main() -> None:

@@ -19,21 +19,23 @@ from types import FrameType
 
 import msgspec
 
-from servd import hf, ipc, log
-from servd.access import check_new_keys, read_keys, tls_context
-from servd.adapter_store import AdapterStore
-from servd.api import routing
-from servd.child import Child
-from servd.child_messages import ENGINE_IS_DEAD, StartAPIServer
+from servd.api.engine import load_balancer as routing
+from servd.base import log
+from servd.base.errors import ConfigError
+from servd.checkpoint import hf
+from servd.checkpoint.adapter_store import AdapterStore
+from servd.checkpoint.lora import AdapterFiles, parse_module
 from servd.config import AccessConfig, Config
+from servd.config.keys import check_new_keys, read_keys, tls_context
 from servd.core.client import engine_dir
-from servd.errors import ConfigError
-from servd.heartbeat import Heartbeat, Watchdog, make_file
+from servd.ipc import channels as ipc
+from servd.ipc.child import Child
+from servd.ipc.heartbeat import Heartbeat, Watchdog, make_file
+from servd.ipc.start_messages import ENGINE_IS_DEAD, StartAPIServer
 from servd.launch.bridge import Bridge
 from servd.launch.engine_supervisor import LOOK_INTERVAL, Deaths, EngineSupervisor, newest_engine
-from servd.lora import AdapterFiles, parse_module
-from servd.messages import STALLED, EngineDead, EngineRestarting, EngineStatus
-from servd.resolve import Decision
+from servd.launch.resolve import Decision
+from servd.messages.engine import STALLED, EngineDead, EngineRestarting, EngineStatus
 
 logger = logging.getLogger("servd.launch")
 

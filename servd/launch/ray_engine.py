@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from servd.child import Child
-from servd.child_messages import Uplink
+from servd.base.private_dir import private_dir
+from servd.base.tracing import CLOCK_OFFSET
 from servd.config import Config
 from servd.core.client import engine_address, identity
 from servd.core.executor.ray import clock_offset, connect, find_spec, library, resource_of
+from servd.ipc.child import Child
+from servd.ipc.start_messages import Uplink
 from servd.launch.bridge import Bridge
 from servd.launch.engine_supervisor import LOOK_INTERVAL, EngineProcess, EngineSupervisor
-from servd.private_dir import private_dir
-from servd.tracing import CLOCK_OFFSET
 
 log = logging.getLogger("servd.launch")
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from servd import ipc
+from servd.base.errors import ConfigError
+from servd.base.private_dir import private_dir
 from servd.config import Config
 from servd.core.client import EngineCoreClient, engine_dir
-from servd.errors import ConfigError
+from servd.ipc import channels as ipc
 from servd.launch.engine_supervisor import newest_engine, somebody_listens
-from servd.messages import EngineDead
-from servd.private_dir import private_dir
+from servd.messages.engine import EngineDead
 
 LONGEST_SOCKET_NAME = f"client-{2**31 - 1}"
 

@@ -16,11 +16,11 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from servd.api.routing import Routed, Router
+from servd.api.engine.load_balancer import Routed, Router
+from servd.base.errors import ConfigError
 from servd.config import Config
-from servd.errors import ConfigError
-from servd.messages import EngineCoreOutput, EngineCoreRequest, RequestOptions, WorkerReady
-from servd.params import PoolingParams, SamplingParams
+from servd.messages.engine import EngineCoreOutput, EngineCoreRequest, RequestOptions, WorkerReady
+from servd.messages.params import PoolingParams, SamplingParams
 from servd.simulate.costs import Costs
 from servd.simulate.engine import SimulatedEngine, VirtualClock
 from servd.simulate.traces import RequestLine, ServerLine

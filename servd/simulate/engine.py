@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
+from servd.config.kv_layout import KVLayout
 from servd.core.kv_cache.connector.offload import make_connector
 from servd.core.kv_cache.manager import KVCacheManager
-from servd.core.scheduler import Scheduler
+from servd.core.scheduler.scheduler import Scheduler
 from servd.core.step import StepLog
-from servd.hf import FAKE_SPEC
-from servd.kv_layout import KVLayout
-from servd.messages import (
+from servd.messages.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
     ModelRunnerOutput,

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import msgspec
 
-from servd.api.request_state import Observer, RequestState
+from servd.api.engine.request_state import Observer, RequestState
+from servd.base.errors import ConfigError
+from servd.base.tracing import StepRecord
 from servd.config import Config, options_by_name
-from servd.errors import ConfigError
-from servd.messages import EngineDead, EngineReady, EngineStatus
-from servd.params import SamplingParams
+from servd.messages.engine import EngineDead, EngineReady, EngineStatus
+from servd.messages.params import SamplingParams
+from servd.messages.stats import SchedulerStats
 from servd.simulate.traces import OPTIONS, RequestLine, ServerLine, StepLine
-from servd.stats import SchedulerStats
-from servd.tracing import StepRecord
 
 log = logging.getLogger("servd.api")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from servd.errors import ConfigError
+from servd.base.errors import ConfigError
 
 OPTIONS = (  # what `servd what-if` can vary
     "block_size",

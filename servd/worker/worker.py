@@ -10,26 +10,26 @@ from typing import ClassVar
 
 import torch
 
+from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
-from servd.hf import ModelSpec
-from servd.messages import GrammarBitmask, SchedulerOutput, WorkerReady
-from servd.worker import dry_run
-from servd.worker.batch_invariant import make_batch_invariant
-from servd.worker.compile import compile_layers
-from servd.worker.cpu_model_runner import CPUModelRunner
-from servd.worker.device import (
+from servd.messages.engine import GrammarBitmask, SchedulerOutput, WorkerReady
+from servd.worker.device.device import (
     count_gpus,
     keep_compiled_kernels,
     name_of,
     require_c_compiler,
     set_num_threads,
 )
-from servd.worker.gpu_model_runner import GPUModelRunner
-from servd.worker.model_runner import AsyncOutput, ModelRunner
+from servd.worker.device.parallel import Parallel
 from servd.worker.ops import native
-from servd.worker.parallel import Parallel
-from servd.worker.pipeline_stage import Stage
-from servd.worker.self_check import SelfCheck
+from servd.worker.runner import dry_run
+from servd.worker.runner.batch_invariant import make_batch_invariant
+from servd.worker.runner.compile import compile_layers
+from servd.worker.runner.cpu_model_runner import CPUModelRunner
+from servd.worker.runner.gpu_model_runner import GPUModelRunner
+from servd.worker.runner.model_runner import AsyncOutput, ModelRunner
+from servd.worker.runner.pipeline_stage import Stage
+from servd.worker.runner.self_check import SelfCheck
 
 log = logging.getLogger("servd.worker")
 

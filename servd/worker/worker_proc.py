@@ -14,12 +14,13 @@ from typing import Any
 
 import msgspec
 
-from servd import log, messages
-from servd.child import SHOW_STACKS, import_ahead, read_start
-from servd.child_messages import StartWorker
-from servd.errors import ConfigError
-from servd.hub import HubInbox, HubOutbox
-from servd.ipc import Inbox, Outbox
+from servd.base import log
+from servd.base.errors import ConfigError
+from servd.ipc.channels import Inbox, Outbox
+from servd.ipc.child import SHOW_STACKS, import_ahead, read_start
+from servd.ipc.hub import HubInbox, HubOutbox
+from servd.ipc.start_messages import StartWorker
+from servd.messages import engine as messages
 
 Answer = Callable[[], messages.FromWorker]
 """Makes a message; may wait for the device first."""

@@ -16,24 +16,25 @@ import httpx
 import msgspec
 import uvicorn
 
-from servd import tracing
-from servd.adapter_store import AdapterStore
 from servd.api.app import create_app
-from servd.api.async_llm import AsyncLLM
-from servd.api.http_protocol import Connections, settings
-from servd.api.metrics import Metrics
+from servd.api.engine.async_llm import AsyncLLM
+from servd.api.engine.load_balancer import Router
+from servd.api.engine.output_processor import OutputProcessor
+from servd.api.engine.processor import Processor
+from servd.api.http.http_protocol import Connections, settings
+from servd.api.observability.metrics import Metrics
 from servd.api.observability.tracer import Tracer
-from servd.api.output_processor import OutputProcessor
-from servd.api.processor import Processor
-from servd.api.routing import Router
-from servd.api.tokenizer import Tokenizer
+from servd.api.text.tokenizer import Tokenizer
+from servd.base import tracing
+from servd.checkpoint.adapter_store import AdapterStore
+from servd.checkpoint.hf import FAKE_SPEC, ModelSpec
 from servd.config import Config
 from servd.core.audit import audit, problems
 from servd.core.engine_core import EngineCore
 from servd.core.executor.fake import FakeExecutor, Row, expected_tokens
 from servd.core.structured_output.manager import Compiled
-from servd.hf import FAKE_SPEC, ModelSpec
-from servd.messages import (
+from servd.launch.resolve import Machine, resolve
+from servd.messages.engine import (
     Audit,
     EngineReady,
     EngineRestarting,
@@ -42,7 +43,6 @@ from servd.messages import (
     ToEngine,
     WakeUp,
 )
-from servd.resolve import Machine, resolve
 from tests.limits import WAIT_SECONDS
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import string
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from servd.api.http.route import document
 from servd.api.protocol.validation import RequestBody
-from servd.api.route import document
 from servd.api.routes import load_routers
 
 

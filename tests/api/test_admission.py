@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from servd.access import Key, hash_key
-from servd.api.admission import Admission
-from servd.api.auth import ANYONE
-from servd.api.metrics import Metrics
+from servd.api.engine.admission import Admission
+from servd.api.http.auth import ANYONE
+from servd.api.observability.metrics import Metrics
+from servd.base.errors import InvalidRequest, Overloaded, RateLimited, Unavailable
 from servd.config import Config
-from servd.errors import InvalidRequest, Overloaded, RateLimited, Unavailable
-from servd.messages import EngineCoreRequest
+from servd.config.keys import Key, hash_key
+from servd.messages.engine import EngineCoreRequest
 from tests.api.harness import Served, serve, until, user
 
 CHAT = "/v1/chat/completions"

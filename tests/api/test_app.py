@@ -8,7 +8,7 @@ import logging
 import httpx
 import pytest
 
-from servd.api.middleware import MAX_BODY
+from servd.api.http.middleware import MAX_BODY
 from tests.api.harness import Served, listening, serve, user
 
 

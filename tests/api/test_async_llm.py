@@ -8,19 +8,20 @@ from collections import deque
 
 import pytest
 
-from servd.api import engine_client
-from servd.api.async_llm import AsyncLLM
-from servd.api.metrics import Metrics
+from servd.api.engine import engine_client
+from servd.api.engine.async_llm import AsyncLLM
+from servd.api.engine.output_processor import OutputProcessor
+from servd.api.engine.processor import Processor
+from servd.api.engine.request_state import RequestState
+from servd.api.observability.metrics import Metrics
 from servd.api.observability.tracer import Tracer
-from servd.api.output_processor import OutputProcessor
-from servd.api.processor import Processor
-from servd.api.prompt import Prompt
-from servd.api.request_state import RequestState
-from servd.api.tokenizer import Tokenizer
+from servd.api.text.prompt import Prompt
+from servd.api.text.tokenizer import Tokenizer
+from servd.base.errors import EngineError, InvalidRequest, ShuttingDown
+from servd.base.tracing import Mark, now_ns
+from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
-from servd.errors import EngineError, InvalidRequest, ShuttingDown
-from servd.hf import FAKE_SPEC
-from servd.messages import (
+from servd.messages.engine import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -29,10 +30,9 @@ from servd.messages import (
     FinishReason,
     WorkerReady,
 )
-from servd.outputs import CompletionOutput
-from servd.params import SamplingParams
-from servd.stats import SchedulerStats
-from servd.tracing import Mark, now_ns
+from servd.messages.outputs import CompletionOutput
+from servd.messages.params import SamplingParams
+from servd.messages.stats import SchedulerStats
 from tests.limits import WAIT_SECONDS
 
 READY = EngineReady(

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from servd.access import hash_key
 from servd.api.routes import audit as audit_module
+from servd.config.keys import hash_key
 from servd.core.audit import problems
 from servd.core.engine_core import EngineCore
-from servd.messages import AbortRequests, EngineAudit, EngineCoreOutputs
-from servd.stats import SchedulerStats
+from servd.messages.engine import AbortRequests, EngineAudit, EngineCoreOutputs
+from servd.messages.stats import SchedulerStats
 from tests.api.harness import Served, serve, until
 from tests.core.engines import make_engine, make_request
 

@@ -13,13 +13,14 @@ import httpx
 import pytest
 from starlette.routing import Route
 
-from servd.access import Scope, hash_key, read_keys
-from servd.api import auth, console
-from servd.api.auth import OPEN_PATHS
+from servd.api import console
+from servd.api.http import auth
+from servd.api.http.auth import OPEN_PATHS
 from servd.api.routes import load_routers
+from servd.base.errors import ConfigError
 from servd.config import AccessConfig
-from servd.errors import ConfigError
-from servd.messages import EngineCoreRequest
+from servd.config.keys import Scope, hash_key, read_keys
+from servd.messages.engine import EngineCoreRequest
 from tests.api.harness import MODEL, Served, serve, user
 
 KEYS = ["first-key", "zweiter-schlüssel"]

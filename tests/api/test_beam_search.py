@@ -9,9 +9,9 @@ import math
 
 import pytest
 
-from servd.errors import EngineDead
-from servd.messages import AbortRequests, EngineCoreRequest
-from servd.params import MAX_BEAMS, MAX_STOP
+from servd.base.errors import EngineDead
+from servd.messages.engine import AbortRequests, EngineCoreRequest
+from servd.messages.params import MAX_BEAMS, MAX_STOP
 from tests.api.harness import events, output_text, serve, until, user
 from tests.api.test_errors import check
 from tests.api.test_metrics_route import values

@@ -8,8 +8,8 @@ import socket
 
 import pytest
 
-from servd.api.pinned_prefixes import PinnedPrefixes
-from servd.errors import ConfigError
+from servd.api.engine.pinned_prefixes import PinnedPrefixes
+from servd.base.errors import ConfigError
 from tests.api.harness import Served, serve, until, user
 
 TEXT = "a long beginning of a text"

@@ -7,8 +7,8 @@ import math
 import msgspec
 import pytest
 
-from servd.hf import FAKE_SPEC
-from servd.messages import EngineCoreRequest
+from servd.checkpoint.hf import FAKE_SPEC
+from servd.messages.engine import EngineCoreRequest
 from tests.api.harness import MODEL, Served, chat_prompt, events, output_text, serve, user
 
 CHAT = "/v1/chat/completions"

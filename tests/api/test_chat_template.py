@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from servd.api import chat_template
-from servd.api.prompt import Chat, ToolOptions
-from servd.api.tokenizer import Tokenizer
-from servd.errors import ConfigError, InvalidRequest, ModelNotFound
+from servd.api.text import chat_template
+from servd.api.text.prompt import Chat, ToolOptions
+from servd.api.text.tokenizer import Tokenizer
+from servd.base.errors import ConfigError, InvalidRequest, ModelNotFound
 from tests.api.harness import serve
 
 

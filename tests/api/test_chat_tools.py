@@ -12,8 +12,8 @@ import openai
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from servd.hf import FAKE_SPEC, ModelSpec
-from servd.messages import EngineCoreRequest
+from servd.checkpoint.hf import FAKE_SPEC, ModelSpec
+from servd.messages.engine import EngineCoreRequest
 from tests.api.harness import MODEL, Served, events, serve, user
 
 CHAT = "/v1/chat/completions"
@@ -496,7 +496,7 @@ MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 @pytest.fixture
 def special_spec(tmp_path) -> ModelSpec:
     """The fake model with the markers as special tokens, which the detokenizer would leave out."""
-    from servd.api.tokenizer import Tokenizer as Wrapped
+    from servd.api.text.tokenizer import Tokenizer as Wrapped
 
     backend: Tokenizer = Wrapped.bytes()._backend
     backend.add_special_tokens([AddedToken(marker, special=True) for marker in MARKERS])

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servd.api.response_builders.logprobs import TextOffsets
-from servd.api.tokenizer import Tokenizer
-from servd.messages import TokenLogprobs
+from servd.api.builders.logprobs import TextOffsets
+from servd.api.text.tokenizer import Tokenizer
+from servd.messages.engine import TokenLogprobs
 from tests.api.harness import MODEL, events, output_text, serve, user
 
 COMPLETIONS = "/v1/completions"

@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 
-from servd.messages import AbortRequests, EngineCoreRequest, EngineDead, EngineReady
+from servd.messages.engine import AbortRequests, EngineCoreRequest, EngineDead, EngineReady
 from tests.api.harness import MODEL, InProcessEngine, Served, output_text, serve, until
 
 BODY = {"model": MODEL, "prompt": "once", "max_tokens": 200, "ignore_eos": True}

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers
 
-from servd.api.detokenizer import Detokenizer
-from servd.api.tokenizer import Tokenizer
-from servd.params import SamplingParams
+from servd.api.text.detokenizer import Detokenizer
+from servd.api.text.tokenizer import Tokenizer
+from servd.messages.params import SamplingParams
 
 BYTES = Tokenizer.bytes()
 TEXT = st.one_of(

@@ -12,9 +12,9 @@ from functools import partial
 import openai
 import pytest
 
-from servd.api.async_llm import MAX_INLINE
+from servd.api.engine.async_llm import MAX_INLINE
 from servd.core.executor.fake import next_state, vector
-from servd.params import PoolingParams
+from servd.messages.params import PoolingParams
 from tests.api.harness import MODEL, Served, chat_prompt, until, user
 from tests.api.test_errors import check
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from servd.api.chat_template import DEFAULT_TEMPLATE
+from servd.api.text.chat_template import DEFAULT_TEMPLATE
 from tests.api.harness import events, named_events, serve, user
 
 NUM_SHAPES = 200

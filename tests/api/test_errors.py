@@ -12,17 +12,17 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
-from servd.access import hash_key
-from servd.api.async_llm import MAX_INLINE
+from servd.api.engine.async_llm import MAX_INLINE
 from servd.api.protocol.anthropic import MessagesRequest
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.completions import CompletionRequest
 from servd.api.protocol.embeddings import EmbeddingRequest
 from servd.api.protocol.responses import ResponsesRequest
 from servd.api.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from servd.config.keys import hash_key
 from servd.core.engine_core_proc import rejection
-from servd.ipc import UnreadableMessage
-from servd.messages import (
+from servd.ipc.channels import UnreadableMessage
+from servd.messages.engine import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -32,7 +32,7 @@ from servd.messages import (
     FinishReason,
     ToEngine,
 )
-from servd.params import (
+from servd.messages.params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORDS,

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from servd.api.fair_threads import FairThreads
-from servd.errors import Overloaded
+from servd.api.engine.fair_threads import FairThreads
+from servd.base.errors import Overloaded
 from tests.api.harness import until
 from tests.limits import WAIT_SECONDS
 

@@ -6,14 +6,14 @@ import msgspec
 import pytest
 import tokenizers
 
-from servd.api.fill_in_middle import FillInMiddle
-from servd.api.processor import Processor
-from servd.api.prompt import Prompt
-from servd.api.tokenizer import Tokenizer
+from servd.api.engine.processor import Processor
+from servd.api.text.fill_in_middle import FillInMiddle
+from servd.api.text.prompt import Prompt
+from servd.api.text.tokenizer import Tokenizer
+from servd.base.errors import ConfigError, InvalidRequest
+from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
-from servd.errors import ConfigError, InvalidRequest
-from servd.hf import FAKE_SPEC
-from servd.params import MAX_STOP_TOKEN_IDS, SamplingParams
+from servd.messages.params import MAX_STOP_TOKEN_IDS, SamplingParams
 from tests.api.harness import output_text, serve
 from tests.api.test_errors import COMPLETIONS, check
 

@@ -21,16 +21,17 @@ import httpx
 import msgspec
 import pytest
 
-from servd import hf, log
-from servd.api.auth import Keys
-from servd.api.front import create_front
-from servd.api.front_server import check, link_models, reload
-from servd.api.model_folder import ModelFolder
-from servd.api.model_request import MAX_KEEP_ALIVE, seconds_of
-from servd.api.model_server import ModelServer
-from servd.api.model_servers import ModelServers
+from servd.api.http.auth import Keys
+from servd.base import log
+from servd.base.errors import ConfigError, InvalidRequest
+from servd.checkpoint import hf
 from servd.config import Config
-from servd.errors import ConfigError, InvalidRequest
+from servd.gateway.backend import ModelServer
+from servd.gateway.models import ModelFolder
+from servd.gateway.pool import ModelServers
+from servd.gateway.proxy import create_front
+from servd.gateway.request import MAX_KEEP_ALIVE, seconds_of
+from servd.gateway.server import check, link_models, reload
 from tests.api.harness import Served, events, listening, serve, until
 from tests.limits import WAIT_SECONDS
 
@@ -683,7 +684,7 @@ async def test_pages_of_allowed_origins_reach_the_models(tmp_path: Path):
 async def test_each_answer_has_one_line_in_the_access_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    caplog.set_level("INFO", "servd.access")
+    caplog.set_level("INFO", "servd.config.keys")
     async with front(tmp_path, "one", access_log="requests") as (http, servers):
         servers.options = {"access_log": "requests"}
         http.headers["x-forwarded-for"] = "192.0.2.1"

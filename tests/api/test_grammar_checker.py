@@ -18,14 +18,14 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from servd.api import grammar_checker
-from servd.api.grammar_checker import FairLock, GrammarChecker
-from servd.child_messages import GrammarVerdict, StartGrammarChecker
+from servd.api.engine import grammar_checker
+from servd.api.engine.grammar_checker import FairLock, GrammarChecker
+from servd.base.errors import InvalidRequest, Overloaded
+from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
 from servd.core.structured_output.manager import Compiled
-from servd.errors import InvalidRequest, Overloaded
-from servd.hf import FAKE_SPEC
-from servd.params import StructuredOutput
+from servd.ipc.start_messages import GrammarVerdict, StartGrammarChecker
+from servd.messages.params import StructuredOutput
 from tests.core.engines import Log, make_engine, make_request
 from tests.limits import WAIT_SECONDS
 

@@ -12,19 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from servd.api.chat_template import ChatTemplate
-from servd.api.incremental import Content, Reasoning, ToolCallArguments, ToolCallStart
-from servd.api.output_parser import ExpectedOutput, OutputParser
-from servd.api.prompt import Chat, ToolOptions
-from servd.api.reasoning_parsers import harmony as reasoning
-from servd.api.tokenizer import Tokenizer
-from servd.api.tool_parsers import harmony as tools
-from servd.api.tool_parsers._harmony import MARKERS
+from servd.api.output.incremental import Content, Reasoning, ToolCallArguments, ToolCallStart
+from servd.api.output.output_parser import ExpectedOutput, OutputParser
+from servd.api.output.reasoning_parsers import harmony as reasoning
+from servd.api.output.tool_parsers import harmony as tools
+from servd.api.output.tool_parsers._harmony import MARKERS
+from servd.api.text.chat_template import ChatTemplate
+from servd.api.text.prompt import Chat, ToolOptions
+from servd.api.text.tokenizer import Tokenizer
+from servd.checkpoint.hf import FAKE_SPEC, ModelSpec
 from servd.config import Config
 from servd.core.structured_output.grammar import Grammar
 from servd.core.structured_output.vocabulary import load_vocabulary
-from servd.hf import FAKE_SPEC, ModelSpec
-from servd.messages import EngineCoreRequest
+from servd.messages.engine import EngineCoreRequest
 from tests.api.harness import events, serve, user
 
 CHAT = "/v1/chat/completions"

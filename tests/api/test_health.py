@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 import servd
-from servd.api import engine_client
-from servd.api.progress import Unfinished, progress
-from servd.messages import STALLED, EngineDead, EngineReady, EngineStatus
-from servd.tracing import StepRecord, now_ns
+from servd.api.engine import engine_client
+from servd.api.engine.progress import Unfinished, progress
+from servd.base.tracing import StepRecord, now_ns
+from servd.messages.engine import STALLED, EngineDead, EngineReady, EngineStatus
 from tests.api.harness import Served, serve, until
 
 

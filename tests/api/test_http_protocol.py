@@ -15,9 +15,15 @@ import uvicorn
 import uvloop
 from uvicorn.server import ServerState
 
-from servd.api.http_protocol import CONNECTION, MAX_HEAD, MIN_BODY_RATE, Connections, HttpProtocol
+from servd.api.http.http_protocol import (
+    CONNECTION,
+    MAX_HEAD,
+    MIN_BODY_RATE,
+    Connections,
+    HttpProtocol,
+)
 from servd.config import ServerConfig
-from servd.messages import AbortRequests
+from servd.messages.engine import AbortRequests
 from tests.api.harness import Served, listening, output_text, serve, until
 from tests.limits import WAIT_SECONDS
 

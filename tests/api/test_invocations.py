@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from servd.api.chat_template import DEFAULT_TEMPLATE
+from servd.api.text.chat_template import DEFAULT_TEMPLATE
 from tests.api.harness import MODEL, chat_prompt, events, output_text, serve, user
 from tests.api.test_errors import check
 

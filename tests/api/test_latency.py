@@ -18,7 +18,7 @@ from servd.api.observability.latency import (
     break_down,
     request_of,
 )
-from servd.tracing import STAGES, Mark, StepRecord
+from servd.base.tracing import STAGES, Mark, StepRecord
 
 MS = 1_000_000
 BEFORE = {"received": 0, "parsed": 1, "tokenised": 2, "sent": 3}

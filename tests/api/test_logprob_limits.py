@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from servd.api.delta_stream import MAX_LOGPROBS_HELD, DeltaStream
-from servd.api.fair_loop import FairLoop
-from servd.api.response_builders.builder import ResponseBuilder
-from servd.api.response_builders.events import EventBuilder
-from servd.errors import InvalidRequest
-from servd.messages import TokenLogprobs
-from servd.outputs import CompletionOutput
+from servd.api.builders.builder import ResponseBuilder
+from servd.api.builders.events import EventBuilder
+from servd.api.engine.delta_stream import MAX_LOGPROBS_HELD, DeltaStream
+from servd.api.engine.fair_loop import FairLoop
+from servd.base.errors import InvalidRequest
+from servd.messages.engine import TokenLogprobs
+from servd.messages.outputs import CompletionOutput
 from tests.api.harness import events, named_events, serve, user
 from tests.api.test_errors import check
 

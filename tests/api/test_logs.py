@@ -11,8 +11,8 @@ import shlex
 import pytest
 
 from servd.api.server import first_steps
+from servd.base.log import current_request, resolve_access_log, setup
 from servd.config import Config, ObservabilityConfig
-from servd.log import current_request, resolve_access_log, setup
 from tests.api.harness import serve
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -88,7 +88,7 @@ async def test_the_access_log(lines, access_log, logged):
         await served.http.get("/health")
         await served.http.get("/metrics")
         await served.http.get("/nowhere")
-    found = [line for line in lines() if line["logger"] == "servd.access"]
+    found = [line for line in lines() if line["logger"] == "servd.config.keys"]
     assert [line["path"] for line in found] == logged
     assert "secret" not in json.dumps(found)
     if found:

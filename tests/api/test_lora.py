@@ -13,13 +13,13 @@ from typing import cast
 
 import pytest
 
-from servd.adapter_store import AdapterStore
-from servd.api.adapters import Adapters
-from servd.api.async_llm import AsyncLLM
+from servd.api.engine.adapters import Adapters
+from servd.api.engine.async_llm import AsyncLLM
+from servd.checkpoint.adapter_store import AdapterStore
+from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import LoRAConfig
 from servd.core.executor.fake import expected_tokens
-from servd.hf import FAKE_SPEC
-from servd.messages import EngineReady, WorkerReady
+from servd.messages.engine import EngineReady, WorkerReady
 from tests.adapters import write_adapter
 from tests.api.harness import MODEL, Served, serve, until
 
@@ -97,7 +97,7 @@ def test_what_was_listed_while_the_model_was_loading_is_looked_at_again(tmp_path
 
 
 async def test_of_those_that_requests_load_the_ones_used_last_stay(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("servd.adapter_store.MAX_ON_DEMAND", 2)
+    monkeypatch.setattr("servd.checkpoint.adapter_store.MAX_ON_DEMAND", 2)
     async with serve_adapters(tmp_path) as (served, store):
         for seed, name in enumerate("abcd"):
             write_adapter(tmp_path / "adapters" / name, seed=seed)

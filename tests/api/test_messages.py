@@ -15,8 +15,8 @@ from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from servd.api.protocol.anthropic import MessagesRequest, chat_messages
-from servd.messages import EngineDead, EngineStatus
-from servd.params import ReasoningTags
+from servd.messages.engine import EngineDead, EngineStatus
+from servd.messages.params import ReasoningTags
 from tests.api.harness import (
     MODEL,
     Served,

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from servd.api.choice import Choice
-from servd.api.metric_names import ITL_BUCKETS
-from servd.api.metrics import Metrics, TalliedHistogram
+from servd.api.engine.choice import Choice
+from servd.api.observability.metric_names import ITL_BUCKETS
+from servd.api.observability.metrics import Metrics, TalliedHistogram
+from servd.base.tracing import Mark
 from servd.config import Config
-from servd.messages import EngineCoreOutput, EngineReady, FinishReason, WorkerReady
-from servd.params import SamplingParams
-from servd.stats import BlockEviction, DraftStats, SchedulerStats, TierStats
-from servd.tracing import Mark
+from servd.messages.engine import EngineCoreOutput, EngineReady, FinishReason, WorkerReady
+from servd.messages.params import SamplingParams
+from servd.messages.stats import BlockEviction, DraftStats, SchedulerStats, TierStats
 
 SECOND = 10**9
 LABELS = {"model_name": "m", "engine": "0"}
@@ -351,7 +351,7 @@ def test_every_api_server_answers_for_all(tmp_path):
     reads.
     """
     program = (
-        "import sys; from servd.api.metrics import *\n"
+        "import sys; from servd.api.observability.metrics import *\n"
         "tokens = int(sys.argv[1])\n"
         "metrics = Metrics('m')\n"
         "if tokens: metrics.observe_step(SchedulerStats(num_preemptions=1))\n"

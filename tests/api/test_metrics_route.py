@@ -11,10 +11,10 @@ from prometheus_client import parser as plain
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from servd.api.metrics import Metrics
-from servd.api.middleware import MAX_BODY, count_refusal
+from servd.api.http.middleware import MAX_BODY, count_refusal
+from servd.api.observability.metrics import Metrics
 from servd.api.server import LAG_WARNING_INTERVAL, TICK, LoopLag
-from servd.errors import Overloaded
+from servd.base.errors import Overloaded
 from tests.api.harness import Served, listening, serve, until
 
 

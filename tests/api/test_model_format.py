@@ -10,18 +10,18 @@ import llguidance
 import pytest
 from llguidance import LLMatcher
 
-from servd.api.chat_template import ChatTemplate
-from servd.api.forced_calls import calls_schema
-from servd.api.incremental import Content, Reasoning, ToolCallStart
-from servd.api.model_format import ModelFormat
-from servd.api.output_parser import OutputParser
-from servd.api.prompt import ToolOptions
-from servd.api.tokenizer import Tokenizer
-from servd.api.tool_parsers import hermes
+from servd.api.output.incremental import Content, Reasoning, ToolCallStart
+from servd.api.output.model_format import ModelFormat
+from servd.api.output.output_parser import OutputParser
+from servd.api.output.tool_choice import calls_schema
+from servd.api.output.tool_parsers import hermes
+from servd.api.text.chat_template import ChatTemplate
+from servd.api.text.prompt import ToolOptions
+from servd.api.text.tokenizer import Tokenizer
+from servd.base.errors import ConfigError, InvalidRequest
 from servd.config import Config
 from servd.core.structured_output.vocabulary import ByteVocabulary
-from servd.errors import ConfigError, InvalidRequest
-from servd.params import StructuredOutput
+from servd.messages.params import StructuredOutput
 
 # Lines of the models' own templates that tell the format.
 TEMPLATES = {

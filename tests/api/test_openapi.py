@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis.checks import CHECKS, load_all_checks
 
-from servd.api.route import document
+from servd.api.http.route import document
 from servd.api.routes import load_routers
 from tests.api.harness import Served, serve, user
 from tools import compatibility

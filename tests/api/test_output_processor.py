@@ -2,15 +2,15 @@
 
 import pytest
 
-from servd.api.output_processor import OutputProcessor
-from servd.api.processor import Processor
-from servd.api.prompt import Prompt
-from servd.api.request_state import RequestState, find_choice
-from servd.api.tokenizer import Tokenizer
+from servd.api.engine.output_processor import OutputProcessor
+from servd.api.engine.processor import Processor
+from servd.api.engine.request_state import RequestState, find_choice
+from servd.api.text.prompt import Prompt
+from servd.api.text.tokenizer import Tokenizer
+from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
-from servd.hf import FAKE_SPEC
-from servd.messages import EngineCoreOutput, FinishReason, TokenLogprobs
-from servd.params import SamplingParams
+from servd.messages.engine import EngineCoreOutput, FinishReason, TokenLogprobs
+from servd.messages.params import SamplingParams
 
 TOKENIZER = Tokenizer.bytes()
 PROCESSOR = Processor(Config(), FAKE_SPEC, TOKENIZER, 1000)

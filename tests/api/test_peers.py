@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from servd.api.observability import peers
-from servd.tracing import Mark, StepRecord
+from servd.base.tracing import Mark, StepRecord
 from tests.api.harness import Served, serve
 
 BODY = {"prompt": "a", "max_tokens": 3}

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from servd.api.http_protocol import TimedFlow
+from servd.api.http.http_protocol import TimedFlow
+from servd.checkpoint.hf import FAKE_SPEC
 from servd.core.executor.fake import FakeExecutor
 from servd.core.structured_output.manager import GrammarManager
-from servd.hf import FAKE_SPEC
 from tests.adapters import write_adapter
 from tests.api.harness import Served, listening, serve, until
 from tests.api.test_lora import serve_adapters

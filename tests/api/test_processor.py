@@ -8,15 +8,15 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servd.api.processor import MAX_CHARS, NO_OPTIONS, Processor
-from servd.api.prompt import Chat, Prompt
-from servd.api.tokenizer import Tokenizer
+from servd.api.engine.processor import MAX_CHARS, NO_OPTIONS, Processor
+from servd.api.text.prompt import Chat, Prompt
+from servd.api.text.tokenizer import Tokenizer
+from servd.base.errors import ContextTooLong, InvalidRequest
+from servd.checkpoint.hf import FAKE_SPEC, ModelSpec
+from servd.checkpoint.pooling import PoolingSpec
 from servd.config import Config
-from servd.errors import ContextTooLong, InvalidRequest
-from servd.hf import FAKE_SPEC, ModelSpec
-from servd.messages import RequestOptions
-from servd.params import INT64_MAX, MAX_LOGPROBS, PoolingParams, SamplingParams
-from servd.pooling import PoolingSpec
+from servd.messages.engine import RequestOptions
+from servd.messages.params import INT64_MAX, MAX_LOGPROBS, PoolingParams, SamplingParams
 
 
 def make(

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from servd.hf import FAKE_SPEC
+from servd.checkpoint.hf import FAKE_SPEC
 from tests.api.harness import chat_prompt, output_text, serve, user
 
 CHAT = "/v1/chat/completions"

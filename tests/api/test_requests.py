@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from servd.api.http.route import document
 from servd.api.observability.prefix_misses import common_length
-from servd.api.route import document
 from servd.api.routes import load_routers
-from servd.hf import FAKE_SPEC
+from servd.checkpoint.hf import FAKE_SPEC
 from tests.adapters import write_adapter
 from tests.api.harness import ALIAS, Served, events, output_text, serve, until, user
 from tests.api.test_lora import serve_adapters

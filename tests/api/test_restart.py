@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from servd.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from servd.messages.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from tests.api.harness import MODEL, Served, serve
 from tests.limits import WAIT_SECONDS
 

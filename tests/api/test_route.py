@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from servd.api import route
-from servd.api.route import schema_of
+from servd.api.http import route
+from servd.api.http.route import schema_of
 from tests.api.harness import serve
 from tests.api.test_errors import check
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from servd.api.routing import FIRST_GUESS, Router, make_file
+from servd.api.engine.load_balancer import FIRST_GUESS, Router, make_file
 from servd.core.kv_cache.block_pool import BlockPool
-from servd.messages import EngineCoreRequest, RequestOptions
-from servd.params import PoolingParams, SamplingParams
+from servd.messages.engine import EngineCoreRequest, RequestOptions
+from servd.messages.params import PoolingParams, SamplingParams
 
 SIZE = 16
 

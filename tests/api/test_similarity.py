@@ -8,9 +8,9 @@ import struct
 
 import pytest
 
+from servd.checkpoint.pooling import PoolingSpec
 from servd.core.executor.fake import next_state, vector
-from servd.params import PoolingParams
-from servd.pooling import PoolingSpec
+from servd.messages.params import PoolingParams
 from tests.api.harness import MODEL, Served, chat_prompt, user
 from tests.api.test_embeddings import SIZE, expected
 from tests.api.test_errors import check

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from servd.api import engine_client
-from servd.messages import Sleep, WakeUp
-from servd.tracing import now_ns
+from servd.api.engine import engine_client
+from servd.base.tracing import now_ns
+from servd.messages.engine import Sleep, WakeUp
 from tests.api.harness import serve, until
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from servd.messages import EngineCoreRequest
+from servd.messages.engine import EngineCoreRequest
 from tests.api.harness import serve
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}

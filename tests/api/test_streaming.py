@@ -11,9 +11,9 @@ import openai
 import pytest
 from starlette.requests import ClientDisconnect
 
-from servd.api.streaming import while_connected
-from servd.errors import ShuttingDown
-from servd.messages import AbortRequests, EngineDead
+from servd.api.http.streaming import while_connected
+from servd.base.errors import ShuttingDown
+from servd.messages.engine import AbortRequests, EngineDead
 from tests.api.harness import MODEL, Served, events, output_text, serve, until, user
 from tests.limits import WAIT_SECONDS
 

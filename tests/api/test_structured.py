@@ -11,11 +11,11 @@ import openai
 import pydantic
 import pytest
 
-from servd.api import grammar_checker
+from servd.api.engine import grammar_checker
 from servd.api.protocol.structured import StructuredRequest
+from servd.base.errors import Overloaded
 from servd.core.structured_output import grammar
-from servd.errors import Overloaded
-from servd.params import StructuredOutput
+from servd.messages.params import StructuredOutput
 from tests.api.harness import MODEL, Served, events, serve, user
 
 CHAT = "/v1/chat/completions"

@@ -12,9 +12,9 @@ import httpx
 import pytest
 import trustme
 
-from servd.access import load_certificates, tls_context
+from servd.base.errors import ConfigError
 from servd.config import AccessConfig, Config
-from servd.errors import ConfigError
+from servd.config.keys import load_certificates, tls_context
 from tests.api.harness import MODEL, listening, serve, user
 from tests.limits import WAIT_SECONDS
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from transformers import AutoTokenizer
 
-from servd.hf import FAKE_SPEC
+from servd.checkpoint.hf import FAKE_SPEC
 from tests.api.harness import MODEL, chat_prompt, serve, user
 
 

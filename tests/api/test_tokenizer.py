@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from servd.api.tokenizer import Tokenizer
-from servd.errors import InvalidRequest, ModelNotFound
-from servd.hf import FAKE_SPEC
+from servd.api.text.tokenizer import Tokenizer
+from servd.base.errors import InvalidRequest, ModelNotFound
+from servd.checkpoint.hf import FAKE_SPEC
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT2_MERGES = ROOT.parent / "shared" / "data" / "gpt2" / "vocab.bpe"
@@ -230,7 +230,7 @@ def test_broken_tokenizer(tmp_path: Path):
 
 def converter(folder: Path, body: str) -> str:
     """A stand-in for the Python interpreter; it is called as `python -m
-    servd.worker.convert_tokenizer SRC DST`.
+    servd.worker.loading.convert_tokenizer SRC DST`.
     """
     script = folder / "python"
     script.write_text(f'#!/bin/sh\nshift 2\necho run >> "{folder}/runs"\n{body}\n')

@@ -13,9 +13,9 @@ import pytest
 aiohttp = pytest.importorskip("aiohttp", reason="servd[bench] is not installed")
 from aiohttp import web  # noqa: E402
 
+from servd.base.errors import ServdError  # noqa: E402
 from servd.bench import _data, _load, _report, serve  # noqa: E402
 from servd.cli import _client  # noqa: E402
-from servd.errors import ServdError  # noqa: E402
 
 FIRST, GAP, TOKENS = 0.06, 0.02, 5  # seconds, seconds, tokens
 

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from servd import cli
+from servd.checkpoint.hf import DEMO_FOLDER
 from servd.cli.check import check_hub
 from servd.config import Config
-from servd.hf import DEMO_FOLDER
 
 Findings = dict[str, dict[str, str]]
 
@@ -141,8 +141,8 @@ def test_limits_of_the_system(check, monkeypatch):
         num_gpus=2, torch_has_cuda=False, has_triton=False))  # fmt: skip
     sizes = SimpleNamespace(total=64 << 20, free=1 << 20)
     monkeypatch.setattr("servd.cli.check.shutil.disk_usage", lambda _: sizes)
-    monkeypatch.setattr("servd.worker.device.available_memory", lambda: 1 << 20)
-    monkeypatch.setattr("servd.worker.device.cpu_quota", lambda: 0.5)
+    monkeypatch.setattr("servd.worker.device.device.available_memory", lambda: 1 << 20)
+    monkeypatch.setattr("servd.worker.device.device.cpu_quota", lambda: 0.5)
     monkeypatch.setattr("servd.worker.ops.native.library", lambda: None)
     _, found = check("--tensor-parallel-size", "2")
     remedies = {

@@ -10,11 +10,11 @@ import sys
 import pytest
 
 from servd import cli
-from servd.access import read_keys
+from servd.base.errors import ConfigError
 from servd.cli import _options
 from servd.config import AccessConfig, Config, choices, options_by_name
-from servd.errors import ConfigError
-from servd.foreign_options import ALIASES, IGNORED, REMEDIES, VALUE_ALIASES
+from servd.config.foreign_options import ALIASES, IGNORED, REMEDIES, VALUE_ALIASES
+from servd.config.keys import read_keys
 
 
 def load(*args: str) -> Config:

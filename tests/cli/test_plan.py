@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from servd import cli, hf
-from servd.hf import DEMO_FOLDER
-from servd.sizes import parse_bytes
+from servd import cli
+from servd.base.sizes import parse_bytes
+from servd.checkpoint import hf
+from servd.checkpoint.hf import DEMO_FOLDER
 
 SMALL = ["--max-model-len", "1024", "--max-num-seqs", "4"]
 
@@ -59,7 +60,7 @@ def test_a_cache_for_fewer_than_all_requests(capsys):
 
 
 def test_what_could_be_raised(capsys, monkeypatch):
-    monkeypatch.setattr("servd.worker.dry_run.available_memory", lambda: 200 << 20)
+    monkeypatch.setattr("servd.worker.runner.dry_run.available_memory", lambda: 200 << 20)
     _, facts = plan(capsys, "demo", *SMALL)
     assert facts["free"] == 200 << 20 and len(facts["advice"]) == 2
     for advice, option in zip(facts["advice"], ("max-num-seqs", "max-model-len"), strict=True):
@@ -87,7 +88,7 @@ def test_not_one_request_fits(capsys):
 
 
 def test_weights_larger_than_memory(capsys, monkeypatch):
-    monkeypatch.setattr("servd.worker.dry_run.available_memory", lambda: 4 << 20)
+    monkeypatch.setattr("servd.worker.runner.dry_run.available_memory", lambda: 4 << 20)
     code, facts = plan(capsys, "demo", *SMALL)
     assert code == 1
     assert re.match(r"[\d.]+MiB more memory.*--quantization int8", facts["advice"][0])
@@ -126,7 +127,7 @@ def test_weights_of_the_hub_are_not_downloaded(tmp_path, capsys, monkeypatch):
 
 
 def test_more_requests_than_memory_holds(capsys, monkeypatch):
-    monkeypatch.setattr("servd.worker.dry_run.available_memory", lambda: 64 << 20)
+    monkeypatch.setattr("servd.worker.runner.dry_run.available_memory", lambda: 64 << 20)
     code, facts = plan(capsys, "demo", "--max-num-seqs", "100000")
     assert code == 1
     assert facts["advice"][0].startswith("lower --max-num-seqs: 100000 requests take ")

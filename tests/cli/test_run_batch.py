@@ -12,10 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from servd.base.errors import ConfigError
 from servd.cli import _client, main, run_batch
 from servd.cli._client import Client, seconds_of
 from servd.cli.run_batch import Batch
-from servd.errors import ConfigError
 
 COMPLETIONS = "/v1/completions"
 

@@ -14,12 +14,12 @@ import msgspec
 import pytest
 
 import servd
+from servd.base.errors import ConfigError
+from servd.base.tracing import STAGES
 from servd.cli import main, trace
 from servd.cli._client import Client
 from servd.cli.trace import Call
-from servd.errors import ConfigError
-from servd.messages import EngineCoreRequest
-from servd.tracing import STAGES
+from servd.messages.engine import EngineCoreRequest
 from tests.api.harness import chat_prompt, output_text, serve
 
 PROMPT = "Say <b>hi</b>"

@@ -22,7 +22,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
 from servd.api.observability.latency import PHASES
-from servd.hf import DEMO_FOLDER, read_spec
+from servd.checkpoint.hf import DEMO_FOLDER, read_spec
 from tests.console.conftest import Page, browser
 from tests.integration.conftest import Server, shared
 from tests.limits import WAIT_SECONDS

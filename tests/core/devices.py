@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from servd.core.executor import PendingOutput
-from servd.messages import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from servd.messages.engine import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from tests.core.engines import AuditedExecutor
 
 

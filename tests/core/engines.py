@@ -9,21 +9,21 @@ from typing import Any
 
 import msgspec
 
+from servd.base.tracing import Clock, now_ns
+from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
 from servd.core.audit import problems
 from servd.core.engine_core import EngineCore
 from servd.core.executor.fake import FakeExecutor, expected_tokens, next_state
 from servd.core.kv_cache.block_pool import BlockPool
-from servd.hf import FAKE_SPEC
-from servd.messages import (
+from servd.messages.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     RequestOptions,
     SchedulerOutput,
 )
-from servd.params import SamplingParams
-from servd.tracing import Clock, now_ns
+from servd.messages.params import SamplingParams
 
 VOCAB_SIZE = FAKE_SPEC.vocab_size
 EOS = FAKE_SPEC.eos_token_ids

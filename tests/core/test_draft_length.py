@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from servd.core.draft_length import PAUSE_STEPS, Acceptance, DraftLengthController
-from servd.messages import ScheduledRequest
+from servd.messages.engine import ScheduledRequest
 
 MAX_DRAFTS = 6
 NUM_STEPS = 1500

@@ -8,8 +8,8 @@ import pytest
 from servd.core import draft_length, stats_line
 from servd.core.draft_length import DraftLengthController
 from servd.core.stats_line import StatsLine
-from servd.messages import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput
-from servd.stats import DraftStats, SchedulerStats
+from servd.messages.engine import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput
+from servd.messages.stats import DraftStats, SchedulerStats
 from tests.core.engines import generate, make_engine, make_request
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}  # the fake executor drafts by itself

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from servd.messages import AbortRequests, EngineCoreOutput, EngineCoreRequest, FinishReason
-from servd.stats import SchedulerStats
+from servd.messages.engine import AbortRequests, EngineCoreOutput, EngineCoreRequest, FinishReason
+from servd.messages.stats import SchedulerStats
 from tests.core.engines import Log, check_idle, generate, make_engine, make_request, solo
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from servd import ipc
-from servd.child_messages import StartEngine
+from servd.base.private_dir import private_dir
+from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
 from servd.core import engine_core_proc
 from servd.core.client import identity
@@ -24,9 +24,11 @@ from servd.core.engine_core_proc import (
 )
 from servd.core.executor import fake
 from servd.core.executor.fake import expected_tokens
-from servd.hf import FAKE_SPEC
-from servd.ipc import Inbox, Outbox
-from servd.messages import (
+from servd.ipc import channels as ipc
+from servd.ipc.channels import Inbox, Outbox
+from servd.ipc.start_messages import StartEngine
+from servd.launch.resolve import Machine, resolve
+from servd.messages.engine import (
     AbortRequests,
     Attach,
     Audit,
@@ -45,9 +47,7 @@ from servd.messages import (
     WakeUp,
     WorkerFailed,
 )
-from servd.params import MAX_CANDIDATES, PoolingParams, StructuredOutput
-from servd.private_dir import private_dir
-from servd.resolve import Machine, resolve
+from servd.messages.params import MAX_CANDIDATES, PoolingParams, StructuredOutput
 from tests.core.engines import make_engine, make_request
 from tests.limits import WAIT_SECONDS
 

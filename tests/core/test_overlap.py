@@ -11,11 +11,11 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from servd.config.speculative import MAX_GRAMMAR_TOKENS
 from servd.core import draft_length
 from servd.core.draft_length import DraftLengthController
-from servd.messages import AbortRequests, EngineCoreRequest
-from servd.params import StructuredOutput
-from servd.speculative import MAX_GRAMMAR_TOKENS
+from servd.messages.engine import AbortRequests, EngineCoreRequest
+from servd.messages.params import StructuredOutput
 from tests.core.devices import SlowExecutor, TimedExecutor, overlap
 from tests.core.engines import (
     AuditedExecutor,

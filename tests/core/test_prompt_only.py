@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from servd.checkpoint.hf import FAKE_SPEC
 from servd.core.executor.fake import next_state, vector
-from servd.hf import FAKE_SPEC
-from servd.messages import EngineCoreRequest, FinishReason
-from servd.params import PoolingParams
+from servd.messages.engine import EngineCoreRequest, FinishReason
+from servd.messages.params import PoolingParams
 from tests.core.engines import check_idle, generate, make_engine, make_request, solo
 
 PROMPT = [i % 50 for i in range(45)]

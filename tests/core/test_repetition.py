@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from servd.core.repetition import RepetitionDetector
-from servd.params import RepetitionDetection
+from servd.messages.params import RepetitionDetection
 
 
 def repeats(output: list[int], smallest: int, largest: int, count: int) -> bool:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from servd.messages import AbortRequests, EngineCoreRequest
-from servd.params import RepetitionDetection
+from servd.messages.engine import AbortRequests, EngineCoreRequest
+from servd.messages.params import RepetitionDetection
 from tests.core.devices import SlowExecutor
 from tests.core.engines import AuditedExecutor, Log, generate, make_engine, make_request
 from tests.core.test_overlap import (  # noqa: F401  (a fixture)

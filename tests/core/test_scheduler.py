@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from servd.core.executor.fake import expected_tokens
-from servd.messages import AbortRequests, FinishReason
+from servd.messages.engine import AbortRequests, FinishReason
 from tests.core.engines import (
     EOS,
     VOCAB_SIZE,

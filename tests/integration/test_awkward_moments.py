@@ -20,13 +20,13 @@ import msgspec
 import psutil
 import pytest
 
-from servd.child_messages import StartEngine
+from servd.base.errors import ConfigError
+from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
-from servd.errors import ConfigError
-from servd.hf import FAKE_SPEC
-from servd.ipc import Outbox
+from servd.ipc.channels import Outbox
+from servd.ipc.start_messages import StartEngine
 from servd.launch.sockets import check_private
-from servd.messages import EngineReady
+from servd.messages.engine import EngineReady
 from tests.integration.conftest import Server
 from tests.integration.test_processes import socket_folder
 from tests.limits import WAIT_SECONDS

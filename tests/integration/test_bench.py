@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("aiohttp", reason="servd[bench] is not installed")
 
 from benchmarks import cpu
-from servd import plugins
+from servd.base import plugins
 from tests.parity.families import CASES, make_checkpoint
 
 ROOT = Path(__file__).parents[2]

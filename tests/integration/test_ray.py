@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from servd import launch
+from servd.base.errors import ConfigError
 from servd.config import Config
 from servd.core.executor.fake import expected_tokens
-from servd.errors import ConfigError
-from servd.llm import LLM
-from servd.params import SamplingParams
+from servd.messages.params import SamplingParams
+from servd.offline.llm import LLM
 from tests.core.executor.test_executors import ROOT
 from tests.integration.conftest import Server
 from tests.limits import WAIT_SECONDS

@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from servd import launch
-from servd.child import Child
+from servd.base.private_dir import private_dir
 from servd.config import Config
+from servd.ipc.child import Child
 from servd.launch import engine_supervisor as module
 from servd.launch.engine_supervisor import EngineProcess, EngineSupervisor, devices_of
-from servd.private_dir import private_dir
 from tests.limits import WAIT_SECONDS
 
 

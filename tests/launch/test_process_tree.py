@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import trustme
 
-from servd.adapter_store import AdapterStore
+from servd.checkpoint.adapter_store import AdapterStore
+from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
-from servd.heartbeat import Heartbeat, Watchdog
-from servd.hf import FAKE_SPEC
+from servd.ipc.heartbeat import Heartbeat, Watchdog
 from servd.launch import process_tree
 from servd.launch.process_tree import ProcessTree
-from servd.messages import EngineDead
+from servd.messages.engine import EngineDead
 from tests.adapters import write_adapter
 
 

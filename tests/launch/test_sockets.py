@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from servd.api.server import tell_systemd
-from servd.errors import ConfigError
+from servd.base.errors import ConfigError
 from servd.launch import sockets
 
 

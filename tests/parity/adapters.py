@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from servd.adapter_store import AdapterStore
-from servd.messages import Adapter
+from servd.checkpoint.adapter_store import AdapterStore
+from servd.messages.engine import Adapter
 
 # Every way to state which layers, ranks and factors there are.
 KINDS: dict[str, dict[str, Any]] = {

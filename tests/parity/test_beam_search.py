@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
-from servd.api.beam_search import BeamSearch
-from servd.api.request_state import RequestState
-from servd.messages import EngineCoreRequest, TokenLogprobs
-from servd.params import SamplingParams
+from servd.api.engine.beam_search import BeamSearch
+from servd.api.engine.request_state import RequestState
+from servd.messages.engine import EngineCoreRequest, TokenLogprobs
+from servd.messages.params import SamplingParams
 from tests.parity.families import logits_of, reference
 
 MAX_TOKENS = 10

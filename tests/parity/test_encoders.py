@@ -15,12 +15,13 @@ import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
-from servd import LLM, pooling
-from servd.api.prompt import Pair, SharedText
-from servd.errors import UnsupportedModel
-from servd.hf import read_json, read_spec
-from servd.params import PoolingParams
-from servd.worker import self_check
+from servd import LLM
+from servd.api.text.prompt import Pair, SharedText
+from servd.base.errors import UnsupportedModel
+from servd.checkpoint import pooling
+from servd.checkpoint.hf import read_json, read_spec
+from servd.messages.params import PoolingParams
+from servd.worker.runner import self_check
 from tests.parity.families import ENCODER, ENCODERS, make_checkpoint
 from tests.worker.driver import Driver, config_for
 

@@ -8,15 +8,15 @@ import random
 
 import pytest
 
+from servd.checkpoint.hf import read_spec
 from servd.core.draft_length import DraftLengthController
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import Executor
 from servd.core.kv_cache.block_hash import of_group
 from servd.core.kv_cache.connector.costs import LoadCosts
 from servd.core.request import Request
-from servd.hf import read_spec
-from servd.messages import EngineCoreRequest
-from servd.params import SamplingParams
+from servd.messages.engine import EngineCoreRequest
+from servd.messages.params import SamplingParams
 from tests.core.engines import Log
 from tests.parity.families import CASES, greedy
 from tests.worker.driver import config_for

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from servd import plugins
+from servd.base import plugins
+from servd.base.errors import ConfigError
+from servd.checkpoint.hf import read_spec
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import Executor
-from servd.errors import ConfigError
-from servd.hf import read_spec
 from tests.core.engines import Log
 from tests.parity.families import CASES, LLAMA, greedy, logits_of, make_checkpoint
 from tests.parity.test_engine import NUM_OUTPUTS, SamplingParams, make_requests

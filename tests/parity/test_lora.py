@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from servd.core.engine_core import EngineCore
-from servd.messages import EngineCoreRequest, RequestOptions
-from servd.params import SamplingParams
+from servd.messages.engine import EngineCoreRequest, RequestOptions
+from servd.messages.params import SamplingParams
 from servd.worker.ops import native
 from tests.adapters import write_adapter
 from tests.core.engines import Log

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from servd import plugins
+from servd.base import plugins
 from tests.parity import families
 from tests.parity.families import CASES, ENCODERS, greedy, logits_of, make_checkpoint
 from tests.worker.driver import Driver, config_for

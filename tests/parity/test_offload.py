@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from servd.checkpoint.hf import read_spec
 from servd.core.engine_core import EngineCore
 from servd.core.executor import multiproc, uniproc
 from servd.core.kv_cache.connector import loads
 from servd.core.kv_cache.connector.costs import LoadCosts
 from servd.core.kv_cache.connector.offload import OffloadConnector
-from servd.hf import read_spec
-from servd.messages import EngineCoreRequest
-from servd.params import SamplingParams
+from servd.messages.engine import EngineCoreRequest
+from servd.messages.params import SamplingParams
 from tests.core.engines import Log
 from tests.worker.driver import config_for
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from servd.worker.cpu_model_runner import CPUModelRunner
 from servd.worker.models.gpt2 import GPT2MLP
 from servd.worker.ops import native
-from servd.worker.program_runner import Memory, NotRecordable, OnlyViews, ProgramRunner
+from servd.worker.runner.cpu_model_runner import CPUModelRunner
+from servd.worker.runner.program_runner import Memory, NotRecordable, OnlyViews, ProgramRunner
 from tests.parity.families import CASES, make_checkpoint
 from tests.worker.driver import Driver, config_for
 
@@ -132,7 +132,7 @@ def test_memory_is_free_when_no_view_of_it_is_left():
 def test_recording_does_not_import_torchs_compiler():
     """It takes seconds, which the first request would wait for."""
     code = (
-        "import sys, torch; from servd.worker.program_runner import OnlyViews\n"
+        "import sys, torch; from servd.worker.runner.program_runner import OnlyViews\n"
         "tokens = torch.zeros(4)\n"
         "with OnlyViews(): tokens.view(2, 2)\n"
         "print('torch._dynamo' in sys.modules)"

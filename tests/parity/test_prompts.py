@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from servd.messages import ModelRunnerOutput, TokenLogprobs
-from servd.params import PoolingParams, SamplingParams
+from servd.messages.engine import ModelRunnerOutput, TokenLogprobs
+from servd.messages.params import PoolingParams, SamplingParams
 from tests.parity.families import CASES, logits_of, reference
 from tests.worker.driver import Driver, config_for
 

@@ -15,10 +15,10 @@ import tokenizers
 import torch
 
 from servd import LLM
-from servd.api.chat_template import ChatTemplate
-from servd.api.prompt import Chat, Pair, SharedText
-from servd.errors import InvalidRequest, UnsupportedModel
-from servd.params import PoolingParams
+from servd.api.text.chat_template import ChatTemplate
+from servd.api.text.prompt import Chat, Pair, SharedText
+from servd.base.errors import InvalidRequest, UnsupportedModel
+from servd.messages.params import PoolingParams
 from tests.parity.families import LLAMA, make_checkpoint, reference
 from tests.parity.test_encoders import TEXTS, compute_here, options_for, write
 from tests.worker.driver import Driver, config_for

@@ -12,13 +12,13 @@ import pytest
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from servd.base.errors import EngineDead
+from servd.checkpoint.hf import DEMO_MODEL, find_model, read_spec
 from servd.core.engine_core import EngineCore
 from servd.core.executor import multiproc, uniproc
-from servd.errors import EngineDead
-from servd.hf import DEMO_MODEL, find_model, read_spec
-from servd.messages import EngineCoreRequest
-from servd.params import SamplingParams, StructuredOutput
-from servd.worker.input_batch import InputBatch
+from servd.messages.engine import EngineCoreRequest
+from servd.messages.params import SamplingParams, StructuredOutput
+from servd.worker.batch.input_batch import InputBatch
 from servd.worker.ops import native
 from tests.core.engines import Log
 from tests.core.structured_output.test_manager import Driver

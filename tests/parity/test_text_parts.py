@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from servd import plugins
-from servd.text_part import CLASSES, DEFAULTS, SAME
+from servd.base import plugins
+from servd.checkpoint.text_part import CLASSES, DEFAULTS, SAME
 from tests.parity.families import GEMMA3, LLAMA, QWEN3_MOE, QWEN3_NEXT
 from tests.worker.driver import Driver, config_for
 

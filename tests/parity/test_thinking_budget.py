@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from servd import LLM, SamplingParams
-from servd.messages import FinishReason
-from servd.params import ReasoningTags, StructuredOutput
+from servd.messages.engine import FinishReason
+from servd.messages.params import ReasoningTags, StructuredOutput
 
 PROMPTS = ["The license", "A work of", "You may", "It is"]
 BUDGET = 5

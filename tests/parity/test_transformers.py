@@ -15,14 +15,14 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from servd import hf
-from servd.errors import UnsupportedModel
-from servd.worker.cpu_model_runner import CPUModelRunner
-from servd.worker.dry_run import plan
+from servd.base.errors import UnsupportedModel
+from servd.checkpoint import hf
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import attention_layers
-from servd.worker.model_loader import build_model
+from servd.worker.loading.model_loader import build_model
 from servd.worker.ops import native
-from servd.worker.parallel import Parallel
+from servd.worker.runner.cpu_model_runner import CPUModelRunner
+from servd.worker.runner.dry_run import plan
 from tests.parity.causal_classes import make
 from tests.parity.families import greedy, logits_of
 from tests.worker.driver import Driver, config_for

@@ -14,15 +14,20 @@ import msgspec
 import pytest
 
 from servd import cli
-from servd.api import run_manifest
-from servd.api.run_manifest import RepeatablePrompt, RunManifest, hash_weights, make_manifest
+from servd.api.builders import run_manifest
+from servd.api.builders.run_manifest import (
+    RepeatablePrompt,
+    RunManifest,
+    hash_weights,
+    make_manifest,
+)
+from servd.base.errors import ConfigError
+from servd.checkpoint.hf import FAKE_SPEC
 from servd.cli import replay as command
 from servd.config import Config
-from servd.errors import ConfigError
-from servd.hf import FAKE_SPEC
-from servd.llm import LLM
-from servd.messages import WorkerReady
-from servd.params import SamplingParams
+from servd.messages.engine import WorkerReady
+from servd.messages.params import SamplingParams
+from servd.offline.llm import LLM
 from tests.api.harness import MODEL, serve, user
 from tests.limits import WAIT_SECONDS
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from servd import cli
+from servd.base.errors import ConfigError
 from servd.config import Config
-from servd.errors import ConfigError
 from servd.simulate import costs as step_costs
 from servd.simulate.cluster import ClusterOptions, ClusterSim, identify_blocks
 from servd.simulate.costs import Costs

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from servd import LLM
-from servd.params import SamplingParams
+from servd.messages.params import SamplingParams
 from tests.parity.families import CASES, make_checkpoint
 from tests.worker.spec_decode.drafting import drafts_of
 from tools.train_speculator import __main__ as command

@@ -11,16 +11,16 @@ from typing import Any, cast
 
 import torch
 
+from servd.checkpoint.hf import read_spec
 from servd.config import Config
-from servd.hf import read_spec
-from servd.messages import (
+from servd.messages.engine import (
     GrammarBitmask,
     ModelRunnerOutput,
     NewRequest,
     ScheduledRequest,
     SchedulerOutput,
 )
-from servd.params import SamplingParams
+from servd.messages.params import SamplingParams
 from servd.worker.sample.sampler import Sampler, SamplerOutput
 from servd.worker.worker import Worker
 

@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_leaves
 
 from servd.worker.attention import AttentionBatch, torch_sdpa
 from servd.worker.attention import native as _native  # noqa: F401 - keeps the library it imports
-from servd.worker.cpu_model_runner import CPUModelRunner
-from servd.worker.gpu_model_runner import GPUModelRunner
 from servd.worker.layers import experts
 from servd.worker.layers.experts import grouped_form
 from servd.worker.models import deepseek_v2
+from servd.worker.runner.cpu_model_runner import CPUModelRunner
+from servd.worker.runner.gpu_model_runner import GPUModelRunner
 from tests.parity.families import LLAMA
 
 

@@ -12,8 +12,8 @@ from unittest.mock import patch
 import torch
 
 from servd.core import executor
-from servd.messages import GrammarBitmask, ModelRunnerOutput, SchedulerOutput, WorkerReady
-from servd.worker.parallel import Parallel
+from servd.messages.engine import GrammarBitmask, ModelRunnerOutput, SchedulerOutput, WorkerReady
+from servd.worker.device.parallel import Parallel
 from servd.worker.worker import Worker
 
 Queues = list[deque[torch.Tensor]]

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from servd.errors import ConfigError
+from servd.base.errors import ConfigError
 from servd.worker import worker as worker_module
 from servd.worker.attention import AttentionSpec
 from servd.worker.attention.triton import Backend
-from servd.worker.batch_invariant import make_batch_invariant
+from servd.worker.runner.batch_invariant import make_batch_invariant
 from tests.worker.cpu_kernels import forced
 from tests.worker.driver import Driver, config_for
 from tests.worker.recorded import write_config

@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 
-from servd.messages import BlockCopy
-from servd.worker.block_store import BlockStore
-from servd.worker.parallel import Parallel
+from servd.messages.engine import BlockCopy
+from servd.worker.device.parallel import Parallel
+from servd.worker.kv.block_store import BlockStore
 
 NUM_BLOCKS, NUM_SLOTS = 5, 3
 

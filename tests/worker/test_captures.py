@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from servd.worker import graph_runner
+from servd.worker.runner import graph_runner
 from tests.parity.families import CASES, keeps_state, make_checkpoint
 from tests.worker.driver import Driver, config_for
 from tests.worker.recorded import NotCapturable, record, use_recorded_runner

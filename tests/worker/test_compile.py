@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from servd.worker import worker as worker_module
-from servd.worker.compile import compile_layers
 from servd.worker.layers._matrix import Matrix
 from servd.worker.quantization.fp8 import CPU_TORCH
+from servd.worker.runner.compile import compile_layers
 from tests.parity.families import CASES, LLAMA, greedy, make_checkpoint
 from tests.worker.cpu_kernels import forced
 from tests.worker.driver import Driver, config_for

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from servd.worker.convert_tokenizer import main
+from servd.worker.loading.convert_tokenizer import main
 
 
 def test_vocab_and_merges_become_tokenizer_json(tiny_gpt2_tokenizer: Path, tmp_path: Path):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from servd.worker.block_table import NO_CHANGES
-from servd.worker.decode_inputs import NUM_BUFFERS, NUM_GIVEN, DecodeInputs
+from servd.worker.batch.block_table import NO_CHANGES
+from servd.worker.batch.decode_inputs import NUM_BUFFERS, NUM_GIVEN, DecodeInputs
 
 NULL, BLOCK = 9, 50
 PADDING = [NULL, 0, 0, NULL, 0, BLOCK]

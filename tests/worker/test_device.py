@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from servd.errors import ConfigError
-from servd.worker.device import (
+from servd.base.errors import ConfigError
+from servd.worker.device.device import (
     available_memory,
     count_gpus,
     cpu_quota,
@@ -81,7 +81,7 @@ def test_freed_memory_is_taken_again():
     """By the page faults, in a process of its own: the setting stays."""
     script = """
 import resource, torch
-from servd.worker.device import keep_freed_memory
+from servd.worker.device.device import keep_freed_memory
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(20):

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from servd import plugins
-from servd.errors import ModelNotFound, NotEnoughMemory, UnsupportedModel
-from servd.hf import DEMO_FOLDER, read_spec
-from servd.worker import dry_run
+from servd.base import plugins
+from servd.base.errors import ModelNotFound, NotEnoughMemory, UnsupportedModel
+from servd.checkpoint.hf import DEMO_FOLDER, read_spec
 from servd.worker.calibration import quantize
-from servd.worker.cpu_model_runner import CPUModelRunner
 from servd.worker.layers.weight import Weight
-from servd.worker.model_loader import tensor_shapes
+from servd.worker.loading.model_loader import tensor_shapes
+from servd.worker.runner import dry_run
+from servd.worker.runner.cpu_model_runner import CPUModelRunner
 from servd.worker.worker import Worker
 from tests.parity.families import CASES, make_checkpoint
 from tests.worker.driver import config_for

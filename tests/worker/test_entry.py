@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from servd.base.errors import InvalidRequest
+from servd.checkpoint.hf import read_spec
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import Executor
-from servd.errors import InvalidRequest
-from servd.hf import read_spec
-from servd.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, RequestOptions
-from servd.params import PoolingParams, ReasoningTags, RepetitionDetection, SamplingParams
+from servd.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason, RequestOptions
+from servd.messages.params import PoolingParams, ReasoningTags, RepetitionDetection, SamplingParams
 from servd.worker.sample.sampler import Sampler
 from tests.worker.driver import config_for
 

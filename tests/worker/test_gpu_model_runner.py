@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from servd import plugins
+from servd.base import plugins
+from servd.base.errors import ConfigError
+from servd.checkpoint.hf import read_spec
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import Executor
-from servd.errors import ConfigError
-from servd.hf import read_spec
-from servd.messages import EngineCoreRequest
-from servd.params import SamplingParams
+from servd.messages.engine import EngineCoreRequest
+from servd.messages.params import SamplingParams
 from tests.core.engines import Log
 from tests.worker.driver import Driver, config_for
 from tests.worker.recorded import write_config

@@ -17,24 +17,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from servd.base.errors import ConfigError
+from servd.checkpoint.hf import read_spec
+from servd.config.speculative import MAX_GRAMMAR_TOKENS
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import Executor
-from servd.errors import ConfigError
-from servd.hf import read_spec
-from servd.messages import AbortRequests, EngineCoreRequest
-from servd.params import SamplingParams
-from servd.speculative import MAX_GRAMMAR_TOKENS
-from servd.worker.decode_inputs import DecodeInputs
-from servd.worker.gpu_model_runner import GPUModelRunner
-from servd.worker.graph_runner import (
+from servd.messages.engine import AbortRequests, EngineCoreRequest
+from servd.messages.params import SamplingParams
+from servd.worker.batch.decode_inputs import DecodeInputs
+from servd.worker.batch.input_batch import decode_attention
+from servd.worker.batch.request_states import RequestStates
+from servd.worker.runner.gpu_model_runner import GPUModelRunner
+from servd.worker.runner.graph_runner import (
     CudaRecorder,
     GraphRunner,
     GraphSize,
     decode_sizes,
     mixed_sizes,
 )
-from servd.worker.input_batch import decode_attention
-from servd.worker.request_states import RequestStates
 from servd.worker.sample.sampler import Sampler
 from tests.core.engines import Log
 from tests.parity.families import CASES, make_checkpoint

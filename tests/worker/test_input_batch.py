@@ -8,10 +8,10 @@ import random
 import numpy as np
 import torch
 
-from servd.messages import Decodes, NewRequest, ScheduledRequest, SchedulerOutput
-from servd.params import SamplingParams
-from servd.worker.input_batch import AttentionRows, InputBatch
-from servd.worker.request_states import RequestStates
+from servd.messages.engine import Decodes, NewRequest, ScheduledRequest, SchedulerOutput
+from servd.messages.params import SamplingParams
+from servd.worker.batch.input_batch import AttentionRows, InputBatch
+from servd.worker.batch.request_states import RequestStates
 
 NUM_SLOTS, BLOCK_SIZE, VOCAB_SIZE = 9, 4, 50
 

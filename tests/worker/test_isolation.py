@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from servd import SamplingParams
+from servd.checkpoint.hf import read_spec
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import Executor
-from servd.hf import read_spec
-from servd.messages import EngineCoreRequest
-from servd.worker.input_batch import InputBatch
+from servd.messages.engine import EngineCoreRequest
+from servd.worker.batch.input_batch import InputBatch
 from tests.worker.driver import config_for
 
 PROMPTS = {f"r{i}": [*range(10 * i + 5, 10 * i + 5 + size)] for i, size in enumerate((3, 14, 1, 9))}

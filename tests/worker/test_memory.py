@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servd.errors import NotEnoughMemory
-from servd.hf import read_spec
-from servd.speculative import MAX_GRAMMAR_TOKENS
-from servd.worker.graph_runner import mixed_sizes
-from servd.worker.memory import MemoryUse
+from servd.base.errors import NotEnoughMemory
+from servd.checkpoint.hf import read_spec
+from servd.config.speculative import MAX_GRAMMAR_TOKENS
+from servd.worker.device.memory import MemoryUse
+from servd.worker.runner.graph_runner import mixed_sizes
 from servd.worker.worker import Worker
 from tests.worker.driver import config_for
 from tests.worker.recorded import RecordedRunner, use_recorded_runner, write_config

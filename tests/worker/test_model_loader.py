@@ -12,13 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from servd import hf
-from servd.errors import ModelNotFound, UnsupportedModel
-from servd.worker import dry_run, model_loader
+from servd.base.errors import ModelNotFound, UnsupportedModel
+from servd.checkpoint import hf
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers import embedding
 from servd.worker.layers._matrix import Form, MakeForm
-from servd.worker.model_loader import read_tensors
-from servd.worker.parallel import Parallel
+from servd.worker.loading import model_loader
+from servd.worker.loading.model_loader import read_tensors
+from servd.worker.runner import dry_run
 from servd.worker.worker import Worker
 from tests.worker.driver import config_for
 

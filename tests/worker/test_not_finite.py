@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from servd import LLM, SamplingParams
-from servd.errors import EngineError
+from servd.base.errors import EngineError
 
 
 @pytest.fixture

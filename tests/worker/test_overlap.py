@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from servd.checkpoint.hf import read_spec
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import UniProcExecutor
-from servd.hf import read_spec
-from servd.messages import AbortRequests, EngineCoreRequest, GrammarBitmask, SchedulerOutput
-from servd.params import SamplingParams, StructuredOutput
+from servd.messages.engine import AbortRequests, EngineCoreRequest, GrammarBitmask, SchedulerOutput
+from servd.messages.params import SamplingParams, StructuredOutput
 from tests.core.engines import Log
 from tests.core.test_overlap import outputs, with_grammars
 from tests.worker.driver import config_for

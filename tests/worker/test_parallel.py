@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from servd.adapter import Adapter
-from servd.adapter_store import AdapterStore
-from servd.errors import ConfigError
-from servd.hf import read_spec
-from servd.messages import NewRequest, ScheduledRequest, SchedulerOutput
+from servd.base.errors import ConfigError
+from servd.checkpoint.adapter_store import AdapterStore
+from servd.checkpoint.hf import read_spec
+from servd.messages.adapter import Adapter
+from servd.messages.engine import NewRequest, ScheduledRequest, SchedulerOutput
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.experts import SparseMoE
 from servd.worker.layers.linear import ColumnParallelLinear
-from servd.worker.parallel import Parallel
 from servd.worker.worker import Worker
 from tests.adapters import write_adapter
 from tests.parity.causal_classes import make

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from servd.checkpoint.hf import DEMO_FOLDER, read_spec
 from servd.config import Config
 from servd.core.engine_core import EngineCore
 from servd.core.engine_core_proc import start_executor
-from servd.hf import DEMO_FOLDER, read_spec
-from servd.messages import EngineCoreRequest
-from servd.params import SamplingParams
-from servd.resolve import Machine, resolve
+from servd.launch.resolve import Machine, resolve
+from servd.messages.engine import EngineCoreRequest
+from servd.messages.params import SamplingParams
 from servd.worker.ops import native
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no CPU kernels")

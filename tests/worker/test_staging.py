@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from servd.worker.staging import Staging
+from servd.worker.device.staging import Staging
 
 
 class LazyDevice:

@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from servd.checkpoint.hf import read_spec
 from servd.config import Config
 from servd.core.engine_core import EngineCore
 from servd.core.executor.uniproc import UniProcExecutor
-from servd.hf import read_spec
-from servd.messages import AbortRequests, EngineCoreRequest
-from servd.params import SamplingParams, StructuredOutput
-from servd.worker.input_batch import InputBatch
+from servd.messages.engine import AbortRequests, EngineCoreRequest
+from servd.messages.params import SamplingParams, StructuredOutput
+from servd.worker.batch.input_batch import InputBatch
 from servd.worker.layers import state
 from servd.worker.models.llama import LlamaMLP
 from tests.core.engines import Log

@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from servd.errors import ConfigError, ModelNotFound, NotEnoughMemory, UnsupportedModel
-from servd.hf import read_spec
-from servd.messages import GrammarBitmask, SchedulerOutput
-from servd.params import SamplingParams
-from servd.sizes import parse_bytes
+from servd.base.errors import ConfigError, ModelNotFound, NotEnoughMemory, UnsupportedModel
+from servd.base.sizes import parse_bytes
+from servd.checkpoint.hf import read_spec
+from servd.messages.engine import GrammarBitmask, SchedulerOutput
+from servd.messages.params import SamplingParams
 from servd.worker.ops import native
 from servd.worker.worker import Worker
 from tests.parity.families import GPT2, LLAMA, logits_of, make_checkpoint
@@ -121,7 +121,7 @@ def test_a_cache_that_is_larger_than_the_memory_is_warned_of(
     """
     for free, is_said in ((1 << 40, False), (1 << 12, True)):
         monkeypatch.setattr(
-            "servd.worker.cpu_model_runner.available_memory", lambda free=free: free
+            "servd.worker.runner.cpu_model_runner.available_memory", lambda free=free: free
         )
         Driver(config_for(str(llama)))
         assert ("4KiB of memory are free" in caplog.text) is is_said

@@ -10,10 +10,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from servd.api.prompt import Chat, ToolOptions
-from servd.llm_engine import LLMEngine
-from servd.outputs import RequestOutput
-from servd.params import SamplingParams
+from servd.api.text.prompt import Chat, ToolOptions
+from servd.messages.outputs import RequestOutput
+from servd.messages.params import SamplingParams
+from servd.offline.llm_engine import LLMEngine
 
 MARK = "(the user's words)"
 MAX_MADE_UP = 128  # tokens of a prompt that the model makes up

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from servd.tracing import Mark, StepRecord
+from servd.base.tracing import Mark, StepRecord
 
 MAX_SPANS = 400  # of a request; if there are more, short ones of the same phase are merged
 NUM_STRETCHES = 40  # of a request's time, in each of which they are merged

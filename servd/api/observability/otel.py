@@ -20,11 +20,11 @@ from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import servd
+from servd.api.engine.request_state import Timeline
 from servd.api.observability.latency import Breakdown, Span, break_down
-from servd.api.request_state import Timeline
-from servd.messages import FinishReason
-from servd.params import SamplingParams
-from servd.tracing import now_ns
+from servd.base.tracing import now_ns
+from servd.messages.engine import FinishReason
+from servd.messages.params import SamplingParams
 
 LAST_EXPORT = 1.0  # seconds for what is not yet exported when the server ends
 MAX_PROMPTS = 16  # a request's first ones, whose stages are shown

@@ -19,13 +19,13 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from servd.api.async_llm import AsyncLLM
-from servd.api.metrics import Report
+from servd.api.engine.async_llm import AsyncLLM
+from servd.api.observability.metrics import Report
 from servd.api.observability.prefix_misses import explain_prefix
 from servd.api.observability.rendering import render_timeline, summarize
 from servd.api.observability.tracer import Snapshot
 from servd.api.protocol.requests import RequestSummary, RequestTimeline
-from servd.tracing import StepRecord, first
+from servd.base.tracing import StepRecord, first
 
 log = logging.getLogger("servd.api")
 

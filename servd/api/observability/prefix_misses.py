@@ -5,10 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 
+from servd.api.engine.request_state import Timeline
 from servd.api.protocol.requests import PrefixCache, PrefixDifference
-from servd.api.request_state import Timeline
+from servd.base.tracing import first
 from servd.config import CacheConfig
-from servd.tracing import first
 
 # Reason -> text for users. {id} is the earlier prompt that is most like this one.
 REASONS = {

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from msgspec.structs import asdict
 
-from servd.api.request_state import Observer, RequestState
-from servd.params import SamplingParams
+from servd.api.engine.request_state import Observer, RequestState
+from servd.messages.params import SamplingParams
 
 log = logging.getLogger("servd.requests")
 

@@ -13,11 +13,11 @@ from operator import attrgetter
 
 import msgspec
 
-from servd.api.choice import NO_TOKENS
+from servd.api.engine.choice import NO_TOKENS
+from servd.api.engine.request_state import Observer, RequestState, Timeline
 from servd.api.observability.latency import Breakdown, break_down
-from servd.api.request_state import Observer, RequestState, Timeline
-from servd.stats import SchedulerStats
-from servd.tracing import Mark, StepRecord, now_ns
+from servd.base.tracing import Mark, StepRecord, now_ns
+from servd.messages.stats import SchedulerStats
 
 MAX_RECENT = 1024  # finished requests, about 3 KB each
 MAX_BYTES = 32_000_000  # of the marks and prompts of these

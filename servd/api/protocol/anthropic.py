@@ -13,8 +13,8 @@ from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.tools import idle_strict
 from servd.api.protocol.translation import TranslatedRequest
 from servd.api.protocol.validation import OpenObject
-from servd.bounds import INT32_MAX
-from servd.errors import InvalidRequest
+from servd.base.bounds import INT32_MAX
+from servd.base.errors import InvalidRequest
 
 # ---- request ----
 

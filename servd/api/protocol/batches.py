@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field
 
+from servd.api.batches.format import ROUTES, Problem
 from servd.api.protocol.validation import FewKeys, RequestBody
-from servd.batch import ROUTES, Problem
 
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]

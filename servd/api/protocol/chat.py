@@ -17,7 +17,6 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, core_schema
 from typing_extensions import TypedDict
 
-from servd.api.prompt import Chat, Prompt, ToolOptions
 from servd.api.protocol.generation import (
     GenerationRequest,
     KVTransferAnswer,
@@ -28,10 +27,11 @@ from servd.api.protocol.generation import (
 )
 from servd.api.protocol.tools import ToolChoice, Tools, idle_strict
 from servd.api.protocol.validation import OpenObject, RequestBody, Schema
-from servd.bounds import INT32_MAX
-from servd.errors import InvalidRequest
-from servd.messages import FinishReason
-from servd.params import MAX_CANDIDATES
+from servd.api.text.prompt import Chat, Prompt, ToolOptions
+from servd.base.bounds import INT32_MAX
+from servd.base.errors import InvalidRequest
+from servd.messages.engine import FinishReason
+from servd.messages.params import MAX_CANDIDATES
 
 # ---- request ----
 

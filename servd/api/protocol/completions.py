@@ -9,7 +9,6 @@ from msgspec import UNSET, UnsetType
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from servd.api.prompt import Prompt
 from servd.api.protocol.generation import (
     GenerationRequest,
     KVTransferAnswer,
@@ -18,9 +17,10 @@ from servd.api.protocol.generation import (
     Timings,
     Usage,
 )
-from servd.errors import InvalidRequest
-from servd.messages import FinishReason
-from servd.params import MAX_CANDIDATES
+from servd.api.text.prompt import Prompt
+from servd.base.errors import InvalidRequest
+from servd.messages.engine import FinishReason
+from servd.messages.params import MAX_CANDIDATES
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 1024  # over all prompts: each is a request to the engine

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from servd.api.protocol.responses import InputItem, ResponseUsage, as_items, check_kind
 from servd.api.protocol.validation import ClosedObject, RequestBody
-from servd.errors import InvalidRequest
+from servd.base.errors import InvalidRequest
 
 # ---- request ----
 

@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 from pydantic import BeforeValidator, WithJsonSchema, model_validator
 
-from servd.api.prompt import Chat, Prompt
 from servd.api.protocol.chat import Messages
 from servd.api.protocol.completions import Prompts, list_of_prompts
 from servd.api.protocol.validation import KeptTokens, RequestBody
-from servd.errors import InvalidRequest
-from servd.messages import RequestOptions
-from servd.params import PoolingParams
+from servd.api.text.prompt import Chat, Prompt
+from servd.base.errors import InvalidRequest
+from servd.messages.engine import RequestOptions
+from servd.messages.params import PoolingParams
 
 # The largest is the model's; `PoolingParams.verify` knows it.
 Dimensions = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1})]

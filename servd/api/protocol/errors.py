@@ -9,7 +9,7 @@ import re
 import msgspec
 from starlette.exceptions import HTTPException
 
-from servd.errors import (
+from servd.base.errors import (
     EngineDead,
     EngineError,
     Overloaded,

@@ -21,9 +21,9 @@ from servd.api.protocol.validation import (
     Schema,
     add_bounds,
 )
-from servd.errors import InvalidRequest
-from servd.messages import RequestOptions
-from servd.params import MAX_BEAMS, MAX_STOP, RepetitionDetection, SamplingParams
+from servd.base.errors import InvalidRequest
+from servd.messages.engine import RequestOptions
+from servd.messages.params import MAX_BEAMS, MAX_STOP, RepetitionDetection, SamplingParams
 
 # Fields that would change the response but are not supported, so they are rejected. All other
 # unknown fields are accepted and listed in the header X-Servd-Ignored.
@@ -86,7 +86,7 @@ class StreamOptions(OpenObject, total=False):
 
 
 class RepetitionFields(ClosedObject, total=False):
-    """Which repetitions end the output; see `servd.params.RepetitionDetection`."""
+    """Which repetitions end the output; see `servd.messages.params.RepetitionDetection`."""
 
     max_pattern_size: int
     min_pattern_size: int

@@ -10,7 +10,7 @@ import msgspec
 from pydantic import model_validator
 
 from servd.api.protocol.embeddings import EmbeddingUsage, VectorRequest
-from servd.errors import InvalidRequest
+from servd.base.errors import InvalidRequest
 
 
 class PoolingRequest(VectorRequest):

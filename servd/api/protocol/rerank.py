@@ -10,7 +10,7 @@ from pydantic import Field
 
 from servd.api.protocol.embeddings import EmbeddingUsage
 from servd.api.protocol.score import SimilarityRequest, Texts
-from servd.bounds import INT32_MAX
+from servd.base.bounds import INT32_MAX
 
 
 class RerankRequest(SimilarityRequest):

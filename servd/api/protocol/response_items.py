@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-from servd.errors import InvalidRequest
+from servd.base.errors import InvalidRequest
 
 SEAL = "servd-reasoning-1:"
 ITEM_PREFIX = {

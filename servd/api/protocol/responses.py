@@ -19,9 +19,9 @@ from servd.api.protocol.response_items import chat_messages
 from servd.api.protocol.tools import Function, check_tool, idle_strict
 from servd.api.protocol.translation import TranslatedRequest
 from servd.api.protocol.validation import FewKeys, OpenObject
-from servd.bounds import INT32_MAX
-from servd.errors import InvalidRequest
-from servd.params import MAX_CANDIDATES
+from servd.base.bounds import INT32_MAX
+from servd.base.errors import InvalidRequest
+from servd.messages.params import MAX_CANDIDATES
 
 # ---- request ----
 

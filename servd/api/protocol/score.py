@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from servd.api.protocol.completions import MAX_PROMPTS
 from servd.api.protocol.embeddings import EmbeddingUsage, PooledRequest
-from servd.errors import InvalidRequest
+from servd.base.errors import InvalidRequest
 
 
 def list_of_texts(value: Any) -> Any:

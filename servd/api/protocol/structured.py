@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 
 from servd.api.protocol.validation import ClosedObject, FewKeys, OpenObject, RequestBody
-from servd.errors import InvalidRequest
-from servd.params import StructuredOutput
+from servd.base.errors import InvalidRequest
+from servd.messages.params import StructuredOutput
 
 Schema = dict[str, Any] | str  # JSON, or JSON as text
 Choices = Annotated[list[str], Field(fail_fast=True, min_length=1)]

@@ -8,7 +8,7 @@ from pydantic import model_validator
 from servd.api.protocol.chat import ChatPrompt, Messages
 from servd.api.protocol.generation import TokenIds
 from servd.api.protocol.validation import RequestBody
-from servd.errors import InvalidRequest
+from servd.base.errors import InvalidRequest
 
 
 class TokenizeRequest(ChatPrompt):

@@ -21,8 +21,8 @@ from servd.api.protocol.validation import (
     add_descriptions,
     parse,
 )
-from servd.errors import InvalidRequest, RequestError
-from servd.params import SamplingParams
+from servd.base.errors import InvalidRequest, RequestError
+from servd.messages.params import SamplingParams
 
 # Sampling parameters that the other APIs have under another name, or whose effect their responses
 # have no place for.

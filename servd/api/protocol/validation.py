@@ -22,10 +22,10 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 from typing_extensions import TypedDict
 
 from servd.api.protocol.json_size import has_more_values
-from servd.bounds import MAX_TIMEOUT, shorten
-from servd.errors import InvalidRequest
-from servd.json_reader import TOO_DEEP
-from servd.python_syntax import parse_class
+from servd.base.bounds import MAX_TIMEOUT, shorten
+from servd.base.errors import InvalidRequest
+from servd.base.json_reader import TOO_DEEP
+from servd.base.python_syntax import parse_class
 
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"  # in the header X-Request-Id or in a body
 MAX_VALUES = 500_000  # elements, keys and containers of a body

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from servd import plugins
+from servd.base import plugins
 
 COMPAT = f"{__name__}.compat"
 

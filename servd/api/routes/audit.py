@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.context import context_of, json_response
-from servd.api.engine_client import EngineClient
-from servd.api.route import Route, refusals
-from servd.errors import Unavailable
-from servd.messages import Audit
+from servd.api.engine.engine_client import EngineClient
+from servd.api.http.route import Route, refusals
+from servd.base.errors import Unavailable
+from servd.messages.engine import Audit
 
 router = APIRouter(route_class=Route)
 

@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from servd.api.call import call_of
 from servd.api.context import json_response
-from servd.api.paging import Page
+from servd.api.http.paging import Page
+from servd.api.http.route import Parsed, PathPart, Route, refusals
 from servd.api.protocol.batches import Batch, Batches, BatchRequest
-from servd.api.route import Parsed, PathPart, Route, refusals
 
 router = APIRouter(route_class=Route)
 

@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.context import context_of, json_response
-from servd.api.route import Route, refusals
+from servd.api.http.route import Route, refusals
+from servd.base.errors import Unavailable
 from servd.config.kv_events import KVEventsConfig
-from servd.errors import Unavailable
-from servd.messages import EngineReady
-from servd.stats import SchedulerStats
+from servd.messages.engine import EngineReady
+from servd.messages.stats import SchedulerStats
 
 router = APIRouter(route_class=Route)
 

@@ -6,10 +6,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.builders.chat import ChatBuilder
 from servd.api.call import call_of
+from servd.api.http.route import Parsed, Route, events
 from servd.api.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
-from servd.api.response_builders.chat import ChatBuilder
-from servd.api.route import Parsed, Route, events
 
 router = APIRouter(route_class=Route)
 

@@ -6,14 +6,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.builders.embedding import embed
 from servd.api.call import call_of
 from servd.api.context import context_of, json_response
-from servd.api.embedding import embed
+from servd.api.http.route import Parsed, Route
 from servd.api.protocol.classify import Classification, Classifications
 from servd.api.protocol.embeddings import VectorRequest
-from servd.api.route import Parsed, Route
-from servd.outputs import unpack_vector
-from servd.params import CLASSIFY
+from servd.messages.outputs import unpack_vector
+from servd.messages.params import CLASSIFY
 
 router = APIRouter(route_class=Route)
 

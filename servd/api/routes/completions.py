@@ -6,10 +6,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.builders.completions import CompletionBuilder
 from servd.api.call import call_of
+from servd.api.http.route import Parsed, Route, events
 from servd.api.protocol.completions import Completion, CompletionRequest
-from servd.api.response_builders.completions import CompletionBuilder
-from servd.api.route import Parsed, Route, events
 
 router = APIRouter(route_class=Route)
 

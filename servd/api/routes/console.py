@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from servd.api.console import files
 from servd.api.context import context_of, json_response
-from servd.api.route import PathPart, Route, text_content
-from servd.errors import NotFound
+from servd.api.http.route import PathPart, Route, text_content
+from servd.base.errors import NotFound
 
 router = APIRouter(route_class=Route)
 

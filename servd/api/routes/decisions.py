@@ -10,10 +10,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.builders.decisions import OptionScorer, gather
 from servd.api.call import call_of
 from servd.api.context import context_of, json_response
-from servd.api.decisions import OptionScorer, gather
-from servd.api.prompt import Chat, Prompt
+from servd.api.http.route import Parsed, Route
+from servd.api.http.streaming import while_connected
 from servd.api.protocol.decisions import (
     Answer,
     Decision,
@@ -28,9 +29,8 @@ from servd.api.protocol.responses import (
     ResponseUsage,
     chat_messages,
 )
-from servd.api.route import Parsed, Route
-from servd.api.streaming import while_connected
-from servd.messages import RequestOptions
+from servd.api.text.prompt import Chat, Prompt
+from servd.messages.engine import RequestOptions
 
 router = APIRouter(route_class=Route)
 

@@ -8,11 +8,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.builders.embedding import embed
 from servd.api.call import call_of
-from servd.api.embedding import embed
+from servd.api.http.route import Parsed, Route
 from servd.api.protocol.embeddings import Embedding, EmbeddingRequest, Embeddings
-from servd.api.route import Parsed, Route
-from servd.outputs import unpack_vector
+from servd.messages.outputs import unpack_vector
 
 router = APIRouter(route_class=Route)
 

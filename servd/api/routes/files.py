@@ -15,13 +15,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from servd.api.batch_store import RETENTION
+from servd.api.batches.store import RETENTION
 from servd.api.call import call_of
 from servd.api.context import json_response
-from servd.api.paging import Page
+from servd.api.http.paging import Page
+from servd.api.http.route import PathPart, Route, refusals, text_content
 from servd.api.protocol.batches import UPLOAD, DeletedFile, FileObject, Files
-from servd.api.route import PathPart, Route, refusals, text_content
-from servd.errors import InvalidRequest
+from servd.base.errors import InvalidRequest
 
 router = APIRouter(route_class=Route)
 

@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 import servd
 from servd.api.context import context_of, json_response
-from servd.api.progress import Progress
+from servd.api.engine.progress import Progress
+from servd.api.http.route import Responses, Route, json_content
 from servd.api.protocol.errors import without_paths
-from servd.api.route import Responses, Route, json_content
-from servd.messages import EngineDead, EngineReady, EngineStatus
+from servd.messages.engine import EngineDead, EngineReady, EngineStatus
 
 router = APIRouter(route_class=Route)
 

@@ -6,11 +6,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from servd.api.adapters import Adapters
 from servd.api.context import context_of
+from servd.api.engine.adapters import Adapters
+from servd.api.http.route import Parsed, Route
 from servd.api.protocol.lora import LoadAdapterRequest, UnloadAdapterRequest
-from servd.api.route import Parsed, Route
-from servd.errors import NotFound, UnknownModel
+from servd.base.errors import NotFound, UnknownModel
 
 router = APIRouter(route_class=Route)
 

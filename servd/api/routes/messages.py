@@ -8,8 +8,10 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.builders.messages import MessageBuilder
 from servd.api.call import call_of
 from servd.api.context import context_of, json_response
+from servd.api.http.route import Parsed, Route, events
 from servd.api.protocol.anthropic import (
     CHAT_NAMES,
     CountTokensRequest,
@@ -21,9 +23,7 @@ from servd.api.protocol.anthropic import (
 from servd.api.protocol.events import MessageEvent
 from servd.api.protocol.translation import renamed
 from servd.api.protocol.validation import RequestBody
-from servd.api.response_builders.messages import MessageBuilder
-from servd.api.route import Parsed, Route, events
-from servd.errors import InvalidRequest
+from servd.base.errors import InvalidRequest
 
 router = APIRouter(route_class=Route)
 

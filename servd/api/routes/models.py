@@ -8,10 +8,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.adapter import Adapter
 from servd.api.context import Context, context_of, json_response
+from servd.api.http.route import PathPart, Route
 from servd.api.protocol.models import ModelCard, ModelList
-from servd.api.route import PathPart, Route
+from servd.messages.adapter import Adapter
 
 router = APIRouter(route_class=Route)
 

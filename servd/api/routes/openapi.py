@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from servd.api.context import context_of
-from servd.api.route import PathPart, Route, document, text_content
+from servd.api.http.route import PathPart, Route, document, text_content
 from servd.api.routes import load_routers
 
 router = APIRouter(route_class=Route)

@@ -8,14 +8,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.builders.embedding import embed
 from servd.api.call import call_of
 from servd.api.context import context_of
-from servd.api.embedding import embed
+from servd.api.http.route import Parsed, Route
 from servd.api.protocol.pooling import PooledInput, PoolingRequest, Poolings
-from servd.api.route import Parsed, Route
-from servd.errors import InvalidRequest
-from servd.outputs import unpack_vector
-from servd.params import CLASSIFY
+from servd.base.errors import InvalidRequest
+from servd.messages.outputs import unpack_vector
+from servd.messages.params import CLASSIFY
 
 router = APIRouter(route_class=Route)
 

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from servd.api.call import call_of
 from servd.api.context import context_of, json_response
+from servd.api.http.route import PathPart, Route
 from servd.api.observability.peers import (
     CHARS_PER_STEP,
     FindTimeline,
@@ -18,9 +19,8 @@ from servd.api.observability.peers import (
 )
 from servd.api.observability.rendering import render_steps, render_trace
 from servd.api.protocol.requests import RequestList, RequestTimeline, StepList
-from servd.api.route import PathPart, Route
-from servd.errors import NotFound
-from servd.tracing import now_ns
+from servd.base.errors import NotFound
+from servd.base.tracing import now_ns
 
 router = APIRouter(route_class=Route)
 

@@ -7,12 +7,12 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.builders.embedding import compare
 from servd.api.call import call_of
 from servd.api.context import context_of, json_response
-from servd.api.embedding import compare
-from servd.api.prompt import Prompt
+from servd.api.http.route import Parsed, Route
 from servd.api.protocol.rerank import RankedDocument, RankedText, Ranking, RerankRequest
-from servd.api.route import Parsed, Route
+from servd.api.text.prompt import Prompt
 
 router = APIRouter(route_class=Route)
 

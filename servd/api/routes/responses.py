@@ -12,10 +12,15 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response as HTTPResponse
 
+from servd.api.builders.event_log import EventLog
+from servd.api.builders.events import encode
+from servd.api.builders.response_store import ResponseStore, Stored
+from servd.api.builders.responses import ResponsesBuilder
 from servd.api.call import call_of
 from servd.api.context import context_of, json_response
-from servd.api.event_log import EventLog
-from servd.api.paging import Page
+from servd.api.http.paging import Page
+from servd.api.http.route import Parsed, PathPart, Route, events
+from servd.api.http.streaming import EventStream
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import error_reply
 from servd.api.protocol.events import ResponseEvent
@@ -29,13 +34,8 @@ from servd.api.protocol.responses import (
     ResponsesRequest,
 )
 from servd.api.protocol.translation import renamed
-from servd.api.response_builders.events import encode
-from servd.api.response_builders.responses import ResponsesBuilder
-from servd.api.response_store import ResponseStore, Stored
-from servd.api.route import Parsed, PathPart, Route, events
-from servd.api.streaming import EventStream
-from servd.errors import InvalidRequest, NotFound
-from servd.outputs import CompletionOutput
+from servd.base.errors import InvalidRequest, NotFound
+from servd.messages.outputs import CompletionOutput
 
 if TYPE_CHECKING:
     from servd.api.observability.otel import RequestSpan

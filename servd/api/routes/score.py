@@ -6,12 +6,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.builders.embedding import compare
 from servd.api.call import call_of
 from servd.api.context import json_response
-from servd.api.embedding import compare
-from servd.api.prompt import Prompt
+from servd.api.http.route import Parsed, Route
 from servd.api.protocol.score import Score, ScoreRequest, Scores
-from servd.api.route import Parsed, Route
+from servd.api.text.prompt import Prompt
 
 router = APIRouter(route_class=Route)
 

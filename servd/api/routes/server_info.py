@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import servd
+from servd.api.builders.run_manifest import find_versions
 from servd.api.context import Context, context_of, json_response
-from servd.api.route import Route
-from servd.api.run_manifest import find_versions
+from servd.api.http.route import Route
 from servd.config import flag_of, options_by_name, title_of
-from servd.messages import EngineReady
+from servd.messages.engine import EngineReady
 
 router = APIRouter(route_class=Route)
 

@@ -12,11 +12,11 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd.api.async_llm import AsyncLLM
 from servd.api.context import context_of, json_response
-from servd.api.route import Route, refusals
-from servd.errors import InvalidRequest, Unavailable
-from servd.messages import EngineReady, Sleep, WakeUp
+from servd.api.engine.async_llm import AsyncLLM
+from servd.api.http.route import Route, refusals
+from servd.base.errors import InvalidRequest, Unavailable
+from servd.messages.engine import EngineReady, Sleep, WakeUp
 
 router = APIRouter(route_class=Route)
 

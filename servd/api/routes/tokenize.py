@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from servd.api.call import call_of
 from servd.api.context import context_of, json_response
-from servd.api.prompt import Prompt
+from servd.api.http.route import Parsed, Route
 from servd.api.protocol.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
-from servd.api.route import Parsed, Route
+from servd.api.text.prompt import Prompt
 
 router = APIRouter(route_class=Route)
 

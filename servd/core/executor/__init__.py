@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, Protocol
 
+from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
-from servd.hf import ModelSpec
-from servd.messages import GrammarBitmask, ModelRunnerOutput, SchedulerOutput, WorkerReady
+from servd.messages.engine import GrammarBitmask, ModelRunnerOutput, SchedulerOutput, WorkerReady
 
-EXECUTORS = __name__  # the package, for servd.plugins
+EXECUTORS = __name__  # the package, for servd.base.plugins
 
 Progress = Callable[[str, float], None]
 """Called with a start-up phase ("loading weights") and its progress, 0 to 1."""

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any, Protocol
 
+from servd.base.tracing import now_ns
+from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
 from servd.core import executor
-from servd.hf import ModelSpec
-from servd.messages import (
+from servd.messages.engine import (
     BlockCopies,
     GrammarBitmask,
     ModelRunnerOutput,
@@ -26,8 +27,7 @@ from servd.messages import (
     TokenLogprobs,
     WorkerReady,
 )
-from servd.params import PoolingParams, SamplingParams
-from servd.tracing import now_ns
+from servd.messages.params import PoolingParams, SamplingParams
 
 BYTE_VOCAB = 257  # see hf.FAKE_SPEC
 NEARLY_ALL = 250  # allowed tokens; inside a JSON string it is about 150 of the bytes

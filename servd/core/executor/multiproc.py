@@ -10,15 +10,16 @@ from typing import ClassVar
 
 import msgspec
 
-from servd.child import Child
-from servd.child_messages import StartWorker
+from servd.base.errors import ConfigError, EngineDead
+from servd.base.private_dir import private_dir
+from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
 from servd.core import executor
-from servd.errors import ConfigError, EngineDead
-from servd.hf import ModelSpec
-from servd.hub import HubReceiver, HubSender
-from servd.ipc import Inbox, Outbox, address
-from servd.messages import (
+from servd.ipc.channels import Inbox, Outbox, address
+from servd.ipc.child import Child
+from servd.ipc.hub import HubReceiver, HubSender
+from servd.ipc.start_messages import StartWorker
+from servd.messages.engine import (
     AllocateKVCache,
     FromWorker,
     GrammarBitmask,
@@ -33,7 +34,6 @@ from servd.messages import (
     WorkerProgress,
     WorkerReady,
 )
-from servd.private_dir import private_dir
 
 LAST_WORDS = 0.1  # seconds in which the report of a worker that has ended may still arrive
 POLL_INTERVAL = 0.1  # seconds between looks at the workers while their message is awaited

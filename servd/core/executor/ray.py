@@ -16,16 +16,16 @@ from typing import Any
 
 import msgspec
 
-from servd import hf
-from servd.child import Child
-from servd.child_messages import StartWorker
+from servd.base.errors import ConfigError
+from servd.base.tracing import CLOCK_OFFSET
+from servd.checkpoint import hf
 from servd.config import Config
 from servd.core.executor.multiproc import MultiProcExecutor
-from servd.errors import ConfigError
-from servd.hub import Hub, HubReceiver, HubSender
-from servd.ipc import tcp_address
-from servd.messages import FromWorker, WorkerReady
-from servd.tracing import CLOCK_OFFSET
+from servd.ipc.channels import tcp_address
+from servd.ipc.child import Child
+from servd.ipc.hub import Hub, HubReceiver, HubSender
+from servd.ipc.start_messages import StartWorker
+from servd.messages.engine import FromWorker, WorkerReady
 
 PLACEMENT_TIMEOUT = 60.0  # seconds in which bundles become free, or nodes are added
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from servd.child import import_ahead
 from servd.core import executor
-from servd.messages import GrammarBitmask, SchedulerOutput, WorkerReady
+from servd.ipc.child import import_ahead
+from servd.messages.engine import GrammarBitmask, SchedulerOutput, WorkerReady
 
 WORKER_MODULE = "servd.worker.worker"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+from servd.base.tracing import Clock, now_ns
 from servd.core.kv_cache.block_times import BlockTimes
-from servd.stats import BlockEviction
-from servd.tracing import Clock, now_ns
+from servd.messages.stats import BlockEviction
 
 
 class BlockPool:

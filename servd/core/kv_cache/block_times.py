@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from servd.stats import BlockEviction
-from servd.tracing import Clock, now_ns
+from servd.base.tracing import Clock, now_ns
+from servd.messages.stats import BlockEviction
 
 MAX_USES = 4  # remembered per block, the last ones
 

@@ -74,7 +74,7 @@ class KVEvents(NullEvents):
 
     def __init__(self, config: KVEventsConfig, pool: BlockPool, block_size: int) -> None:
         self.pool, self.block_size, self.rank = pool, block_size, config.data_parallel_rank
-        from servd.ipc import Publisher  # here: it needs zmq
+        from servd.ipc.channels import Publisher  # here: it needs zmq
 
         self._publisher = Publisher(
             config.endpoint, config.topic, config.hwm, config.replay_endpoint, config.buffer_steps

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from servd.base.tracing import Clock, now_ns
 from servd.config import CacheConfig
+from servd.config.kv_layout import KVLayout
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.core.kv_cache.block_times import BlockTimes
 from servd.core.kv_cache.connector import KVConnector
@@ -12,9 +14,7 @@ from servd.core.kv_cache.events import KVEvents, NullEvents
 from servd.core.kv_cache.grouped_prefix_cache import GroupedPrefixCache
 from servd.core.kv_cache.prefix_cache import NO_BLOCK, PrefixCache, only_held
 from servd.core.request import Request, RequestStatus
-from servd.kv_layout import KVLayout
-from servd.stats import SchedulerStats
-from servd.tracing import Clock, now_ns
+from servd.messages.stats import SchedulerStats
 
 
 class KVCacheManager:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from servd.base.tracing import Clock, now_ns
 from servd.config import CacheConfig
+from servd.config.kv_layout import KVLayout
 from servd.core.kv_cache.block_hash import block_hash, of_group, root_hash
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.core.kv_cache.events import NullEvents
 from servd.core.kv_cache.pinned_prefixes import PinnedPrefixes
 from servd.core.request import Request
-from servd.kv_layout import KVLayout
-from servd.tracing import Clock, now_ns
 
 FOREVER = 1 << 62  # nanoseconds
 NO_BLOCK = -1  # among a request's block ids: a block that was freed before its group's window

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from servd.adapter import Adapter
+from servd.base.tracing import Clock, Mark
 from servd.core.request import Request
-from servd.tracing import Clock, Mark
+from servd.messages.adapter import Adapter
 
 MAX_DEFERRED_STEPS = 256  # then new requests of the running adapters are deferred, too
 REVIEW_INTERVAL = 16  # steps

@@ -17,10 +17,10 @@ from heapq import heappop, heappush, heapreplace
 from itertools import count
 from typing import Any
 
+from servd.base.tracing import Clock, now_ns
 from servd.core.queues.fcfs import WaitingQueue as FcfsQueue
 from servd.core.queues.fcfs import by_order
 from servd.core.request import Request
-from servd.tracing import Clock, now_ns
 
 Group = tuple[int, int, bool]  # (priority class, priority, whether the prompt is long)
 

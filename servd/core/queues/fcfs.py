@@ -8,10 +8,10 @@ from itertools import count
 from operator import attrgetter
 from typing import ClassVar
 
+from servd.base.tracing import Clock, now_ns
 from servd.core.queues._adapters import AdapterQueue
 from servd.core.request import Request
-from servd.messages import RequestOptions
-from servd.tracing import Clock, now_ns
+from servd.messages.engine import RequestOptions
 
 by_order = attrgetter("order")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from servd.core.queues import fair
-from servd.messages import RequestOptions
+from servd.messages.engine import RequestOptions
 
 
 class WaitingQueue(fair.WaitingQueue):

@@ -16,13 +16,13 @@ from typing import Any
 
 import msgspec
 
-from servd import log
-from servd.child import read_start
-from servd.child_messages import GrammarVerdict, StartGrammarChecker
+from servd.base import log
+from servd.base.errors import ConfigError
 from servd.core.structured_output.grammar import Grammar, GrammarError
 from servd.core.structured_output.vocabulary import load_vocabulary
-from servd.errors import ConfigError
-from servd.params import StructuredOutput
+from servd.ipc.child import read_start
+from servd.ipc.start_messages import GrammarVerdict, StartGrammarChecker
+from servd.messages.params import StructuredOutput
 
 logger = logging.getLogger("servd.grammar")
 

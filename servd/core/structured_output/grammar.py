@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from servd.params import StructuredOutput
+from servd.messages.params import StructuredOutput
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

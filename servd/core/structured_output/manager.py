@@ -16,6 +16,9 @@ from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
+from servd.base.errors import ConfigError
+from servd.base.tracing import Mark, now_ns
+from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
 from servd.core.request import GrammarEnd
 from servd.core.structured_output.cache import GrammarCache, Key, key_of
@@ -26,9 +29,7 @@ from servd.core.structured_output.grammar import (
     UsedUp,
 )
 from servd.core.structured_output.vocabulary import load_vocabulary
-from servd.errors import ConfigError
-from servd.hf import ModelSpec
-from servd.messages import (
+from servd.messages.engine import (
     EngineCoreRequest,
     GrammarBitmask,
     ModelRunnerOutput,
@@ -36,8 +37,7 @@ from servd.messages import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from servd.params import PoolingParams, SamplingParams, StructuredOutput
-from servd.tracing import Mark, now_ns
+from servd.messages.params import PoolingParams, SamplingParams, StructuredOutput
 
 logger = logging.getLogger("servd.structured_output")
 

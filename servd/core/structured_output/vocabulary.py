@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from servd.checkpoint.hf import ModelSpec, find_model, find_tokenizer
 from servd.config import Config
-from servd.hf import ModelSpec, find_model, find_tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from servd import plugins
-from servd.errors import ConfigError
+from servd.base import plugins
+from servd.base.errors import ConfigError
 from servd.worker.attention import _int8
 from servd.worker.layers.norm import RMSNorm
 from servd.worker.layers.rotary import Rotation, rotate

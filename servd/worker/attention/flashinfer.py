@@ -14,7 +14,7 @@ from torch import Tensor
 
 from servd.worker.attention import AttentionBatch, AttentionSpec
 from servd.worker.attention import Backend as AttentionBackend
-from servd.worker.device import upload
+from servd.worker.device.device import upload
 
 HEAD_DIMS = (64, 128, 256)
 # Workspace for split rows; the recommended 128 MiB are too small for 64 heads.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from servd.worker.attention import AttentionBatch, AttentionSpec, _int8
 from servd.worker.attention import Backend as AttentionBackend
-from servd.worker.device import upload
+from servd.worker.device.device import upload
 
 # The longest row of a group may have this many times the blocks of the shortest ...
 MAX_PADDING = 1.25

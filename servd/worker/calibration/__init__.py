@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from servd.errors import ConfigError, UnsupportedModel
-from servd.hf import quantization_of, weight_files
+from servd.base.errors import ConfigError, UnsupportedModel
+from servd.checkpoint.hf import quantization_of, weight_files
 from servd.worker.calibration import checkpoint, gptq
 from servd.worker.calibration.walk import Model
-from servd.worker.model_loader import read_tensors
+from servd.worker.loading.model_loader import read_tensors
 
 BATCH = 8  # rows
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from servd.hf import METADATA_FILES, read_json, weight_files
+from servd.checkpoint.hf import METADATA_FILES, read_json, weight_files
 from servd.worker.calibration.gptq import Codes
-from servd.worker.model_loader import read_tensors
+from servd.worker.loading.model_loader import read_tensors
 
 LAYOUT = "pack-quantized"
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from servd.errors import UnsupportedModel
+from servd.base.errors import UnsupportedModel
 
 # Name of a matrix in the model, the matrix [out, in], and sums of x^T x and (y - x)^T x over the
 # halves of its inputs x and those of the original, y, [2, in, in] each -> what it is from now on.

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from servd.errors import UnsupportedModel
+from servd.base.errors import UnsupportedModel
 from servd.worker.attention import AttentionBatch, AttentionSpec, Backend, Norms
 from servd.worker.layers.rotary import Rotation
 
 if TYPE_CHECKING:
-    from servd.worker.model_loader import Loadable
+    from servd.worker.loading.model_loader import Loadable
 
 
 class ForwardContext:

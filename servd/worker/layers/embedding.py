@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from servd.worker import ops
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import MakeForm, Matrix
 from servd.worker.layers.weight import Weight
-from servd.worker.parallel import Parallel
 
 
 class Embedding(nn.Module):

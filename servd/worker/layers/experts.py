@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from servd.errors import ConfigError
+from servd.base.errors import ConfigError
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers import packed
 from servd.worker.layers._matrix import MakeForm, Matrix
 from servd.worker.layers.activation import Gate
@@ -19,7 +20,6 @@ from servd.worker.layers.quantized import Quantized
 from servd.worker.layers.weight import Copy, Weight
 from servd.worker.ops import native
 from servd.worker.ops.reference import Routing
-from servd.worker.parallel import Parallel
 
 
 class GroupedForm(Protocol):

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.weight import Weight
-from servd.worker.parallel import Parallel
 
 
 class ReplicatedLinear(nn.Module):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from servd.worker import ops
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.quantized import Quantized
 from servd.worker.layers.weight import Copy, Weight
-from servd.worker.parallel import Parallel
 
 
 class RMSNorm(nn.Module):

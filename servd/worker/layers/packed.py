@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from servd.worker.huge_pages import HugePages
+from servd.worker.device.huge_pages import HugePages
 from servd.worker.layers.quantized import Quantized
 from servd.worker.ops.native import TYPES, call, loaded_library
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from servd.errors import UnsupportedModel
-from servd.hf import ModelSpec
-from servd.overrides import ROPE_TYPES
+from servd.base.errors import UnsupportedModel
+from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.overrides import ROPE_TYPES
 from servd.worker import ops
 
 log = logging.getLogger("servd.worker")

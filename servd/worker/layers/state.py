@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from servd.worker.layers.attention import ForwardContext
 
 if TYPE_CHECKING:
-    from servd.worker.model_loader import Loadable
+    from servd.worker.loading.model_loader import Loadable
 
 
 class State(nn.Module):

@@ -8,8 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.quantized import Quantized
-from servd.worker.parallel import Parallel
 
 Copy = Callable[[Tensor, Tensor], object]
 """Copies a source to a target of the same shape."""

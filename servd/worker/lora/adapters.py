@@ -12,17 +12,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from servd.adapter import Adapter
+from servd.base.errors import ConfigError, InvalidRequest
+from servd.base.sizes import format_bytes
+from servd.checkpoint.lora import TENSORS, AdapterFiles, parse_module
 from servd.config import LoRAConfig
-from servd.errors import ConfigError, InvalidRequest
-from servd.lora import TENSORS, AdapterFiles, parse_module
-from servd.messages import NewRequest
-from servd.sizes import format_bytes
-from servd.worker.device import upload
-from servd.worker.input_batch import InputBatch
+from servd.messages.adapter import Adapter
+from servd.messages.engine import NewRequest
+from servd.worker.batch.input_batch import InputBatch
+from servd.worker.device.device import upload
+from servd.worker.device.parallel import Parallel
+from servd.worker.loading.model_loader import Model
 from servd.worker.lora.layers import AdaptedMatrix, AdapterRows, adapt, layers_of
-from servd.worker.model_loader import Model
-from servd.worker.parallel import Parallel
 
 log = logging.getLogger("servd.worker")
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from servd.lora import layer_of
+from servd.checkpoint.lora import layer_of
 from servd.worker import ops
 from servd.worker.layers._matrix import Dense, Form, Matrix
-from servd.worker.model_loader import Model
+from servd.worker.loading.model_loader import Model
 from servd.worker.ops import LowRank
 
 IN_A_LAYER = re.compile(r"\.\d+\.")

@@ -22,8 +22,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from servd.errors import DifferentTokens, UnsupportedModel
-from servd.hf import ModelSpec, read_json
+from servd.base.errors import DifferentTokens, UnsupportedModel
+from servd.checkpoint.hf import ModelSpec, read_json
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.quantized import Quantized
@@ -37,7 +38,6 @@ from servd.worker.models._transformers_attention import (
     teach,
 )
 from servd.worker.models._transformers_fusion import PACKED, fuse
-from servd.worker.parallel import Parallel
 
 # Found by tests/parity/test_causal_classes.py.
 DIFFERENT = ("MoshiForCausalLM",)

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from servd.errors import UnsupportedModel
+from servd.base.errors import UnsupportedModel
 from servd.worker.layers.attention import Attention, ForwardContext
 
 OLDER = ("falcon", "gptj", "gpt_neo")  # these have a class for flash attention

@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from servd.worker import ops
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Gate
 from servd.worker.layers.attention import Attention
 from servd.worker.layers.linear import ColumnParallelLinear
 from servd.worker.layers.rotary import Rotation, rotate
-from servd.worker.model_loader import defaults
+from servd.worker.loading.model_loader import defaults
 from servd.worker.models._transformers_attention import CONTEXT, Probe, context, first_line
 from servd.worker.ops import reference
-from servd.worker.parallel import Parallel
 
 log = logging.getLogger(__name__)
 

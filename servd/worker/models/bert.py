@@ -7,16 +7,16 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from servd.errors import UnsupportedModel
-from servd.hf import ModelSpec
-from servd.pooling import SECOND_TEXT, num_labels
+from servd.base.errors import UnsupportedModel
+from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.pooling import SECOND_TEXT, num_labels
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Activation
 from servd.worker.layers.attention import Attention, ForwardContext
 from servd.worker.layers.embedding import Embedding, VocabEmbedding
 from servd.worker.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from servd.worker.layers.norm import LayerNorm
 from servd.worker.layers.rotary import Rotation
-from servd.worker.parallel import Parallel
 
 # Parts of the checkpoint's names -> names here.
 NAMES = {

@@ -13,7 +13,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from servd.hf import ModelSpec
+from servd.checkpoint.hf import ModelSpec
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.attention import Attention, ForwardContext
 from servd.worker.layers.experts import GroupedForm, SparseMoE, grouped_form
@@ -21,10 +22,9 @@ from servd.worker.layers.linear import ColumnParallelLinear, ReplicatedLinear, R
 from servd.worker.layers.norm import RMSNorm
 from servd.worker.layers.quantized import Quantized
 from servd.worker.layers.rotary import Rotation, rope_parameters
+from servd.worker.loading.pipeline_model import LAYER
 from servd.worker.models.llama import LlamaForCausalLM, LlamaLayer, LlamaMLP
 from servd.worker.ops.reference import Routing, placed
-from servd.worker.parallel import Parallel
-from servd.worker.pipeline_model import LAYER
 
 NORM_EPS = 1e-6  # of the norms of latents, whatever config.json says
 

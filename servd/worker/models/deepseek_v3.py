@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from servd.hf import ModelSpec
+from servd.checkpoint.hf import ModelSpec
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.weight import Weight
 from servd.worker.models.deepseek_v2 import (
     DeepseekV2ForCausalLM,
     DeepseekV2Layer,
     DeepseekV2MoE,
 )
-from servd.worker.parallel import Parallel
 
 
 class DeepseekV3MoE(DeepseekV2MoE):

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from servd.errors import UnsupportedModel
-from servd.hf import ModelSpec
+from servd.base.errors import UnsupportedModel
+from servd.checkpoint.hf import ModelSpec
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.norm import OffsetRMSNorm
 from servd.worker.layers.rotary import Rotation
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
-from servd.worker.parallel import Parallel
 
 
 def is_sliding(config: dict[str, Any], layer: int, pattern: int) -> bool:

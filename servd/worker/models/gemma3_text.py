@@ -9,14 +9,14 @@ from typing import Any
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from servd.hf import ModelSpec
+from servd.checkpoint.hf import ModelSpec
 from servd.worker.attention import Norms
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.norm import OffsetRMSNorm
 from servd.worker.layers.rotary import Rotary, Rotation
 from servd.worker.models.gemma2 import Gemma2ForCausalLM, Gemma2Layer, is_sliding
 from servd.worker.models.llama import LlamaAttention
-from servd.worker.parallel import Parallel
 
 
 class Gemma3Rotary(nn.Module):

@@ -6,14 +6,14 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from servd.errors import UnsupportedModel
-from servd.hf import ModelSpec
+from servd.base.errors import UnsupportedModel
+from servd.checkpoint.hf import ModelSpec
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Activation
 from servd.worker.layers.attention import Attention, ForwardContext
 from servd.worker.layers.embedding import Embedding, VocabEmbedding
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.layers.norm import LayerNorm
-from servd.worker.parallel import Parallel
 
 
 class GPT2Attention(nn.Module):

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from servd.hf import ModelSpec
+from servd.checkpoint.hf import ModelSpec
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Gate
 from servd.worker.layers.experts import SparseMoE
 from servd.worker.layers.quantized import Quantized
@@ -18,7 +19,6 @@ from servd.worker.layers.weight import Weight
 from servd.worker.models.gemma2 import is_sliding
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
 from servd.worker.models.mixtral import experts_of
-from servd.worker.parallel import Parallel
 
 
 class GptOssAttention(LlamaAttention):

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from servd.hf import ModelSpec
+from servd.checkpoint.hf import ModelSpec
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.rotary import Rotation
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
-from servd.worker.parallel import Parallel
 
 
 class GraniteAttention(LlamaAttention):

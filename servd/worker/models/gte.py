@@ -10,12 +10,12 @@ from typing import ClassVar
 from msgspec.structs import replace
 from torch import Tensor
 
-from servd.hf import ModelSpec
+from servd.checkpoint.hf import ModelSpec
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Gate
 from servd.worker.layers.linear import ColumnParallelLinear
 from servd.worker.layers.rotary import Rotary, Rotation
 from servd.worker.models.bert import BertForSequenceClassification, BertLayer, BertModel
-from servd.worker.parallel import Parallel
 
 
 class GteLayer(BertLayer):

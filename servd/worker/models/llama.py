@@ -6,15 +6,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from servd.hf import ModelSpec
+from servd.checkpoint.hf import ModelSpec
 from servd.worker.attention import Norms
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Gate
 from servd.worker.layers.attention import Attention, ForwardContext
 from servd.worker.layers.embedding import VocabEmbedding
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.layers.norm import RMSNorm
 from servd.worker.layers.rotary import Rotary, Rotation
-from servd.worker.parallel import Parallel
 
 
 class LlamaAttention(nn.Module):

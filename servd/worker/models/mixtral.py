@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from servd.hf import ModelSpec
+from servd.checkpoint.hf import ModelSpec
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Gate
 from servd.worker.layers.experts import SparseMoE
 from servd.worker.layers.quantized import Quantized
 from servd.worker.models.llama import LlamaForCausalLM
 from servd.worker.models.mistral import MistralAttention, MistralLayer
-from servd.worker.parallel import Parallel
 
 
 class MixtralAttention(MistralAttention):

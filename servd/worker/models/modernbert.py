@@ -10,15 +10,15 @@ from typing import Any, ClassVar
 import msgspec
 from torch import Tensor, nn
 
-from servd.hf import ModelSpec
-from servd.pooling import num_labels
+from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.pooling import num_labels
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Activation, Gate
 from servd.worker.layers.attention import Attention, ForwardContext
 from servd.worker.layers.embedding import VocabEmbedding
 from servd.worker.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from servd.worker.layers.norm import LayerNorm
 from servd.worker.layers.rotary import Rotary, Rotation
-from servd.worker.parallel import Parallel
 
 FULL, LOCAL = "full_attention", "sliding_attention"
 

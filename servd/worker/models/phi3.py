@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from servd.hf import ModelSpec
+from servd.checkpoint.hf import ModelSpec
 from servd.worker.layers.rotary import Rotary, rope_parameters
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from servd.errors import UnsupportedModel
-from servd.hf import ModelSpec
+from servd.base.errors import UnsupportedModel
+from servd.checkpoint.hf import ModelSpec
+from servd.worker.device.parallel import Parallel
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
-from servd.worker.parallel import Parallel
 
 
 class Qwen2Attention(LlamaAttention):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from servd.hf import ModelSpec
+from servd.checkpoint.hf import ModelSpec
 from servd.worker.attention import Norms
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.norm import RMSNorm
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
 from servd.worker.models.qwen2 import refuse_mixed_windows
-from servd.worker.parallel import Parallel
 
 
 class Qwen3Attention(LlamaAttention):

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from servd.hf import ModelSpec
+from servd.checkpoint.hf import ModelSpec
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.quantized import Quantized
 from servd.worker.models.qwen3_5_text import Qwen3_5DeltaNet
 from servd.worker.models.qwen3_moe import one_by_one
 from servd.worker.models.qwen3_next import Qwen3NextForCausalLM, Qwen3NextLayer
-from servd.worker.parallel import Parallel
 
 
 class Qwen3_5MoeLayer(Qwen3NextLayer):

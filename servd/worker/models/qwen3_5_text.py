@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from servd.hf import ModelSpec
+from servd.checkpoint.hf import ModelSpec
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.linear import ColumnParallelLinear
 from servd.worker.models.llama import LlamaMLP
 from servd.worker.models.qwen3_next import GatedDeltaNet, Qwen3NextForCausalLM, Qwen3NextLayer
-from servd.worker.parallel import Parallel
 
 
 class Qwen3_5DeltaNet(GatedDeltaNet):

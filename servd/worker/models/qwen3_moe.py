@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from servd.hf import ModelSpec
+from servd.checkpoint.hf import ModelSpec
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.experts import SparseMoE
 from servd.worker.layers.quantized import Quantized
 from servd.worker.models.qwen3 import Qwen3ForCausalLM, Qwen3Layer
-from servd.worker.parallel import Parallel
 
 
 class Qwen3MoeLayer(Qwen3Layer):

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from servd.errors import UnsupportedModel
-from servd.hf import ModelSpec
-from servd.worker.device import upload
+from servd.base.errors import UnsupportedModel
+from servd.checkpoint.hf import ModelSpec
+from servd.worker.device.device import upload
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Activation
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.experts import Router, SparseMoE
@@ -28,7 +29,6 @@ from servd.worker.layers.weight import Weight
 from servd.worker.models.llama import LlamaForCausalLM, LlamaMLP
 from servd.worker.models.qwen3 import Qwen3Attention
 from servd.worker.models.qwen3_moe import Qwen3MoeLayer
-from servd.worker.parallel import Parallel
 
 CHUNK = 64  # tokens per chunk of the parallel scan of prompts
 

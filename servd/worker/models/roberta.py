@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from servd.hf import ModelSpec
-from servd.pooling import first_position, num_labels
+from servd.checkpoint.hf import ModelSpec
+from servd.checkpoint.pooling import first_position, num_labels
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.linear import ReplicatedLinear
 from servd.worker.models.bert import BertModel
-from servd.worker.parallel import Parallel
 
 
 class RobertaModel(BertModel):

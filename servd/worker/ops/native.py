@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from servd.errors import ConfigError
+from servd.base.errors import ConfigError
 from servd.worker.ops import reference
 from servd.worker.ops.reference import Routing
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from servd.worker.decode_inputs import KV_SLOT, NEXT_COLUMN, NUM_GIVEN, TOKEN_ID
+from servd.worker.batch.decode_inputs import KV_SLOT, NEXT_COLUMN, NUM_GIVEN, TOKEN_ID
 
 if TYPE_CHECKING:
     from servd.worker.ops import LowRank

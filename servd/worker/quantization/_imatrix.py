@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from servd.errors import ConfigError
-from servd.gguf import open_file
+from servd.base.errors import ConfigError
+from servd.checkpoint.gguf import open_file
 from servd.worker.quantization.gguf import rename
 
 SUMS, COUNTS = ".in_sum2", ".counts"

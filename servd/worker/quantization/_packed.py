@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from servd.errors import ModelNotFound, UnsupportedModel
+from servd.base.errors import ModelNotFound, UnsupportedModel
 from servd.worker.layers.quantized import Quantized
 
 Module = dict[str, Tensor]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from servd.errors import UnsupportedModel
+from servd.base.errors import UnsupportedModel
 from servd.worker.layers.quantized import Quantized
 from servd.worker.quantization._packed import (
     Module,

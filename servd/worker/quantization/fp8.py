@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from servd.errors import ConfigError, UnsupportedModel
+from servd.base.errors import ConfigError, UnsupportedModel
 from servd.worker.layers._matrix import Form
 from servd.worker.layers.quantized import Quantized
 from servd.worker.quantization._packed import Module, floats, read_modules, take

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from servd.errors import UnsupportedModel
-from servd.gguf import open_file
+from servd.base.errors import UnsupportedModel
+from servd.checkpoint.gguf import open_file
 from servd.worker.layers.quantized import Quantized, stack
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from servd.errors import UnsupportedModel
+from servd.base.errors import UnsupportedModel
 from servd.worker.layers.quantized import Quantized
-from servd.worker.model_loader import read_tensors
+from servd.worker.loading.model_loader import read_tensors
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 TABLE = MAGNITUDES + tuple(-value for value in MAGNITUDES)

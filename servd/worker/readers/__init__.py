@@ -9,11 +9,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from servd import plugins
-from servd.hf import ModelSpec
-from servd.messages import ModelRunnerOutput, NewRequest
-from servd.worker.input_batch import InputBatch
-from servd.worker.request_states import RequestStates
+from servd.base import plugins
+from servd.checkpoint.hf import ModelSpec
+from servd.messages.engine import ModelRunnerOutput, NewRequest
+from servd.worker.batch.input_batch import InputBatch
+from servd.worker.batch.request_states import RequestStates
 
 
 class StepPart(Protocol):

@@ -13,13 +13,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from servd import pooling
-from servd.errors import ModelNotFound, UnsupportedModel
-from servd.hf import read_json
-from servd.messages import ModelRunnerOutput, NewRequest
-from servd.params import PoolingParams
+from servd.base.errors import ModelNotFound, UnsupportedModel
+from servd.checkpoint import pooling
+from servd.checkpoint.hf import read_json
+from servd.messages.engine import ModelRunnerOutput, NewRequest
+from servd.messages.params import PoolingParams
 from servd.worker import readers
-from servd.worker.input_batch import InputBatch
+from servd.worker.batch.input_batch import InputBatch
 
 
 class Reader(readers.Reader):

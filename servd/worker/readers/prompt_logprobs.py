@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from servd.messages import ModelRunnerOutput, NewRequest, PromptLogprobs, TokenLogprobs
-from servd.params import SamplingParams
+from servd.messages.engine import ModelRunnerOutput, NewRequest, PromptLogprobs, TokenLogprobs
+from servd.messages.params import SamplingParams
 from servd.worker import readers
-from servd.worker.device import upload
-from servd.worker.input_batch import InputBatch
+from servd.worker.batch.input_batch import InputBatch
+from servd.worker.device.device import upload
 from servd.worker.sample.logprobs import LogprobsTensors, gather_logprobs
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from servd.messages import TokenLogprobs
-from servd.params import SamplingParams
-from servd.worker.device import upload
+from servd.messages.engine import TokenLogprobs
+from servd.messages.params import SamplingParams
+from servd.worker.device.device import upload
 from servd.worker.sample import ops
 from servd.worker.sample.rows import Rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from servd.params import SamplingParams
+from servd.messages.params import SamplingParams
 from servd.worker.sample.fixed_point import WEIGHT_ONE
 from servd.worker.sample.ops import SamplingOps
 from servd.worker.sample.rows import Rows

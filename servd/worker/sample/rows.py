@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from servd.worker.device import upload
+from servd.worker.device.device import upload
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from servd.messages import ModelRunnerOutput
+from servd.messages.engine import ModelRunnerOutput
 from servd.worker.sample.sampler import SamplerOutput
 
 NOT_FINITE = "the model's logits are NaN or infinite for this request, so no token can follow"

@@ -23,8 +23,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from servd.params import MAX_LOGPROBS, LogprobsMode, SamplingParams
-from servd.worker.device import upload
+from servd.messages.params import MAX_LOGPROBS, LogprobsMode, SamplingParams
+from servd.worker.device.device import upload
 from servd.worker.sample import logits_processors, ops
 from servd.worker.sample.fixed_point import MAX_VOCAB_SIZE
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from servd.worker.device import upload
-from servd.worker.input_batch import InputBatch
+from servd.worker.batch.input_batch import InputBatch
+from servd.worker.device.device import upload
 from servd.worker.sample.rows import Int64Array
 from servd.worker.sample.uniform import uniform
 

@@ -17,23 +17,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from servd import plugins
+from servd.base import plugins
+from servd.base.errors import ConfigError
+from servd.base.sizes import format_bytes
+from servd.checkpoint.hf import ModelSpec, download_weights
 from servd.config import Config
-from servd.errors import ConfigError
-from servd.hf import ModelSpec, download_weights
-from servd.messages import ModelRunnerOutput, NewRequest
-from servd.sizes import format_bytes
-from servd.speculative import SpeculativeConfig
-from servd.worker import model_loader
+from servd.config.speculative import SpeculativeConfig
+from servd.messages.engine import ModelRunnerOutput, NewRequest
 from servd.worker.attention import Backend, make_backend
-from servd.worker.device import upload
-from servd.worker.draft_chain import Chain, Drafter
-from servd.worker.draft_tree import DraftTree, Path
-from servd.worker.input_batch import InputBatch
+from servd.worker.batch.draft_chain import Chain, Drafter
+from servd.worker.batch.draft_tree import DraftTree, Path
+from servd.worker.batch.input_batch import InputBatch
+from servd.worker.batch.request_states import RequestStates
+from servd.worker.device.device import upload
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import spec_of
-from servd.worker.model_loader import Loadable, Model
-from servd.worker.parallel import Parallel
-from servd.worker.request_states import RequestStates
+from servd.worker.loading import model_loader
+from servd.worker.loading.model_loader import Loadable, Model
 
 log = logging.getLogger("servd.worker")
 

@@ -11,16 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from servd.errors import ConfigError
-from servd.hf import read_spec
-from servd.messages import NewRequest
-from servd.speculative import SpeculativeConfig
-from servd.worker import kv_cache, model_loader
+from servd.base.errors import ConfigError
+from servd.checkpoint.hf import read_spec
+from servd.config.speculative import SpeculativeConfig
+from servd.messages.engine import NewRequest
 from servd.worker.attention import AttentionBatch
-from servd.worker.device import upload
-from servd.worker.draft_chain import Pass
-from servd.worker.input_batch import AttentionRows, InputBatch
+from servd.worker.batch.draft_chain import Pass
+from servd.worker.batch.input_batch import AttentionRows, InputBatch
+from servd.worker.device.device import upload
+from servd.worker.kv import kv_cache
 from servd.worker.layers.attention import ForwardContext
+from servd.worker.loading import model_loader
 from servd.worker.sample import ops
 from servd.worker.sample.shift import Shift
 from servd.worker.spec_decode import Proposer, Target

@@ -13,20 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from servd.errors import ConfigError
-from servd.hf import ModelSpec, read_spec
-from servd.messages import NewRequest
-from servd.speculative import SpeculativeConfig
-from servd.worker import kv_cache
+from servd.base.errors import ConfigError
+from servd.checkpoint.hf import ModelSpec, read_spec
+from servd.config.speculative import SpeculativeConfig
+from servd.messages.engine import NewRequest
 from servd.worker.attention import AttentionBatch
-from servd.worker.device import at_hand, sent, upload
-from servd.worker.draft_chain import Pass
-from servd.worker.input_batch import AttentionRows, InputBatch
+from servd.worker.batch.draft_chain import Pass
+from servd.worker.batch.input_batch import AttentionRows, InputBatch
+from servd.worker.device.device import at_hand, sent, upload
+from servd.worker.kv import kv_cache
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.embedding import VocabEmbedding
 from servd.worker.layers.linear import ReplicatedLinear
 from servd.worker.layers.rotary import Rotary
-from servd.worker.model_loader import tensor_shapes
+from servd.worker.loading.model_loader import tensor_shapes
 from servd.worker.models.llama import LlamaForCausalLM, LlamaLayer
 from servd.worker.sample import ops
 from servd.worker.sample.shift import Shift

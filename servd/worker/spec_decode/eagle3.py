@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from servd.errors import ConfigError
-from servd.hf import ModelSpec
-from servd.speculative import SpeculativeConfig
-from servd.worker.input_batch import InputBatch
+from servd.base.errors import ConfigError
+from servd.checkpoint.hf import ModelSpec
+from servd.config.speculative import SpeculativeConfig
+from servd.worker.batch.input_batch import InputBatch
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.linear import ReplicatedLinear
 from servd.worker.layers.norm import RMSNorm
@@ -23,7 +24,6 @@ from servd.worker.layers.rotary import Rotation
 from servd.worker.layers.weight import Weight
 from servd.worker.models.llama import LlamaAttention, LlamaLayer
 from servd.worker.ops import native
-from servd.worker.parallel import Parallel
 from servd.worker.spec_decode import Target
 from servd.worker.spec_decode.eagle import EagleHead, EagleProposer
 

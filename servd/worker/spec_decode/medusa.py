@@ -17,16 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from servd.errors import ConfigError
-from servd.speculative import MOST_DRAFTS, SpeculativeConfig
-from servd.worker.device import upload
-from servd.worker.draft_tree import Path
-from servd.worker.input_batch import InputBatch
+from servd.base.errors import ConfigError
+from servd.config.speculative import MOST_DRAFTS, SpeculativeConfig
+from servd.worker.batch.draft_tree import Path
+from servd.worker.batch.input_batch import InputBatch
+from servd.worker.device.device import upload
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.embedding import VocabEmbedding
 from servd.worker.layers.weight import Weight
-from servd.worker.model_loader import tensor_shapes
-from servd.worker.parallel import Parallel
+from servd.worker.loading.model_loader import tensor_shapes
 from servd.worker.sample import ops
 from servd.worker.sample.shift import Shift
 from servd.worker.spec_decode import Proposer, Target

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from servd.errors import ConfigError
-from servd.hf import ModelSpec
+from servd.base.errors import ConfigError
+from servd.checkpoint.hf import ModelSpec
 from servd.worker.layers.attention import attention_layers
 from servd.worker.layers.linear import ReplicatedLinear
 from servd.worker.layers.quantized import Quantized
-from servd.worker.model_loader import tensor_shapes
+from servd.worker.loading.model_loader import tensor_shapes
 from servd.worker.models.llama import LlamaForCausalLM
 from servd.worker.spec_decode import Target
 from servd.worker.spec_decode.eagle import EagleHead, EagleProposer

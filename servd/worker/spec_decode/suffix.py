@@ -16,10 +16,10 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from servd.errors import ConfigError
-from servd.messages import NewRequest
-from servd.params import SamplingParams
-from servd.speculative import SpeculativeConfig
+from servd.base.errors import ConfigError
+from servd.config.speculative import SpeculativeConfig
+from servd.messages.engine import NewRequest
+from servd.messages.params import SamplingParams
 from servd.worker.spec_decode import Proposer, Target
 
 SHORTEST = 3  # tokens of a match

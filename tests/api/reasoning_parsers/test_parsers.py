@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servd import plugins
-from servd.api.incremental import Content, Reasoning
+from servd.api.output.incremental import Content, Reasoning
+from servd.base import plugins
 from tests.api.reasoning_parsers.recorded import Case
 
-PACKAGE = "servd.api.reasoning_parsers"
+PACKAGE = "servd.api.output.reasoning_parsers"
 PARSERS = plugins.names(PACKAGE)
 
 

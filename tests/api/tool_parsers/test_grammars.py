@@ -13,17 +13,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from servd import plugins
-from servd.api.forced_calls import ForcedCallsParser
-from servd.api.model_format import ModelFormat
-from servd.api.output_parser import ExpectedOutput
-from servd.api.prompt import ToolOptions
-from servd.api.tokenizer import Tokenizer
-from servd.api.tool_parsers._grammar import calls_grammar, parameters_of
+from servd.api.output.model_format import ModelFormat
+from servd.api.output.output_parser import ExpectedOutput
+from servd.api.output.tool_choice import ForcedCallsParser
+from servd.api.output.tool_parsers._grammar import calls_grammar, parameters_of
+from servd.api.text.prompt import ToolOptions
+from servd.api.text.tokenizer import Tokenizer
+from servd.base import plugins
+from servd.checkpoint.hf import find_model, read_spec
 from servd.config import Config
 from servd.core.structured_output.grammar import Grammar, GrammarError
 from servd.core.structured_output.vocabulary import load_vocabulary
-from servd.hf import find_model, read_spec
 from tests.api.tool_parsers.test_parsers import PACKAGE, PARSERS, read
 from tests.core.structured_output.driver import EOS, compile_grammar
 

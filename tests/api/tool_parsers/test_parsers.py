@@ -10,12 +10,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from servd import plugins
-from servd.api.forced_calls import ForcedCallsParser
-from servd.api.incremental import Content, Reasoning, ToolCallArguments, ToolCallStart
+from servd.api.output.incremental import Content, Reasoning, ToolCallArguments, ToolCallStart
+from servd.api.output.tool_choice import ForcedCallsParser
+from servd.base import plugins
 from tests.api.tool_parsers.recorded import TOOLS, Case
 
-PACKAGE = "servd.api.tool_parsers"
+PACKAGE = "servd.api.output.tool_parsers"
 PARSERS = plugins.names(PACKAGE)
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from servd import launch, plugins
+from servd import launch
+from servd.base import plugins
+from servd.base.errors import ConfigError, EngineDead
+from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
 from servd.core.engine_core import EngineCore
 from servd.core.executor import fake, multiproc, uniproc
-from servd.errors import ConfigError, EngineDead
-from servd.hf import FAKE_SPEC
 from tests.core.engines import generate, make_request, solo
 from tests.limits import WAIT_SECONDS
 

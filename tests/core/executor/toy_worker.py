@@ -10,8 +10,8 @@ import os
 
 import msgspec
 
+from servd.base.errors import ConfigError
 from servd.core.executor.fake import FakeExecutor
-from servd.errors import ConfigError
 from servd.worker import worker_proc
 
 

@@ -17,14 +17,14 @@ import pytest
 import zmq
 
 from servd import LLM
-from servd.adapter import Adapter
+from servd.base.errors import ConfigError
 from servd.config import Config
 from servd.config.kv_events import KVEventsConfig
 from servd.core.engine_core import EngineCore
 from servd.core.kv_cache.events import AllBlocksCleared
-from servd.errors import ConfigError
-from servd.ipc import END_OF_REPLAY, Publisher
-from servd.messages import ResetPrefixCache
+from servd.ipc.channels import END_OF_REPLAY, Publisher
+from servd.messages.adapter import Adapter
+from servd.messages.engine import ResetPrefixCache
 from tests.core.engines import Log, make_engine, make_request
 
 SIZE = 4

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from servd.config.kv_layout import KVLayout
 from servd.core import draft_length
 from servd.core.audit import problems
 from servd.core.draft_length import DraftLengthController
 from servd.core.kv_cache.block_hash import of_group
 from servd.core.kv_cache.prefix_cache import NO_BLOCK
 from servd.core.request import Request
-from servd.kv_layout import KVLayout
-from servd.messages import AbortRequests
+from servd.messages.engine import AbortRequests
 from tests.core.devices import SlowExecutor
 from tests.core.engines import (
     AuditedExecutor,

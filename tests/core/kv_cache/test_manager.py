@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from servd.core.request import Request
-from servd.messages import ResetPrefixCache
+from servd.messages.engine import ResetPrefixCache
 from tests.core.engines import Log, generate, make_engine, make_request, solo
 
 PROMPT = list(range(12))  # three blocks of four

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from servd.adapter import Adapter
 from servd.core.kv_cache.connector import costs, io_workers, loads
 from servd.core.kv_cache.connector.costs import LoadCosts
 from servd.core.kv_cache.connector.disk import HEADER, Disk
 from servd.core.kv_cache.connector.identity import _digest
 from servd.core.kv_cache.connector.offload import OffloadConnector
-from servd.messages import AbortRequests, ResetPrefixCache
+from servd.messages.adapter import Adapter
+from servd.messages.engine import AbortRequests, ResetPrefixCache
 from tests.core.engines import (
     AuditedExecutor,
     Log,

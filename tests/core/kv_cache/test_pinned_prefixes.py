@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from servd.base.tracing import now_ns
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.core.kv_cache.pinned_prefixes import PinnedPrefixes
 from servd.core.request import Request
-from servd.messages import AbortRequests, ResetPrefixCache
-from servd.tracing import now_ns
+from servd.messages.engine import AbortRequests, ResetPrefixCache
 from tests.core.engines import Log, generate, make_engine, make_request, solo, with_windows
 
 PROMPT = list(range(40))  # ten blocks of four

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
+from servd.base.errors import ConfigError
+from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
 from servd.config.kv_transfer import KVTransferConfig
 from servd.core.kv_cache.connector import io_workers, loads, remote
 from servd.core.kv_cache.connector.costs import LoadCosts
 from servd.core.kv_cache.connector.remote import Ask, Give
-from servd.errors import ConfigError
-from servd.hf import FAKE_SPEC
-from servd.ipc import Keys, Link, Listener, wait
-from servd.messages import AbortRequests
-from servd.resolve import Machine, resolve
+from servd.ipc.channels import Keys, Link, Listener, wait
+from servd.launch.resolve import Machine, resolve
+from servd.messages.engine import AbortRequests
 from tests.core.engines import (
     AuditedExecutor,
     Log,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from servd.adapter import Adapter
 from servd.core.queues._adapters import MAX_DEFERRED_STEPS
+from servd.messages.adapter import Adapter
 from tests.core.engines import Log, make_engine, make_request
 from tests.core.queues.test_sharing import Clocked
 

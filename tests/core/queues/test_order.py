@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from servd import plugins
+from servd.base import plugins
 from servd.core.queues import QUEUES
 from servd.core.queues.fair import MAX_BYPASSES
 from servd.core.queues.fcfs import WaitingQueue

@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 
-from servd import plugins
+from servd.base import plugins
 from servd.core.engine_core import EngineCore
 from servd.core.executor.fake import Done
 from servd.core.queues import QUEUES
-from servd.messages import AbortRequests, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
+from servd.messages.engine import (
+    AbortRequests,
+    EngineCoreRequest,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 from tests.core.engines import AuditedExecutor, Log, generate, make_engine, make_request, solo
 
 STEP, TOKEN = 0.010, 0.0001  # seconds of a step, and of each token in it

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 
+from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
 from servd.core.executor.fake import next_state, sample_allowed
 from servd.core.structured_output.grammar import Grammar
 from servd.core.structured_output.vocabulary import load_vocabulary
-from servd.hf import FAKE_SPEC
-from servd.params import StructuredOutput
+from servd.messages.params import StructuredOutput
 
 EOS = FAKE_SPEC.eos_token_ids[0]
 VOCABULARY = load_vocabulary(Config(), FAKE_SPEC)

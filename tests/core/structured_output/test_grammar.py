@@ -13,7 +13,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from servd.core.structured_output.grammar import MAX_MESSAGE, Grammar, GrammarError
 from servd.core.structured_output.vocabulary import ByteVocabulary
-from servd.params import StructuredOutput
+from servd.messages.params import StructuredOutput
 from tests.core.structured_output.driver import EOS, compile_grammar, random_output
 
 PERSON = {

@@ -18,15 +18,15 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
+from servd.checkpoint.hf import FAKE_SPEC, ModelSpec, find_model, read_spec
 from servd.config import Config
 from servd.core.engine_core import EngineCore
 from servd.core.executor.fake import FakeExecutor
 from servd.core.structured_output.checker import try_grammar
 from servd.core.structured_output.manager import Compiled
 from servd.core.structured_output.vocabulary import load_vocabulary
-from servd.hf import FAKE_SPEC, ModelSpec, find_model, read_spec
-from servd.messages import EngineCoreRequest, FinishReason
-from servd.params import SamplingParams, StructuredOutput
+from servd.messages.engine import EngineCoreRequest, FinishReason
+from servd.messages.params import SamplingParams, StructuredOutput
 from tests.core.engines import Log
 from tests.limits import WAIT_SECONDS
 

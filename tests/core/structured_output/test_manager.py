@@ -15,8 +15,8 @@ import pytest
 
 from servd.core.engine_core import EngineCore
 from servd.core.structured_output import cache, grammar, manager
-from servd.messages import AbortRequests, EngineCoreOutput, EngineCoreRequest, FinishReason
-from servd.params import StructuredOutput
+from servd.messages.engine import AbortRequests, EngineCoreOutput, EngineCoreRequest, FinishReason
+from servd.messages.params import StructuredOutput
 from tests.core.engines import Log, make_engine, make_request, solo
 from tests.limits import WAIT_SECONDS
 

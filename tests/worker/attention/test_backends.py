@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from servd import plugins
-from servd.errors import ConfigError
+from servd.base import plugins
+from servd.base.errors import ConfigError
 from servd.worker.attention import AttentionSpec, _int8, auto_backends, make_backend
 from servd.worker.ops.native import library
 from tests.worker.attention.paged import Rows, rounded

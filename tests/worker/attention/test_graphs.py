@@ -9,12 +9,12 @@ import dataclasses
 import pytest
 import torch
 
-from servd import plugins
-from servd.messages import NewRequest
-from servd.params import SamplingParams
+from servd.base import plugins
+from servd.messages.engine import NewRequest
+from servd.messages.params import SamplingParams
 from servd.worker.attention import AttentionBatch, AttentionSpec, make_backend
-from servd.worker.input_batch import decode_attention
-from servd.worker.request_states import RequestStates
+from servd.worker.batch.input_batch import decode_attention
+from servd.worker.batch.request_states import RequestStates
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE, TOLERANCE = (torch.bfloat16, 3e-2) if DEVICE.type == "cuda" else (torch.float32, 1e-5)

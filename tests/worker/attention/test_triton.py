@@ -12,9 +12,9 @@ import torch
 
 from servd.worker.attention import AttentionSpec
 from servd.worker.attention.triton import Backend
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers.norm import RMSNorm
 from servd.worker.layers.rotary import rotate
-from servd.worker.parallel import Parallel
 from tests.worker.attention.paged import Rows
 
 pytest.importorskip("triton")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from servd.errors import ConfigError, InvalidRequest
-from servd.hf import read_spec
-from servd.messages import NewRequest
-from servd.worker import model_loader
+from servd.base.errors import ConfigError, InvalidRequest
+from servd.checkpoint.hf import read_spec
+from servd.messages.engine import NewRequest
+from servd.worker.loading import model_loader
 from servd.worker.worker import Worker
 from tests.adapters import Q_PROJ, write_adapter
 from tests.parity.adapters import store

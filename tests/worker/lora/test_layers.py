@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from servd import plugins
+from servd.base import plugins
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import MakeForm
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.lora.layers import AdaptedMatrix, AdapterRows
 from servd.worker.ops import native
-from servd.worker.parallel import Parallel
 
 RANK, NUM_TOKENS = 3, 5
 

@@ -101,8 +101,8 @@ def test_triton_multiplies_the_rows_of_each(dtype: torch.dtype, counts: tuple[in
 
 
 def test_one_by_one_is_the_same():
+    from servd.worker.device.parallel import Parallel
     from servd.worker.layers._matrix import Matrix
-    from servd.worker.parallel import Parallel
 
     matrices = [Matrix((9, 20), Parallel()) for _ in range(3)]
     for i, matrix in enumerate(matrices):

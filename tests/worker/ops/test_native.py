@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from servd.errors import ConfigError
+from servd.base.errors import ConfigError
 from servd.worker.layers.packed import ExpertMatrices, GroupedMatrix, PackedMatrix, spread
 from servd.worker.layers.quantized import Quantized
 from servd.worker.ops import LowRank, native

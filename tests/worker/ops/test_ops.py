@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from servd.worker import ops
-from servd.worker.decode_inputs import (
+from servd.worker.batch.decode_inputs import (
     COLUMN,
     KV_SLOT,
     NEXT_COLUMN,

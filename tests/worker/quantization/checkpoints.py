@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from servd import plugins
-from servd.hf import quantization_of, read_spec, weight_files
-from servd.worker.cpu_model_runner import CPUModelRunner
-from servd.worker.dry_run import load as load_dry
+from servd.base import plugins
+from servd.checkpoint.hf import quantization_of, read_spec, weight_files
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import MakeForm, Matrix
 from servd.worker.layers.quantized import Quantized
-from servd.worker.parallel import Parallel
+from servd.worker.runner.cpu_model_runner import CPUModelRunner
+from servd.worker.runner.dry_run import load as load_dry
 from tests.worker.driver import Driver, config_for
 
 Made = tuple[dict[str, Tensor], Tensor]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from servd.errors import UnsupportedModel
+from servd.base.errors import UnsupportedModel
 from tests.worker.driver import Driver, config_for
 from tests.worker.quantization.checkpoints import Made, check, write
 

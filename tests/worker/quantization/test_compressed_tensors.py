@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from servd.errors import UnsupportedModel
+from servd.base.errors import UnsupportedModel
 from servd.worker.layers.quantized import Quantized
 from servd.worker.ops import native
 from tests.worker.cpu_kernels import forced

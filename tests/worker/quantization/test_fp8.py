@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import kl_div
 
-from servd.errors import ConfigError, UnsupportedModel
-from servd.hf import DEMO_FOLDER
+from servd.base.errors import ConfigError, UnsupportedModel
+from servd.checkpoint.hf import DEMO_FOLDER
 from servd.worker.quantization import fp8
 from servd.worker.quantization.fp8 import CPU_TORCH, check_device, quantize, round_rows
 from tests.worker.driver import Driver, config_for

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 gguf = pytest.importorskip("gguf")
 
-from servd import gguf as servd_gguf  # noqa: E402
-from servd import hf  # noqa: E402
-from servd.api.tokenizer import Tokenizer  # noqa: E402
-from servd.errors import ConfigError, ModelNotFound, UnsupportedModel  # noqa: E402
-from servd.worker import dry_run  # noqa: E402
-from servd.worker.cpu_model_runner import CPUModelRunner  # noqa: E402
+from servd.api.text.tokenizer import Tokenizer  # noqa: E402
+from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel  # noqa: E402
+from servd.checkpoint import gguf as servd_gguf  # noqa: E402
+from servd.checkpoint import hf  # noqa: E402
+from servd.worker.runner import dry_run  # noqa: E402
+from servd.worker.runner.cpu_model_runner import CPUModelRunner  # noqa: E402
 from tests.worker.driver import Driver, config_for  # noqa: E402
 
 Quant = gguf.GGMLQuantizationType

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from servd.errors import UnsupportedModel
+from servd.base.errors import UnsupportedModel
+from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.quantized import Quantized
 from servd.worker.ops import native
-from servd.worker.parallel import Parallel
 from servd.worker.quantization import gptq as gptq_file
 from tests.worker.cpu_kernels import forced
 from tests.worker.driver import Driver, config_for

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from servd.errors import ConfigError, ModelNotFound, UnsupportedModel
-from servd.hf import read_spec
-from servd.worker import dry_run
+from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
+from servd.checkpoint.hf import read_spec
 from servd.worker.layers._matrix import Matrix
 from servd.worker.quantization import _imatrix, int4
+from servd.worker.runner import dry_run
 from tests.worker.driver import Driver, config_for
 
 gguf = pytest.importorskip("gguf")

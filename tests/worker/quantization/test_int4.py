@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from servd.worker import model_loader
-from servd.worker.cpu_model_runner import CPUModelRunner
 from servd.worker.layers._matrix import Matrix
+from servd.worker.loading import model_loader
 from servd.worker.ops import native
 from servd.worker.quantization.int4 import quantize
+from servd.worker.runner.cpu_model_runner import CPUModelRunner
 from tests.worker.cpu_kernels import forced
 from tests.worker.driver import Driver, config_for
 

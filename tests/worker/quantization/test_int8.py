@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from servd.worker import model_loader
 from servd.worker.layers import packed
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.packed import PackedMatrix
+from servd.worker.loading import model_loader
 from servd.worker.ops import native
 from servd.worker.quantization import int8
 from tests.worker.cpu_kernels import forced

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from servd.errors import UnsupportedModel
+from servd.base.errors import UnsupportedModel
 from servd.worker.layers.packed import GroupedMatrix
 from servd.worker.layers.quantized import QuantizedMatrix
 from tests.parity.families import CASES, greedy, make_checkpoint

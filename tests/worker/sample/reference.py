@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from servd.params import SamplingParams
+from servd.messages.params import SamplingParams
 
 
 def processed_logits(

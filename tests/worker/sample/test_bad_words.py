@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 
-from servd.params import MAX_BAD_WORD_TOKENS, SamplingParams
+from servd.messages.params import MAX_BAD_WORD_TOKENS, SamplingParams
 from servd.worker.sample.logits_processors import SlotRequest
 from servd.worker.sample.logits_processors.bad_words import Processor as BadWords
 from servd.worker.sample.rows import Rows

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from servd import plugins
-from servd.params import SamplingParams
+from servd.base import plugins
+from servd.messages.params import SamplingParams
 from servd.worker.sample import logits_processors
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.ops import reference

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from servd.params import SamplingParams
+from servd.messages.params import SamplingParams
 from servd.worker.sample.sampler import Sampler
 from tests.worker.sample.reference import distribution, processed_logits
 

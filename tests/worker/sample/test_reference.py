@@ -14,8 +14,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from servd import plugins
-from servd.params import SamplingParams
+from servd.base import plugins
+from servd.messages.params import SamplingParams
 from servd.worker.sample import logits_processors
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.narrowing import Narrowing

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servd.params import SamplingParams
+from servd.messages.params import SamplingParams
 from servd.worker.sample.sampler import Sampler
 from tests.worker.sample.reference import distribution
 

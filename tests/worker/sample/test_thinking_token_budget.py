@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from servd.params import ReasoningTags, SamplingParams
+from servd.messages.params import ReasoningTags, SamplingParams
 from servd.worker.sample.sampler import Sampler
 from tests.worker.sample.test_sampler import CPU, EOS, VOCAB, logits_at
 

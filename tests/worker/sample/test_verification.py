@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servd.params import ReasoningTags, SamplingParams
-from servd.speculative import SpeculativeConfig
+from servd.config.speculative import SpeculativeConfig
+from servd.messages.params import ReasoningTags, SamplingParams
 from servd.worker.sample.sampler import Sampler, SamplerOutput
 from servd.worker.sample.verification import SpecDecodeMetadata
 from tests.worker.sample.reference import distribution

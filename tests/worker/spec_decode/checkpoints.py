@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from servd.hf import read_spec
+from servd.checkpoint.hf import read_spec
 from tests.parity.families import GPT2, make_checkpoint
 
 NUM_HEADS = 3

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from servd.base.errors import ConfigError
 from servd.core.draft_length import DraftLengthController
-from servd.errors import ConfigError
-from servd.messages import EngineCoreRequest
-from servd.params import SamplingParams, StructuredOutput
+from servd.messages.engine import EngineCoreRequest
+from servd.messages.params import SamplingParams, StructuredOutput
 from servd.worker.ops import native
 from servd.worker.spec_decode.draft_model import DraftModelProposer
 from tests.core.engines import Log

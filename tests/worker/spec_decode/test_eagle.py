@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from servd.errors import ConfigError
-from servd.hf import read_json, read_spec
+from servd.base.errors import ConfigError
+from servd.checkpoint.hf import read_json, read_spec
 from servd.worker.ops import native
 from tests.parity.families import CASES, make_checkpoint, reference
 from tests.worker.driver import Driver, config_for

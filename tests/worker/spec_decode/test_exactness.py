@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 
-from servd.hf import DEMO_FOLDER, DEMO_HEAD
-from servd.messages import EngineCoreRequest
-from servd.params import SamplingParams, StructuredOutput
+from servd.checkpoint.hf import DEMO_FOLDER, DEMO_HEAD
+from servd.messages.engine import EngineCoreRequest
+from servd.messages.params import SamplingParams, StructuredOutput
 from servd.worker.ops.native import library
 from servd.worker.spec_decode.ngram import NgramProposer
 from tests.core.engines import Log

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from servd.errors import ConfigError
+from servd.base.errors import ConfigError
 from tests.parity.families import CASES, make_checkpoint, reference
 from tests.worker.driver import Driver, config_for
 

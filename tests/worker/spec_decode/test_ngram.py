@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servd.messages import NewRequest
-from servd.params import SamplingParams
-from servd.speculative import SpeculativeConfig
-from servd.worker.request_states import RequestStates
+from servd.config.speculative import SpeculativeConfig
+from servd.messages.engine import NewRequest
+from servd.messages.params import SamplingParams
+from servd.worker.batch.request_states import RequestStates
 from servd.worker.spec_decode import Target
 from servd.worker.spec_decode.ngram import Proposer
 

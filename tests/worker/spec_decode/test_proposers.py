@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from servd import plugins
-from servd.messages import EngineCoreRequest, TokenLogprobs
-from servd.params import SamplingParams, StructuredOutput
+from servd.base import plugins
+from servd.messages.engine import EngineCoreRequest, TokenLogprobs
+from servd.messages.params import SamplingParams, StructuredOutput
 from servd.worker import spec_decode
 from tests.core.engines import Log
 from tests.core.test_overlap import outputs

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from servd.hf import read_spec
-from servd.messages import NewRequest, ScheduledRequest, SchedulerOutput
+from servd.checkpoint.hf import read_spec
+from servd.messages.engine import NewRequest, ScheduledRequest, SchedulerOutput
 from servd.worker.worker import Worker
 from tests.parity.families import CASES, make_checkpoint
 from tests.worker.driver import GREEDY, config_for

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servd.errors import ConfigError
-from servd.messages import NewRequest
-from servd.params import PoolingParams, SamplingParams
-from servd.speculative import SpeculativeConfig
-from servd.worker.request_states import RequestStates
+from servd.base.errors import ConfigError
+from servd.config.speculative import SpeculativeConfig
+from servd.messages.engine import NewRequest
+from servd.messages.params import PoolingParams, SamplingParams
+from servd.worker.batch.request_states import RequestStates
 from servd.worker.spec_decode import Target, suffix
 
 NUM_DRAFTS = 6

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from servd.errors import ConfigError
-from servd.hf import read_spec
-from servd.messages import EngineCoreRequest
-from servd.params import SamplingParams
-from servd.worker.draft_tree import DraftTree
+from servd.base.errors import ConfigError
+from servd.checkpoint.hf import read_spec
+from servd.messages.engine import EngineCoreRequest
+from servd.messages.params import SamplingParams
+from servd.worker.batch.draft_tree import DraftTree
 from servd.worker.spec_decode.medusa import best_paths
 from tests.core.engines import Log
 from tests.parity.families import CASES, LLAMA, make_checkpoint, reference

@@ -10,13 +10,13 @@ from pydantic import Field, GetJsonSchemaHandler, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.builders.chat import ChatBuilder
 from servd.api.call import call_of
+from servd.api.http.route import Parsed, Route
 from servd.api.protocol.chat import ChatCompletion, ChatCompletionRequest, add_chat_fields
 from servd.api.protocol.completions import MAX_PROMPTS
 from servd.api.protocol.validation import RequestBody, Schema, parse
-from servd.api.response_builders.chat import ChatBuilder
-from servd.api.route import Parsed, Route
-from servd.errors import InvalidRequest
+from servd.base.errors import InvalidRequest
 
 # What is said once, or by call, and so has no place where there are several conversations.
 REFUSED = (

@@ -13,19 +13,19 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from servd.api.builders.embedding import Vectors, embed
 from servd.api.call import call_of
 from servd.api.context import context_of
-from servd.api.embedding import Vectors, embed
-from servd.api.prompt import Prompt
+from servd.api.http.route import Parsed, Route
 from servd.api.protocol.embeddings import Dimensions
 from servd.api.protocol.score import Texts
 from servd.api.protocol.translation import renamed
 from servd.api.protocol.validation import RequestBody
-from servd.api.route import Parsed, Route
-from servd.errors import InvalidRequest
-from servd.messages import RequestOptions
-from servd.outputs import unpack_vector
-from servd.params import PoolingParams
+from servd.api.text.prompt import Prompt
+from servd.base.errors import InvalidRequest
+from servd.messages.engine import RequestOptions
+from servd.messages.outputs import unpack_vector
+from servd.messages.params import PoolingParams
 
 router = APIRouter(route_class=Route)
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 import servd
 from servd.api.context import context_of, json_response
-from servd.api.route import Route
+from servd.api.http.route import Route
 
 router = APIRouter(route_class=Route)
 

@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 from servd.api.call import call_of
 from servd.api.context import context_of, json_response
+from servd.api.http.route import Parsed, Route
 from servd.api.protocol.chat import ChatCompletionRequest, RenderedChat
-from servd.api.route import Parsed, Route
 
 router = APIRouter(route_class=Route)
 

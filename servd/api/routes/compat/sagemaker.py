@@ -10,17 +10,17 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
-from servd import plugins
 from servd.api.call import call_of
+from servd.api.http.route import Route, events
 from servd.api.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from servd.api.protocol.completions import Completion, CompletionRequest
 from servd.api.protocol.embeddings import EmbeddingRequest, Embeddings
 from servd.api.protocol.rerank import Ranking, RerankRequest
 from servd.api.protocol.score import ScoreRequest, Scores
 from servd.api.protocol.validation import RequestBody
-from servd.api.route import Route, events
-from servd.errors import InvalidRequest
-from servd.json_reader import read_json
+from servd.base import plugins
+from servd.base.errors import InvalidRequest
+from servd.base.json_reader import read_json
 
 # A field that only bodies of a route have -> the body, and the file whose first route takes it.
 # `query` is before the fields of scores: those, too, may have `documents`.

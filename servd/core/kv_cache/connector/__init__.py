@@ -8,8 +8,8 @@ from servd.core.executor import Executor
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.core.request import Request
 from servd.core.step import Step
-from servd.messages import BlockCopies
-from servd.stats import SchedulerStats
+from servd.messages.engine import BlockCopies
+from servd.messages.stats import SchedulerStats
 
 
 class KVConnector:

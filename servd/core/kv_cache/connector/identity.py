@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 
 import servd
-from servd import hf
+from servd.checkpoint import hf
+from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
 from servd.core.kv_cache.connector.disk import at_once
-from servd.hf import ModelSpec
-from servd.messages import WorkerReady
+from servd.messages.engine import WorkerReady
 
 
 def identity(config: Config, spec: ModelSpec, worker: WorkerReady, memory: Path | None) -> bytes:

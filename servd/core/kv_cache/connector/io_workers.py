@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from servd.base.tracing import now_ns
 from servd.core.kv_cache.connector.costs import LoadCosts
 from servd.core.kv_cache.connector.disk import Disk
 from servd.core.kv_cache.connector.host import HostMemory
 from servd.core.kv_cache.connector.remote import Store
-from servd.tracing import now_ns
 
 NUM_THREADS = 2  # for files, and as many for peers
 POLL_INTERVAL = 0.005  # seconds between looks at files that are read while nothing is computed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from servd.base.tracing import Mark, now_ns
 from servd.core.kv_cache.connector.costs import LoadCosts
 from servd.core.kv_cache.connector.disk import Disk
 from servd.core.kv_cache.connector.host import HostMemory
@@ -12,8 +13,7 @@ from servd.core.kv_cache.connector.io_workers import IOWorkers
 from servd.core.kv_cache.connector.remote import RemoteStore, Store
 from servd.core.kv_cache.prefix_cache import loadable_hashes
 from servd.core.request import Request
-from servd.stats import SchedulerStats
-from servd.tracing import Mark, now_ns
+from servd.messages.stats import SchedulerStats
 
 MIN_TIMEOUT_NS = 50_000_000  # for blocks that may also be computed
 REQUIRED_TIMEOUT_NS = 600 * 10**9  # for blocks that must not be: peers have timeouts of their own

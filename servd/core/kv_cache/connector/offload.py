@@ -14,8 +14,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from servd.access import read_token
+from servd.base.errors import ConfigError
+from servd.base.sizes import format_bytes
+from servd.base.tracing import Mark, now_ns
+from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
+from servd.config.keys import read_token
 from servd.core.executor import Executor
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.core.kv_cache.connector import KVConnector
@@ -29,13 +33,9 @@ from servd.core.kv_cache.connector.remote import RemoteStore, Store
 from servd.core.kv_cache.prefix_cache import loadable_hashes
 from servd.core.request import Request, RequestStatus
 from servd.core.step import Step
-from servd.errors import ConfigError
-from servd.hf import ModelSpec
-from servd.ipc import Keys
-from servd.messages import BlockCopies, BlockCopy, SchedulerOutput, WorkerReady
-from servd.sizes import format_bytes
-from servd.stats import SchedulerStats, TierStats
-from servd.tracing import Mark, now_ns
+from servd.ipc.channels import Keys
+from servd.messages.engine import BlockCopies, BlockCopy, SchedulerOutput, WorkerReady
+from servd.messages.stats import SchedulerStats, TierStats
 
 logger = logging.getLogger("servd.engine")
 

@@ -16,8 +16,8 @@ from functools import partial
 
 from servd.config.kv_transfer import FLAG, KVTransferConfig
 from servd.core.kv_cache.connector.disk import HEADER, WARN_INTERVAL, Disk, Reader, header
-from servd.ipc import Keys, Link, Listener, tcp_address, wait
-from servd.messages import Message
+from servd.ipc.channels import Keys, Link, Listener, tcp_address, wait
+from servd.messages.engine import Message
 
 logger = logging.getLogger("servd.engine")
 

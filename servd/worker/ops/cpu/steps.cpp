@@ -1,5 +1,5 @@
 // What follows from the rows that a decode step is given. The rows of `step` are those of
-// servd/worker/decode_inputs.py.
+// servd/worker/batch/decode_inputs.py.
 
 #include <algorithm>
 

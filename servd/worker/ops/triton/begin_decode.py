@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from servd.worker import decode_inputs
+from servd.worker.batch import decode_inputs
 
 TOKENS = 1024  # at a time
 

@@ -23,8 +23,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from servd import plugins
-from servd.params import SamplingParams
+from servd.base import plugins
+from servd.messages.params import SamplingParams
 from servd.worker.sample.rows import Rows
 from servd.worker.sample.shift import Shift
 

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from servd.worker.device import upload
+from servd.worker.device.device import upload
 from servd.worker.sample.bitmask import pack
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.rows import Rows

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from servd.params import MAX_BAD_WORD_TOKENS
-from servd.worker.device import upload
+from servd.messages.params import MAX_BAD_WORD_TOKENS
+from servd.worker.device.device import upload
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.rows import Rows
 from servd.worker.sample.shift import Shift

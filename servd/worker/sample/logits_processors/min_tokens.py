@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from servd.worker.device import upload
+from servd.worker.device.device import upload
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.rows import Rows
 from servd.worker.sample.shift import Shift

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from servd.params import ReasoningTags
+from servd.messages.params import ReasoningTags
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.rows import Rows
 from servd.worker.sample.shift import Shift

@@ -1,0 +1,176 @@
+"""Batch files in OpenAI's format, with one request or response per line, for `servd run-batch` and
+`/v1/batches`.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw
+
+from servd.base.bounds import shorten
+from servd.base.json_reader import read_json
+
+ROUTES = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
+)
+MAX_LINE = 8 * 2**20  # bytes
+MAX_LINES = 50_000
+
+CustomId = Annotated[str, Meta(min_length=1, max_length=512)] | int
+
+
+class Line(msgspec.Struct):
+    """A request of a batch, to be validated by `check`."""
+
+    custom_id: CustomId
+    url: Any = None
+    method: Any = "POST"
+    body: Raw = Raw(b"null")
+
+
+class Problem(msgspec.Struct):
+    """An error of a line, in the form of OpenAI's batch errors."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class Response(msgspec.Struct):
+    """The server's response to a line."""
+
+    status_code: int
+    request_id: str | None = None
+    body: Raw = Raw(b"null")
+
+
+class Result(msgspec.Struct):
+    """A line of the output: a response or an error."""
+
+    custom_id: CustomId
+    response: Response | None = None
+    error: Problem | None = None
+    id: str = msgspec.field(default_factory=lambda: f"batch_req_{uuid.uuid4().hex}")
+
+    @property
+    def status(self) -> int:
+        """HTTP status of the response; 0 if there is none."""
+        return self.response.status_code if self.response else 0
+
+
+def lines_of(source: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, with their numbers. Only line feeds end lines, and what is
+    longer than MAX_LINE comes in pieces.
+    """
+    with source.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
+            if line.strip():
+                yield number, line
+
+
+def read_line(text: bytes) -> Line:
+    """Parse a line.
+
+    Raises:
+        ValueError: it is no JSON object with a custom_id.
+    """
+    if len(text) > MAX_LINE:
+        raise ValueError(f"a line may have at most {MAX_LINE} bytes")
+    return read_json(text, Line)
+
+
+def check(line: Line) -> None:
+    """Reject a line that cannot be part of a batch.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    if line.method != "POST" or line.url not in ROUTES:
+        raise ValueError(f"method must be POST and url one of {', '.join(ROUTES)}")
+    try:
+        body = read_json(line.body, dict[str, Raw])
+    except ValueError:
+        raise ValueError("body must be a JSON object") from None
+    for field in ("stream", "background"):
+        if body.get(field, b"null") not in (b"false", b"null"):
+            raise ValueError(f"the answers of a batch are whole: leave out `{field}`")
+
+
+def inspect(source: Path, endpoint: str | None = None) -> Iterator[Problem | None]:
+    """Validate the lines, each one and against each other.
+
+    Args:
+        source: batch file.
+        endpoint: the url that all lines must have, if any.
+    """
+    first: dict[CustomId, int] = {}
+    for number, text in lines_of(source):
+        try:
+            line = read_line(text)
+            other = first.setdefault(line.custom_id, number)
+            check(line)
+        except ValueError as error:
+            yield Problem("invalid_line", str(error), number)
+            continue
+        if other != number:
+            message = (
+                f"lines {other} and {number} have the same custom_id {shorten(line.custom_id)}"
+            )
+            yield Problem("duplicate_custom_id", message, number, "custom_id")
+        elif endpoint is not None and line.url != endpoint:
+            message = f"the url is {line.url}, but the endpoint of the batch {endpoint}"
+            yield Problem("mismatched_url", message, number, "url")
+        else:
+            yield None
+
+
+class Results:
+    """The answers so far, in a file that a later run goes on with: lines that are whole and tell of
+    no server failure are kept.
+
+    Attributes:
+        statuses: of those that were kept.
+
+    Raises:
+        OSError: the file cannot be read or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.statuses: dict[CustomId, int] = {}
+        temporary = path.with_name(f"{path.name}.tmp")
+        if path.exists():
+            with temporary.open("wb") as file:
+                for result, line in results_of(path):
+                    if 0 < result.status < 500 and result.custom_id not in self.statuses:
+                        self.statuses[result.custom_id] = result.status
+                        file.write(line)
+            os.replace(temporary, path)
+        self.file = path.open("ab")
+
+    def add(self, result: Result) -> None:
+        """Write an answer."""
+        self.file.write(msgspec.json.encode(result) + b"\n")
+        self.file.flush()
+
+
+def results_of(path: Path) -> Iterator[tuple[Result, bytes]]:
+    """The whole lines of an output."""
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                yield read_json(line, Result), line.rstrip(b"\n") + b"\n"
+            except ValueError:
+                continue  # cut off in the middle

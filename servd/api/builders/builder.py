@@ -1,0 +1,288 @@
+"""ResponseBuilder: the outputs of one request become a JSON body, or the frames of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from typing import ClassVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from servd.api.builders.run_manifest import RepeatablePrompt, RunManifest, make_manifest
+from servd.api.call import call_of
+from servd.api.engine import beam_search
+from servd.api.engine.async_llm import MAX_INLINE
+from servd.api.engine.delta_stream import MAX_LOGPROBS_HELD
+from servd.api.engine.request_state import RequestState
+from servd.api.http.streaming import DONE, KEEP_ALIVE, EventStream, event, while_connected
+from servd.api.output.incremental import Delta
+from servd.api.output.output_parser import OutputParser
+from servd.api.protocol.chat import ChatCompletionRequest
+from servd.api.protocol.errors import ErrorReply
+from servd.api.protocol.generation import GenerationRequest
+from servd.api.text.prompt import Prompt
+from servd.base.errors import EngineDead, InvalidRequest
+from servd.messages.engine import EngineReady
+from servd.messages.outputs import CompletionOutput
+
+CHOICE_SIZE = 32  # what a choice takes besides its tokens, in the same measure
+
+
+class ResponseBuilder(ABC):
+    """One request from its admission to the last byte of its response. Subclasses know the shapes.
+
+    Streams and whole responses are made of the same outputs, so a stream joined is the response.
+
+    Attributes:
+        keep_alive_frame: what a stream sends while there is no frame.
+        end: what a stream sends after the last frame.
+        request_type: what the metrics call it.
+        max_logprobs: how many log-probabilities an answer may have.
+        streams_logprobs: a stream shows those of each output token once, and keeps none.
+
+    Args:
+        request: whose body has been read.
+        asked: what is generated and how, for all prompts.
+        response_id: the `id` of the body and of all frames.
+        prompts: each gets the same number of choices.
+    """
+
+    keep_alive_frame: ClassVar[bytes] = KEEP_ALIVE
+    end: ClassVar[bytes] = DONE
+    request_type: ClassVar[str] = "other"
+    max_logprobs: ClassVar[int] = MAX_LOGPROBS_HELD
+    streams_logprobs: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        request: Request,
+        asked: GenerationRequest,
+        response_id: str,
+        prompts: Sequence[Prompt],
+    ) -> None:
+        self.request = request
+        self.call = call_of(request)
+        self.context = self.call.context
+        self.async_llm = self.context.async_llm
+        self.tokenizer = self.async_llm.processor.tokenizer
+        self.asked = asked
+        self.stream = bool(asked.stream)
+        self.id = response_id
+        self.model = self.call.model
+        self.prompts = prompts
+        if isinstance(asked, ChatCompletionRequest) and asked.top_logprobs is not None:
+            self.async_llm.processor.check_logprobs("top_logprobs", asked.top_logprobs)
+        self.params = asked.sampling_params(self.async_llm.processor.default_params)
+        self.options = asked.request_options  # once admitted, with what the API key decides
+        self.n = self.params.n
+        k, named = self.params.logprobs, self.params.logprob_token_ids
+        self.num_logprobs_each = 0 if k is None else 1 + k + len(named)  # of an output token
+        # Where nobody said how many there may be, they are counted as they come.
+        self.in_pieces = self.stream or (k is not None and self.params.max_tokens is None)
+        self.prepared: list[RequestState] = []
+        self.parsers: dict[int, OutputParser] = {}  # by choice, once it has one
+        self.num_output_tokens = 0
+        self.num_cached_tokens = [0] * len(prompts)
+        self.wants_manifest = request.headers.get("x-servd-receipt") == "1"
+        self.token_ids: list[list[int]] = []  # by choice, for the run manifest
+        if self.wants_manifest and asked.use_beam_search:
+            raise InvalidRequest("there is no receipt of a beam search: leave out X-Servd-Receipt")
+
+    def start(self) -> None:  # noqa: B027
+        """Set up per-choice state once the request has been validated."""
+
+    @abstractmethod
+    def frames_of(self, output: CompletionOutput) -> bytes:
+        """The stream's frames for an output; may be empty."""
+
+    @abstractmethod
+    def add(self, output: CompletionOutput) -> None:
+        """Add an output to the body."""
+
+    @abstractmethod
+    def whole(self) -> msgspec.Struct:
+        """The body, after the last output."""
+
+    @property
+    def size(self) -> int:
+        return self.num_output_tokens
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        return 0
+
+    def check_logprobs(self, num_tokens: int) -> None:
+        """Check the number of log-probabilities that the answer has with so many output tokens.
+
+        Raises:
+            InvalidRequest: there are too many.
+        """
+        of_prompts = self.num_prompt_logprobs
+        is_whole = not (self.stream and self.streams_logprobs)
+        of_output = num_tokens * self.num_logprobs_each if is_whole else 0
+        if of_prompts + of_output <= self.max_logprobs:
+            return
+        parts = [f"{of_prompts:,} of prompts"] if of_prompts else []
+        if of_output:
+            parts.append(f"{self.num_logprobs_each} for each of {num_tokens:,} output tokens")
+        way_out = ", or set `stream`: true" if of_output and self.streams_logprobs else ""
+        raise InvalidRequest(
+            f"the answer would have {of_prompts + of_output:,} log-probabilities "
+            f"({' and '.join(parts)}), at most {self.max_logprobs:,} are possible: ask for fewer "
+            f"prompts, choices, tokens or log-probabilities at once{way_out}",
+            param="n" if self.n > 1 else "logprobs" if of_output else "prompt_logprobs",
+        )
+
+    def last_frame(self) -> bytes:
+        """The stream's frame after the last output; may be empty."""
+        return b""
+
+    def error_frame(self, reply: ErrorReply) -> bytes:
+        """The last frame of a stream that fails; `reply` is the error as an HTTP response."""
+        return event(reply.body)
+
+    async def respond(self, headers: Mapping[str, str] | None = None) -> Response:
+        """Stream, or wait for all of it; the engine stops when the client leaves.
+
+        Raises:
+            ClientDisconnect: the client left before the whole body was there.
+        """
+        headers = {**(headers or {}), **self.call.ignored}
+        if self.stream:
+            return EventStream(
+                self.frames(),
+                request_id=self.call.request_id,
+                keep_alive=self.context.keep_alive,
+                headers=headers,
+                keep_alive_frame=self.keep_alive_frame,
+                end=self.end,
+                error_frame=self.error_frame,
+            )
+        async with while_connected(self.request.receive):
+            async with self.outputs() as outputs:
+                async for output in outputs:
+                    self.count(output)
+                    self.add(output)
+            manifest = {"receipt": await self.make_manifest()} if self.wants_manifest else None
+
+            def body() -> bytes:
+                whole, encode = self.whole(), msgspec.json.encode
+                if manifest is not None:
+                    return encode(whole)[:-1] + b"," + encode(manifest)[1:]
+                return encode(whole)
+
+            size = self.size + CHOICE_SIZE * self.n * len(self.prompts)
+            content = await self.async_llm.run_in_thread(self.options.owner, size, body)
+        return Response(content, headers=headers, media_type="application/json")
+
+    @asynccontextmanager
+    async def outputs(self) -> AsyncIterator[AsyncGenerator[CompletionOutput, None]]:
+        """Admit the whole request for the duration of the block, prepare it, and generate the
+        outputs of all choices; index = prompt number * n + i.
+
+        Raises:
+            Overloaded: see `AsyncLLM.admit`; nothing has been done.
+            EngineDead: the engine is gone.
+            InvalidRequest: see `AsyncLLM.prepare`.
+        """
+        async_llm, asked, deadline = self.async_llm, self.asked, self.call.deadline
+        prompt_ids = [prompt.request_id for prompt in self.prompts]
+        await self.call.open_requests(prompt_ids)
+        with self.call.admit(self.options, len(prompt_ids)) as (admitted, self.options):
+            prepared = self.prepared = await async_llm.prepare(
+                self.prompts, self.params, self.options, deadline, admitted
+            )
+            self.token_ids = [[] for _ in range(self.n * len(prepared))]
+            if self.num_logprobs_each or self.params.prompt_logprobs is not None:
+                self.check_logprobs(self.n * len(prepared) * (self.params.max_tokens or 0))
+            self.start()
+            if asked.use_beam_search:
+                async_llm.processor.check_sums()
+                length_penalty = 1.0 if asked.length_penalty is None else asked.length_penalty
+                early_stopping = asked.early_stopping or False
+                outputs = beam_search.search(
+                    async_llm, prepared, length_penalty, early_stopping, deadline
+                )
+            else:
+                outputs = async_llm.generate(prepared, deadline, self.in_pieces)
+            async with aclosing(outputs):
+                yield outputs
+
+    def count(self, output: CompletionOutput) -> None:
+        """Count the tokens of an output.
+
+        Raises:
+            InvalidRequest: see `check_logprobs`.
+        """
+        self.num_output_tokens += len(output.token_ids)
+        if self.num_logprobs_each and self.params.max_tokens is None:
+            self.check_logprobs(self.num_output_tokens)
+        if self.wants_manifest:
+            self.token_ids[output.index] += output.token_ids
+        if num_cached := output.num_cached_tokens:
+            prompt, choice = divmod(output.index, self.n)
+            if choice == 0:  # later choices find what the first one computed
+                self.num_cached_tokens[prompt] = max(self.num_cached_tokens[prompt], num_cached)
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        async with self.outputs() as outputs:
+            async for output in outputs:
+                self.count(output)
+                size = self.num_logprobs_each * len(output.token_ids)
+                if size > MAX_INLINE:  # what has gathered while the client did not read
+                    work = partial(self.frames_of, output)
+                    frames = await self.async_llm.run_in_thread(self.options.owner, size, work)
+                else:
+                    frames = self.frames_of(output)
+                if frames:
+                    yield frames
+            if last := self.last_frame():
+                yield last
+            if self.wants_manifest:  # a comment, which clients skip
+                yield b": receipt " + msgspec.json.encode(await self.make_manifest()) + b"\n\n"
+
+    async def make_manifest(self) -> RunManifest:
+        n = self.n
+        prompts = [
+            RepeatablePrompt(
+                one.prompt_token_ids,
+                one.params,
+                self.num_cached_tokens[i],
+                self.token_ids[i * n : (i + 1) * n],
+            )
+            for i, one in enumerate(self.prepared)
+        ]
+        ready = self.async_llm.status
+        if not isinstance(ready, EngineReady):  # the engine died after the last token
+            raise EngineDead("the engine is gone")
+        config, spec = self.context.config, self.async_llm.spec
+        return await asyncio.to_thread(make_manifest, config, spec, ready.worker, prompts)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(one.prompt_token_ids) for one in self.prepared)
+
+    def parser_of(self, index: int) -> OutputParser:
+        """The parser of a choice, made when it is needed: there may be thousands of choices."""
+        parser = self.parsers.get(index)
+        if parser is None:
+            parser = self.parsers[index] = OutputParser(self.prepared[index // self.n].expected)
+        return parser
+
+    def deltas_of(self, output: CompletionOutput) -> list[Delta]:
+        """Parsed deltas of an output, and of text held back before it."""
+        parser = self.parser_of(output.index)
+        deltas = parser.feed(output.text, output.token_ids)
+        if output.finish_reason is not None:
+            deltas = [*deltas, *parser.finish()]
+        if output.finish_reason is not None and parser.looks_for_calls:
+            mode = "streaming" if self.stream else "non_streaming"
+            outcome = "tool_call" if parser.num_calls else "no_tool_call"
+            name = "vllm:tool_call_parser_invocations"
+            self.async_llm.metrics.labelled[name, mode, outcome, self.request_type].inc()
+        return deltas

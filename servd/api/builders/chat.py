@@ -1,0 +1,166 @@
+"""ChatBuilder: the shapes of a chat completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import UNSET, UnsetType
+
+from servd.api.builders.chunks import ChunkBuilder
+from servd.api.builders.logprobs import choice_logprobs
+from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
+from servd.api.protocol.chat import (
+    AssistantMessage,
+    CalledFunction,
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatFinishReason,
+    ChoiceDelta,
+    ChunkChoice,
+    DeltaFunction,
+    DeltaToolCall,
+    MessageToolCall,
+)
+from servd.api.protocol.generation import CompletionTokensDetails, Usage
+from servd.messages.engine import FinishReason
+from servd.messages.outputs import CompletionOutput
+
+NOTHING = ChoiceDelta()
+
+
+class ChatBuilder(ChunkBuilder):
+    request_type = "chat_completions"
+    asked: ChatCompletionRequest
+
+    def chunks(self, output: CompletionOutput) -> list[ChatCompletionChunk]:
+        """A chunk with the role before a choice's first delta, then the delta."""
+        chunks: list[ChatCompletionChunk] = []
+        delta = self._delta(output)
+        output.text = ""  # it is in the delta, as far as it is certain what it is
+        has_news = delta != NOTHING or self.has_news(output)
+        if not self.has_begun[output.index]:
+            is_first = not any(self.has_begun)
+            self.has_begun[output.index] = True
+            begin = ChoiceDelta(role="assistant", content=self.asked.echoed)
+            chunks.append(self._chunk([ChunkChoice(output.index, begin)], self.chunk_usage()))
+            if is_first:  # it is said once
+                chunks[0].prompt_token_ids, chunks[0].prompt_text = self._prompt()
+        if has_news:
+            choice = ChunkChoice(
+                output.index,
+                delta,
+                logprobs=None
+                if output.logprobs is None
+                else choice_logprobs(self.tokenizer, output.logprobs, self.token_name),
+                finish_reason=output.finish_reason and self._finish_reason(output),
+                stop_reason=output.stop_reason,
+                token_ids=output.token_ids if self.asked.return_token_ids else UNSET,
+            )
+            chunks.append(self._chunk([choice], self.chunk_usage()))
+        return chunks
+
+    def usage_chunk(self) -> ChatCompletionChunk:
+        return self._chunk([], self.usage())
+
+    def whole(self) -> ChatCompletion:
+        prompt_token_ids, prompt_text = self._prompt()
+        return ChatCompletion(
+            self.id,
+            self.created,
+            self.model,
+            self.context.fingerprint,
+            [
+                ChatChoice(
+                    choice.index,
+                    _message(self._delta(choice), self.asked.echoed),
+                    choice_logprobs(self.tokenizer, choice.logprobs, self.token_name),
+                    self._finish_reason(choice),
+                    choice.stop_reason,
+                    token_ids=choice.token_ids if self.asked.return_token_ids else UNSET,
+                )
+                for choice in self.choices
+            ],
+            self.usage(),
+            prompt_token_ids=prompt_token_ids,
+            prompt_logprobs=self.prompt_logprobs(self.choices[0]),
+            prompt_text=prompt_text,
+            timings=self.timings(),
+            metrics=self.metrics(),
+            kv_transfer_params=self.kv_transfer_params(),
+        )
+
+    def usage(self) -> Usage:
+        """Tokens so far; of a model that reasons, also those of its reasoning."""
+        usage = super().usage()
+        if self.async_llm.processor.model_format.reasoning_parser is not None:
+            num_tokens = sum(parser.num_reasoning_tokens for parser in self.parsers.values())
+            usage.completion_tokens_details = CompletionTokensDetails(num_tokens)
+        return usage
+
+    def _prompt(self) -> tuple[list[int] | UnsetType, str | UnsetType]:
+        """Its token ids and its text, as far as the client asked for them."""
+        prepared = self.prepared[0]
+        return (
+            prepared.prompt_token_ids if self.asked.return_token_ids else UNSET,
+            self.prompt_text(prepared) if self.asked.return_prompt_text else UNSET,
+        )
+
+    def _chunk(
+        self, choices: list[ChunkChoice], usage: Usage | None | UnsetType
+    ) -> ChatCompletionChunk:
+        return ChatCompletionChunk(
+            self.id, self.created, self.model, self.context.fingerprint, choices, usage
+        )
+
+    def _delta(self, output: CompletionOutput) -> ChoiceDelta:
+        deltas = self.deltas_of(output)
+        if self.asked.include_reasoning is False:
+            deltas = [delta for delta in deltas if not isinstance(delta, Reasoning)]
+        if len(deltas) == 1 and isinstance(deltas[0], Content):  # nearly all chunks
+            return ChoiceDelta(content=deltas[0].text)
+        return _joined(deltas)
+
+    def _finish_reason(self, output: CompletionOutput) -> ChatFinishReason | None:
+        parser = self.parser_of(output.index)
+        if output.finish_reason is not FinishReason.STOP or not parser.num_calls:
+            return output.finish_reason
+        # A call that a stop string cut cannot be run. OpenAI says "stop" too where the request
+        # named the function: the call is all that was asked for.
+        is_stop = parser.is_in_call or self.asked.must_call_one
+        return FinishReason.STOP if is_stop else "tool_calls"
+
+
+def _joined(deltas: Sequence[Delta]) -> ChoiceDelta:
+    joined = ChoiceDelta()
+    calls: dict[int, DeltaToolCall] = {}
+    for delta in deltas:
+        match delta:
+            case Content(text=text):
+                joined.content = (joined.content or "") + text
+            case Reasoning(text=text):
+                joined.reasoning = joined.reasoning_content = (joined.reasoning or "") + text
+            case ToolCallStart(index=index, id=call_id, name=name):
+                calls[index] = DeltaToolCall(index, DeltaFunction(name, ""), call_id, "function")
+            case ToolCallArguments(index=index, text=text):
+                function = calls.setdefault(index, DeltaToolCall(index, DeltaFunction())).function
+                function.arguments = (function.arguments or "") + text
+    joined.tool_calls = list(calls.values()) or None
+    return joined
+
+
+def _message(delta: ChoiceDelta, echoed: str) -> AssistantMessage:
+    calls = [
+        MessageToolCall(
+            call.id or "", CalledFunction(call.function.name or "", call.function.arguments or "")
+        )
+        for call in delta.tool_calls or []
+    ]
+    content = echoed + (delta.content or "")
+    return AssistantMessage(
+        content or None if calls or delta.reasoning else content,
+        reasoning=delta.reasoning or UNSET,
+        reasoning_content=delta.reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )

@@ -1,0 +1,172 @@
+"""ChunkBuilder: what chat and text completions share; a stream is made of chunks."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from servd.api.builders import kv_transfer
+from servd.api.builders.builder import ResponseBuilder
+from servd.api.builders.logprobs import MIN_LOGPROB, encoded
+from servd.api.engine.request_state import RequestState
+from servd.api.http.streaming import event
+from servd.api.observability.rendering import stage_times
+from servd.api.protocol.chat import ChatCompletionChunk
+from servd.api.protocol.completions import Completion
+from servd.api.protocol.generation import (
+    KVTransferAnswer,
+    PromptLogprob,
+    PromptLogprobs,
+    PromptTokensDetails,
+    ResponseMetrics,
+    SpeculativeDecodingMetrics,
+    Timings,
+    Usage,
+)
+from servd.messages.outputs import CompletionOutput
+
+
+class ChunkBuilder(ResponseBuilder):
+    """Several choices of one or more prompts, each in pieces or whole."""
+
+    def start(self) -> None:
+        self.created = int(time.time())
+        self.encode = msgspec.json.Encoder().encode
+        asked = self.asked.stream_options or {}
+        is_forced = self.context.config.server.enable_force_include_usage
+        self.include_usage = is_forced or bool(asked.get("include_usage"))  # in a last chunk
+        self.continuous_usage = bool(asked.get("continuous_usage_stats"))  # in every chunk
+        self.choices = [CompletionOutput(index=i) for i in range(self.n * len(self.prompts))]
+        self.has_begun = [False] * len(self.choices)  # by choice
+        self.drafts: list[tuple[int, int]] = []  # see CompletionOutput; of all choices
+
+    @property
+    def size(self) -> int:
+        return self.num_prompt_logprobs + self.num_output_tokens * max(self.num_logprobs_each, 1)
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        k = self.params.prompt_logprobs
+        return 0 if k is None else self.n * self.num_prompt_tokens * (k + 1)
+
+    @abstractmethod
+    def chunks(self, output: CompletionOutput) -> Sequence[msgspec.Struct]:
+        """The stream's chunks for an output; may be empty."""
+
+    @abstractmethod
+    def usage_chunk(self) -> ChatCompletionChunk | Completion:
+        """A chunk with the usage and no choices."""
+
+    def count(self, output: CompletionOutput) -> None:
+        super().count(output)
+        self.drafts += output.drafts
+
+    def frames_of(self, output: CompletionOutput) -> bytes:
+        frames = b""
+        for chunk in self.chunks(output):
+            frames += event(self.encode(chunk))
+        return frames
+
+    def last_frame(self) -> bytes:
+        if not (self.include_usage or self.asked.timings_per_token):
+            return b""
+        chunk = self.usage_chunk()
+        chunk.timings, chunk.metrics = self.timings(), self.metrics()
+        if not self.include_usage:
+            chunk.usage = UNSET
+        return event(self.encode(chunk))
+
+    def add(self, output: CompletionOutput) -> None:
+        self.choices[output.index].add(output)
+
+    def usage(self) -> Usage:
+        num_prompt_tokens = self.num_prompt_tokens
+        return Usage(
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=self.num_output_tokens,
+            total_tokens=num_prompt_tokens + self.num_output_tokens,
+            prompt_tokens_details=PromptTokensDetails(sum(self.num_cached_tokens)),
+        )
+
+    def timings(self) -> Timings | UnsetType:
+        if not self.asked.timings_per_token:
+            return UNSET
+        num_cached = sum(self.num_cached_tokens)
+        num_prompt, num_output = self.num_prompt_tokens - num_cached, self.num_output_tokens
+        times = stage_times(self.prepared)
+        prompt_ms, output_ms = (round(times.get(n, 0) / 1e6, 3) for n in ("prefill", "decode"))
+        return Timings(
+            num_cached,
+            num_prompt, prompt_ms, *_rates(num_prompt, prompt_ms),
+            num_output, output_ms, *_rates(num_output, output_ms),
+        )  # fmt: skip
+
+    def metrics(self) -> ResponseMetrics | UnsetType:
+        """Speculative decoding metrics, if enabled and there is one choice."""
+        config = self.context.config
+        level, speculative = (
+            config.observability.per_request_spec_decode_metrics,
+            config.model.speculative_config,
+        )
+        if level == "none" or speculative is None or len(self.choices) != 1:
+            return UNSET
+        most = speculative.num_speculative_tokens
+        return ResponseMetrics(
+            SpeculativeDecodingMetrics.of_steps(self.drafts, most, level == "detailed")
+        )
+
+    def kv_transfer_params(self) -> KVTransferAnswer | UnsetType:
+        """Where another engine finds what this one computed of the prompt, if it is to go on."""
+        if not self.options.is_exported:
+            return UNSET
+        rank = self.prepared[0].rank
+        return kv_transfer.answer(self.context.config, rank, self.id, self.num_prompt_tokens)
+
+    def chunk_usage(self) -> Usage | None | UnsetType:
+        if self.continuous_usage:
+            return self.usage()
+        return None if self.include_usage else UNSET
+
+    def has_news(self, output: CompletionOutput) -> bool:
+        """Whether an output has anything to stream; its text may be held back."""
+        asked_for_tokens = output.logprobs or self.asked.return_token_ids or self.continuous_usage
+        return bool(output.text or output.finish_reason or (output.token_ids and asked_for_tokens))
+
+    def token_name(self, token_id: int) -> str:
+        return (
+            f"token_id:{token_id}"
+            if self.asked.return_tokens_as_token_ids
+            else self.tokenizer.token_string(token_id)
+        )
+
+    def prompt_text(self, state: RequestState) -> str:
+        """The prompt as text, decoded if it was given as token ids."""
+        if state.prompt is not None:
+            return state.prompt
+        return self.tokenizer.decode(state.prompt_token_ids, skip_special_tokens=False)
+
+    def prompt_logprobs(self, output: CompletionOutput) -> PromptLogprobs | UnsetType:
+        k = self.asked.prompt_logprobs
+        if k is None:
+            return UNSET
+        name = self.tokenizer.token_string
+        entries: PromptLogprobs = [None]
+        for position in output.prompt_logprobs or []:
+            likely = zip(position.token_ids[: 1 + k], position.logprobs, strict=False)
+            ranked = {
+                i: PromptLogprob(max(logprob, MIN_LOGPROB), None, name(i)) for i, logprob in likely
+            }
+            for rank, i in enumerate(position.token_ids[1 : 1 + k], 1):
+                ranked[i].rank = rank
+            ranked[position.token_ids[0]].rank = position.rank
+            entries.append(encoded(ranked))
+        return entries
+
+
+def _rates(num_tokens: int, ms: float) -> tuple[float, float]:
+    """Milliseconds of a token, and tokens per second; 0 where there was nothing to measure."""
+    return round(ms / max(num_tokens, 1), 3), round(1000 * num_tokens / ms, 3) if ms else 0.0

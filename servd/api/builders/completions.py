@@ -1,0 +1,92 @@
+"""CompletionBuilder: the shapes of a text completion."""
+
+from __future__ import annotations
+
+from msgspec import UNSET, UnsetType
+
+from servd.api.builders.chunks import ChunkBuilder
+from servd.api.builders.logprobs import TextOffsets
+from servd.api.engine.request_state import RequestState
+from servd.api.protocol.completions import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+)
+from servd.api.protocol.generation import Usage
+from servd.messages.outputs import CompletionOutput
+
+
+class CompletionBuilder(ChunkBuilder):
+    asked: CompletionRequest
+
+    def start(self) -> None:
+        super().start()
+        self.num_logprobs, self.echo = self.asked.logprobs, bool(self.asked.echo)
+        skips = self.params.skip_special_tokens
+        skipped = self.tokenizer.special_ids if skips else frozenset[int]()
+        counted = self.choices if self.num_logprobs is not None else ()
+        self.offsets = [TextOffsets(self.tokenizer, skipped, self.token_name) for _ in counted]
+
+    def chunks(self, output: CompletionOutput) -> list[Completion]:
+        """One chunk; the first of a choice also has what is sent once."""
+        is_first = not self.has_begun[output.index]
+        if not self.has_news(output) and not (is_first and self.echo):
+            return []
+        self.has_begun[output.index] = True
+        return [self._completion([self._choice(output, is_first)], self.chunk_usage())]
+
+    def usage_chunk(self) -> Completion:
+        return self._completion([], self.usage())
+
+    def whole(self) -> Completion:
+        choices = self.choices
+        for choice in choices:  # only the first of n scores the prompt
+            choice.prompt_logprobs = choices[choice.index - choice.index % self.n].prompt_logprobs
+        answers = [self._choice(choice, is_first=True) for choice in choices]
+        shown = [self.prompt_logprobs(first) for first in choices[:: self.n]]
+        for answer in answers:
+            answer.prompt_logprobs = shown[answer.index // self.n]
+        whole = self._completion(answers, self.usage())
+        whole.timings, whole.metrics = self.timings(), self.metrics()
+        whole.kv_transfer_params = self.kv_transfer_params()
+        return whole
+
+    def _completion(
+        self, choices: list[CompletionChoice], usage: Usage | None | UnsetType
+    ) -> Completion:
+        return Completion(
+            self.id, self.created, self.model, self.context.fingerprint, choices, usage
+        )
+
+    def _choice(self, output: CompletionOutput, is_first: bool) -> CompletionChoice:
+        prepared = self.prepared[output.index // self.n]
+        text = output.text
+        if is_first and self.echo:
+            text = self.prompt_text(prepared) + text
+        return CompletionChoice(
+            output.index,
+            text,
+            self._logprobs(prepared, output),
+            output.finish_reason,
+            output.stop_reason,
+            token_ids=output.token_ids if self.asked.return_token_ids else UNSET,
+            prompt_token_ids=prepared.prompt_token_ids
+            if self.asked.return_token_ids and is_first
+            else UNSET,
+            prompt_text=self.prompt_text(prepared)
+            if self.asked.return_prompt_text and is_first
+            else UNSET,
+        )
+
+    def _logprobs(self, state: RequestState, output: CompletionOutput) -> CompletionLogprobs | None:
+        if self.num_logprobs is None:
+            return None
+        offsets = self.offsets[output.index]
+        if not self.echo:
+            return offsets.logprobs(output.logprobs) if output.logprobs is not None else None
+        scores = output.prompt_logprobs or []
+        result = offsets.prompt(
+            self.prompt_text(state), state.prompt_token_ids, scores, self.num_logprobs
+        )
+        return offsets.logprobs(output.logprobs or [], result)

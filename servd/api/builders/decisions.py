@@ -1,0 +1,153 @@
+"""How likely a model is to answer with each of some texts.
+
+The options are token sequences in a trie. Where the trie branches, one request for one token asks
+the engine how likely each branch is; an option's probability is the product along its path. That is
+the distribution of an answer that can be nothing but one of the options. All requests continue one
+prompt, whose blocks the prefix cache keeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Awaitable, Iterable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from servd.api.engine.async_llm import AsyncLLM
+from servd.api.text.prompt import Prompt
+from servd.messages.engine import RequestOptions
+from servd.messages.outputs import CompletionOutput
+from servd.messages.params import MAX_LOGPROB_TOKEN_IDS, SamplingParams
+
+MAX_CONCURRENT = 64  # requests to the engine
+
+T = TypeVar("T")
+
+
+class Branch(msgspec.Struct):
+    path: list[int]  # tokens that lead to it
+    members: dict[int, list[int]]  # next token -> the options that go on with it
+    logprobs: dict[int, float] = {}  # by next token, as the model has them
+
+    def shares(self) -> Iterator[tuple[list[int], float]]:
+        """Options that go on alike, and how likely that is if it must be one of these tokens."""
+        most = max(self.logprobs[token_id] for token_id in self.members)
+        weights = [math.exp(self.logprobs[token_id] - most) for token_id in self.members]
+        for members, weight in zip(self.members.values(), weights, strict=True):
+            yield members, weight / sum(weights)
+
+
+def branches(options: list[list[int]]) -> list[Branch]:
+    """Where the options part, the first such place first. Time is linear in their tokens."""
+    found: list[Branch] = []
+    groups = [(0, list(range(len(options))))]
+    while groups:
+        depth, members = groups.pop()
+        end = min(len(options[member]) for member in members)
+        while depth < end:
+            by_token: dict[int, list[int]] = {}
+            for member in members:
+                by_token.setdefault(options[member][depth], []).append(member)
+            depth += 1
+            if len(by_token) > 1:
+                found.append(Branch(options[members[0]][: depth - 1], by_token))
+                groups += [(depth, group) for group in by_token.values() if len(group) > 1]
+                break
+    return found
+
+
+@dataclass(eq=False)
+class OptionScorer:
+    """Probabilities of options after prompts, for an admitted request.
+
+    Attributes:
+        num_prompt_tokens: those of all prompts.
+        num_cached_tokens: those among them that the prefix cache had.
+        num_output_tokens: one for each request to the engine.
+    """
+
+    async_llm: AsyncLLM
+    request_id: str
+    options: RequestOptions
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
+        self._numbers = itertools.count()
+        self._may_run = asyncio.Semaphore(MAX_CONCURRENT)
+
+    async def probabilities(
+        self, prompt_token_ids: list[int], options: list[list[int]]
+    ) -> list[float]:
+        """How likely each option is to follow the prompt, if one of them does; the sum is 1.
+
+        Args:
+            prompt_token_ids: at least one.
+            options: token ids; none is the beginning of another.
+
+        Raises:
+            ContextTooLong: the prompt with an option does not fit.
+            EngineError: the engine failed.
+        """
+        self.num_prompt_tokens += len(prompt_token_ids)
+        found = await asyncio.to_thread(branches, options)
+        # The first request brings the prompt into the cache.
+        for group in (found[:1], found[1:]):
+            await gather(
+                self._score(prompt_token_ids, branch, token_ids)
+                for branch in group
+                for token_ids in _batches(list(branch.members))
+            )
+        result = [1.0] * len(options)
+        for members, share in itertools.chain.from_iterable(b.shares() for b in found):
+            for member in members:
+                result[member] *= share
+        total = sum(result)  # above 1 if texts that differ have the same tokens
+        return [probability / total for probability in result]
+
+    async def _score(
+        self, prompt_token_ids: list[int], branch: Branch, token_ids: list[int]
+    ) -> None:
+        async with self._may_run:
+            output = await self._next_token(prompt_token_ids + branch.path, token_ids)
+        assert output.logprobs is not None
+        [position] = output.logprobs
+        branch.logprobs.update(zip(position.token_ids, position.logprobs, strict=True))
+        self.num_output_tokens += 1
+        if not branch.path:
+            self.num_cached_tokens += output.num_cached_tokens
+
+    async def _next_token(self, prompt: list[int], token_ids: list[int]) -> CompletionOutput:
+        request_id = f"{self.request_id}/{next(self._numbers)}"
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, logprobs=0, logprob_token_ids=token_ids
+        )
+        prompts = [Prompt(content=prompt, request_id=request_id, param="input")]
+        prepared = await self.async_llm.prepare(prompts, params, self.options, self.deadline)
+        for one in prepared:
+            one.part_of = self.request_id
+        async with aclosing(self.async_llm.generate(prepared, self.deadline)) as outputs:
+            async for output in outputs:
+                return output
+        raise AssertionError("a request ends with an output")
+
+
+def _batches(token_ids: list[int]) -> Iterator[list[int]]:
+    for start in range(0, len(token_ids), MAX_LOGPROB_TOKEN_IDS):
+        yield token_ids[start : start + MAX_LOGPROB_TOKEN_IDS]
+
+
+async def gather(work: Iterable[Awaitable[T]]) -> list[T]:
+    """`asyncio.gather` that leaves nothing running when a part fails or the caller is cancelled."""
+    tasks = [asyncio.ensure_future(part) for part in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

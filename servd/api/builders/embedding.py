@@ -1,0 +1,126 @@
+"""Vectors: compute the vectors of prompts, and how well texts fit together."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+
+import msgspec
+from starlette.requests import Request
+
+from servd.api.call import call_of
+from servd.api.http.streaming import while_connected
+from servd.api.protocol.embeddings import EmbeddingUsage
+from servd.api.protocol.score import SimilarityRequest
+from servd.api.text.prompt import Pair, Prompt, SharedText
+from servd.messages.engine import RequestOptions
+from servd.messages.outputs import unpack_vector
+from servd.messages.params import CLASSIFY, PoolingParams
+
+
+class Vectors(msgspec.Struct):
+    data: list[bytes]  # float32, little-endian
+    num_prompt_tokens: int  # sum over all prompts
+
+    @property
+    def usage(self) -> EmbeddingUsage:
+        return EmbeddingUsage(self.num_prompt_tokens, self.num_prompt_tokens)
+
+    @property
+    def num_numbers(self) -> int:
+        return sum(map(len, self.data)) // 4
+
+
+async def embed(
+    request: Request,
+    prefix: str,
+    prompts: Sequence[Prompt],
+    params: PoolingParams,
+    options: RequestOptions,
+    check: Callable[[int], None] = lambda num_tokens: None,
+) -> Vectors:
+    """Validate all prompts, then compute all vectors; the engine stops when the client leaves.
+
+    Args:
+        request: whose body has been read.
+        prefix: what the ids of the engine's requests begin with.
+        prompts: at least one; they get their ids here.
+        params: for all of them.
+        options: for all of them.
+        check: gets the number of tokens of all prompts before anything is computed, and may refuse
+            them.
+
+    Raises:
+        Overloaded: see `AsyncLLM.admit`.
+        InvalidRequest: see `Processor.process`.
+        ClientDisconnect: the client left.
+    """
+    call = call_of(request)
+    async_llm = call.context.async_llm
+    deadline = call.deadline
+    prefix, named = f"{prefix}-{call.unique_id}", list[Prompt]()
+
+    def name(prompt: Prompt) -> None:
+        request_id = f"{prefix}-{len(named)}"
+        named.append(msgspec.structs.replace(prompt, request_id=request_id))
+
+    await async_llm.loop.each(call.client, prompts, name)
+    vectors = [b""] * len(named)
+    await call.open_requests([prompt.request_id for prompt in named])
+    with call.admit(options, len(named)) as (admitted, own):
+        async with while_connected(request.receive):
+            prepared = await async_llm.prepare(named, params, own, deadline, admitted)
+            num_tokens = sum(len(one.prompt_token_ids) for one in prepared)
+            check(num_tokens)
+            async with aclosing(async_llm.generate(prepared, deadline)) as outputs:
+                async for output in outputs:
+                    assert output.pooled is not None
+                    vectors[output.index] = output.pooled
+    return Vectors(vectors, num_tokens)
+
+
+async def compare(
+    request: Request,
+    prefix: str,
+    firsts: Sequence[Prompt],
+    seconds: Sequence[Prompt],
+    body: SimilarityRequest,
+) -> tuple[list[float], EmbeddingUsage]:
+    """Scores of texts, one with all others or pair by pair: those of the model's head, or without
+    one cosines of embeddings; with the arguments of `embed`.
+
+    Raises:
+        InvalidRequest: the model's head sorts into classes, or its files do not say how it scores;
+            and see `embed`.
+    """
+    pooling = call_of(request).context.async_llm.processor.pooling
+    pooling.check_scores()
+    if pooling.task != "classify":
+        params = PoolingParams(pooling=body.pooling, normalize=True)
+        vectors = await embed(request, prefix, [*firsts, *seconds], params, body.request_options)
+        split = len(firsts)
+        return await _cosines(request, vectors.data[:split], vectors.data[split:]), vectors.usage
+    texts = [(SharedText(str(one.content)), one.keep_first) for one in firsts]
+    pairs = [
+        Prompt(content=Pair(one, str(two.content), keep, two.keep_first), param=two.param)
+        for (one, keep), two in zip(texts * (len(seconds) // len(texts)), seconds, strict=True)
+    ]
+    vectors = await embed(request, prefix, pairs, CLASSIFY, body.request_options)
+    return [pooling.score(unpack_vector(data)) for data in vectors.data], vectors.usage
+
+
+async def _cosines(
+    request: Request, firsts: Sequence[bytes], seconds: Sequence[bytes]
+) -> list[float]:
+    """Those of float32 vectors of length 1: of one with all others, or of pairs."""
+
+    def compute() -> list[float]:
+        left = [unpack_vector(vector) for vector in firsts]
+        left *= len(seconds) // len(left)
+        return [
+            sum(map(operator.mul, one, unpack_vector(other)))
+            for one, other in zip(left, seconds, strict=True)
+        ]
+
+    return await call_of(request).run_in_thread(sum(map(len, seconds)) // 4, compute)

@@ -1,0 +1,134 @@
+"""MessageBuilder: a chat becomes a Message of content blocks, and the events of its stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from servd.api.builders.events import CUT_OFF, Event, EventBuilder
+from servd.api.output.incremental import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
+from servd.api.protocol.anthropic import (
+    CHAT_NAMES,
+    Block,
+    Message,
+    MessagesRequest,
+    MessageTokensDetails,
+    MessageUsage,
+    TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+)
+from servd.api.protocol.chat import ChatCompletionRequest
+from servd.api.protocol.errors import ErrorReply
+from servd.messages.outputs import CompletionOutput
+
+PING: Event = {"type": "ping"}
+
+
+class MessageBuilder(EventBuilder):
+    """At most one block is open, the last one of the content; each new one closes it."""
+
+    keep_alive_frame = b'event: ping\ndata: {"type":"ping"}\n\n'
+    names = CHAT_NAMES
+    response: Message
+
+    def __init__(
+        self, request: Request, body: MessagesRequest, response_id: str, chat: ChatCompletionRequest
+    ) -> None:
+        super().__init__(request, body, response_id, chat)
+        usage = MessageUsage(0, 0, 0, MessageTokensDetails(0))
+        self.response = Message(id=response_id, model=self.model, content=[], usage=usage)
+        self.block: Block | None = None  # the open one
+        self.json = ""  # its input so far
+
+    def begin(self) -> Iterator[Event]:
+        self.response.usage = self._usage()
+        yield {"type": "message_start", "message": self.response}
+        yield PING
+
+    def change(self, delta: Delta) -> Iterator[Event]:
+        match delta:
+            case Content(text=text):
+                yield from self._text(text)
+            case Reasoning(text=text):
+                if not isinstance(self.block, ThinkingBlock):
+                    yield from self._open(ThinkingBlock())
+                assert isinstance(self.block, ThinkingBlock)
+                self.block.thinking += text
+                yield self._delta({"type": "thinking_delta", "thinking": text})
+            case ToolCallStart(id=call_id, name=name):
+                yield from self._open(ToolUseBlock(call_id, name, {}))
+                self.json = ""
+            case ToolCallArguments(text=text):
+                self.json += text
+                yield self._delta({"type": "input_json_delta", "partial_json": text})
+
+    def _text(self, text: str) -> Iterator[Event]:
+        if not isinstance(self.block, TextBlock):
+            yield from self._open(TextBlock())
+        assert isinstance(self.block, TextBlock)
+        self.block.text += text
+        yield self._delta({"type": "text_delta", "text": text})
+
+    def finish(self, output: CompletionOutput) -> Iterator[Event]:
+        if not self.response.content:
+            yield from self._text("")  # clients read the first block
+        yield from self._close()
+        answer = self.response
+        answer.usage = self._usage()
+        if output.finish_reason in CUT_OFF:
+            answer.stop_reason = "max_tokens"
+        elif self.parser.num_calls and not self.parser.is_in_call:
+            answer.stop_reason = "tool_use"
+        elif isinstance(output.stop_reason, str):
+            answer.stop_reason, answer.stop_sequence = "stop_sequence", output.stop_reason
+        else:
+            answer.stop_reason = "end_turn"
+        delta = {"stop_reason": answer.stop_reason, "stop_sequence": answer.stop_sequence}
+        yield {"type": "message_delta", "delta": delta, "usage": answer.usage}
+        yield {"type": "message_stop"}
+
+    def fail(self, reply: ErrorReply) -> Iterator[Event]:
+        yield msgspec.json.decode(reply.body)
+
+    def _usage(self) -> MessageUsage:
+        return MessageUsage(
+            input_tokens=self.num_prompt_tokens - self.num_cached_tokens[0],
+            cache_read_input_tokens=self.num_cached_tokens[0],
+            output_tokens=self.num_output_tokens,
+            output_tokens_details=MessageTokensDetails(self.parser.num_reasoning_tokens),
+        )
+
+    def _open(self, block: Block) -> Iterator[Event]:
+        yield from self._close()
+        self.block = block
+        self.response.content.append(block)
+        index = len(self.response.content) - 1
+        yield {"type": "content_block_start", "index": index, "content_block": block}
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        index = len(self.response.content) - 1
+        return {"type": "content_block_delta", "index": index, "delta": delta}
+
+    def _close(self) -> Iterator[Event]:
+        match self.block:
+            case None:
+                return
+            case ThinkingBlock(signature=signature):
+                yield self._delta({"type": "signature_delta", "signature": signature})
+            case ToolUseBlock():
+                self.block.input = _object(self.json)
+        yield {"type": "content_block_stop", "index": len(self.response.content) - 1}
+        self.block = None
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,202 @@
+"""Beam search: finds the most probable continuations of a prompt with one-token requests to the
+engine.
+
+Each step sends every beam as a request for one token and its top log-probabilities; the prefix
+cache holds what beams share. Scores and stopping criteria are those of `transformers`' beam search.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from servd.api.engine.async_llm import AsyncLLM
+from servd.api.engine.choice import Choice
+from servd.api.engine.request_state import RequestState
+from servd.api.observability.metrics import Metrics
+from servd.api.text.detokenizer import Detokenizer
+from servd.api.text.tokenizer import Tokenizer
+from servd.base.errors import EngineError
+from servd.base.tracing import now_ns
+from servd.messages.engine import FinishReason, TokenLogprobs
+from servd.messages.outputs import CompletionOutput
+from servd.messages.params import MAX_CANDIDATES, SamplingParams
+
+EarlyStopping = bool | Literal["never"]
+
+
+class Beam(msgspec.Struct, frozen=True):
+    token_ids: list[int]
+    logprob: float  # sum over its tokens
+    # Set once finished: the length-normalized score that beams are ranked by.
+    score: float = -math.inf
+
+
+@dataclass(eq=False)
+class BeamSearch:
+    """One search; `n` of the prepared request is the number of beams and of choices."""
+
+    # Only n, max_tokens, ignore_eos, stop_token_ids and the parameters of text apply.
+    prepared: RequestState
+    # A score is the log-probability divided by length ** this: above 0 favours long beams.
+    length_penalty: float
+    # True ends when n continuations have ended; False when no running beam could do better if it
+    # ended now; "never" when none could at any length.
+    early_stopping: EarlyStopping
+
+    def __post_init__(self) -> None:
+        prepared, params = self.prepared, self.prepared.params
+        assert params.max_tokens is not None
+        self.num_beams = params.n
+        self.max_tokens = params.max_tokens
+        self.ends = frozenset(prepared.request.eos_token_ids).union(params.stop_token_ids)
+        # Of so many candidates, not all can be finished beams.
+        self.num_candidates = min(max(2, 1 + len(self.ends)) * self.num_beams, MAX_CANDIDATES)
+        self.running = [Beam([], 0.0)]
+        self.finished: list[Beam] = []  # best first
+        self.length = 0
+        self.num_cached_tokens = 0
+
+    async def run(self, async_llm: AsyncLLM, deadline: float | None) -> list[CompletionOutput]:
+        """The complete choices, best first. Raises what `AsyncLLM.generate` raises."""
+        answers: list[CompletionOutput] = []
+        reason = FinishReason.ABORT
+        arrival_ns = self.prepared.begin_ns
+        try:
+            while self.running:
+                self.advance(await self._step(async_llm, deadline))
+            answers = self.answers(async_llm.processor.tokenizer)
+            reason = answers[0].finish_reason or reason
+        except EngineError:
+            reason = FinishReason.ERROR
+            raise
+        finally:
+            self.prepared.choices = self._count(async_llm.metrics, arrival_ns, answers, reason)
+        return answers
+
+    async def _step(self, async_llm: AsyncLLM, deadline: float | None) -> list[TokenLogprobs]:
+        requests = self.requests()
+        likely: dict[int, TokenLogprobs] = {}
+        async with aclosing(async_llm.generate(requests, deadline)) as outputs:
+            async for output in outputs:
+                assert output.logprobs is not None
+                likely[output.index] = output.logprobs[0]
+                if self.length == output.index == 0:
+                    self.num_cached_tokens = output.num_cached_tokens
+        return [likely[index] for index in range(len(requests))]
+
+    def _count(
+        self,
+        metrics: Metrics,
+        arrival_ns: int,
+        answers: list[CompletionOutput],
+        reason: FinishReason,
+    ) -> list[Choice]:
+        """Count this as one request in the metrics; all its tokens arrive at once."""
+        num_prompt_tokens, now = len(self.prepared.prompt_token_ids), now_ns()
+        choices = [
+            Choice(arrival_ns, num_prompt_tokens, len(a.token_ids), finish_reason=a.finish_reason)
+            for a in answers
+        ]
+        whole = Choice(arrival_ns, num_prompt_tokens, finish_reason=reason)
+        metrics.observe_tokens(whole, sum(choice.num_tokens for choice in choices), now)
+        metrics.observe_finished(whole, reason, now)
+        metrics.observe_request(self.prepared.params, choices or [whole])
+        return choices or [whole]
+
+    def requests(self) -> list[RequestState]:
+        return [self._request(index) for index in range(len(self.running))]
+
+    def answers(self, tokenizer: Tokenizer) -> list[CompletionOutput]:
+        return [self._answer(tokenizer, i, beam) for i, beam in enumerate(self.finished)]
+
+    def advance(self, logprobs: list[TokenLogprobs]) -> None:
+        """Extend the running beams by one token, given each one's top log-probabilities."""
+        candidates = [
+            Beam([*beam.token_ids, token_id], beam.logprob + logprob)
+            for beam, likely in zip(self.running, logprobs, strict=True)
+            for token_id, logprob in zip(likely.token_ids[1:], likely.logprobs[1:], strict=True)
+        ]
+        candidates.sort(key=lambda beam: -beam.logprob)
+        del candidates[self.num_candidates :]
+        self.length += 1
+        is_last = self.length >= self.max_tokens
+        # Lower-ranked candidates only refill the running beams; they may not finish.
+        for beam in candidates[: self.num_beams]:
+            if is_last or beam.token_ids[-1] in self.ends:
+                score = beam.logprob / self.length**self.length_penalty
+                self.finished.append(msgspec.structs.replace(beam, score=score))
+        self.finished.sort(key=lambda beam: -beam.score)
+        del self.finished[self.num_beams :]
+        going_on = [beam for beam in candidates if beam.token_ids[-1] not in self.ends]
+        goes_on = not is_last and self._may_improve(going_on)
+        self.running = going_on[: self.num_beams] if goes_on else []
+
+    def _may_improve(self, running: list[Beam]) -> bool:
+        if len(self.finished) < self.num_beams:
+            return True
+        if self.early_stopping is True or not running:
+            return False
+        at_any_length = self.early_stopping == "never" and self.length_penalty > 0
+        length = self.max_tokens if at_any_length else self.length
+        return running[0].logprob / length**self.length_penalty > self.finished[-1].score
+
+    def _request(self, index: int) -> RequestState:
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=self.num_candidates)
+        request = msgspec.structs.replace(
+            self.prepared.request,
+            request_id=f"{self.prepared.request_id}/{self.length}-{index}",
+            prompt_token_ids=self.prepared.prompt_token_ids + self.running[index].token_ids,
+            params=params,
+            eos_token_ids=[],
+        )
+        return RequestState(
+            request_id=request.request_id,
+            params=params,
+            request=request,
+            part_of=self.prepared.request_id,
+        )
+
+    def _answer(self, tokenizer: Tokenizer, index: int, beam: Beam) -> CompletionOutput:
+        params = self.prepared.params
+        detokenizer = Detokenizer(tokenizer, params, self.prepared.prompt_token_ids)
+        last = beam.token_ids[-1]
+        has_ended = last in self.ends
+        hides_last = has_ended and not params.include_stop_str_in_output
+        text = detokenizer.push(beam.token_ids[:-1] if hides_last else beam.token_ids)
+        is_stop_token = has_ended and last not in self.prepared.request.eos_token_ids
+        return CompletionOutput(
+            index=index,
+            text=text + detokenizer.flush(),
+            token_ids=beam.token_ids,
+            finish_reason=FinishReason.STOP if has_ended else FinishReason.LENGTH,
+            stop_reason=last if is_stop_token else None,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+
+async def search(
+    async_llm: AsyncLLM,
+    prepared: Sequence[RequestState],
+    length_penalty: float,
+    early_stopping: EarlyStopping,
+    deadline: float | None,
+) -> AsyncGenerator[CompletionOutput, None]:
+    """Beam search in place of `AsyncLLM.generate`; the prompts' searches run concurrently."""
+    searches = [BeamSearch(one, length_penalty, early_stopping) for one in prepared]
+    tasks = [asyncio.ensure_future(one.run(async_llm, deadline)) for one in searches]
+    try:
+        for number, answers in enumerate(await asyncio.gather(*tasks)):
+            for answer in answers:
+                answer.index += number * prepared[number].params.n
+                yield answer
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

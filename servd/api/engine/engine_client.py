@@ -1,0 +1,336 @@
+"""EngineClient: an API server's view of one engine: its channel, its state, its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from uuid import uuid4
+
+import msgspec
+
+from servd.api.engine.output_processor import OutputProcessor
+from servd.api.engine.progress import Progress, progress
+from servd.api.engine.recovery import Recovery
+from servd.api.engine.request_state import Observer, RequestState, find_choice
+from servd.api.observability.metrics import Metrics
+from servd.api.observability.tracer import Tracer
+from servd.base.errors import EngineDead, EngineError
+from servd.base.tracing import Mark, now_ns
+from servd.config import Config
+from servd.core.client import EngineCoreClient
+from servd.messages.engine import (
+    STALLED,
+    AbortRequests,
+    EngineAudit,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineFailed,
+    EngineReady,
+    EngineRestarting,
+    EngineStatus,
+    FinishReason,
+    FromEngine,
+)
+from servd.messages.engine import EngineDead as EngineDeadMessage
+from servd.messages.outputs import CompletionOutput
+from servd.messages.stats import SchedulerStats
+
+log = logging.getLogger("servd.api")
+
+# Time for reading messages, and again for detokenizing them, before the event loop goes on: an
+# engine faster than this process would block it. Outputs that are read together are merged.
+MAX_READ_NS = 400_000
+MAX_MESSAGES = 16  # between two readings of the clock
+STEPS_LOOKED_AT = 256  # to predict how long the next step should take
+REQUESTS_LOOKED_AT = 256  # by /health, which needs no key
+
+
+@dataclass(eq=False)
+class EngineClient:
+    """Receives an engine's messages, and passes the deltas of its requests to their streams.
+    Belongs to one event loop.
+
+    Attributes:
+        status: last status: EngineStatus while it loads, EngineReady, or EngineDead.
+        stats: the scheduler's statistics as last reported.
+        loading_since: when the last start of the engine began; seconds of the monotonic clock.
+        running: those of `AsyncLLM.requests` that this engine computes, in order of arrival.
+        recovery: resends them when the engine is restarted.
+        audits: pending, by number.
+        cache_number: how often its prefix cache was emptied: by start, wake-up or reset.
+    """
+
+    rank: int  # number of the engine
+    config: Config  # resolved
+    client: EngineCoreClient  # the channel
+    outputs: OutputProcessor  # EngineCoreOutput -> text
+    tracer: Tracer  # has the engine's steps
+    metrics: Metrics  # of this rank
+    observer: Observer
+    # Called when the engine becomes ready, falls asleep, wakes, restarts or is dead.
+    on_change: Callable[[EngineClient], None]
+    on_report: Callable[[], None]  # called whenever the engine's messages have been read
+
+    def __post_init__(self) -> None:
+        self.is_stalled = False  # found hung by its parent, which is about to kill it
+        status = EngineStatus("starting the engine")
+        self.status: EngineStatus | EngineReady | EngineDeadMessage = status
+        self.stats = SchedulerStats()
+        self.loading_since = time.monotonic()
+        self.running: dict[str, RequestState] = {}
+        self.recovery = Recovery(self.client, self.running)
+        self.audits: dict[int, asyncio.Future[EngineAudit]] = {}
+        self.cache_number = 0
+        self.num_watched = 0  # running requests whose messages are measured
+        self._reading_on: asyncio.AbstractEventLoop | None = None
+        self._reading: asyncio.Handle | None = None  # the scheduled continuation of `_receive`
+        # Deltas of the messages read last, made lazily, and when those were read.
+        self._received_ns = 0
+        self._deltas: Iterator[tuple[RequestState, CompletionOutput, list[str]]] = iter(())
+
+    def start(self) -> None:
+        self._reading_on = asyncio.get_running_loop()
+        self._reading_on.add_reader(self.client.fileno(), self._receive)
+        self._receive()  # the channel is edge-triggered
+
+    def close(self) -> None:
+        """Stop receiving. The caller closes the channel."""
+        for state in [*self.running.values()]:
+            self.end(state)
+        if self._reading_on is not None:
+            self._reading_on.remove_reader(self.client.fileno())
+            self._reading_on = None
+
+    @property
+    def is_ready(self) -> bool:
+        return isinstance(self.status, EngineReady)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it is ready, but has to load the model again before the next step."""
+        return isinstance(self.status, EngineReady) and self.status.is_asleep
+
+    @property
+    def num_free_slots(self) -> int:
+        """Estimate of the requests that it could start at once, from its last report, which counts
+        other API servers' requests, and from those sent by this one.
+        """
+        reported = self.stats.num_running + self.stats.num_waiting
+        return (self.config.scheduler.max_num_seqs or 0) - max(reported, len(self.open_ids()))
+
+    def send(self, state: RequestState) -> None:
+        """Send a new request to the engine, or once the engine has restarted."""
+        self.running[state.request_id] = state
+        recorded = state.recorded
+        recorded.rank = self.rank
+        recorded.cache_number = self.cache_number
+        if self.is_asleep:
+            recorded.marks.append(Mark("asleep", state.sent_ns))
+        if state.request.options.is_watched:
+            recorded.num_bytes = len(msgspec.msgpack.encode(state.request))
+            self.num_watched += 1
+        if self.recovery.is_restarting:
+            recorded.marks.append(Mark("engine_lost", state.sent_ns))
+        else:
+            self.client.send(state.request)
+
+    def take_over(self, state: RequestState, lost: EngineClient) -> None:
+        """Continue a request of an engine that restarts."""
+        self.running[state.request_id] = lost.running.pop(state.request_id)
+        state.move(self.rank, self.cache_number)
+        if state.request.options.is_watched:
+            lost.num_watched -= 1
+            self.num_watched += 1
+        if self.is_asleep:
+            state.recorded.marks.append(Mark("asleep", now_ns()))
+        self.recovery.send([state])
+
+    def end(self, state: RequestState) -> None:
+        """Forget a running request, and abort its unfinished choices."""
+        del self.running[state.request_id]
+        if state.request.options.is_watched:
+            self.num_watched -= 1
+        if state.routed is not None:
+            state.routed.end([choice.num_tokens for choice in state.choices])
+        self.observer.ended(state, self.status)
+        engine_ids = state.open_engine_ids()
+        if engine_ids and not isinstance(self.status, EngineDeadMessage):
+            self.client.send(AbortRequests(engine_ids))
+            log.info("%s: aborted after %d tokens", state.request_id, state.num_output_tokens)
+        for choice in state.choices:
+            choice.release()
+        self.recovery.try_next()
+
+    def fail(self, error: EngineError) -> None:
+        for state in self.running.values():
+            state.stream.fail(error)
+
+    def open_ids(self) -> set[str]:
+        running = self.running.values()
+        return {engine_id for state in running for engine_id in state.open_engine_ids()}
+
+    def progress(self) -> Progress:
+        if self.is_stalled:
+            reason = "the engine is hung and is being replaced"
+            return Progress(STALLED, STALLED, len(self.running), reason=reason)
+        if self.is_asleep:  # no steps until the model is loaded
+            return Progress("ready", "asleep", len(self.running))
+        looked_at = [*islice(self.running.values(), REQUESTS_LOOKED_AT)]
+        unfinished = [state.unfinished() for state in looked_at if state.is_open]
+        budget = self.config.scheduler.max_num_batched_tokens or 0
+        steps = self.tracer.latest_steps(STEPS_LOOKED_AT, self.rank)
+        num_others = len(self.running) - len(looked_at)
+        found = progress(unfinished, steps, budget, now_ns(), num_others)
+        if isinstance(self.status, EngineReady) and self.status.worker.warning:
+            found.warning = self.status.worker.warning
+        return found
+
+    def _receive(self) -> None:
+        if self._reading_on is None:  # closed meanwhile
+            return
+        if self._reading is not None:
+            self._reading.cancel()  # one call per iteration of the event loop
+        end = now_ns() + MAX_READ_NS
+        try:
+            is_over = self._hand_on(end) and self._take_messages(end) and self._hand_on(end)
+        except Exception:
+            # The messages read with it are lost, so requests would wait for ever.
+            log.exception("messages of the engine could not be taken")
+            self.fail(EngineError("an answer of the engine could not be read: see the log"))
+            is_over = False
+        self._reading = None
+        if not is_over and self._reading_on is not None:  # the channel is edge-triggered
+            self._reading = self._reading_on.call_soon(self._receive)
+
+    def _take_messages(self, end: int) -> bool:
+        """Process messages until `end`, merging the outputs of several steps; returns whether these
+        were all.
+        """
+        outputs: list[EngineCoreOutput] = []
+        while messages := self.client.drain(MAX_MESSAGES):
+            for message in messages:
+                if getattr(message, "incarnation", current := self.client.incarnation) < current:
+                    continue  # from an engine that has died
+                if isinstance(message, EngineCoreOutputs):
+                    outputs += message.all_outputs
+                    self._take_state(message)
+                else:
+                    self._take_outputs(outputs)
+                    self._hand_on(math.inf)
+                    outputs = []
+                    self._take_status(message)
+            if now_ns() >= end:
+                break
+        self._take_outputs(outputs)
+        self.on_report()
+        return not messages
+
+    def _take_status(self, message: FromEngine) -> None:
+        match message:
+            case EngineFailed(reason=reason):
+                log.error("the engine has failed: %s", reason)
+            case EngineRestarting():
+                self._restart(message)
+            case EngineDeadMessage(reason=reason):
+                self.status = message
+                log.error("the engine is gone: %s", reason)
+                self.fail(EngineDead(f"the engine is gone: {reason}"))
+                self.on_change(self)
+            case EngineAudit(number=number):
+                asked = self.audits.get(number)
+                if asked is not None and not asked.done():  # else it has timed out
+                    asked.set_result(message)
+            case EngineReady():
+                changes = message.is_asleep != self.is_asleep
+                self.status = message
+                self.cache_number += not message.is_asleep
+                for state in self.running.values():
+                    state.sent_ns = now_ns()  # no step could start before
+                    state.recorded.cache_number = self.cache_number
+                    if changes:
+                        stage = "asleep" if message.is_asleep else "awake"
+                        state.recorded.marks.append(Mark(stage, state.sent_ns))
+                if message.is_asleep:
+                    self._take_state(EngineCoreOutputs([], SchedulerStats(at_ns=now_ns())))
+                self.metrics.observe_ready(message, self.config)
+                self.recovery.engine_ready()  # before new requests
+                self.on_change(self)
+            case EngineStatus(phase=phase) if phase == STALLED:
+                self.is_stalled = True  # requests wait as they do for a restart
+            case EngineStatus():
+                self.status = message
+
+    def _restart(self, message: EngineRestarting) -> None:
+        """Wait for the next engine; end the request that the last ones crashed on."""
+        if not self.recovery.is_restarting:
+            self.loading_since = time.monotonic()
+            lost = [state for state in self.running.values() if state.is_open]
+            self.tracer.lose_engine(lost, self.rank)
+        self.status = EngineStatus("restarting")
+        self.is_stalled = False
+        self.metrics.observe_restarts(message.incarnation)
+        guilty = self.recovery.engine_died(message.incarnation, message.computing)
+        outputs: list[EngineCoreOutput] = []
+        if guilty is not None:
+            report = uuid4().hex[:8]
+            log.error("%s: engines die of this request (report %s)", guilty.request_id, report)
+            error = f"the engine ended at this request three times (report {report})"
+            outputs = [
+                EngineCoreOutput(engine_id, finish_reason=FinishReason.ERROR, error=error)
+                for engine_id in guilty.open_engine_ids()
+            ]
+        self._take_state(EngineCoreOutputs([], SchedulerStats(at_ns=now_ns())))
+        self._take_outputs(outputs)
+        self._hand_on(math.inf)
+        self.on_change(self)
+
+    def _take_state(self, message: EngineCoreOutputs) -> None:
+        if self.num_watched:
+            num_bytes = len(msgspec.msgpack.encode(message))
+            for step in message.steps:
+                step.num_bytes = num_bytes
+        if message.stats is not None:
+            self.stats = message.stats
+        self.observer.stepped(message.steps, message.stats, self.rank)
+
+    def _take_outputs(self, outputs: list[EngineCoreOutput]) -> None:
+        self._received_ns = now_ns()
+        for output in outputs:
+            if output.marks and (found := find_choice(self.running, output.request_id)):
+                state, choice = found
+                state.recorded.marks += output.marks
+                choice.add_report(output)
+                if state.routed is not None:
+                    state.routed.answer(output.num_cached_tokens)
+        self._deltas = self.outputs.process(outputs, self.running)
+
+    def _hand_on(self, end: float) -> bool:
+        """Detokenize the outputs that were read, and put the deltas in their streams, until `end`;
+        returns whether these were all.
+        """
+        for state, delta, stopped in self._deltas:
+            if stopped:
+                self.client.send(AbortRequests(stopped))
+            now = now_ns()
+            choice = state.choices[delta.index]
+            if state.is_counted:
+                self.metrics.observe_tokens(choice, len(delta.token_ids), now)
+            if delta.finish_reason is not None:
+                if state.is_counted:
+                    self.metrics.observe_finished(choice, delta.finish_reason, now)
+                state.recorded.marks += [
+                    Mark("returned", self._received_ns),
+                    Mark("detokenised", now),
+                ]
+            delta.index += state.first_index
+            state.stream.put(delta)
+            if now >= end:
+                return False
+        if self.recovery.is_trying:
+            self.recovery.try_next()
+        return True

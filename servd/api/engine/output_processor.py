@@ -1,0 +1,57 @@
+"""OutputProcessor: EngineCoreOutput to CompletionOutput: detokenizes, and finds stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from servd.api.engine.choice import Choice
+from servd.api.engine.request_state import RequestState, find_choice
+from servd.api.text.detokenizer import Detokenizer
+from servd.api.text.tokenizer import Tokenizer
+from servd.messages.engine import EngineCoreOutput
+from servd.messages.outputs import CompletionOutput
+
+
+class OutputProcessor:
+    """Detokenizes the outputs of all running choices.
+
+    Args:
+        tokenizer: gives the bytes of tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def process(
+        self, outputs: list[EngineCoreOutput], requests: Mapping[str, RequestState]
+    ) -> Iterator[tuple[RequestState, CompletionOutput, list[str]]]:
+        """Merge outputs of one or several steps to one delta for each choice. Outputs of requests
+        that have been aborted are dropped.
+
+        Args:
+            outputs: in order.
+            requests: the running ones, by id.
+
+        Yields:
+            A request, a delta of it, and the engine ids to abort: that of the choice, if a stop
+            string ended it, which the engine does not know.
+        """
+        by_choice: dict[str, list[EngineCoreOutput]] = {}
+        for output in outputs:
+            by_choice.setdefault(output.request_id, []).append(output)
+        for engine_id, steps in by_choice.items():
+            found = find_choice(requests, engine_id)
+            if found is None:
+                continue
+            state, choice = found
+            detokenizer = choice.detokenizer or self._make_detokenizer(state, choice)
+            shows_stop_token = state.params.include_stop_str_in_output
+            delta = choice.advance(steps, detokenizer, shows_stop_token)
+            is_stopped = delta.finish_reason is not None and steps[-1].finish_reason is None
+            yield state, delta, [engine_id] if is_stopped else []
+
+    def _make_detokenizer(self, state: RequestState, choice: Choice) -> Detokenizer:
+        choice.detokenizer = Detokenizer(
+            self.tokenizer, state.params, state.prompt_token_ids, state.expected.visible_ids
+        )
+        return choice.detokenizer

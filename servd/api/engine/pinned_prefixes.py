@@ -1,0 +1,83 @@
+"""PinnedPrefixes: has every engine keep the prompts of --pin-prefix in its cache."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from contextlib import aclosing
+from pathlib import Path
+
+import msgspec
+
+from servd.api.engine.async_llm import AsyncLLM
+from servd.api.engine.processor import PROMPT_ONLY
+from servd.api.protocol.chat import ChatCompletionRequest
+from servd.api.protocol.validation import parse
+from servd.api.text.prompt import Chat, Prompt
+from servd.base.errors import ConfigError, ServdError
+from servd.messages.engine import RequestOptions
+
+log = logging.getLogger("servd.api")
+
+PINNED = RequestOptions(retention=1e9)  # longer than any request may ask for
+
+
+class PinnedPrefixes:
+    """Prompts that are computed whenever an engine's cache is empty.
+
+    Args:
+        files: of --pin-prefix.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+
+    def __init__(self, files: list[str]) -> None:
+        self.contents = {file: _read(file) for file in files}
+        self._numbers = itertools.count()
+
+    async def keep(self, async_llm: AsyncLLM) -> None:
+        """Send them to each engine that is ready, and again when its cache was emptied."""
+        known: dict[int, int] = {}  # engine -> which of its caches has them
+        while True:
+            changed = async_llm.has_changed
+            for engine in async_llm.engines:
+                is_awake = engine.is_ready and not engine.is_asleep
+                if is_awake and known.get(engine.rank) != engine.cache_number:
+                    known[engine.rank] = engine.cache_number
+                    for file, content in self.contents.items():
+                        await self._send(async_llm, engine.rank, file, content)
+            await changed.wait()
+
+    async def _send(self, async_llm: AsyncLLM, rank: int, file: str, content: str | Chat) -> None:
+        request_id = f"pin-{next(self._numbers)}"
+        options = msgspec.structs.replace(PINNED, rank=rank)
+        try:
+            prompt = Prompt(content=content, request_id=request_id)
+            prepared = await async_llm.prepare([prompt], PROMPT_ONLY, options)
+            prepared[0].part_of = "--pin-prefix"  # not a client's request
+            async with aclosing(async_llm.generate(prepared)) as outputs:
+                async for _ in outputs:
+                    pass
+        except ServdError as error:
+            log.error("--pin-prefix %s: engine %d cannot keep it: %s", file, rank, error)
+        else:
+            num_tokens = len(prepared[0].prompt_token_ids)
+            log.info(
+                "--pin-prefix %s: engine %d has computed %d tokens, and keeps whole blocks of them",
+                file, rank, num_tokens,
+            )  # fmt: skip
+
+
+def _read(file: str) -> str | Chat:
+    try:
+        data = Path(file).expanduser().read_bytes()
+        if file.endswith(".json"):
+            return parse(ChatCompletionRequest, data).chat
+        if not data:
+            raise ConfigError("the file is empty")
+        return data.decode()
+    except OSError as error:
+        raise ConfigError(f"--pin-prefix {file}: {error.strerror}") from None
+    except (UnicodeDecodeError, ServdError) as error:
+        raise ConfigError(f"--pin-prefix {file}: {error}") from None

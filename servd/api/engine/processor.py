@@ -1,0 +1,447 @@
+"""Processor: turns prompts into engine requests: chat template, tokenizer, validation."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from servd.api.engine.grammar_checker import GrammarChecker
+from servd.api.engine.request_state import RequestState
+from servd.api.output.model_format import ModelFormat
+from servd.api.output.output_parser import ExpectedOutput
+from servd.api.text import score_template
+from servd.api.text.chat_template import SPLIT_HERE, ChatTemplate
+from servd.api.text.fill_in_middle import FillInMiddle
+from servd.api.text.prompt import Chat, Pair, Prompt
+from servd.api.text.tokenizer import Tokenizer
+from servd.base import bounds
+from servd.base.errors import ContextTooLong, InvalidRequest
+from servd.base.tracing import Mark, now_ns
+from servd.checkpoint import hf, pooling
+from servd.checkpoint.hf import ModelSpec
+from servd.config import Config
+from servd.messages.engine import EngineCoreRequest, RequestOptions
+from servd.messages.params import (
+    MAX_CANDIDATES,
+    TEXT_PARAMS,
+    PoolingParams,
+    ReasoningTags,
+    SamplingParams,
+)
+
+log = logging.getLogger("servd.api")
+
+NO_OPTIONS = RequestOptions()
+# Characters of a text that is tokenised even if it cannot fit, e.g. to be truncated: the tokenizer
+# needs about 140 bytes of memory for each.
+MAX_CHARS = 2 << 20
+# Defaults in place of the parameters about text, which the engine does not need.
+NO_TEXT: dict[str, Any] = {name: getattr(SamplingParams(), name) for name in TEXT_PARAMS}
+PROMPT_ONLY = SamplingParams(max_tokens=0, temperature=0.0, ignore_eos=True)
+
+
+@dataclass(eq=False)
+class Processor:
+    """Validates everything in a request; the engine only asserts."""
+
+    config: Config  # resolved
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    max_model_len: int  # longest prompt plus output, in tokens
+    client: int = 0  # number of this API server
+
+    def __post_init__(self) -> None:
+        config, spec, tokenizer = self.config, self.spec, self.tokenizer
+        self.pooling = pooling.read(spec)
+        server = config.server
+        escape = server.escape_special_tokens
+        self.chat_template = ChatTemplate.load(
+            tokenizer, server.chat_template, escape, server.default_chat_template_kwargs
+        )
+        if self.chat_template.is_default and self.pooling.is_causal:  # an encoder has no chats
+            log.info(
+                "the model has no chat template: using the plain `User: ... Assistant:` one (see "
+                "--chat-template)"
+            )
+        if self.pooling.score_tokens:
+            score_template.check(self.chat_template)
+        self.fill_in_middle = FillInMiddle.choose(tokenizer, server.fim_template)
+        self.model_format = ModelFormat.choose(config, self.chat_template, tokenizer)
+        # The model's sampling defaults for fields that a request leaves out; without max_tokens,
+        # for which `process` takes the smaller of the default and the room in the context.
+        model = config.model
+        self.default_params = hf.read_generation_defaults(
+            spec, model.generation_config, model.override_generation_config
+        )
+        self.default_max_tokens: int | None = self.default_params.pop("max_tokens", None)
+        eos = dict.fromkeys((*spec.eos_token_ids, tokenizer.eos_token_id))
+        self._eos_token_ids = [token_id for token_id in eos if token_id is not None]
+        self.grammars = GrammarChecker(config, spec)
+        self._ordinal = itertools.count()  # of requests without a seed; `next` is safe in threads
+
+    def process(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        options: RequestOptions = NO_OPTIONS,
+        state: RequestState | None = None,
+    ) -> RequestState:
+        """Render, tokenise and validate. The caller also has to call `check_structured_output`,
+        which may take seconds.
+
+        Args:
+            prompt: as the client sent it.
+            params: `max_tokens` None means up to the end of the context.
+            options: how the request is served.
+            state: what gets the result; by default, a new one.
+
+        Raises:
+            InvalidRequest: the model has another task, a parameter is out of bounds, the template
+                refuses the chat, the structured output cannot be enforced, or the prompt is empty
+                or not in the vocabulary.
+            ContextTooLong: prompt and max_tokens together exceed `max_model_len`.
+        """
+        if isinstance(params, PoolingParams):
+            prompt, params = self._complete_pooling(prompt, params, options)
+            asked = PROMPT_ONLY
+        else:
+            if self.pooling.task != "generate":
+                self.pooling.check("generate")
+            params.verify(self.spec.vocab_size)
+            asked = params
+        marked = self.render(prompt)
+        text = marked.replace(SPLIT_HERE, "") if isinstance(marked, str) else marked
+        marks: list[Mark] = []
+        expected = ExpectedOutput(asked.structured_output)
+        if isinstance(chat := prompt.content, Chat):
+            marks.append(Mark("templated", now_ns()))
+            if asked is params:
+                last = chat.messages[-1].get("content") if chat.continue_final_message else None
+                expected = self.model_format.expect(
+                    str(text), chat.tool_options, asked.structured_output,
+                    asked.skip_special_tokens, str(last or ""),
+                )  # fmt: skip
+        least = 1 if asked.max_tokens is None else asked.max_tokens  # tokens kept free for output
+        token_ids, was_cut = self._encode(prompt, marked, options.truncate_prompt_tokens, least)
+        asked = self._complete(prompt, asked, expected, token_ids, least)
+        marks.append(Mark("tokenised", now_ns()))
+        if options.truncate_prompt_tokens is not None:  # done; may be too large for a message
+            options = msgspec.structs.replace(options, truncate_prompt_tokens=None)
+        if not isinstance(params, PoolingParams):
+            params = msgspec.structs.replace(asked, **NO_TEXT)
+        eos_token_ids = [] if asked.ignore_eos else self._eos_token_ids
+        request = EngineCoreRequest(
+            prompt.request_id, token_ids, params, self.client, eos_token_ids, options
+        )
+        state = state or RequestState(request_id=prompt.request_id)
+        state.prompt = text if isinstance(text, str) and not was_cut else None
+        state.params = asked
+        state.request = request
+        state.expected = expected
+        state.marks += marks
+        return state
+
+    def fewest_tokens(self, prompt: Prompt, keep: int | None) -> int:
+        """Lower bound of the tokens of a prompt, if `process` accepts it. For chats only messages
+        of users count, as templates may drop others. `keep` is `truncate_prompt_tokens`.
+        """
+        match prompt.content:
+            case list(token_ids):
+                found = len(token_ids)
+            case _ if not self.tokenizer.keeps_all_text:
+                found = 0
+            case Chat(messages=messages):
+                texts = [m.get("content") for m in messages if m.get("role") == "user"]
+                num_chars = sum(len(text.strip()) for text in texts if isinstance(text, str))
+                found = num_chars // self.tokenizer.longest_token
+            case str() | Pair(keep_first=None, keep_second=None):
+                found = prompt.num_chars // self.tokenizer.longest_token
+            case Pair():
+                found = 0
+        limits = (prompt.keep_first, prompt.keep_last, keep and max(keep, 1))
+        known = [limit for limit in limits if limit is not None]
+        return min(found, self.max_model_len, *known)  # `process` refuses more than that
+
+    def check_structured_output(self, state: RequestState) -> None:
+        """Block until the grammar of a structured output has been checked.
+
+        Raises:
+            InvalidRequest: it cannot be compiled.
+            Overloaded: see `GrammarChecker.check`.
+        """
+        if state.params.structured_output is not None:
+            self.grammars.check(state.params.structured_output, state.request.options.owner)
+
+    def render(self, prompt: Prompt) -> str | list[int]:
+        """The text to tokenise, or the token ids of a prompt given as such.
+
+        Raises:
+            InvalidRequest: see `ChatTemplate.render`; or the model has no fill-in-the-middle.
+        """
+        content = prompt.content
+        if isinstance(content, Chat):
+            return self.chat_template.render(content)
+        assert not isinstance(content, Pair), "`process` makes token ids of pairs first"
+        if isinstance(content, str):
+            content = self.pooling.prompt(prompt.prompt_name) + content
+        if not prompt.suffix or not isinstance(content, str):
+            return content
+        if self.fill_in_middle is None:
+            raise InvalidRequest(
+                "`suffix` is not supported: the model has no fill-in-the-middle tokens that servd "
+                "knows. Start the server with --fim-template, or write the model's own tokens in "
+                "`prompt`",
+                param="suffix",
+            )
+        return self.fill_in_middle.prompt(content, prompt.suffix)
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, which need not fit into the context.
+
+        Raises:
+            InvalidRequest: the text is too long, or see `render` and `Tokenizer.encode`.
+        """
+        return self._token_ids(prompt, self.render(prompt))
+
+    def reasoning_tags(self, prompt_token_ids: list[int] | None) -> ReasoningTags:
+        """The tokens by which the engine recognises reasoning.
+
+        Args:
+            prompt_token_ids: show whether the output begins inside the reasoning; None: it does.
+
+        Raises:
+            InvalidRequest: the model does not reason, or its tags are not one token each.
+        """
+        parser = self.model_format.reasoning_parser
+        if parser is None:
+            raise InvalidRequest(
+                "this model is not known to reason: leave out thinking_token_budget",
+                param="thinking_token_budget",
+            )
+        start_id, end_id = map(self.tokenizer.token_id, (parser.start_tag, parser.end_tag))
+        if end_id is None or start_id is None:
+            tag = parser.end_tag if end_id is None else parser.start_tag
+            raise InvalidRequest(
+                f"the {tag} of this model is not one token, so its reasoning cannot be "
+                "limited: leave out thinking_token_budget",
+                param="thinking_token_budget",
+            )
+        known = [start_id] if prompt_token_ids is None else prompt_token_ids
+        last_tag = next((i for i in reversed(known) if i in (start_id, end_id)), end_id)
+        return ReasoningTags(end_id, None if last_tag == start_id else start_id)
+
+    def check_logprobs(self, name: str, num_logprobs: int) -> None:
+        """Check a number of log-probabilities against --max-logprobs; `name` is the field.
+
+        Raises:
+            InvalidRequest: it is too high.
+        """
+        most = self.config.model.max_logprobs
+        if num_logprobs > (MAX_CANDIDATES if most < 0 else most):
+            raise InvalidRequest(
+                f"{name} must be at most {most} (--max-logprobs), got {num_logprobs}", param=name
+            )
+
+    def check_sums(self) -> None:
+        """Raise InvalidRequest if logprobs are in fact logits, whose sums mean nothing."""
+        mode = self.config.model.logprobs_mode
+        if mode.endswith("logits"):
+            raise InvalidRequest(f"not possible with --logprobs-mode {mode}: it takes logprobs")
+
+    def check_token_ids(self, token_ids: list[int], param: str) -> None:
+        """Check that all ids are in the model's vocabulary.
+
+        Raises:
+            InvalidRequest: one is not.
+        """
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.spec.vocab_size):
+            bad = next(i for i in token_ids if not 0 <= i < self.spec.vocab_size)
+            raise InvalidRequest(
+                f"{param}: token id {bad} is not in the vocabulary, which has "
+                f"{self.spec.vocab_size} tokens",
+                param=param,
+            )
+
+    def _complete_pooling(
+        self, prompt: Prompt, params: PoolingParams, options: RequestOptions
+    ) -> tuple[Prompt, PoolingParams]:
+        params, pair = self.pooling.complete(params), prompt.content
+        if self.pooling.score_tokens and not isinstance(pair, list):
+            return score_template.chat_of(prompt, self.pooling, self.tokenizer, options), params
+        if not isinstance(pair, Pair):
+            return prompt, params
+        if prompt.num_chars > MAX_CHARS:
+            raise InvalidRequest(
+                f"a pair of texts has {prompt.num_chars} characters, at most {MAX_CHARS} are "
+                "tokenised: send less",
+                param=prompt.param,
+            )
+        limit = options.truncate_prompt_tokens
+        is_whole = limit is None and pair.keep_first is None and pair.keep_second is None
+        if is_whole and prompt.num_chars > self._max_chars:
+            raise self._too_long(prompt.num_chars, prompt.param)
+        if pair.first.token_ids is None:
+            pair.first.token_ids = self.tokenizer.encode(pair.first.text, False)
+        token_ids, start = self.tokenizer.join_pair(
+            pair.first.token_ids,
+            self.tokenizer.encode(pair.second, False),
+            (pair.keep_first, pair.keep_second),
+            self.max_model_len if limit == -1 else limit,
+        )
+        second = start if self.pooling.has_token_types else 0
+        params = msgspec.structs.replace(params, second_text=second)
+        return msgspec.structs.replace(prompt, content=token_ids), params
+
+    def _encode(
+        self, prompt: Prompt, text: str | list[int], keep: int | None, least: int
+    ) -> tuple[list[int], bool]:
+        """Validated token ids, and whether the prompt was truncated."""
+        if keep is not None and (keep < -1 or keep == 0):
+            raise InvalidRequest(
+                f"truncate_prompt_tokens must be -1 or at least 1, got {keep}",
+                param="truncate_prompt_tokens",
+            )
+        param = prompt.param
+        is_whole = keep is None and prompt.keep_first is None
+        if is_whole and isinstance(text, str) and len(text) > self._max_chars:
+            raise self._too_long(len(text), param)
+        token_ids = self._token_ids(prompt, text)
+        self.check_token_ids(token_ids, param)
+        if not token_ids:
+            raise InvalidRequest(f"{param} must not be empty", param=param)
+        kept = token_ids
+        if prompt.keep_first is not None:
+            kept = self._beginning(token_ids, prompt.keep_first)
+        if keep is not None:
+            room = max(self.max_model_len - least, 1)
+            limit = room if keep == -1 else keep
+            is_encoder = not self.pooling.is_causal  # it was trained on the beginnings of texts
+            kept = self._beginning(kept, limit) if is_encoder else kept[-limit:]
+        if prompt.keep_last is not None:
+            kept = self._end(kept, prompt.keep_last)
+        return kept, len(kept) < len(token_ids)
+
+    @property
+    def _max_chars(self) -> int:
+        """Longer texts cannot fit: refused before tokenising, which takes a second for a few MB."""
+        return self.max_model_len * self.tokenizer.longest_token
+
+    def _no_room(self, num_tokens: int, least: int, param: str) -> ContextTooLong:
+        more = f", and the {param} has {num_tokens}. Shorten it, or set truncate_prompt_tokens."
+        if least:
+            more = (
+                f". However, you requested {num_tokens + least} tokens ({num_tokens} in the "
+                f"{param}, {least} in the completion). Please reduce the length of the {param} or "
+                "completion."
+            )
+        text = f"This model's maximum context length is {self.max_model_len} tokens{more}"
+        return ContextTooLong(text, param=param)
+
+    def _too_long(self, num_chars: int, param: str) -> ContextTooLong:
+        return ContextTooLong(
+            f"This model's maximum context length is {self.max_model_len} tokens, which the "
+            f"{num_chars} characters of the {param} exceed. Please reduce the length of the "
+            f"{param}.",
+            param=param,
+        )
+
+    def _token_ids(self, prompt: Prompt, text: str | list[int]) -> list[int]:
+        if not isinstance(text, str):
+            return text
+        limit = max(MAX_CHARS, self._max_chars)
+        if len(text) > limit:
+            raise InvalidRequest(
+                f"the {prompt.param} has {len(text)} characters, at most {limit} are tokenised in "
+                f"one request: send less of it",
+                param=prompt.param,
+            )
+        # A chat template writes its own special tokens.
+        adds = prompt.add_special_tokens and not isinstance(prompt.content, Chat)
+        first, *rest = text.split(SPLIT_HERE)
+        token_ids = self.tokenizer.encode(first, adds)
+        for piece in rest:
+            token_ids += self.tokenizer.encode(piece, False)
+        return token_ids
+
+    def _beginning(self, token_ids: list[int], limit: int) -> list[int]:
+        """Truncate at the end, but keep the special tokens that the tokenizer appends."""
+        if len(token_ids) <= limit:
+            return token_ids
+        num_last = 0
+        while num_last < limit and token_ids[-1 - num_last] in self.tokenizer.special_ids:
+            num_last += 1
+        return token_ids[: limit - num_last] + token_ids[len(token_ids) - num_last :]
+
+    def _end(self, token_ids: list[int], limit: int) -> list[int]:
+        """Truncate at the beginning; an encoder keeps its first token, which may be pooled."""
+        if len(token_ids) <= limit or self.pooling.is_causal:
+            return token_ids[-limit:]
+        return [token_ids[0], *token_ids[len(token_ids) - limit + 1 :]]
+
+    def _complete(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        expected: ExpectedOutput,
+        token_ids: list[int],
+        least: int,
+    ) -> SamplingParams:
+        """`params` with the defaults that depend on prompt and model; checks that the request fits
+        in the context.
+        """
+        for name in ("logprobs", "prompt_logprobs"):
+            if (num_logprobs := getattr(params, name)) is not None:
+                self.check_logprobs(name, num_logprobs)
+        room = self.max_model_len - len(token_ids)
+        param = prompt.param
+        if room < least:
+            raise self._no_room(len(token_ids), least, param)
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            max_tokens = min(room, self.default_max_tokens or room)
+        if params.min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens must be at most {max_tokens}, the room for output, got "
+                f"{params.min_tokens}",
+                param="min_tokens",
+            )
+        filled: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "structured_output": expected.structured_output,
+        }
+        if params.seed is None and not params.is_greedy:
+            # Different for every request and API server, but reproducible with the same --seed.
+            root = f"{self.config.model.seed}/{self.client}/{next(self._ordinal)}"
+            filled["seed"] = random.Random(root).getrandbits(63)
+        for field, source in bounds.made_of(SamplingParams).items():
+            if texts := getattr(params, source):
+                filled[field] = self._encode_each(texts)
+        if prompt.suffix and self.fill_in_middle:
+            ends = self.fill_in_middle.end_token_ids
+            filled["stop_token_ids"] = [*params.stop_token_ids, *ends]
+        if params.thinking_token_budget is not None and params.reasoning_tags is None:
+            filled |= self._limit_reasoning(prompt, expected, token_ids)
+        completed = msgspec.structs.replace(params, **filled)
+        if any(isinstance(value, list) for value in filled.values()):  # longer than checked before
+            completed.verify(self.spec.vocab_size)
+        return completed
+
+    def _limit_reasoning(
+        self, prompt: Prompt, expected: ExpectedOutput, token_ids: list[int]
+    ) -> dict[str, Any]:
+        if not isinstance(prompt.content, Chat):
+            return {"reasoning_tags": self.reasoning_tags(token_ids)}
+        # In chats only the prompt's end counts: messages may contain tags.
+        tags = self.reasoning_tags(None if expected.is_reasoning else [])
+        off = {} if expected.reasoning_parser else {"thinking_token_budget": None}
+        return {"reasoning_tags": tags, **off}
+
+    def _encode_each(self, texts: list[str]) -> list[list[int]]:
+        variants = [variant for text in texts for variant in (text, f" {text.lstrip()}")]
+        encoded = dict.fromkeys(tuple(self.tokenizer.encode(text, False)) for text in variants)
+        return [[*token_ids] for token_ids in encoded]

@@ -1,0 +1,92 @@
+"""Progress: whether the engine is idle, decoding, computing long prompts, or stalled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from servd.base.tracing import OVERDUE_FACTOR, Pace, StepRecord
+
+SECOND = 1_000_000_000
+# In order of precedence when several engines are combined.
+ORDER = ("prefill", "decoding", "idle", "asleep", "stalled")
+GRACE = 10.0  # seconds beyond OVERDUE_FACTOR for a busy machine, or the first step of a size
+
+
+class Unfinished(msgspec.Struct):
+    """An unfinished request of the engine."""
+
+    sent_ns: int
+    num_prompt_tokens: int
+    has_begun: bool  # its first token has arrived
+    is_due: bool = True  # it waits for engine steps only, not for a grammar or another resource
+
+
+class Progress(msgspec.Struct):
+    """The answer of /health while requests are served."""
+
+    status: str  # "ready" or "stalled"
+    activity: str  # "idle", "asleep", "decoding", "prefill" or "stalled"
+    num_unfinished: int
+    seconds_since_step: float | msgspec.UnsetType = msgspec.UNSET
+    expected_seconds: float | msgspec.UnsetType = msgspec.UNSET  # of the running step, at most
+    reason: str | msgspec.UnsetType = msgspec.UNSET
+    warning: str | msgspec.UnsetType = msgspec.UNSET  # why the engine is slower than it could be
+    # With several engines: the progress of each, by rank; the fields above combine all that are up.
+    engines: list[str] | msgspec.UnsetType = msgspec.UNSET
+
+
+def combine(each: Sequence[Progress | None]) -> Progress:
+    """Combine the progress of several engines; None stands for one that is down."""
+    serving = [found for found in each if found is not None]
+    # One advancing engine keeps the server ready; stalled ones are restarted by their supervisors.
+    best = min(serving, key=lambda found: ORDER.index(found.activity))
+    if len(each) == 1:
+        return best
+    since = [s for found in serving if isinstance(s := found.seconds_since_step, float)]
+    return msgspec.structs.replace(
+        best,
+        num_unfinished=sum(found.num_unfinished for found in serving),
+        seconds_since_step=min(since, default=msgspec.UNSET),
+        engines=["restarting" if found is None else found.activity for found in each],
+    )
+
+
+def progress(
+    unfinished: Iterable[Unfinished],
+    steps: Sequence[StepRecord],
+    budget: int,
+    now_ns: int,
+    num_others: int = 0,
+) -> Progress:
+    """The progress of one engine.
+
+    Args:
+        unfinished: the oldest unfinished requests of this API process.
+        steps: the latest steps, in order.
+        budget: largest number of tokens in a step.
+        now_ns: current time on the steps' clock.
+        num_others: unfinished requests of other API processes, whose state is unknown.
+    """
+    requests = list(unfinished)
+    found = Progress("ready", "idle", len(requests) + num_others)
+    if steps:
+        found.seconds_since_step = round((now_ns - steps[-1].harvested_ns) / SECOND, 3)
+    due = [request for request in requests if request.is_due]
+    if not due:
+        return found
+    to_compute = sum(request.num_prompt_tokens for request in due if not request.has_begun)
+    found.activity = "prefill" if to_compute else "decoding"
+    num_tokens = budget if num_others else min(to_compute + len(due), budget)
+    expected = Pace.of(steps).expected_seconds(num_tokens)
+    found.expected_seconds = round(expected, 3)
+    begin = min(request.sent_ns for request in due)
+    silent = (now_ns - max(begin, steps[-1].harvested_ns if steps else 0)) / SECOND
+    if silent > OVERDUE_FACTOR * expected + GRACE:
+        found.status = found.activity = "stalled"
+        found.reason = (
+            f"{len(due)} requests are unfinished and no step has ended for {silent:.0f} s; the "
+            f"running one should take {expected:.1f} s: see the log of the engine"
+        )
+    return found

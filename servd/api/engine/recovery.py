@@ -1,0 +1,123 @@
+"""Recovery: resends open requests when an engine is restarted, but not the one that crashes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from servd.api.engine.request_state import RequestState
+from servd.base.tracing import Mark, now_ns
+from servd.core.client import EngineCoreClient
+
+
+@dataclass(eq=False)
+class Recovery:
+    """Sends open requests, with their tokens so far, to the engine that replaces a dead one.
+
+    Requests whose prompts were being computed at a crash, and that have got no token since the
+    crash before it, are suspects: they are sent after all others, newest first and one at a time,
+    so that at the next crash the one being tried is at fault.
+
+    With several engines, requests that cannot have caused the crash need not wait for the restart:
+    see `movable`.
+
+    Attributes:
+        is_restarting: the engine has died, and the next one is not ready.
+        is_trying: a suspect runs, or is still to be sent.
+    """
+
+    client: EngineCoreClient  # the channel to the engine
+    running: Mapping[str, RequestState]  # its requests by id, in order of arrival
+
+    def __post_init__(self) -> None:
+        self.is_restarting = False
+        self.is_trying = False
+        self._at_death: dict[str, int] = {}  # output tokens of open requests at the last crash
+        self._computing: set[str] = set()  # requests whose prompts were computed at the last crash
+        self._untried: list[str] = []
+        self._tried: str | None = None  # suspect that was sent, and has got no token since
+
+    def engine_died(self, incarnation: int, computing: Iterable[str]) -> RequestState | None:
+        """Attach to the next engine. Returns the request at fault, if that is known.
+
+        Args:
+            incarnation: of the next engine.
+            computing: engine ids of the prompts that were being computed at the crash.
+        """
+        had_all = not self.is_restarting
+        self.is_restarting = True
+        self.client.follow(incarnation)
+        if not had_all:  # it died before the requests were resent
+            return None
+        engine_ids = {*computing}
+        open_requests = self._open_requests()
+        self._computing = {
+            request_id
+            for request_id, state in open_requests.items()
+            if not engine_ids.isdisjoint(state.request.choice_ids)
+        }
+        num_tokens = {name: _num_tokens(state) for name, state in open_requests.items()}
+        stuck = [
+            request_id
+            for request_id, count in num_tokens.items()
+            if request_id in self._computing and self._at_death.get(request_id) == count
+        ]
+        guilty = self._tried if self._tried in stuck else None
+        self._at_death = num_tokens
+        self._untried = [request_id for request_id in stuck if request_id != guilty]
+        self._tried = None
+        self.is_trying = bool(self._untried)
+        return None if guilty is None else open_requests[guilty]
+
+    def engine_ready(self) -> None:
+        """Resend the open requests, if the engine replaces a dead one."""
+        if not self.is_restarting:
+            return
+        self.is_restarting = False
+        self.send(
+            state for name, state in self._open_requests().items() if name not in self._untried
+        )
+        self.try_next()
+
+    def try_next(self) -> None:
+        if not self.is_trying or self.is_restarting:
+            return
+        open_requests = self._open_requests()
+        tried = open_requests.get(self._tried or "")
+        if tried is not None and _num_tokens(tried) == self._at_death[tried.request_id]:
+            return
+        self._tried = None
+        while self._untried and self._tried is None:
+            request_id = self._untried.pop()
+            if request_id in open_requests:
+                self._tried = request_id
+                self.send([open_requests[request_id]])
+        self.is_trying = self._tried is not None
+
+    def movable(self) -> list[RequestState]:
+        """Requests that may move to another engine while this one restarts: those that did not ask
+        for this engine, and that cannot have crashed it.
+        """
+        if not self.is_restarting:
+            return []
+        return [
+            state
+            for request_id, state in self._open_requests().items()
+            if request_id not in self._computing and state.request.options.rank is None
+        ]
+
+    def send(self, states: Iterable[RequestState]) -> None:
+        for state in states:
+            state.sent_ns = now_ns()
+            state.recorded.marks.append(Mark("sent", state.sent_ns))
+            outputs = state.open_token_ids()
+            self.client.send(msgspec.structs.replace(state.request, output_token_ids=outputs))
+
+    def _open_requests(self) -> dict[str, RequestState]:
+        return {name: state for name, state in self.running.items() if state.is_open}
+
+
+def _num_tokens(state: RequestState) -> int:
+    return sum(len(choice.token_ids) for choice in state.choices if choice.is_open)

@@ -1,0 +1,239 @@
+"""RequestState: all that an API process knows of a prompt until its answer has been written."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from servd.api.engine.choice import NO_TOKENS, Choice
+from servd.api.engine.delta_stream import DeltaStream
+from servd.api.engine.load_balancer import Routed
+from servd.api.engine.progress import Unfinished
+from servd.api.observability.latency import Breakdown
+from servd.api.output.output_parser import ExpectedOutput
+from servd.api.protocol.requests import RequestSummary
+from servd.base.tracing import Mark, StepRecord, first, now_ns
+from servd.messages.engine import (
+    EngineCoreRequest,
+    EngineDead,
+    EngineReady,
+    EngineStatus,
+    FinishReason,
+)
+from servd.messages.outputs import RequestOutput
+from servd.messages.params import SamplingParams
+from servd.messages.stats import SchedulerStats
+
+log = logging.getLogger("servd.api")
+
+NOT_YET: Any = None  # of a field that is set before anybody reads it
+
+
+class Timeline(msgspec.Struct, gc=False):
+    """What stays of a request, or of one prompt of a request with several. Thousands are kept, so
+    each should consist of few objects: a full garbage collection visits them all.
+    """
+
+    request_id: str
+    owner: str = ""  # name of the API key
+    route: str = ""  # "": no client sent it, or it is a part of one that did; nobody sees it
+    model: str = ""  # as the response names it
+    marks: list[Mark] = []
+    choices: list[Choice] = []  # none until it is sent to the engine
+    reads_prompt: bool = False  # it asked for results of every prompt token
+    tokens: array[int] = NO_TOKENS  # of the prompt; empty once dropped
+    salt: tuple[str | None, ...] = (None, None)  # see `RequestOptions.cache_keys`
+    num_bytes: int = 0  # size of its message to the engine, if measured
+    rank: int = 0  # of the engine that runs or ran it
+    earlier: tuple[tuple[int, int], ...] = ()  # engines that ran it before, and until when
+    cache_number: int = 0  # how often the engine's prefix cache had been reset before
+    is_finished: bool = False
+    outcome: str = ""  # once finished: stop, length, abort, error or refused
+    http_id: str = ""  # X-Request-Id of its answer
+    http_status: int = 0  # of its answer; 0: the client left before it got one
+    breakdown: Breakdown | None = None  # computed early for a slow request with aging steps
+    summary: RequestSummary | None = None  # cached once it has finished and was listed
+
+    def is_shown_to(self, owner: str) -> bool:
+        """Whether it is a request that a client with this API key sent."""
+        return self.owner == owner and bool(self.route) and bool(self.marks)
+
+    @property
+    def begin_ns(self) -> int:
+        """When it arrived, or now if that is unknown."""
+        return self.marks[0].at_ns if self.marks else now_ns()
+
+    @property
+    def wall_ns(self) -> int:
+        """Nanoseconds from its first mark to its last, or to now."""
+        return (self.marks[-1].at_ns if self.is_finished else now_ns()) - self.begin_ns
+
+    @property
+    def ttft_ns(self) -> int | None:
+        """Nanoseconds from its first mark to its first token."""
+        at_ns = first(self.marks, "first_token")
+        return None if at_ns is None else at_ns - self.begin_ns
+
+    @property
+    def generated(self) -> FinishReason:
+        """How the generation of its choices ended: stop, length, abort or error."""
+        reasons = {choice.finish_reason for choice in self.choices}
+        for reason in (FinishReason.ERROR, FinishReason.LENGTH):
+            if reason in reasons:
+                return reason
+        has_ended = reasons - {None, FinishReason.ABORT} or not reasons
+        return FinishReason.STOP if has_ended else FinishReason.ABORT
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """0 until it is sent to the engine."""
+        return self.choices[0].num_prompt_tokens if self.choices else 0
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of its prompt that were in the prefix cache."""
+        return self.choices[0].num_cached_tokens if self.choices else 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all its choices so far."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+
+class RequestState(Timeline, kw_only=True, gc=True, eq=False):
+    """A prompt of a request. `Call.open_request` makes it for a client, `Processor.process` makes
+    others and prepares all, and `start` gives it its choices. `AsyncLLM.requests` has it until its
+    answer has been written.
+    """
+
+    # Set by `Processor.process`.
+    request: EngineCoreRequest = NOT_YET
+    params: SamplingParams = NOT_YET  # seed and max_tokens filled in; PROMPT_ONLY for pooling
+    prompt: str | None = None  # None if given as token ids
+    expected: ExpectedOutput = ExpectedOutput()
+    part_of: str = ""  # id of the request it is a part of, which metrics and timelines count once
+    # Set by `AsyncLLM` when the prompt starts.
+    whole: RequestState | None = None  # the request that gets its marks, if it is the first part
+    stream: DeltaStream = NOT_YET
+    first_index: int = 0  # of its choices in the stream
+    routed: Routed | None = None  # with several engines
+    sent_ns: int = 0
+    output: RequestOutput | None = None  # offline: all that has come so far
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.request.prompt_token_ids
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether it is a request of its own in the metrics."""
+        return not self.part_of
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a choice has not ended."""
+        return any(choice.is_open for choice in self.choices)
+
+    @property
+    def recorded(self) -> RequestState:
+        """The request whose timeline gets its marks: of the parts of one, the first one's."""
+        return self if self.whole is None else self.whole
+
+    def start(self, arrival_ns: int, exemplar: dict[str, str] | None = None) -> None:
+        """Make its choices.
+
+        Args:
+            arrival_ns: when its request came.
+            exemplar: for OpenMetrics, the label of its trace.
+        """
+        num_prompt_tokens = len(self.prompt_token_ids)
+        self.choices = [
+            Choice(
+                arrival_ns, num_prompt_tokens, index=index, engine_id=engine_id, exemplar=exemplar
+            )
+            for index, engine_id in enumerate(self.request.choice_ids)
+        ]
+
+    def move(self, rank: int, cache_number: int) -> None:
+        """Let another engine continue it."""
+        recorded = self.recorded
+        recorded.earlier = (*recorded.earlier, (recorded.rank, now_ns()))
+        recorded.cache_number = cache_number
+        recorded.rank = rank
+        self.rank = rank
+
+    def open_engine_ids(self) -> list[str]:
+        """Return the engine's ids of the choices that have not ended."""
+        return [choice.engine_id for choice in self.choices if choice.is_open]
+
+    def open_token_ids(self) -> dict[int, list[int]]:
+        """Return the tokens so far of the choices that have not ended, by index."""
+        return {each.index: each.token_ids.tolist() for each in self.choices if each.is_open}
+
+    def unfinished(self) -> Unfinished:
+        """Return its state for /health, which detects an engine that makes no progress."""
+        has_begun = bool(self.choices[0].marks)
+        # Before its first step a structured output waits for its grammar.
+        is_due = has_begun or self.params.structured_output is None
+        return Unfinished(self.sent_ns, len(self.prompt_token_ids), has_begun, is_due)
+
+
+class Observer:
+    """Watches requests and the steps of engines. `AsyncLLM.observer` stands for all of them."""
+
+    def began(self, state: RequestState) -> None:
+        """A request is about to go to an engine, which is not chosen yet."""
+
+    def stepped(self, steps: Sequence[StepRecord], stats: SchedulerStats | None, rank: int) -> None:
+        """An engine reports its latest steps."""
+
+    def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineDead) -> None:
+        """A request has got its last token, or its client has left. `status` is its engine's."""
+
+
+class Observers(Observer):
+    """Several observers. No request waits or fails because one of them fails after it began."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.observers = observers
+
+    def began(self, state: RequestState) -> None:
+        for observer in self.observers:
+            observer.began(state)
+
+    def stepped(self, steps: Sequence[StepRecord], stats: SchedulerStats | None, rank: int) -> None:
+        for observer in self.observers:
+            try:
+                observer.stepped(steps, stats, rank)
+            except Exception:
+                log.exception("%s failed at steps of engine %d", type(observer).__name__, rank)
+
+    def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineDead) -> None:
+        for observer in self.observers:
+            try:
+                observer.ended(state, status)
+            except Exception:
+                name = type(observer).__name__
+                log.exception("%s failed at the end of %s", name, state.request_id)
+
+
+def find_choice(
+    requests: Mapping[str, RequestState], engine_id: str
+) -> tuple[RequestState, Choice] | None:
+    """Return the request and the choice that the engine knows by this id (see `choice_ids` of
+    EngineCoreRequest); None if it has ended.
+    """
+    state = requests.get(engine_id)
+    index = 0
+    if state is None or len(state.choices) > 1:
+        request_id, _, number = engine_id.rpartition("_")
+        state = requests.get(request_id)
+        if state is None or not number.isdecimal() or int(number) >= len(state.choices):
+            return None
+        index = int(number)
+    choice = state.choices[index]
+    return (state, choice) if choice.is_open else None

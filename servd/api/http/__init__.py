@@ -1,0 +1,1 @@
+"""HTTP: connections, authentication, streams."""

@@ -1,0 +1,372 @@
+"""HttpProtocol: uvicorn's HTTP/1.1, with limits for connections, header size and slow clients."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import select
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import msgspec
+import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+
+from servd.api.protocol.errors import ErrorBody, ErrorDetail
+from servd.base.errors import Unavailable
+from servd.base.tracing import Mark, now_ns
+from servd.config import ServerConfig
+
+logger = logging.getLogger("servd.api")
+
+MAX_HEAD = 64 * 1024  # bytes of request line and headers, of trailers, of chunk extensions
+MIN_BODY_RATE = 1024  # bytes per second, on average over --body-timeout
+# Every chunk costs microseconds, and one read may bring 40,000 chunks of one byte.
+MIN_CHUNK = 64  # bytes, on average
+MAX_SMALL_CHUNKS = 4096  # that are always allowed
+LINGER = 1.0  # seconds for a refused client to read the response
+RESET_INTERVAL = 0.05  # seconds between two looks for a reset
+BLOCKED_NS = 1_000_000  # writes that take longer are marked as waiting for the client
+MAX_BLOCKED = 128  # such marks that are kept
+
+
+@dataclass(eq=False)
+class Connections:
+    """The limits of a server's connections, and the idle ones, which may be closed for new ones."""
+
+    config: ServerConfig  # the limits
+    # Called with the status of every response not given by the application, and with path and
+    # method of the request, "" before its head is complete.
+    on_refused: Callable[[int, str, str], None] = lambda status, path, method: None
+
+    def __post_init__(self) -> None:
+        self.idle: dict[HttpProtocol, None] = {}  # without an open request, longest idle first
+
+
+def settings(app: Any, connections: Connections, **options: Any) -> uvicorn.Config:
+    """uvicorn's configuration for an application over HttpProtocol."""
+    protocol: Any = partial(HttpProtocol, connections)
+    return uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None, **options)
+
+
+CONNECTION = "servd.connection"  # a ConnectionState in the ASGI scope
+
+
+@dataclass(slots=True)
+class ConnectionState:
+    """What the application is told of the connection of a request.
+
+    Attributes:
+        blocked: marks of writes that waited for the client.
+        refusal: why the connection may send no requests.
+    """
+
+    blocked: deque[Mark]
+    refusal: Unavailable | None = None
+
+
+class TimedFlow(FlowControl):
+    """Flow control that records in `blocked` when writes waited for the client."""
+
+    def __init__(self, transport: asyncio.Transport, blocked: deque[Mark]) -> None:
+        super().__init__(transport)
+        self.blocked = blocked
+
+    async def drain(self) -> None:
+        begin_ns = now_ns()
+        await super().drain()
+        if (end_ns := now_ns()) - begin_ns > BLOCKED_NS:
+            self.blocked.extend((Mark("blocked", begin_ns), Mark("resumed", end_ns)))
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One connection. Before authentication, it answers
+
+    - 408 to a head that is incomplete after --header-timeout seconds, and to a body slower than
+      MIN_BODY_RATE; a connection without any data is closed silently,
+    - 431 to a head without end, which uvicorn would collect in memory,
+    - 400 to a body of tiny chunks, which would block the event loop.
+
+    Above --max-connections, the connection that has been idle for longest is closed. If none is
+    idle, the application gets an Unavailable as the `refusal` of its ConnectionState.
+
+    A connection whose client reads nothing for `write_timeout` seconds (up to twice that) is cut,
+    which aborts its request.
+    """
+
+    def __init__(self, shared: Connections, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self.shared = shared
+        self.limits = shared.config
+        self.num_unparsed = 0  # bytes since the last complete head or part of a body
+        self.num_body_bytes = self.num_chunks = 0
+        self.blocked: deque[Mark] = deque(maxlen=MAX_BLOCKED)
+        self._problem = ""  # why the parser was stopped
+        self._is_in_body = False
+        self._is_surplus = False
+        self._has_refused = False
+        self._has_eof = False  # received
+        self._eof_timer: asyncio.TimerHandle | None = None
+        self._served: RequestResponseCycle | None = None  # passed to the application
+        self._data = self._unread = b""  # what the parser reads, and what it must read again
+        self._read_timer: asyncio.TimerHandle | None = None  # while a head or body is incomplete
+        self._write_timer: asyncio.TimerHandle | None = None  # while the client does not read
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.flow = TimedFlow(transport, self.blocked)
+        self.shared.idle[self] = None
+        self._watch_reading()
+        if len(self.connections) > self.limits.max_connections:
+            self._is_surplus = True  # checked again when its head is complete
+            oldest = next(iter(self.shared.idle))
+            if oldest is not self:
+                # Now, as `connection_lost` is called later, and more may connect before.
+                del self.shared.idle[oldest]
+                self.connections.discard(oldest)
+                oldest.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.shared.idle.pop(self, None)
+        self._stop_read_timer()
+        self._stop_write_timer()
+        if self._eof_timer is not None:
+            self._eof_timer.cancel()
+        if self._served is not None:  # uvicorn tells the newest only, which may wait for this one
+            self._served.disconnected = True
+            self._served.message_event.set()
+        super().connection_lost(exc)
+
+    # ---- clients that send slowly, or too much ----
+
+    def data_received(self, data: bytes) -> None:
+        if self._has_refused:
+            return
+        self._unread = data
+        while self._unread and not self._has_refused:
+            # Never more than a head may have: its end may be anywhere in what was received.
+            size = MAX_HEAD if self._is_in_body else MAX_HEAD - self.num_unparsed
+            if size <= 0 or self.num_unparsed > MAX_HEAD:
+                message = f"the request line and the headers may have at most {MAX_HEAD} bytes"
+                return self._refuse(431, message)
+            self._data, self._unread = self._unread[:size], self._unread[size:]
+            self.num_unparsed += len(self._data)
+            super().data_received(self._data)
+        self._data = b""
+        if not self._has_refused and not self.transport.is_closing():
+            self._watch_reading()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends nothing more; True if the connection stays open for an answer.
+
+        A client that waits for the answer and one that is gone look alike. So it is sent an interim
+        response, which the one reads over, and for which the system of the other resets the
+        connection. HTTP/1.0 has none: its client counts as gone.
+        """
+        cycle = self._served
+        is_waiting = cycle is not None and not cycle.response_started and not self._is_in_body
+        if cycle is None or not is_waiting or self._has_refused:
+            return False
+        if cycle.scope["http_version"] != "1.1":
+            return False
+        if not self.transport.can_write_eof():  # TLS, which has no half of a connection
+            return False
+        self._has_eof = True
+        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._look_for_client()
+        return True
+
+    def _look_for_client(self) -> None:
+        """Cut the connection if it was reset: its transport no longer reads, and would not know."""
+        poller = select.poll()
+        poller.register(self.transport.get_extra_info("socket").fileno(), 0)
+        if poller.poll(0):  # an error or a hang-up
+            self.transport.abort()
+        else:
+            self._eof_timer = self.loop.call_later(RESET_INTERVAL, self._look_for_client)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Ignore an Upgrade header, which Java's client sends with each request. The parser took
+        the body for data of the other protocol: it reads all again, without the header.
+        """
+        upgrade, old = sys.exception(), cast(Any, self.parser)
+        assert upgrade is not None
+        if (method := old.get_method()) == b"CONNECT":
+            return  # it has no body
+        target = b"%s %s HTTP/%s" % (method, self.url, old.get_http_version().encode())
+        kept = [b"%s: %s" % each for each in self.headers if each[0] != b"upgrade"]
+        rest = self._data[upgrade.args[0] :] + self._unread
+        self._unread = b"\r\n".join([target, *kept, b"", rest])
+        self.num_unparsed = 0
+        self.parser = new = type(old)(self)
+        new.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+
+    @property
+    def _is_read_again(self) -> bool:
+        parser = cast(Any, self.parser)
+        return parser.should_upgrade() and parser.get_method() != b"CONNECT"
+
+    def on_headers_complete(self) -> None:
+        if self._is_read_again:
+            return
+        self.num_unparsed = self.num_body_bytes = self.num_chunks = 0
+        self._stop_read_timer()
+        self.shared.idle.pop(self, None)
+        if not self.flow.write_paused:  # for the end of the last response
+            self._stop_write_timer()
+        connection = ConnectionState(self.blocked)
+        cast(Any, self.scope)[CONNECTION] = connection
+        num_open = len(self.connections) - len(self.shared.idle)
+        if self._is_surplus and num_open > self.limits.max_connections:
+            connection.refusal = Unavailable(
+                f"the server has {self.limits.max_connections} connections with open requests, its "
+                f"limit (--max-connections): retry later"
+            )
+        self._is_surplus = False
+        super().on_headers_complete()  # raises if the target is invalid
+        self._is_in_body = True
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body was received.
+
+        Raises:
+            ValueError: there are too many small chunks; it stops the parser.
+        """
+        self.num_unparsed = 0
+        self.num_body_bytes += len(body)
+        self.num_chunks += 1
+        if self.num_chunks > MAX_SMALL_CHUNKS + self.num_body_bytes // MIN_CHUNK:
+            self._problem = (
+                f"the body came in {self.num_chunks} chunks of {MIN_CHUNK} bytes or less on "
+                f"average: send larger ones"
+            )
+            raise ValueError(self._problem)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._is_read_again:
+            return
+        self._is_in_body = False
+        self._stop_read_timer()
+        super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._served = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.pipeline or self.transport.is_closing():
+            return
+        if self._has_eof:
+            return self.transport.close()
+        self.shared.idle[self] = None
+        if self._write_timer is None and self.transport.get_write_buffer_size():
+            self._watch_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, self._problem or msg)
+
+    def _watch_reading(self) -> None:
+        """Start the timer for the rest of a head or body, unless it runs."""
+        if self._read_timer is not None:
+            return
+        if self._is_in_body:
+            self._read_timer = self.loop.call_later(
+                self.limits.body_timeout, self._look_at_body, self.num_body_bytes
+            )
+        elif self.cycle is None or self.cycle.response_complete:
+            self._read_timer = self.loop.call_later(self.limits.header_timeout, self._end_head)
+
+    def _end_head(self) -> None:
+        if not self.num_unparsed:
+            return self.transport.close()
+        seconds = self.limits.header_timeout
+        self._refuse(408, f"the headers have to be whole within {seconds:g} s (--header-timeout)")
+
+    def _look_at_body(self, num_before: int) -> None:
+        self._read_timer = None
+        seconds, num_bytes = self.limits.body_timeout, self.num_body_bytes - num_before
+        # A paused transport does not read, whatever the client has sent.
+        if num_bytes >= seconds * MIN_BODY_RATE or self.flow.read_paused:
+            self._watch_reading()
+        else:
+            message = (
+                f"the body came slower than {MIN_BODY_RATE} bytes per second, over {seconds:g} s "
+                f"(--body-timeout)"
+            )
+            self._refuse(408, message)
+
+    def _stop_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer in place of the application, unless it has begun to, and close.
+
+        Closing a socket with unread data would reset the connection, and the client might lose the
+        response: so it is closed LINGER seconds later, or by the client.
+        """
+        cycle = self._served
+        has_answer = cycle is not None and cycle.response_started
+        if cycle is not None and cycle.response_complete and not self._is_in_body:
+            has_answer = False  # that was for the last request
+        if not has_answer and not self.pipeline:
+            known = (self.scope["path"], self.scope["method"]) if self._is_in_body else ("", "")
+            self.shared.on_refused(status, *known)
+            body = msgspec.json.encode(ErrorBody(ErrorDetail(message, "invalid_request_error")))
+            self.transport.write(
+                b"%bcontent-type: application/json\r\nconnection: close\r\n"
+                b"content-length: %d\r\n\r\n%b" % (STATUS_LINE[status], len(body), body)
+            )
+        if self.transport.can_write_eof():  # not with TLS
+            self.transport.write_eof()
+        self._has_refused = True
+        self._stop_read_timer()
+        self.shared.idle[self] = None  # may be closed for a new one
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self.loop.call_later(LINGER, self.transport.close)
+
+    # ---- clients that do not read ----
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def _watch_writing(self) -> None:
+        num_left = self.transport.get_write_buffer_size()  # nothing is added meanwhile
+        self._write_timer = self.loop.call_later(
+            self.limits.write_timeout, self._look_at_answer, num_left
+        )
+
+    def _look_at_answer(self, num_left: int) -> None:
+        self._write_timer = None
+        still_left = self.transport.get_write_buffer_size()
+        if still_left < num_left:
+            return self._watch_writing() if still_left else None
+        logger.warning(
+            "a client took nothing of its answer for %g s: its connection is cut",
+            self.limits.write_timeout,
+        )
+        self.transport.abort()
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None

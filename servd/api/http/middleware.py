@@ -1,0 +1,258 @@
+"""RequestContext: the middleware of every request: ids, timelines, body limit, error responses."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+import uuid
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from servd.api.batches.store import MAX_UPLOAD
+from servd.api.call import Call
+from servd.api.engine.fair_loop import FairLoop
+from servd.api.engine.request_state import RequestState
+from servd.api.http.auth import CALL, ON_BEHALF_OF, OPEN_PATHS
+from servd.api.http.http_protocol import CONNECTION, ConnectionState
+from servd.api.observability.metrics import Metrics
+from servd.api.observability.rendering import server_timing
+from servd.api.observability.tracer import Tracer
+from servd.api.protocol.errors import error_reply
+from servd.api.protocol.validation import REQUEST_ID
+from servd.base.bounds import MAX_TIMEOUT
+from servd.base.errors import Forbidden, InvalidRequest
+from servd.base.log import MODEL, current_request
+from servd.base.tracing import Mark, now_ns
+from servd.messages.engine import FinishReason
+
+if TYPE_CHECKING:
+    from servd.api.observability.otel import SpanExporter  # an extra
+
+log = logging.getLogger("servd.config.keys")
+
+SINCE = "x-servd-since"  # header: nanoseconds of the host's clock
+MONITORING = {"/health", "/ping", "/metrics", "/load", "/version"}
+TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
+LENGTH = re.compile("[0-9]{1,18}")  # a Content-Length
+LEFT = 499  # status where the client left before it got one
+MAX_BODY = 32 * 1024 * 1024  # bytes; a million tokens of text are about 5 MB
+
+
+@dataclass(eq=False)
+class RequestContext:
+    """Gives every request an id, returned as X-Request-Id; limits its body; answers errors that
+    nothing else handled; ends timelines; counts responses.
+
+    The Call of a request, which it makes, has the rest.
+    """
+
+    app: ASGIApp
+    tracer: Tracer  # keeps the timelines
+    loop: FairLoop  # for ending many timelines in turns
+    metrics: Metrics | None  # None: responses are not counted
+    access_log: str = "off"  # --access-log
+    origins: Collection[str] = ()  # --allowed-origins
+    spans: SpanExporter | None = None
+
+    def __post_init__(self) -> None:
+        self.is_behind_front = MODEL in os.environ  # then only the front can reach this server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = Headers(scope=scope)
+        call = scope[CALL] = self._begin(scope, headers)
+        length = LENGTH.fullmatch(headers.get("content-length", "0"))
+        announced = int(length[0]) if length else 0
+        most = MAX_BODY if scope["path"] != "/v1/files" else MAX_UPLOAD
+        num_received, status, written = 0, 0, False
+        begin = time.perf_counter()
+
+        async def receive_some() -> Message:
+            nonlocal num_received
+            if announced <= most:
+                message = await receive()
+                num_received += len(message.get("body", b""))
+                if num_received <= most:
+                    return message
+            raise HTTPException(413, f"the body may have at most {most} bytes")
+
+        async def send_on(message: Message) -> None:
+            nonlocal status, written
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], *self._headers(call, message)]
+            await send(message)
+            written = message["type"] == "http.response.body" and not message.get(
+                "more_body", False
+            )
+
+        try:
+            self._check(call, headers)
+            await self.app(scope, receive_some, send_on)
+        except ClientDisconnect:
+            pass  # nobody to answer
+        except Exception as error:
+            reply = error_reply(error, call.request_id, scope["path"])
+            if status:
+                # uvicorn cuts the connection: the client sees that the response is incomplete
+                raise
+            answer = Response(reply.body, reply.status, reply.headers, "application/json")
+            await answer(scope, receive, send_on)
+        finally:
+            self._observe(call, status, time.perf_counter() - begin)
+            self._end(call, status, written)
+
+    def _check(self, call: Call, headers: Headers) -> None:
+        """Check the limit of connections, the timeout, and against CSRF: pages of other sites could
+        make their visitors' browsers send requests without a body (`/sleep`) to this server.
+        """
+        length = headers.get("content-length", "0")
+        if not LENGTH.fullmatch(length):
+            shown = length[:32]
+            raise InvalidRequest(f"Content-Length must be a number of bytes, got {shown!r}")
+        is_open = call.scope["path"] in OPEN_PATHS
+        if call.refusal is not None and not is_open:
+            if self.metrics is not None:
+                self.metrics.labelled["vllm:admission_rejections", "max_connections"].inc()
+            raise call.refusal
+        is_foreign = (
+            call.scope["method"] == "POST" and headers.get("sec-fetch-site") == "cross-site"
+        )
+        if is_foreign and {"*", headers.get("origin", "")}.isdisjoint(self.origins):
+            raise Forbidden("pages of this origin may not send requests: see --allowed-origins")
+        if (text := headers.get("x-request-timeout")) and not is_open:
+            call.timeout = _timeout(text)
+
+    def _begin(self, scope: Scope, headers: Headers) -> Call:
+        asked = headers.get("x-request-id", "")
+        request_id = unique_id = uuid.uuid4().hex
+        if re.fullmatch(REQUEST_ID, asked):
+            request_id, unique_id = asked, f"{asked}-{unique_id[:12]}"
+        span = self.spans.begin_span(headers) if self.spans else None
+        parent = span.traceparent if span else headers.get("traceparent", "")
+        trace = TRACE_PARENT.fullmatch(parent)
+        trace_id = {"trace_id": trace[1]} if trace else {}
+        current_request.set({"request_id": request_id, **trace_id})
+        address = scope["client"][0] if scope.get("client") else ""
+        connection = scope.get(CONNECTION) or ConnectionState(deque())
+        return Call(
+            scope=scope,
+            request_id=request_id,
+            unique_id=unique_id,
+            client=address,
+            span=span,
+            since_ns=int(headers.get(SINCE, 0)) if self.is_behind_front else 0,
+            priority_class=int(ON_BEHALF_OF in scope),
+            blocked=connection.blocked,
+            refusal=connection.refusal,
+        )
+
+    def _headers(self, call: Call, start: Message) -> Iterator[tuple[bytes, bytes]]:
+        """Headers of every response; Server-Timing if the response is not streamed."""
+        yield b"x-request-id", call.request_id.encode()
+        for name, value in call.headers.items():
+            yield name.encode(), value.encode()
+        if call.span is not None:
+            yield b"traceresponse", call.span.traceparent.encode()
+        if call.requests and any(name == b"content-length" for name, _ in start["headers"]):
+            yield b"server-timing", server_timing(call.requests).encode()
+
+    def _observe(self, call: Call, status: int, seconds: float) -> None:
+        scope = call.scope
+        path = scope["path"]
+        is_wanted = self.access_log == "all" or (
+            self.access_log == "requests" and path not in MONITORING
+        )
+        if is_wanted and not call.is_logged:
+            _log_answer(call, status, seconds)
+        if status and self.metrics is not None:  # else the client left before
+            route = scope.get("route")  # none if it was refused before it reached the router
+            handler = route.path if route else handler_of(path, scope["app"])
+            self.metrics.observe_answer(handler, scope["method"], status, seconds)
+
+    def _end(self, call: Call, status: int, written: bool) -> None:
+        now = now_ns()
+        if status >= 400 and not call.requests and call.received_ns:  # refused before it had one
+            call.open_request([Mark("received", call.received_ns)], call.unique_id)
+        requests, call.requests = call.requests, []  # an idle connection keeps the call
+        span, call.span = call.span, None
+        marks = list(call.blocked)
+        call.blocked.clear()
+        if written:
+            marks.append(Mark("written", now))
+        marks.append(Mark("done", now))
+
+        def finish(state: RequestState) -> None:
+            outcome = _outcome(state, status, written)
+            timeline = self.tracer.finish_request(state, marks, outcome, status)
+            if span is not None:
+                span.add_timeline(timeline, state.params)
+
+        done = self.loop.each(call.client, requests, finish)
+        if span is not None:
+            done.add_done_callback(lambda _: span.end(status or LEFT))
+
+
+def _outcome(state: RequestState, status: int, written: bool) -> str:
+    """What became of a request, as its client saw it; "" for the end of its generation."""
+    if status >= 500:
+        return "error"
+    if status >= 400:
+        return "refused"
+    if not written:
+        return "abort"
+    has_ended = state.generated is not FinishReason.ABORT
+    return "" if has_ended else "error"  # such as a deadline in the middle of a stream
+
+
+def _timeout(text: str) -> float:
+    if not re.fullmatch(r"\d{1,5}(\.\d{1,6})?", text) or not 0 < float(text) <= MAX_TIMEOUT:
+        raise InvalidRequest(
+            f"X-Request-Timeout must be seconds above 0, at most {MAX_TIMEOUT}, got {text[:32]!r}"
+        )
+    return float(text)
+
+
+def _log_answer(call: Call, status: int, seconds: float) -> None:
+    """Log a line, without the query, which may contain a secret."""
+    scope = call.scope
+    fields = {
+        "method": scope["method"],
+        "path": quote(scope["path"]),
+        "status": status or LEFT,
+        "seconds": round(seconds, 6),
+        "num_prompt_tokens": sum(each.num_prompt_tokens for each in call.requests),
+        "num_output_tokens": sum(each.num_output_tokens for each in call.requests),
+        "key": call.owner,
+        "client": scope["client"][0] if scope.get("client") else "",  # not a Unix socket's
+        "request_id": call.request_id,  # the body may have named it
+    }
+    text = "%s %s %d in %.3f s, %d + %d tokens, key %s, client %s, %s"
+    shown = ("-" if value == "" else value for value in fields.values())
+    log.info(text, *shown, extra={"fields": fields})
+
+
+def handler_of(path: str, app: FastAPI) -> str:
+    """The route template of a path, so that metrics have no label per id."""
+    routes: list[Route] = app.state.routes
+    return next((route.path for route in routes if route.path_regex.match(path)), "none")
+
+
+def count_refusal(app: FastAPI, status: int, path: str, method: str) -> None:
+    """Count a response that `Connections` gives in place of the application."""
+    metrics = app.state.context.async_llm.metrics
+    metrics.observe_refusal(handler_of(path, app), method or "none", status)

@@ -1,0 +1,243 @@
+"""Route: FastAPI's route, with bodies read as servd reads them; and what it adds to OpenAPI.
+
+An endpoint is an ordinary one of FastAPI: its parameters say what it takes. `Parsed[Model]` is the
+body, a dependency: FastAPI would parse it on the event loop, however long it is, and in its own
+words. Answers are msgspec structs: `Route` takes them as `response_model`. It adds bodies, answers,
+errors and headers to the `openapi_extra` and `responses` that FastAPI makes its document of.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints
+
+import msgspec
+from fastapi import APIRouter, Depends, Path
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+
+import servd
+from servd.api.call import call_of
+from servd.api.http.auth import OPEN_PATHS
+from servd.api.http.middleware import MAX_BODY
+from servd.api.protocol.errors import ANTHROPIC_ROUTES, AnthropicErrorBody, ErrorBody
+from servd.api.protocol.validation import RequestBody
+
+T = TypeVar("T")
+Schema = dict[str, Any]
+Responses = dict[int | str, Schema]
+
+
+async def read_parsed(request: Request) -> RequestBody:
+    """Read and validate the body of a request.
+
+    Raises:
+        RequestError: see `Call.read`.
+    """
+    route: Route = request.scope["route"]
+    return await call_of(request).read(request, route.kinds[0])
+
+
+# The body, as a model that is read by `read_parsed`.
+Parsed = Annotated[T, Depends(read_parsed)]
+# A part of the path. The router finds no route for an empty one.
+PathPart = Annotated[str, Path(json_schema_extra={"minLength": 1})]
+
+DESCRIPTION = (
+    "An OpenAI-compatible serving daemon for language models. Fields that are not "
+    "listed are accepted, have no effect, and are named in the header `X-Servd-Ignored`; with "
+    "`--strict-fields` they are a 400. What one field asks of another is not in the schemas: "
+    "`stream_options` needs `stream`, for example. Breaking such a rule is a 400 that says so."
+)
+SECURITY_SCHEMES: Schema = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+HEADER_TEXTS = {
+    "X-Request-Id": "The id of the request: the client's, from the same header, or a new one.",
+    "X-Servd-Ignored": "Names of fields in the body that had no effect.",
+    "Server-Timing": "Milliseconds of the stages of an answer that is not streamed.",
+    "traceresponse": "The OpenTelemetry span of the request, if spans are exported.",
+    "Retry-After": "Seconds after which to try again, where that may help.",
+}
+HEADERS: Schema = {
+    name: {
+        "description": text,
+        "schema": {"type": "integer" if name == "Retry-After" else "string"},
+    }
+    for name, text in HEADER_TEXTS.items()
+}
+ERRORS = {
+    400: "A field or a header is missing, malformed or out of bounds; `param` names the field.",
+    401: "There is no API key, or a wrong one.",
+    403: "The API key lacks the scope of this route.",
+    404: "There is no such model or object here.",
+    408: "The rest of the body did not come in time.",
+    413: f"The body has more than {MAX_BODY} bytes.",
+    429: "Too many requests are unfinished, or the API key has reached a limit.",
+    500: "The server failed; its log has the details under the id of the request.",
+    503: "The model is loading, the server is shutting down, or the engine is gone.",
+    504: "The request's own deadline passed before its answer was whole.",
+    529: "The model is loading, or too many requests are waiting.",
+}
+SCHEMAS = "#/components/schemas/"
+# Errors that a body brings.
+OF_BODIES = {400, 404, 408, 413, 429, 500, 503, 504}
+# Schemas of the msgspec structs that answers of the imported routes have, by name.
+ANSWERS: dict[str, Schema] = {}
+
+
+class Route(APIRoute):
+    """The class of all routes.
+
+    Args:
+        path: as FastAPI has it.
+        endpoint: returns a Response. What it reads is its parameter `body`, which is `Parsed`.
+        response_model: msgspec type of the JSON in a 200, or a tuple of several.
+        options: FastAPI's. `responses` need not name the errors that all such routes have.
+    """
+
+    def __init__(
+        self, path: str, endpoint: Callable[..., Any], *, response_model: Any = None, **options: Any
+    ) -> None:
+        super().__init__(path, endpoint, response_model=None, **options)
+        self.tags = self.tags or [endpoint.__module__.rpartition(".")[2]]
+        headers = ["X-Request-Id"]
+        if self.kinds:
+            headers.append("X-Servd-Ignored")
+            schema = any_of([{"$ref": SCHEMAS + kind.__name__} for kind in self.kinds])
+            body = {"required": True, "content": {"application/json": {"schema": schema}}}
+            self.openapi_extra = {"requestBody": body}
+        answers: Responses = {200: {}, **self.responses}
+        if response_model:  # FastAPI marks an absent one
+            kinds = response_model if isinstance(response_model, tuple) else (response_model,)
+            content = json_content(*kinds) | answers[200].get("content", {})
+            answers[200] = answers[200] | {"content": content}
+        kind = AnthropicErrorBody if path.startswith(ANTHROPIC_ROUTES) else ErrorBody
+        described = {status: {"headers": _refs(headers)} | each for status, each in answers.items()}
+        self.responses = refusals(*self._refused(), kind=kind) | described
+
+    @functools.cached_property
+    def kinds(self) -> Sequence[type[RequestBody]]:
+        """The models of the body: several if it is a union, none if there is no body."""
+        body = get_type_hints(self.endpoint).get("body")
+        return get_args(body) or (() if body is None else (body,))
+
+    def _refused(self) -> list[int]:
+        """Statuses of the errors that path, query and body bring."""
+        statuses: set[int] = set()
+        if self.path not in OPEN_PATHS:
+            statuses |= {400, 401, 403}  # 400: X-Request-Timeout
+        if "{" in self.path:
+            statuses |= {404}
+        if self.dependant.query_params:
+            statuses |= {400}
+        if self.kinds:
+            statuses |= OF_BODIES
+            if self.path.startswith(ANTHROPIC_ROUTES):
+                statuses |= {529}
+        return sorted(statuses)
+
+
+@functools.cache
+def schema_of(kind: Any) -> Schema:
+    """Return the JSON schema of a msgspec type. The structs in it go to `ANSWERS`."""
+    template = SCHEMAS + "{name}"
+    (schema,), structs = msgspec.json.schema_components((kind,), ref_template=template)
+    for name, struct in structs.items():
+        assert ANSWERS.setdefault(name, struct) == struct, f"there are two structs {name}"
+    return schema
+
+
+def any_of(schemas: Sequence[Schema]) -> Schema:
+    """Return the JSON schema of a value that has one of these."""
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+
+
+def json_content(*kinds: Any) -> Schema:
+    """Return the `content` of a JSON response that has one of these msgspec types."""
+    return {"application/json": {"schema": any_of([schema_of(kind) for kind in kinds])}}
+
+
+def text_content(*media_types: str) -> Responses:
+    """Return the `responses` of a route whose 200 is text of one of these types."""
+    return {200: {"content": {name: {"schema": {"type": "string"}} for name in media_types}}}
+
+
+def events(*kinds: Any) -> Responses:
+    """Return the `responses` of a route that may also stream documents of these msgspec types: each
+    is the data of a server-sent event, and the last event may say so.
+    """
+    document = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": any_of([schema_of(kind) for kind in kinds]),
+    }
+    fields = {"event": {"type": "string"}, "data": {"anyOf": [document, {"const": "[DONE]"}]}}
+    event = {"type": "object", "properties": fields, "required": ["data"]}
+    return {200: {"content": {"text/event-stream": {"itemSchema": event}}}}
+
+
+def refusals(*statuses: int, kind: Any = ErrorBody) -> Responses:
+    """Return the `responses` of errors with these statuses.
+
+    Args:
+        statuses: of `ERRORS`.
+        kind: msgspec type of the body.
+    """
+    found: Responses = {}
+    for status in statuses:
+        headers = ["X-Request-Id"]
+        if status in (429, 503, 529):
+            headers.append("Retry-After")
+        found[status] = {
+            "description": ERRORS[status],
+            "headers": _refs(headers),
+            "content": json_content(kind),
+        }
+    return found
+
+
+def _refs(headers: Iterable[str]) -> Schema:
+    return {name: {"$ref": f"#/components/headers/{name}"} for name in headers}
+
+
+def _bodies(routes: Iterable[Route]) -> dict[str, Schema]:
+    """Return the JSON schemas of all bodies and of what is in them, by name."""
+    models = {kind for route in routes for kind in route.kinds}
+    named = sorted(models, key=lambda model: model.__name__)
+    _, schema = models_json_schema(
+        [(model, "validation") for model in named], ref_template=SCHEMAS + "{model}"
+    )
+    return schema["$defs"]
+
+
+def document(routers: Iterable[APIRouter], needs_key: bool) -> Schema:
+    """Return the OpenAPI document of all routes. Takes about a tenth of a second.
+
+    Args:
+        routers: whose routes are of the class `Route`.
+        needs_key: whether clients have to send an API key.
+    """
+    routes = [cast(Route, route) for router in routers for route in router.routes]
+    found = get_openapi(
+        title="servd",
+        version=servd.__version__,
+        openapi_version="3.2.0",
+        description=DESCRIPTION,
+        license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        routes=routes,
+    )
+    components = found["components"]
+    components["schemas"] = _bodies(routes) | ANSWERS
+    components["headers"] = HEADERS
+    components["securitySchemes"] = SECURITY_SCHEMES if needs_key else {}
+    for path, operations in found["paths"].items():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)  # it is a 400 here
+            if needs_key and path not in OPEN_PATHS:
+                operation["security"] = [{name: []} for name in SECURITY_SCHEMES]
+    return found

@@ -1,0 +1,367 @@
+"""Prometheus metrics of one API server, under vLLM's names where they mean the same.
+
+With several API servers the parent sets PROMETHEUS_MULTIPROC_DIR before it starts them;
+prometheus-client then keeps all values in files there, and /metrics of each server covers all.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import product
+from operator import attrgetter
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.utils import floatToGoString
+
+from servd.api.engine.choice import Choice
+from servd.api.engine.request_state import Observer, RequestState
+from servd.api.observability import metric_names as names
+from servd.api.observability.collectors import (
+    EngineCollector,
+    EngineState,
+    ProcessesCollector,
+    WithExemplars,
+)
+from servd.base.tracing import StepRecord
+from servd.config import Config
+from servd.config.kv_layout import KVLayout
+from servd.messages.engine import EngineDead, EngineReady, EngineStatus, FinishReason
+from servd.messages.params import SamplingParams
+from servd.messages.stats import SchedulerStats
+
+SECOND = 1e9  # nanoseconds
+OPEN_METRICS = "application/openmetrics-text"
+LAGS_PER_WRITE = 10  # one second's worth
+
+
+class Report(msgspec.Struct):
+    """What an API server tells the others: its pid, and the engines' states by rank."""
+
+    pid: int
+    states: list[SchedulerStats]
+
+
+class TalliedHistogram(Histogram):
+    """Buffers values until `flush`: a call of the library takes microseconds, however many."""
+
+    def _metric_init(self) -> None:
+        super()._metric_init()
+        self.values: list[float] = []  # observed since the last `flush`
+
+    def flush(self) -> None:
+        if not (values := self.values):
+            return
+        values.sort()
+        begin = 0
+        while begin < len(values):
+            bucket = bisect_left(self._upper_bounds, values[begin])
+            end = bisect_right(values, self._upper_bounds[bucket], lo=begin)
+            self._buckets[bucket].inc(end - begin)
+            begin = end
+        self._sum.inc(sum(values))
+        values.clear()
+
+    def bucket_of(self, value: float) -> str:
+        return floatToGoString(self._upper_bounds[bisect_left(self._upper_bounds, value)])
+
+
+class Families:
+    """All metric families of all engines; most have the labels `model_name` and `engine`."""
+
+    def __init__(self, model_name: str, max_model_len: int) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.engines = EngineCollector(model_name)
+        registry.register(self.engines)
+        is_shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ  # with other API servers
+        self.processes = ProcessesCollector(is_shared)
+        counted = [MultiProcessCollector(None), self.engines] if is_shared else [registry]
+        self.all = WithExemplars([*counted, self.processes])
+        labels, lengths = ["model_name", "engine"], _one_two_five(max_model_len)
+        self.counters = {
+            name: Counter(name, text, labels, registry=registry)
+            for name, text in names.COUNTERS.items()
+        }
+        self.labelled = {
+            name: Counter(name, text, [*labels, *own], registry=registry)
+            for name, (text, own) in names.LABELLED.items()
+        }
+        self.histograms = {
+            name: TalliedHistogram(name, text, labels, buckets=own or lengths, registry=registry)
+            for name, (text, own) in names.HISTOGRAMS.items()
+        }
+        self.ignored_fields = Counter(
+            "servd_ignored_fields", "Fields of requests that had no effect.", registry=registry
+        )
+        # Named as by prometheus-fastapi-instrumentator, without the labels of a model.
+        self.http_requests = Counter(
+            "http_requests", "Answers.", ["handler", "method", "status"], registry=registry
+        )
+        self.http_seconds = TalliedHistogram(
+            "http_request_duration_seconds",
+            "From the head of a request to the last byte of its answer.", ["handler", "method"],
+            buckets=names.HTTP_BUCKETS, registry=registry,
+        )  # fmt: skip
+        # Seconds of responses not yet in these two, by the labels of the first.
+        self.answers = defaultdict[tuple[str, str, int], list[float]](list)
+        # Without the common labels, as in vLLM.
+        self.sleep_seconds = Histogram(
+            "vllm:sleep_mode_operation_duration_seconds",
+            "From a request to sleep or wake up to its answer.", ["operation"],
+            buckets=names.SLEEP_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self.sleeping = Gauge(
+            "vllm:sleep_mode_operations_in_flight",
+            "Requests to sleep or wake up that are not answered yet.", ["operation"],
+            multiprocess_mode="livesum", registry=registry,
+        )  # fmt: skip
+        for operation in names.SLEEP_OPERATIONS:
+            self.sleep_seconds.labels(operation)
+            self.sleeping.labels(operation)
+
+    def write(self) -> None:
+        answers, self.answers = self.answers, defaultdict(list)
+        for (handler, method, status), seconds in answers.items():
+            self.http_requests.labels(handler, method, str(status)).inc(len(seconds))
+            histogram = self.http_seconds.labels(handler, method)
+            histogram.values += seconds
+            histogram.flush()
+
+
+class Metrics(Observer):
+    """All metrics, with the labels `model_name` and `engine` filled in.
+
+    Args:
+        model_name: the first served model name.
+        max_model_len: largest bucket of the token-count histograms.
+        beside: metrics of the previous engine; /metrics renders all together.
+        first_rank: rank of this engine if there is no previous one.
+
+    Attributes:
+        engines: metrics of all engines by rank, including these.
+        labelled: counters of LABELLED, by name and label values.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        max_model_len: int = 131072,
+        beside: Metrics | None = None,
+        first_rank: int = 0,
+    ) -> None:
+        self.engines: list[Metrics] = beside.engines if beside else []
+        self.rank = beside.engines[-1].rank + 1 if beside else first_rank
+        self.engines.append(self)
+        families = beside.families if beside else Families(model_name, max_model_len)
+        self.families, self.registry = families, families.registry
+        self.state = families.engines.states[self.rank] = EngineState()
+        labels = self.labels = {"model_name": model_name, "engine": str(self.rank)}
+        self.counters = {
+            name: family.labels(**labels) for name, family in families.counters.items()
+        }
+        self.histograms: dict[str, TalliedHistogram] = {
+            name: family.labels(**labels) for name, family in families.histograms.items()
+        }
+        self.labelled = {
+            (name, *own): family.labels(*labels.values(), *own)
+            for name, family in families.labelled.items()
+            for own in product(*names.LABELLED[name][1].values())
+        }
+        self._gaps = self.histograms["vllm:inter_token_latency_seconds"]
+        self._note_gap = self._gaps.values.append
+        self._note_steps = self.histograms["vllm:iteration_tokens_total"].values.extend
+        # Tokens not yet in a counter; prompt tokens as (all, cached, loaded from lower tiers).
+        self._num_generated = self._num_prompt = self._num_cached = self._num_external = 0
+
+    def stepped(self, steps: Sequence[StepRecord], stats: SchedulerStats | None, rank: int) -> None:
+        if stats is not None:
+            self.engines[rank].observe_step(stats)
+
+    def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineDead) -> None:
+        if not state.is_counted:
+            return
+        own = self.engines[state.rank]
+        num_aborted = len(state.open_engine_ids())
+        if num_aborted and not isinstance(status, EngineDead):
+            own.labelled["vllm:request_success", FinishReason.ABORT].inc(num_aborted)
+        own.observe_request(state.params, state.choices)
+
+    def observe_ready(self, ready: EngineReady, config: Config) -> None:
+        """Record the KV cache's configuration, the limit of adapters, and whether the model is
+        loaded.
+        """
+        cache, most = config.cache, config.scheduler.max_num_batched_tokens or 1
+        layout = KVLayout(ready.block_size, most, ready.worker.kv_windows)
+        num_tokens = layout.num_tokens(ready.worker.num_blocks, ready.max_model_len)
+        facts = {
+            "block_size": ready.block_size,
+            "num_gpu_blocks": ready.worker.num_blocks,
+            "cache_dtype": cache.kv_cache_dtype,
+            "enable_prefix_caching": cache.enable_prefix_caching,
+            "gpu_memory_utilization": cache.gpu_memory_utilization,
+            "kv_cache_size_tokens": num_tokens,
+            "kv_cache_max_concurrency": round(num_tokens / ready.max_model_len, 2),
+        }
+        self.state.cache = {name: str(fact) for name, fact in facts.items()}
+        self.state.is_asleep = ready.is_asleep
+        self.state.max_loras = config.lora.num_places
+
+    def observe_restarts(self, count: int) -> None:
+        self.state.num_restarts = count
+
+    def observe_answer(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """An HTTP request was answered. `handler` is the template of its route."""
+        self.families.answers[handler, method, status].append(seconds)
+
+    def observe_refusal(self, handler: str, method: str, status: int) -> None:
+        """A client was rejected before its request was complete."""
+        self.families.http_requests.labels(handler, method, str(status)).inc()
+
+    def observe_lag(self, seconds: float) -> None:
+        """The event loop ran a timer this late; called ten times a second."""
+        lags = self.histograms["servd:event_loop_lag_seconds"].values
+        lags.append(seconds)
+        for each in self.engines:
+            each._gaps.flush()  # a whole second's values would block the loop
+        if len(lags) >= LAGS_PER_WRITE:
+            self.write()
+
+    def observe_step(self, stats: SchedulerStats) -> None:
+        """Record the engine's state after a step; its counters are increments."""
+        self.state.stats = stats
+        self._note_steps(filter(None, stats.step_tokens))
+        # Most steps have nothing else to count, and calls of the library are slow.
+        looked_up, failed = stats.prefix_cache_queries, stats.num_failed
+        if looked_up or failed or stats.num_preemptions or stats.drafts.num_drafts or stats.tiers:
+            self._count(stats)
+        for block in stats.evictions:
+            for name, times in (
+                ("lifetime", [block.lifetime_ns]),
+                ("idle_before_evict", [block.idle_ns]),
+                ("reuse_gap", block.reuse_gaps_ns),
+            ):
+                histogram = self.histograms[f"vllm:kv_block_{name}_seconds"]
+                histogram.values += [ns / SECOND for ns in times]
+
+    def _count(self, stats: SchedulerStats) -> None:
+        for name, count_of in names.OF_STEPS.items():
+            if count := count_of(stats):
+                self.counters[name].inc(count)
+        accepted = self.families.labelled["vllm:spec_decode_num_accepted_tokens_per_pos"]
+        for position, count in enumerate(stats.drafts.num_accepted_tokens_per_pos):
+            accepted.labels(**self.labels, position=position).inc(count)
+
+    def write(self) -> None:
+        """Publish the buffered values of tokens and requests, before a scrape and once a second.
+        Published one by one, they would take a third of an API server's time per request.
+        """
+        self.families.write()
+        for each in self.engines:
+            each._write_tokens()
+            for histogram in each.histograms.values():
+                histogram.flush()
+
+    def _write_tokens(self) -> None:
+        prompt, cached, external = self._num_prompt, self._num_cached, self._num_external
+        self.counters["vllm:generation_tokens"].inc(self._num_generated)
+        self.counters["vllm:prompt_tokens"].inc(prompt)
+        self.counters["vllm:prompt_tokens_cached"].inc(cached)
+        sources = {"local_cache_hit": cached - external, "external_kv_transfer": external}
+        for source, count in sources.items():
+            self.labelled["vllm:prompt_tokens_cached_by_source", source].inc(count)
+        for source, count in {**sources, "local_compute": prompt - cached}.items():
+            self.labelled["vllm:prompt_tokens_by_source", source].inc(count)
+        self._num_generated = self._num_prompt = self._num_cached = self._num_external = 0
+
+    def observe_tokens(self, choice: Choice, num_tokens: int, now_ns: int) -> None:
+        """`num_tokens` tokens of a choice arrived together at `now_ns`."""
+        if choice.num_tokens and num_tokens:
+            self._note_gap((now_ns - choice.last_ns) / SECOND / num_tokens)
+        elif num_tokens:
+            self._observe_first(choice, now_ns)
+        else:
+            return
+        self._num_generated += num_tokens
+        choice.num_tokens += num_tokens
+        choice.last_ns = now_ns
+
+    def _observe_first(self, choice: Choice, now_ns: int) -> None:
+        seconds = (now_ns - choice.arrival_ns) / SECOND
+        self._observe({"vllm:time_to_first_token_seconds": seconds}, choice.exemplar)
+        self._num_prompt += choice.num_prompt_tokens
+        self._num_cached += choice.num_cached_tokens
+        self._num_external += choice.num_external_tokens
+
+    def observe_finished(self, choice: Choice, reason: FinishReason, now_ns: int) -> None:
+        """A choice has finished."""
+        self.labelled["vllm:request_success", reason].inc()
+        if reason in (FinishReason.ABORT, FinishReason.ERROR):
+            return  # their times say nothing about the engine
+        marks = {"finished": now_ns, **choice.marks}  # a stop string ends it here
+        values = {
+            "vllm:e2e_request_latency_seconds": (now_ns - choice.arrival_ns) / SECOND,
+            "vllm:request_prompt_tokens": choice.num_prompt_tokens,
+            "vllm:request_prefill_kv_computed_tokens": (
+                choice.num_prompt_tokens - choice.num_cached_tokens
+            ),
+            "vllm:request_generation_tokens": choice.num_tokens,
+            "vllm:request_num_preemptions": choice.num_preemptions,
+        }
+        for name, (begin, end) in names.STAGES.items():
+            if begin in marks and end in marks:
+                values[name] = (marks[end] - marks[begin]) / SECOND
+        if "first_token" in marks and choice.num_tokens > 1:
+            seconds = (marks["finished"] - marks["first_token"]) / SECOND
+            values["vllm:request_time_per_output_token_seconds"] = seconds / (choice.num_tokens - 1)
+        self._observe(values, choice.exemplar)
+
+    def _observe(self, values: dict[str, float], leads_to: dict[str, str] | None) -> None:
+        for name, value in values.items():
+            histogram = self.histograms[name]
+            histogram.values.append(value)
+            if leads_to is not None:
+                bucket = histogram.bucket_of(value)
+                self.families.all.note(name, str(self.rank), bucket, value, leads_to)
+
+    def observe_request(self, params: SamplingParams, choices: Sequence[Choice]) -> None:
+        """All choices of a request have finished."""
+        longest = max(choice.num_tokens for choice in choices)
+        values: dict[str, float] = {
+            "vllm:request_params_n": params.n,
+            "vllm:request_max_num_generation_tokens": longest,
+        }
+        if params.max_tokens is not None:
+            values["vllm:request_params_max_tokens"] = params.max_tokens
+        self._observe(values, None)
+
+    def report(self) -> Report:
+        """The latest known state of the engines."""
+        return Report(os.getpid(), [each.state.stats for each in self.engines])
+
+    def render(self, accept: str = "", reports: Sequence[Report] = ()) -> tuple[bytes, str]:
+        """Body and content type of GET /metrics.
+
+        Args:
+            accept: the Accept header, which selects the format.
+            reports: of the other API servers. An engine reports to one at a time, so the newest
+                report is current.
+        """
+        self.write()
+        self.families.processes.others = [report.pid for report in reports]
+        for report in reports:
+            for each, stats in zip(self.engines, report.states, strict=True):
+                each.state.stats = max(each.state.stats, stats, key=attrgetter("at_ns"))
+        encode, content_type = choose_encoder(accept)
+        if content_type.startswith(OPEN_METRICS):  # allow colons in names
+            encode, _ = choose_encoder(f"{OPEN_METRICS};version=1.0.0;escaping=allow-utf-8")
+        return encode(self.families.all), content_type
+
+
+def _one_two_five(largest: int) -> list[int]:
+    steps = [step * 10**exponent for exponent in range(len(str(largest))) for step in (1, 2, 5)]
+    return [step for step in steps if step <= largest]

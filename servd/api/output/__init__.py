@@ -1,0 +1,1 @@
+"""What the model writes becomes content, reasoning and tool calls."""

@@ -1,0 +1,218 @@
+"""ModelFormat: how the served model writes reasoning and tool calls."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from servd.api.engine.grammar_checker import MAX_BYTES
+from servd.api.output.output_parser import ExpectedOutput
+from servd.api.output.reasoning_parser import ReasoningParser
+from servd.api.output.tool_choice import ForcedCallsParser, calls_schema
+from servd.api.output.tool_parser import ToolParser
+from servd.api.output.tool_parsers._grammar import NotExpressible, calls_grammar
+from servd.api.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
+from servd.api.text.prompt import ToolOptions
+from servd.api.text.tokenizer import Tokenizer
+from servd.base import plugins
+from servd.base.errors import InvalidRequest
+from servd.config import Config
+from servd.messages.params import StructuredOutput
+
+log = logging.getLogger("servd.api")
+
+TOOL_PARSERS = "servd.api.output.tool_parsers"
+REASONING_PARSERS = "servd.api.output.reasoning_parsers"
+# Kinds of structured output that are schemas.
+SCHEMAS = {"json": "{}", "json_object": '{"type": "object"}'}
+
+
+@dataclass(eq=False)
+class ModelFormat:
+    """How the served model writes reasoning and tool calls."""
+
+    tokenizer: Tokenizer
+    # None if the model has no known format; required and named calls work all the same.
+    tool_parser: type[ToolParser] | None
+    reasoning_parser: type[ReasoningParser] | None  # None if the model does not reason
+    # It begins to reason by itself where the prompt neither opens nor closes the tag.
+    reasons_unasked: bool = False
+
+    def __post_init__(self) -> None:
+        tool_parser, reasoning_parser = self.tool_parser, self.reasoning_parser
+        # Parser -> those of its markers that are added tokens.
+        self._visible_ids: dict[type, frozenset[int]] = {ForcedCallsParser: frozenset()}
+        if tool_parser is not None:
+            self._visible_ids[tool_parser] = self._added_ids(*tool_parser.markers)
+        if reasoning_parser is not None:
+            tags = (reasoning_parser.start_tag, reasoning_parser.end_tag)
+            markers = (*tags, *reasoning_parser.markers)
+            self._visible_ids[reasoning_parser] = self._added_ids(*markers)
+
+    @classmethod
+    def choose(cls, config: Config, template: ChatTemplate, tokenizer: Tokenizer) -> ModelFormat:
+        """What the options name, else what the chat template shows.
+
+        Raises:
+            ConfigError: no such parser.
+        """
+        tools = _choose(TOOL_PARSERS, config.server.tool_call_parser, template.tool_source)
+        reasoning = _choose(REASONING_PARSERS, config.server.reasoning_parser, template.source)
+        is_asserted = bool(config.server.reasoning_parser) or "enable_thinking" in template.source
+        tools = tools if config.server.enable_auto_tool_choice else None
+        return cls(tokenizer, tools, reasoning, is_asserted)
+
+    def expect(
+        self,
+        prompt: str,
+        tool_options: ToolOptions | None = None,
+        structured_output: StructuredOutput | None = None,
+        skip_special_tokens: bool = True,
+        continued: str = "",
+    ) -> ExpectedOutput:
+        """What to expect after `prompt`.
+
+        Args:
+            prompt: as rendered: its end tells whether the output begins with reasoning.
+            tool_options: None where the model may not call tools.
+            structured_output: what the content must look like, unless the model calls tools.
+            skip_special_tokens: as in the detokenizer.
+            continued: content of the message that the output goes on with.
+
+        Raises:
+            InvalidRequest: the form of the output cannot be held to begin after the reasoning, or
+                is no JSON.
+        """
+        tool_parser: type[ToolParser] | None = None
+        if tool_options is not None:
+            tool_parser = self.tool_parser
+            is_schema = structured_output is not None and structured_output.kind in SCHEMAS
+            if tool_options.forced or is_schema:
+                tool_parser, structured_output = self._hold_calls(tool_options, structured_output)
+        reasoning_parser, is_reasoning = None, False
+        if self.reasoning_parser is not None:
+            reasoning_parser, is_reasoning = self._reasoning(
+                self.reasoning_parser, prompt, continued
+            )
+        if reasoning_parser is not None and structured_output is not None:
+            can_reason = self.reasons_unasked and reasoning_parser.asked_by in prompt
+            if reasoning_parser.answer_tag or is_reasoning or can_reason:
+                structured_output = self._after_reasoning(structured_output, reasoning_parser)
+            else:
+                reasoning_parser = None  # the form holds from the first token on
+        if tool_parser is None and reasoning_parser is None:
+            return ExpectedOutput(structured_output)
+        visible_ids = frozenset[int]().union(
+            *(self._visible_ids[parser] for parser in (tool_parser, reasoning_parser) if parser)
+        )
+        return ExpectedOutput(
+            structured_output,
+            reasoning_parser,
+            is_reasoning,
+            tool_parser,
+            tool_options,
+            visible_ids,
+            self.tokenizer.byte_table(skip_special_tokens, visible_ids) if reasoning_parser else {},
+        )
+
+    def _hold_calls(
+        self, tool_options: ToolOptions, structured_output: StructuredOutput | None
+    ) -> tuple[type[ToolParser] | None, StructuredOutput | None]:
+        """What finds the calls, and the form of an output that is calls or follows a schema."""
+        content_schema = None
+        if not tool_options.forced and structured_output is not None:
+            content_schema = structured_output.value or SCHEMAS[structured_output.kind]
+        try:
+            grammar = self._calls_grammar(tool_options, content_schema)
+        except (ValueError, RecursionError) as error:
+            assert structured_output is not None
+            param = structured_output.param
+            raise InvalidRequest(
+                f"{param}: the schema is not valid JSON: {error}", param=param
+            ) from None
+        if grammar is not None:
+            return self.tool_parser, StructuredOutput("grammar", grammar, param="tools")
+        if not tool_options.forced:
+            return self.tool_parser, structured_output
+        schema = calls_schema(tool_options.forced, tool_options.parallel)
+        return ForcedCallsParser, StructuredOutput("json", schema, param="tools")
+
+    def _calls_grammar(self, tool_options: ToolOptions, content_schema: str | None) -> str | None:
+        """Calls in the model's own format; None if that cannot be held to the tools' schemas."""
+        parser = self.tool_parser
+        if parser is None or not parser.syntaxes:
+            return None
+        tools = tool_options.forced or tool_options.tools
+        try:
+            grammar = calls_grammar(
+                parser.syntaxes,
+                parser.arguments_grammar,
+                tools,
+                tool_options.parallel,
+                self._added_id,
+                content_schema,
+            )
+        except NotExpressible as reason:
+            log.debug("tool calls are held to a JSON array: %s", reason)
+            return None
+        return grammar if len(grammar.encode()) <= MAX_BYTES else None
+
+    def _added_ids(self, *markers: str) -> frozenset[int]:
+        return frozenset(i for marker in markers if (i := self._added_id(marker)) is not None)
+
+    def _added_id(self, marker: str) -> int | None:
+        # All of them, special or not: those in angle brackets are special to llguidance, whatever
+        # the tokenizer says.
+        token_id = self.tokenizer.token_id(marker)
+        return token_id if token_id in self.tokenizer.added_ids else None
+
+    def _reasoning(
+        self, parser: type[ReasoningParser], prompt: str, continued: str
+    ) -> tuple[type[ReasoningParser] | None, bool]:
+        """The parser, if the output can have reasoning; and whether it begins inside it."""
+        end = prompt[-256:].rstrip()
+        opened, closed = continued.rfind(parser.start_tag), continued.rfind(parser.end_tag)
+        if end.endswith(parser.end_tag) or closed > opened:
+            return None, False
+        is_reasoning = end.endswith(parser.start_tag) or opened >= 0
+        return parser, is_reasoning or (parser.always and not continued)
+
+    def _after_reasoning(
+        self, structured_output: StructuredOutput, parser: type[ReasoningParser]
+    ) -> StructuredOutput:
+        if parser.answer_tag:
+            is_of_calls = (structured_output.kind, structured_output.param) == ("grammar", "tools")
+            if is_of_calls and self.tool_parser and self.tool_parser.syntaxes[0].answer:
+                return structured_output  # it has the reasoning in it
+            tag = self.tokenizer.encode(parser.answer_tag, add_special_tokens=False)
+            return msgspec.structs.replace(structured_output, starts_after=tag)
+        end_tag = parser.end_tag
+        end_id = self.tokenizer.token_id(end_tag)
+        if end_id is None:
+            raise InvalidRequest(
+                f"this model reasons before it answers, and its {end_tag} is not one token, so the "
+                "form of the answer cannot be held: switch reasoning off with "
+                '"reasoning_effort": "none"',
+                param=structured_output.param,
+            )
+        return msgspec.structs.replace(structured_output, starts_after=[end_id])
+
+
+def _choose(package: str, name: str | None, template: str) -> Any:
+    """The parser with this name, or the first one that fits the template; None if there is none."""
+    kind = package.rpartition(".")[2].replace("_", " ").removesuffix("s")
+    if name == "none":
+        return None
+    if name is not None:
+        return plugins.load(package, name, "Parser")
+    for name in plugins.names(package):
+        parser = plugins.load(package, name, "Parser")
+        if parser.matches(template):
+            log.info("%s: %s, by the chat template", kind, name)
+            return parser
+    if not template.endswith(DEFAULT_TEMPLATE):
+        log.info("%s: none, the chat template shows no known format", kind)
+    return None

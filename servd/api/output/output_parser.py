@@ -1,0 +1,127 @@
+"""OutputParser: splits output text into reasoning, content and tool calls, as expected."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from servd.api.output.incremental import Brackets, Content, Delta, ToolCallArguments, ToolCallStart
+from servd.api.output.reasoning_parser import ReasoningParser
+from servd.api.output.tool_parser import ToolParser
+from servd.api.text.detokenizer import Utf8Decoder
+from servd.api.text.prompt import ToolOptions
+from servd.messages.params import StructuredOutput
+
+
+class ExpectedOutput(msgspec.Struct, frozen=True):
+    structured_output: StructuredOutput | None = None
+    reasoning_parser: type[ReasoningParser] | None = None
+    is_reasoning: bool = False  # the output begins inside the reasoning
+    tool_parser: type[ToolParser] | None = None
+    tool_options: ToolOptions | None = None
+    visible_ids: frozenset[int] = frozenset()  # added tokens that the parsers need to see as text
+    # The bytes of tokens, as the detokenizer sees them, for counting those of the reasoning.
+    table: Mapping[int, bytes] = {}
+
+
+class OutputParser:
+    """Splits the output of one choice, whole or piece by piece.
+
+    Attributes:
+        num_calls: tool calls that have begun.
+        looks_for_calls: whether there can be any.
+
+    Args:
+        expected: the request's.
+    """
+
+    def __init__(self, expected: ExpectedOutput) -> None:
+        reasoning, tools = expected.reasoning_parser, expected.tool_parser
+        options = expected.tool_options
+        self.num_calls = 0
+        self.looks_for_calls = tools is not None
+        self._open_call: Brackets | None = None  # reads its arguments
+        # Until it is over.
+        self._reasoning = reasoning(expected.is_reasoning) if reasoning else None
+        self._num_reasoning_tokens = 0  # of spans that have ended and been counted
+        self._num_spans = 0
+        self._tools = tools(options.tools) if tools and options else None
+        self._only_first = options is not None and not options.parallel
+        self._table = expected.table  # for counting the tokens of the reasoning
+        self._decoder = Utf8Decoder("replace")
+        self._num_chars = 0
+        # Where tokens begin in the text, in characters, until the reasoning ends.
+        self._token_starts: list[int] = []
+
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
+        """Take more text; return what is certain now.
+
+        Args:
+            text: from the detokenizer, which may hold some of the tokens' text back.
+            token_ids: all tokens that came since the last call.
+        """
+        if self._reasoning is None:
+            if self._tools is None:
+                return [Content(text)] if text else []
+            return self._select(self._tools.feed(text))
+        for token_id in token_ids:
+            self._token_starts.append(self._num_chars)
+            self._num_chars += len(self._decoder.decode(self._table[token_id]))
+        deltas = self._sort(self._reasoning.feed(text))
+        for begin, end in self._reasoning.spans[self._num_spans :]:
+            if end < math.inf:  # once for each: there may be thousands
+                self._num_reasoning_tokens += self._num_tokens(begin, end)
+                self._num_spans += 1
+        if self._reasoning.is_over:
+            self._num_reasoning_tokens = self.num_reasoning_tokens  # the last time
+            self._reasoning = None
+        return deltas
+
+    def finish(self) -> list[Delta]:
+        deltas = self._sort(self._reasoning.finish()) if self._reasoning else []
+        return deltas + (self._select(self._tools.finish()) if self._tools else [])
+
+    @property
+    def is_in_call(self) -> bool:
+        return self._open_call is not None
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        open_spans = self._reasoning.spans[self._num_spans :] if self._reasoning else []
+        return self._num_reasoning_tokens + sum(self._num_tokens(*span) for span in open_spans)
+
+    def _num_tokens(self, begin: int, end: float) -> int:
+        """Tokens that begin in a part of the text."""
+        return bisect_left(self._token_starts, end) - bisect_left(self._token_starts, begin)
+
+    def _sort(self, deltas: list[Delta]) -> list[Delta]:
+        """Look for calls in what is not reasoning."""
+        tools = self._tools
+        if tools is None:
+            return deltas
+        parts = [
+            self._select(tools.feed(d.text)) if isinstance(d, Content) else [d] for d in deltas
+        ]
+        return [delta for part in parts for delta in part]
+
+    def _select(self, deltas: list[Delta]) -> list[Delta]:
+        if self._only_first:
+            deltas = [
+                d
+                for d in deltas
+                if not (isinstance(d, ToolCallStart | ToolCallArguments) and d.index > 0)
+            ]
+        for delta in deltas:
+            if isinstance(delta, ToolCallStart):
+                self.num_calls += 1
+                self._open_call = Brackets()
+            elif (
+                isinstance(delta, ToolCallArguments)
+                and self._open_call
+                and self._open_call.end(delta.text, 0)
+            ):
+                self._open_call = None
+        return deltas

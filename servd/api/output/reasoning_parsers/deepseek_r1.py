@@ -1,0 +1,16 @@
+"""DeepSeek R1: `<think>...</think>`, where the first tag may be missing."""
+
+from __future__ import annotations
+
+from servd.api.output.reasoning_parser import ReasoningParser
+
+
+class Parser(ReasoningParser):
+    """An output begins with reasoning, unless the prompt has already closed the tag."""
+
+    always = True
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        """Only by option: the template cannot tell whether the model reasons unasked."""
+        return False

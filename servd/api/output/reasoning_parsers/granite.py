@@ -1,0 +1,13 @@
+"""Granite 3.2: `Here is my thought process: ... Here is my response: ...`."""
+
+from __future__ import annotations
+
+from servd.api.output.reasoning_parser import ReasoningParser
+
+
+class Parser(ReasoningParser):
+    """Sentences in place of tags; the model reasons only where its system prompt has them."""
+
+    start_tag = "Here is my thought process:"
+    end_tag = "Here is my response:"
+    asked_by = end_tag

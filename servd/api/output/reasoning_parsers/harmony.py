@@ -1,0 +1,83 @@
+"""GPT-OSS: messages on the channels `analysis`, `commentary` and `final`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from servd.api.output.incremental import Content, Steps
+from servd.api.output.reasoning_parser import ReasoningParser
+from servd.api.output.tool_parsers._harmony import (
+    CHANNEL,
+    END,
+    ENDS,
+    MARKERS,
+    MESSAGE,
+    RECIPIENT,
+    START,
+    channel,
+    header,
+    recipient,
+)
+
+
+@dataclass(eq=False)
+class Parser(ReasoningParser):
+    """`analysis` is reasoning, wherever it comes. What is said to the user on other channels is
+    content, an empty line between messages. Calls stay as they are, for the tool parser.
+    """
+
+    start_tag = f"{CHANNEL}analysis{MESSAGE}"
+    end_tag = END
+    answer_tag = f"{CHANNEL}final{MESSAGE}"
+    markers = MARKERS
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return cls.start_tag in template
+
+    has_content: bool = field(default=False, init=False)
+
+    def parse(self) -> Steps[None]:
+        reader = self.reader
+        if self.is_reasoning:
+            yield from self._reasoning(*ENDS)
+        elif (yield from reader.accept(RECIPIENT)):
+            yield from self._message()
+        elif reader.taken:
+            self._content(reader.taken)
+        while True:
+            text, marker = yield from reader.piece(START, CHANNEL, *ENDS)
+            if marker in (START, CHANNEL):
+                yield from self._message()
+            elif text:
+                self._content(text)
+            elif not marker:
+                return
+            reader.forget()
+
+    def _message(self) -> Steps[None]:
+        head = yield from header(self.reader)
+        if head is None:
+            if not self.reader.ended:  # it was cut off, or it is none
+                self._content(self.reader.taken)
+        elif recipient(head):
+            yield from self._rest(head)
+        elif channel(head) == "analysis":
+            yield from self._reasoning(*ENDS)
+        else:
+            yield from self._rest("\n\n" if self.has_content else "", keeps_end=False)
+
+    def _rest(self, before: str, keeps_end: bool = True) -> Steps[None]:
+        while True:
+            text, marker = yield from self.reader.piece(*ENDS)
+            if text or keeps_end:
+                self._content(before + text + marker)
+                before = ""
+            if not text:
+                return
+
+    def _content(self, text: str) -> None:
+        self.reader.forget()
+        if text:
+            self.has_content = True
+            self.deltas.append(Content(text))

@@ -1,0 +1,10 @@
+"""Magistral: `[THINK]...[/THINK]`."""
+
+from __future__ import annotations
+
+from servd.api.output.reasoning_parser import ReasoningParser
+
+
+class Parser(ReasoningParser):
+    start_tag = "[THINK]"
+    end_tag = "[/THINK]"

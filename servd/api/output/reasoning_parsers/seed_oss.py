@@ -1,0 +1,10 @@
+"""Seed-OSS: `<seed:think>...</seed:think>`."""
+
+from __future__ import annotations
+
+from servd.api.output.reasoning_parser import ReasoningParser
+
+
+class Parser(ReasoningParser):
+    start_tag = "<seed:think>"
+    end_tag = "</seed:think>"

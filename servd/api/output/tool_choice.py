@@ -1,0 +1,43 @@
+"""Calls that the model had to make: a JSON array of names and arguments, held to the schemas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from servd.api.output.incremental import Steps
+from servd.api.output.tool_parser import ToolParser
+from servd.api.output.tool_parsers._grammar import moved, parameters_of
+
+
+class ForcedCallsParser(ToolParser):
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return False
+
+    def body(self) -> Steps[None]:
+        yield from self.reader.space()
+        yield from self.attempt(self.json_calls())
+        yield from self.rest()
+
+
+def calls_schema(tools: Sequence[dict[str, Any]], parallel: bool) -> str:
+    """JSON schema, as text, of one or more calls of these tools (exactly one unless `parallel`)."""
+    definitions: dict[str, Any] = {}
+    calls: list[Any] = []
+    for number, tool in enumerate(tools):
+        function = tool["function"]
+        place = f"tool{number}"
+        definitions[place] = moved(parameters_of(function), f"#/$defs/{place}")
+        calls.append({
+            "type": "object",
+            "properties": {
+                "name": {"const": function["name"]},
+                "arguments": {"$ref": f"#/$defs/{place}"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        })  # fmt: skip
+    schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": definitions}
+    return json.dumps(schema if parallel else {**schema, "maxItems": 1})

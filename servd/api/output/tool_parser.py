@@ -1,0 +1,255 @@
+"""What all tool parsers share: emitting calls, giving malformed ones back, calls in JSON."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, ClassVar
+
+from servd.api.output.incremental import (
+    Content,
+    Delta,
+    Parser,
+    Steps,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from servd.api.output.tool_parsers._grammar import CallSyntax, json_rule, parameters_of
+
+
+@dataclass(eq=False)
+class ToolParser(Parser):
+    """Finds tool calls in an output; everything else is content.
+
+    A call is emitted as soon as its name is certain, and its arguments as they come, as the model
+    writes them. What looked like a call and is none comes out as content. White space around calls
+    is dropped.
+
+    Attributes:
+        markers: text that may be a special token and that the parser needs to see.
+        syntaxes: for grammars of calls; empty where there is none.
+
+    Args:
+        tools: those of the request.
+    """
+
+    markers: ClassVar[tuple[str, ...]] = ()
+    syntaxes: ClassVar[tuple[CallSyntax, ...]] = ()
+
+    tools: Sequence[dict[str, Any]]
+    num_calls: int = field(default=0, init=False)
+    # At the end of the content, as it came; dropped if a call follows.
+    _spaces: list[str] = field(default_factory=list[str], init=False)
+    _is_after_call: bool = field(default=False, init=False)
+
+    @classmethod
+    @abstractmethod
+    def matches(cls, template: str) -> bool:
+        """Whether a chat template teaches the model this format."""
+
+    @classmethod
+    def arguments_grammar(cls, rule: str, function: dict[str, Any]) -> list[str]:
+        """Lark rules of the ARGUMENTS of a call.
+
+        Args:
+            rule: name of the first one, and beginning of all others' names.
+            function: in OpenAI's form.
+
+        Raises:
+            NotExpressible: the format has no way to hold the arguments to this function's schema.
+        """
+        return [f"{rule}: {json_rule(parameters_of(function))}"]
+
+    @abstractmethod
+    def body(self) -> Steps[None]:
+        """Read the whole output, with `content`, `begin_call` and `arguments`."""
+
+    def parse(self) -> Steps[None]:
+        """Read the whole output."""
+        yield from self.body()
+        if (space := "".join(self._spaces)) and not self.num_calls:
+            self.deltas.append(Content(space))
+
+    def new_id(self) -> str:
+        """An id for a call."""
+        return f"call_{uuid.uuid4().hex[:24]}"
+
+    def content(self, text: str) -> None:
+        """Emit text that is no part of a call."""
+        self.reader.forget()
+        text = text.lstrip() if self._is_after_call else text
+        if visible := text.rstrip():
+            self._is_after_call = False
+            self.deltas.append(Content("".join((*self._spaces, visible))))
+            self._spaces.clear()
+        self._spaces.append(text[len(visible) :])
+
+    def rest(self, *markers: str, call: Callable[[], Steps[bool]] | None = None) -> Steps[None]:
+        """Read to the end: `call` (see `attempt`) reads after a marker; the rest is content."""
+        while True:
+            text, marker = yield from self.reader.piece(*markers)
+            if marker and call:
+                yield from self.attempt(call())
+            elif text:
+                self.content(text)
+            else:
+                return
+
+    def begin_call(self, name: str) -> None:
+        """Emit the beginning of a call."""
+        self.reader.forget()
+        self._spaces.clear()
+        self.deltas.append(ToolCallStart(self.num_calls, self.new_id(), name))
+        self.num_calls += 1
+        self._is_after_call = True
+
+    def arguments(self, text: str) -> None:
+        """Emit more arguments of the last call."""
+        self.reader.forget()
+        if text:
+            self.deltas.append(ToolCallArguments(self.num_calls - 1, text))
+
+    def _advance(self) -> list[Delta]:
+        """Join the arguments at the end: a text that grows would be copied at every piece."""
+        deltas = super()._advance()
+        if len(deltas) < 2:
+            return deltas
+        joined: list[Delta] = []
+        for are_arguments, group in groupby(deltas, lambda d: isinstance(d, ToolCallArguments)):
+            found = [*group]
+            if are_arguments:
+                pieces = [each for each in found if isinstance(each, ToolCallArguments)]
+                found = [ToolCallArguments(pieces[0].index, "".join(p.text for p in pieces))]
+            joined += found
+        return joined
+
+    def attempt(self, call: Steps[bool]) -> Steps[None]:
+        """Read what may be a call; what is none becomes content, also a rest that does not belong
+        to the call.
+
+        Args:
+            call: returns whether all of it was well formed.
+        """
+        num_calls = self.num_calls
+        is_call = yield from call
+        is_cut_off = (
+            self.num_calls > num_calls and self.reader.ended and not (yield from self.reader.peek())
+        )
+        if not is_call and not is_cut_off:
+            self.content(self.reader.taken)
+        self.reader.forget()
+
+    def calls_until(self, end: str, begin: str, call: Callable[[], Steps[bool]]) -> Steps[bool]:
+        """Read one or more of what `call` reads after `begin`, up to `end`."""
+        has_call = False
+        while True:
+            yield from self.reader.space()
+            if has_call and (yield from self.reader.accept(end)):
+                return True
+            if not (yield from self.reader.accept(begin)) or not (yield from call()):
+                return False
+            has_call = True
+
+    def json_call(self, needs_arguments: bool = False) -> Steps[bool]:
+        """Read `{"name": ..., "arguments": {...}}`, also with the key `parameters`, in any order.
+
+        Args:
+            needs_arguments: an object without arguments is no call.
+        """
+        reader = self.reader
+        if not (yield from reader.accept("{")):
+            return False
+        call = _JsonCall(self)
+        yield from reader.space()
+        while not (yield from reader.accept("}")):
+            yield from reader.space()
+            key = yield from reader.json_string()
+            yield from reader.space()
+            if key is None or not (yield from reader.accept(":")):
+                return False
+            yield from reader.space()
+            if not (yield from call.take(key)):
+                return False
+            yield from reader.space()
+            if not (yield from reader.accept(",")) and (yield from reader.peek()) != "}":
+                return False
+        return call.end(needs_arguments)
+
+    def json_calls(self) -> Steps[bool]:
+        """Read a JSON array of calls."""
+        reader = self.reader
+        if not (yield from reader.accept("[")):
+            return False
+        while True:
+            yield from reader.space()
+            if not (yield from self.json_call()):
+                return False
+            yield from reader.space()
+            if (yield from reader.accept("]")):
+                return True
+            if not (yield from reader.accept(",")):
+                return False
+
+    def json_arguments(self) -> Steps[bool]:
+        """Read the arguments of the call: an object, or JSON text in a string, or null."""
+        first = yield from self.reader.peek()
+        if first in ("{", "["):
+            return (yield from self.reader.json_value(self.arguments))
+        pieces: list[str] = []
+        found = yield from self.reader.json_value(pieces.append)
+        if found:
+            self.arguments(_unwrapped("".join(pieces)))
+        return found
+
+
+def _unwrapped(arguments: str) -> str:
+    """A JSON value as the arguments that it means: also written into a string, or null."""
+    text = json.loads(arguments) if arguments.startswith('"') else arguments
+    return "{}" if text in ("", "null") else text
+
+
+class _JsonCall:
+    """A call of which the keys are being read."""
+
+    def __init__(self, parser: ToolParser) -> None:
+        self.parser = parser
+        self.name: str | None = None
+        self.has_begun = False
+        self.early: str | None = None  # arguments that came before the name
+
+    def take(self, key: str) -> Steps[bool]:
+        """Read the value of `key`."""
+        if key == "name" and self.name is None:
+            self.name = yield from self.parser.reader.json_string()
+            if self.name and self.early is not None:
+                self._begin(self.name)
+                self.parser.arguments(_unwrapped(self.early))
+            return bool(self.name)
+        names = ("arguments", "parameters")
+        is_arguments = key in names and not self.has_begun and self.early is None
+        if is_arguments and self.name is not None:
+            self._begin(self.name)
+            return (yield from self.parser.json_arguments())
+        pieces: list[str] = []
+        found = yield from self.parser.reader.json_value(pieces.append)
+        if is_arguments:
+            self.early = "".join(pieces)
+        return found
+
+    def end(self, needs_arguments: bool) -> bool:
+        """The closing bracket was read; False if this is no call."""
+        if self.name is None or (needs_arguments and not self.has_begun):
+            return False
+        if not self.has_begun:
+            self._begin(self.name)
+            self.parser.arguments("{}")
+        self.parser.reader.forget()
+        return True
+
+    def _begin(self, name: str) -> None:
+        self.has_begun = True
+        self.parser.begin_call(name)

@@ -1,0 +1,49 @@
+"""Headers of harmony, the format of GPT-OSS: who speaks, on which channel, and to whom.
+
+A message is `<|start|>assistant<|channel|>CHANNEL to=RECIPIENT <|constrain|>json<|message|>TEXT`
+and one of `ENDS`; the prompt ends after the role. The recipient may come before the channel, and
+`<|constrain|>` be missing. Source: https://cookbook.openai.com/articles/openai-harmony
+"""
+
+from __future__ import annotations
+
+import re
+
+from servd.api.output.incremental import Reader, Steps
+
+START, CHANNEL, CONSTRAIN, MESSAGE = (
+    "<|start|>",
+    "<|channel|>",
+    "<|constrain|>",
+    "<|message|>",
+)
+END, CALL, RETURN = ENDS = ("<|end|>", "<|call|>", "<|return|>")
+RECIPIENT = " to="  # what an output begins with that has it before the channel
+MARKERS = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
+
+_WORDS = re.compile(r"[^<\n]*")
+_CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+
+
+def header(reader: Reader) -> Steps[str | None]:
+    """Read the rest of a header, up to the message; None if it is none. `reader`: has taken the
+    first marker, and nothing else that it remembers.
+    """
+    while True:
+        yield from reader.run(_WORDS)
+        if (yield from reader.accept(MESSAGE)):
+            return reader.taken
+        has_more = (yield from reader.accept(CHANNEL)) or (yield from reader.accept(CONSTRAIN))
+        if not has_more:
+            return None
+
+
+def channel(head: str) -> str:
+    found = _CHANNEL.search(head)
+    return found[1] if found else ""
+
+
+def recipient(head: str) -> str:
+    found = _RECIPIENT.search(head)
+    return found[1] if found else ""

@@ -1,0 +1,24 @@
+"""Calls between markers, in a section between markers."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from servd.api.output.incremental import Steps
+from servd.api.output.tool_parser import ToolParser
+
+
+class MarkedCallsParser(ToolParser):
+    """Reads a section of one or more calls. `markers`: the first three begin a section, end it, and
+    begin a call.
+    """
+
+    @abstractmethod
+    def call(self) -> Steps[bool]:
+        """Read a call after its first marker, and its end; returns whether it was well formed."""
+
+    def body(self) -> Steps[None]:
+        yield from self.rest(self.markers[0], call=self._calls)
+
+    def _calls(self) -> Steps[bool]:
+        return (yield from self.calls_until(self.markers[1], self.markers[2], self.call))

@@ -1,0 +1,32 @@
+"""Calls as a JSON array after a marker."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from servd.api.output.incremental import Steps
+from servd.api.output.tool_parser import ToolParser
+
+
+class MarkedJsonParser(ToolParser):
+    """Reads `[{"name": ..., "arguments": {...}}, ...]`. `begins`: any of these comes before; `end`:
+    may come after it.
+    """
+
+    begins: ClassVar[tuple[str, ...]]
+    end: ClassVar[str] = ""
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return any(begin in template for begin in cls.begins)
+
+    def body(self) -> Steps[None]:
+        yield from self.rest(*self.begins, call=self._calls)
+
+    def _calls(self) -> Steps[bool]:
+        yield from self.reader.space()
+        if not (yield from self.json_calls()):
+            return False
+        yield from self.reader.space()
+        yield from self.reader.accept(self.end)
+        return True

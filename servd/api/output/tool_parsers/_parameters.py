@@ -1,0 +1,193 @@
+"""Calls that write their arguments one by one, as text between tags."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar, NoReturn
+
+from servd.api.output.incremental import Brackets, Steps
+from servd.api.output.tool_parser import ToolParser
+from servd.api.output.tool_parsers._grammar import (
+    NotExpressible,
+    json_rule,
+    parameters_of,
+    properties_of,
+    quoted,
+)
+from servd.api.output.tool_parsers._text_values import texts_of, types_of
+
+LITERALS = {
+    "True": "true",
+    "False": "false",
+    "None": "null",
+}  # Python's words, which the model likes
+
+
+class ParametersParser(ToolParser):
+    """Reads values, which are text, by the tools' schemas. The opening tag may be missing.
+
+    Attributes:
+        markers: two of them: what is around a call, or several.
+        function: before and after the name of a function.
+        function_end: after its arguments.
+        parameter: before and after the name of an argument.
+        parameter_end: after its value.
+        line: after `parameter` and before `parameter_end`; no part of the value.
+    """
+
+    function: ClassVar[tuple[str, str]] = ("<function=", ">")
+    function_end: ClassVar[str] = "</function>"
+    parameter: ClassVar[tuple[str, str]] = ("<parameter=", ">")
+    parameter_end: ClassVar[str] = "</parameter>"
+    line: ClassVar[str] = ""
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return cls.markers[0] in template
+
+    @classmethod
+    def arguments_grammar(cls, rule: str, function: dict[str, Any]) -> list[str]:
+        """Parameters in the schema's order. Those that `_value` reads as strings are written as
+        text, the others as JSON.
+        """
+        properties, root = properties_of(function), parameters_of(function)
+        parts = [f"{rule}_{i}{'' if p.is_required else '?'}" for i, p in enumerate(properties)]
+        rules = [f"{rule}: {' '.join(parts) or quoted('')}"]
+        for i, (name, schema, _) in enumerate(properties):
+            if cls.parameter[1][0] in name:
+                raise NotExpressible("a bracket in the name of a parameter")
+            own, written = f"{rule}_{i}", root["properties"][name]
+            opening = quoted(cls.parameter[0] + name + cls.parameter[1] + cls.line)
+            closing = quoted(cls.line + cls.parameter_end)
+            if "string" in types_of(written, root):
+                texts = texts_of(written, root, cls.parameter_end, cls.line)
+                values = [f"{own}_text{n}" for n in range(len(texts))]
+                rules += [f"{value}[lazy]: {t}" for value, t in zip(values, texts, strict=True)]
+            else:
+                values = [f"{own}_json {closing}"]
+                rules.append(f"{own}_json: {json_rule(schema)}")
+            rules.append(rf"{own}: {opening} ({' | '.join(values)}) /\n/")
+        return rules
+
+    def body(self) -> Steps[None]:
+        begins = filter(None, (self.markers[0], self.function[0]))
+        yield from self.rest(*begins, call=self._call)
+
+    def function_name(self) -> Steps[str | None]:
+        """Read the name of a function and what ends it; None if it is none."""
+        return (yield from self.reader.until(self.function[1]))
+
+    def parameter_name(self) -> Steps[str | None]:
+        return (yield from self.reader.until(self.parameter[1]))
+
+    def _call(self) -> Steps[bool]:
+        reader = self.reader
+        has_function = reader.taken == self.function[0]  # without the opening tag
+        yield from reader.space()
+        if not has_function and not (yield from reader.accept(self.function[0])):
+            return False
+        name = yield from self.function_name()
+        if not name:
+            return False
+        self.begin_call(name)
+        self.arguments("{")
+        functions = [tool["function"] for tool in self.tools if tool["function"]["name"] == name]
+        parameters = functions[0].get("parameters") if functions else None
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        properties = properties if isinstance(properties, dict) else {}
+        separator = ""
+        while True:
+            yield from reader.space()
+            if not (yield from reader.accept(self.parameter[0])):
+                break
+            key = yield from self.parameter_name()
+            if key is None:
+                return False
+            self.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            separator = ", "
+            if not (yield from self._value(types_of(properties.get(key), parameters))):
+                return False
+        close = self.markers[1]
+        if (yield from reader.accept(self.function_end)):
+            self.arguments("}")
+            yield from reader.space()
+            yield from reader.accept(close)
+            return True
+        has_tag = yield from reader.accept(close)
+        if has_tag or (yield from reader.peek()):  # not cut off
+            self.arguments("}")
+        return has_tag
+
+    def _value(self, types: set[str]) -> Steps[bool]:
+        yield from self.reader.accept(self.line)
+        if types == {"string"}:
+            return (yield from self._string())
+        text = yield from self.reader.until(self.parameter_end)
+        if text is not None and "string" not in types and _breaks_off_in_a_string(text):
+            text = yield from self._rest_of_json(text)
+        if text is None:
+            return False
+        self.arguments(to_json(text.removesuffix(self.line), types))
+        return True
+
+    def _rest_of_json(self, text: str) -> Steps[str | None]:
+        """Read JSON whose strings may contain end tags, up to the end tag behind it; None if there
+        is none.
+        """
+        brackets, pieces = Brackets(), [text]
+        brackets.end(text, 0)
+        while brackets.in_string:
+            more = yield from self.reader.until(self.parameter_end)
+            if more is None:
+                return None
+            pieces.append(self.parameter_end + more)
+            brackets.end(pieces[-1], 0)
+        return "".join(pieces)
+
+    def _string(self) -> Steps[bool]:
+        self.arguments('"')
+        held = ""  # a line break that may be the last
+        while True:
+            text, marker = yield from self.reader.piece(self.parameter_end)
+            if marker:
+                self.arguments('"')
+                return True
+            if not text:
+                self.arguments(escape(held))
+                return False
+            text = held + text
+            held = self.line if text.endswith(self.line) else ""
+            self.arguments(escape(text.removesuffix(self.line)))
+
+
+def _breaks_off_in_a_string(text: str) -> bool:
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    except (ValueError, RecursionError):
+        pass
+    return False
+
+
+def to_json(text: str, types: set[str]) -> str:
+    """A value as JSON: a string if the schema allows one or if it is no JSON. `null` stays where
+    the schema names it.
+    """
+    word = LITERALS.get(text.strip(), text.strip())
+    if "string" not in types or (word == "null" and "null" in types):
+        try:
+            json.loads(word, parse_constant=_refuse)
+            return word
+        except (ValueError, RecursionError):
+            pass
+    return f'"{escape(text)}"'
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def escape(text: str) -> str:
+    """Text as it is in a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

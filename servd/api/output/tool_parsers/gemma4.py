@@ -1,0 +1,9 @@
+"""Gemma 4: `<|tool_call>call:F{key:<|"|>text<|"|>}<tool_call|>`."""
+
+from __future__ import annotations
+
+from servd.api.output.tool_parsers._gemma import GemmaParser
+
+
+class Parser(GemmaParser):
+    markers = ("<|tool_call>", "<tool_call|>", '<|"|>')

@@ -1,0 +1,38 @@
+"""GLM 4.5 to 4.7: `<tool_call>F<arg_key>P</arg_key><arg_value>value</arg_value></tool_call>`."""
+
+from __future__ import annotations
+
+import re
+
+from servd.api.output.incremental import Steps
+from servd.api.output.tool_parsers._parameters import ParametersParser
+
+KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+
+_NAME = re.compile(r"[\w.-]*")
+
+
+class Parser(ParametersParser):
+    """The name has no tag of its own; 4.5 and 4.6 write line breaks between the tags. Forced calls
+    are a JSON array, since the tags are tokens, which rules of arguments do not have.
+    """
+
+    markers = ("<tool_call>", "</tool_call>", KEY, KEY_END, VALUE, VALUE_END)
+    function = ("", "")
+    function_end = "</tool_call>"
+    parameter = (KEY, KEY_END)
+    parameter_end = VALUE_END
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return KEY in template
+
+    def function_name(self) -> Steps[str | None]:
+        name = yield from self.reader.run(_NAME)
+        yield from self.reader.space()
+        return name if (yield from self.reader.peek()) == "<" else None
+
+    def parameter_name(self) -> Steps[str | None]:
+        name = yield from self.reader.until(KEY_END)
+        yield from self.reader.space()
+        return name if (yield from self.reader.accept(VALUE)) else None

@@ -1,0 +1,15 @@
+"""Granite 3: `<|tool_call|>[{"name": ..., "arguments": {...}}]`; Granite 4 writes as Hermes."""
+
+from __future__ import annotations
+
+from servd.api.output.tool_parsers._grammar import CallSyntax
+from servd.api.output.tool_parsers._marked_json import MarkedJsonParser
+
+TAG = "<|tool_call|>"
+
+
+class Parser(MarkedJsonParser):
+    """One array after one tag."""
+
+    markers = begins = (TAG,)
+    syntaxes = (CallSyntax('{"name": "NAME", "arguments": ARGUMENTS}', f"{TAG}[", ", ", "]"),)

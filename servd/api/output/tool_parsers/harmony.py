@@ -1,0 +1,64 @@
+"""GPT-OSS: `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`."""
+
+from __future__ import annotations
+
+from servd.api.output.incremental import Steps
+from servd.api.output.tool_parser import ToolParser
+from servd.api.output.tool_parsers._grammar import CallSyntax
+from servd.api.output.tool_parsers._harmony import (
+    CALL,
+    CHANNEL,
+    CONSTRAIN,
+    END,
+    MARKERS,
+    MESSAGE,
+    RECIPIENT,
+    START,
+    header,
+    recipient,
+)
+
+
+class Parser(ToolParser):
+    """A message to a function is a call; all others are content, with their headers, which the
+    reasoning parser of the same name takes off before.
+    """
+
+    markers = MARKERS
+    syntaxes = (
+        CallSyntax(
+            f"{CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}ARGUMENTS{CALL}",
+            separator=f"{START}assistant",
+            answer=f"{CHANNEL}final{MESSAGE}",
+            reasoning=(f"{CHANNEL}analysis{MESSAGE}", f"{END}{START}assistant"),
+        ),
+    )
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return CHANNEL in template and MESSAGE in template
+
+    def body(self) -> Steps[None]:
+        if (yield from self.reader.accept(RECIPIENT)):
+            yield from self.attempt(self._call())
+        elif self.reader.taken:
+            self.content(self.reader.taken)
+        yield from self.rest(START, CHANNEL, call=self._call)
+
+    def _call(self) -> Steps[bool]:
+        reader = self.reader
+        name = recipient((yield from header(reader)) or "")
+        if not name:
+            return False
+        yield from reader.space()
+        if (yield from reader.peek()) == "{":
+            self.begin_call(name)
+            if not (yield from self.json_arguments()):
+                return False
+            yield from reader.space()
+            return (yield from reader.accept(CALL)) or (yield from reader.accept(END))
+        if not (yield from reader.accept(CALL)):
+            return False
+        self.begin_call(name)
+        self.arguments("{}")
+        return True

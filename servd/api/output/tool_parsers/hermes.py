@@ -1,0 +1,34 @@
+"""Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+
+from __future__ import annotations
+
+from servd.api.output.incremental import Steps
+from servd.api.output.tool_parser import ToolParser
+from servd.api.output.tool_parsers._grammar import CallSyntax
+
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
+
+
+class Parser(ToolParser):
+    """One JSON object per pair of tags."""
+
+    markers = (OPEN, CLOSE)
+    syntaxes = (CallSyntax('<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>'),)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        """The tags, with JSON between them."""
+        others = ("<function=", "<arg_key>", "<tool_sep>")
+        is_another = any(other in template for other in others)
+        return OPEN in template and "arguments" in template and not is_another
+
+    def body(self) -> Steps[None]:
+        yield from self.rest(OPEN, call=self._call)
+
+    def _call(self) -> Steps[bool]:
+        yield from self.reader.space()
+        if not (yield from self.json_call()):
+            return False
+        yield from self.reader.space()
+        return (yield from self.reader.accept(CLOSE))

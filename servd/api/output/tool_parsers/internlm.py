@@ -1,0 +1,33 @@
+"""InternLM 2.5: `<|action_start|><|plugin|>{"name": ..., "parameters": {...}}<|action_end|>`."""
+
+from __future__ import annotations
+
+from servd.api.output.incremental import Steps
+from servd.api.output.tool_parser import ToolParser
+from servd.api.output.tool_parsers._grammar import CallSyntax
+
+OPEN, PLUGIN, CLOSE = "<|action_start|>", "<|plugin|>", "<|action_end|>"
+
+
+class Parser(ToolParser):
+    """An action of another kind, such as code for `<|interpreter|>`, is content."""
+
+    markers = (OPEN, PLUGIN, CLOSE)
+    syntaxes = (CallSyntax(f'{OPEN}{PLUGIN}\n{{"name": "NAME", "parameters": ARGUMENTS}}{CLOSE}'),)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return OPEN in template and PLUGIN in template
+
+    def body(self) -> Steps[None]:
+        yield from self.rest(OPEN, call=self._call)
+
+    def _call(self) -> Steps[bool]:
+        yield from self.reader.space()
+        if not (yield from self.reader.accept(PLUGIN)):
+            return False
+        yield from self.reader.space()
+        if not (yield from self.json_call()):
+            return False
+        yield from self.reader.space()
+        return (yield from self.reader.accept(CLOSE))

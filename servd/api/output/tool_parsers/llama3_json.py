@@ -1,0 +1,41 @@
+"""Llama 3: `{"name": ..., "parameters": {...}}`, or several, joined by `;`, maybe after a tag."""
+
+from __future__ import annotations
+
+from servd.api.output.incremental import Steps
+from servd.api.output.tool_parser import ToolParser
+from servd.api.output.tool_parsers._grammar import CallSyntax
+
+TAG = "<|python_tag|>"
+
+
+class Parser(ToolParser):
+    """Takes JSON for a call only if it has parameters: without a tag, any JSON answer begins like
+    a call.
+    """
+
+    markers = (TAG,)
+    syntaxes = (CallSyntax('{"name": "NAME", "parameters": ARGUMENTS}', separator="; "),)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        """The tag, or the sentence with which the templates of 3.1 to 3.3 teach the format."""
+        example = '{"name": function name, "parameters":'
+        return "[func_name1(" not in template and (TAG in template or example in template)
+
+    def body(self) -> Steps[None]:
+        yield from self.reader.space()
+        if (yield from self.reader.peek()) == "{":
+            yield from self.attempt(self._calls())
+        else:
+            self.content(self.reader.taken)
+        yield from self.rest(TAG, call=self._calls)
+
+    def _calls(self) -> Steps[bool]:
+        while True:
+            yield from self.reader.space()
+            if not (yield from self.json_call(needs_arguments=True)):
+                return False
+            yield from self.reader.space()
+            if not (yield from self.reader.accept(";")) and (yield from self.reader.peek()) != "{":
+                return True

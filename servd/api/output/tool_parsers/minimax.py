@@ -1,0 +1,37 @@
+"""MiniMax M1: a line of `{"name": ..., "arguments": {...}}` for each call, between tags."""
+
+from __future__ import annotations
+
+from servd.api.output.incremental import Steps
+from servd.api.output.tool_parser import ToolParser
+from servd.api.output.tool_parsers._grammar import CallSyntax
+
+OPEN, CLOSE = "<tool_calls>", "</tool_calls>"
+LINE = f'{OPEN}\n{{"name":'  # the example with which its template teaches the format
+
+
+class Parser(ToolParser):
+    """Objects without commas."""
+
+    markers = (OPEN, CLOSE)
+    syntaxes = (
+        CallSyntax('{"name": "NAME", "arguments": ARGUMENTS}', f"{OPEN}\n", "\n", f"\n{CLOSE}"),
+    )
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        """The example, also as a string of the template."""
+        return LINE in template.replace("\\n", "\n")
+
+    def body(self) -> Steps[None]:
+        yield from self.rest(OPEN, call=self._calls)
+
+    def _calls(self) -> Steps[bool]:
+        has_call = False
+        while True:
+            yield from self.reader.space()
+            if has_call and (yield from self.reader.accept(CLOSE)):
+                return True
+            if not (yield from self.json_call()):
+                return False
+            has_call = True

@@ -1,0 +1,21 @@
+"""MiniMax M2: `<minimax:tool_call><invoke name="F"><parameter name="P">value</parameter>...`."""
+
+from __future__ import annotations
+
+from servd.api.output.tool_parsers._grammar import CallSyntax
+from servd.api.output.tool_parsers._parameters import ParametersParser
+
+OPEN = "<minimax:tool_call>"
+CLOSE = "</minimax:tool_call>"
+
+
+class Parser(ParametersParser):
+    """Several calls between one pair of tags."""
+
+    markers = (OPEN, CLOSE)
+    syntaxes = (
+        CallSyntax('<invoke name="NAME">\nARGUMENTS</invoke>', f"{OPEN}\n", "\n", f"\n{CLOSE}"),
+    )
+    function = ('<invoke name="', '">')
+    function_end = "</invoke>"
+    parameter = ('<parameter name="', '">')

@@ -1,0 +1,56 @@
+"""Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]` or `[TOOL_CALLS]name[ARGS]{...}`."""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+
+from servd.api.output.incremental import Steps
+from servd.api.output.tool_parser import ToolParser
+from servd.api.output.tool_parsers._grammar import CallSyntax
+
+TAG = "[TOOL_CALLS]"
+CALL_ID = "[CALL_ID]"
+ARGS = "[ARGS]"
+
+_NAME = re.compile(r"[\w.-]*")
+
+
+class Parser(ToolParser):
+    """An array of calls after one tag, or one call per tag."""
+
+    markers = (TAG, CALL_ID, ARGS)
+    syntaxes = (
+        CallSyntax(
+            '{"name": "NAME", "arguments": ARGUMENTS}',
+            begin="[TOOL_CALLS][",
+            separator=", ",
+            end="]",
+        ),
+    )
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return TAG in template
+
+    def new_id(self) -> str:
+        """Nine letters or digits: Mistral's templates refuse other ids."""
+        return "".join(random.choices(string.ascii_letters + string.digits, k=9))
+
+    def body(self) -> Steps[None]:
+        yield from self.rest(TAG, call=self._calls)
+
+    def _calls(self) -> Steps[bool]:
+        yield from self.reader.space()
+        if (yield from self.reader.peek()) == "[":
+            return (yield from self.json_calls())
+        name = yield from self.reader.run(_NAME)
+        if (yield from self.reader.accept(CALL_ID)):
+            yield from self.reader.run(_NAME)
+        yield from self.reader.accept(ARGS)
+        yield from self.reader.space()
+        if not name or (yield from self.reader.peek()) != "{":
+            return False
+        self.begin_call(name)
+        return (yield from self.json_arguments())

@@ -1,0 +1,24 @@
+"""Phi-4-mini: `<|tool_call|>[{"name": ..., ...}]<|/tool_call|>` or `functools[...]`."""
+
+from __future__ import annotations
+
+from servd.api.output.tool_parsers._grammar import CallSyntax
+from servd.api.output.tool_parsers._marked_json import MarkedJsonParser
+
+OPEN, CLOSE, WORD = "<|tool_call|>", "<|/tool_call|>", "functools"
+CALL = '{"name": "NAME", "arguments": ARGUMENTS}'
+
+
+class Parser(MarkedJsonParser):
+    """The tags are those of its own template, the word that of vLLM's template for it."""
+
+    markers = (OPEN, CLOSE)
+    begins, end = (OPEN, WORD), CLOSE
+    syntaxes = (
+        CallSyntax(CALL, f"{OPEN}[", ", ", f"]{CLOSE}"),
+        CallSyntax(CALL, f"{WORD}[", ", ", "]"),
+    )
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return "<|/tool|>" in template or f"{WORD}[" in template

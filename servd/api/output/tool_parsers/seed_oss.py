@@ -1,0 +1,16 @@
+"""Seed-OSS: `<seed:tool_call><function=F><parameter=P>value</parameter></function>...`."""
+
+from __future__ import annotations
+
+from servd.api.output.tool_parsers._grammar import CallSyntax
+from servd.api.output.tool_parsers._parameters import ParametersParser
+
+OPEN = "<seed:tool_call>"
+CLOSE = "</seed:tool_call>"
+
+
+class Parser(ParametersParser):
+    """As Qwen3-Coder's, without line breaks around values."""
+
+    markers = (OPEN, CLOSE)
+    syntaxes = (CallSyntax(f"{OPEN}\n<function=NAME>\nARGUMENTS</function>\n{CLOSE}"),)

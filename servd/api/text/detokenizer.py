@@ -1,0 +1,104 @@
+"""Detokenizer: incremental text of one choice, holding back possible stop strings."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Sequence
+
+from servd.api.output.incremental import overlap
+from servd.api.text.tokenizer import Tokenizer
+from servd.messages.params import SamplingParams
+
+Utf8Decoder = codecs.getincrementaldecoder("utf8")  # looking it up takes longer than making one
+NEVER = re.compile("(?!)")
+
+
+class Detokenizer:
+    """Turns token ids into text as they come, at a constant cost per token.
+
+    The pieces together equal the text of all tokens at once, cut at the stop string that is
+    complete first (of those complete at the same character, the longest), however the tokens were
+    split over calls.
+
+    Attributes:
+        stop_reason: the stop string that ended the text; nothing may be pushed afterwards.
+        num_tokens: tokens so far, up to the one that completes a stop string.
+
+    Args:
+        tokenizer: has the bytes of tokens.
+        params: stop, include_stop_str_in_output, skip_special_tokens, min_tokens.
+        prompt_token_ids: if it has no text, the output is the beginning, where some tokenizers drop
+            a space.
+        visible_ids: special tokens that are shown even with skip_special_tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int] = (),
+        visible_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.stop_reason: str | None = None
+        self.num_tokens = 0
+        self._table = tokenizer.byte_table(params.skip_special_tokens, visible_ids)
+        self._utf8 = Utf8Decoder("replace")
+        self._drops_space = tokenizer.strips_leading_space and not any(
+            self._table[i] for i in prompt_token_ids
+        )
+        self._stop = params.stop
+        self._first_char = NEVER
+        if params.stop:
+            self._first_char = re.compile("|".join({re.escape(stop[0]) for stop in params.stop}))
+        self._min_tokens = params.min_tokens
+        self._include_stop = params.include_stop_str_in_output
+        self._held = ""  # end of the text that may be the beginning of a stop string
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Append tokens; returns the text that cannot become part of a stop string."""
+        if not self._stop:
+            self.num_tokens += len(token_ids)
+            return self._text(b"".join([self._table[i] for i in token_ids]))
+        text = ""
+        for token_id in token_ids:
+            self.num_tokens += 1
+            piece = self._text(self._table[token_id])
+            # The first min_tokens tokens are not searched for stop strings.
+            text += piece if self.num_tokens <= self._min_tokens else self._release(piece)
+            if self.stop_reason is not None:
+                break
+        return text
+
+    def flush(self) -> str:
+        """The rest of the text, after the last token; an incomplete character becomes U+FFFD."""
+        if self.stop_reason is not None:
+            return ""
+        rest = self._release(self._utf8.decode(b"", final=True))
+        if self.stop_reason is None:
+            rest += self._held
+        return rest
+
+    def _text(self, data: bytes) -> str:
+        text = self._utf8.decode(data)
+        if self._drops_space and text:
+            self._drops_space = False
+            return text.removeprefix(" ")
+        return text
+
+    def _release(self, text: str) -> str:
+        """Append `text` to what is held back; returns what cannot become part of a stop string."""
+        text = self._held + text
+        if not self._first_char.search(text):  # most text: no stop string begins in it
+            return text
+        matches = [
+            (start + len(stop), start, stop)
+            for stop in self._stop
+            if (start := text.find(stop)) >= 0
+        ]
+        if matches:
+            end, start, self.stop_reason = min(matches)
+            return text[: end if self._include_stop else start]
+        num_held = max((overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]

@@ -1,0 +1,68 @@
+"""FillInMiddle: the prompt that makes a code model write what stands between two texts."""
+
+from __future__ import annotations
+
+import re
+
+from servd.api.text.tokenizer import Tokenizer
+from servd.base.errors import ConfigError
+
+# As model families were trained; the first one whose words are all tokens of the model is taken.
+TEMPLATES = (
+    "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",  # Qwen 2.5 Coder, CodeGemma
+    "<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>",  # StarCoder, Granite
+    "<fim-prefix>{prefix}<fim-suffix>{suffix}<fim-middle>",  # SantaCoder
+    "<｜fim▁begin｜>{prefix}<｜fim▁hole｜>{suffix}<｜fim▁end｜>",  # DeepSeek Coder
+    "▁<PRE>{prefix}▁<SUF>{suffix}▁<MID>",  # Code Llama
+    "[SUFFIX]{suffix}[PREFIX]{prefix}",  # Codestral
+)
+# Tokens that end the middle, though a model may not have them as its end of sequence.
+ENDS = (
+    "<|endoftext|>", "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>",
+    "<file_sep>", "<fim_pad>",
+    "▁<EOT>",
+)  # fmt: skip
+SLOT = re.compile(r"\{(prefix|suffix)\}")
+
+
+class FillInMiddle:
+    """One model's way.
+
+    Args:
+        template: with `{prefix}` and `{suffix}`.
+        tokenizer: the model's.
+
+    Raises:
+        ConfigError: `template` does not have each of both once.
+    """
+
+    def __init__(self, template: str, tokenizer: Tokenizer) -> None:
+        self._pieces = SLOT.split(template)  # text and the names of slots in turn
+        if sorted(self._pieces[1::2]) != ["prefix", "suffix"]:
+            raise ConfigError(
+                f"--fim-template must have {{prefix}} and {{suffix}} once each, got "
+                f"{template[:200]!r}"
+            )
+        self.end_token_ids = [i for end in ENDS if (i := tokenizer.token_id(end)) is not None]
+
+    @classmethod
+    def choose(cls, tokenizer: Tokenizer, override: str | None = None) -> FillInMiddle | None:
+        """The one of `override` (--fim-template), or of the model's tokens; None if it has none
+        that are known.
+
+        Raises:
+            ConfigError: see above.
+        """
+        if override is not None:
+            return cls(override, tokenizer)
+        for template in TEMPLATES:
+            if all(
+                tokenizer.token_id(word) is not None for word in SLOT.split(template)[::2] if word
+            ):
+                return cls(template, tokenizer)
+        return None
+
+    def prompt(self, prefix: str, suffix: str) -> str:
+        """What the model continues with the text between."""
+        texts = {"prefix": prefix, "suffix": suffix}
+        return "".join(texts[piece] if i % 2 else piece for i, piece in enumerate(self._pieces))

@@ -1,0 +1,63 @@
+"""Pairs of texts as chats, for models that say by their next token how well a document fits."""
+
+from __future__ import annotations
+
+import msgspec
+
+from servd.api.text.chat_template import ChatTemplate
+from servd.api.text.prompt import Chat, Pair, Prompt
+from servd.api.text.tokenizer import Tokenizer
+from servd.base.errors import InvalidRequest, UnsupportedModel
+from servd.checkpoint.pooling import PoolingSpec
+from servd.messages.engine import RequestOptions
+
+ROLES = ("query", "document")  # as sentence-transformers and vLLM call them
+
+
+def check(template: ChatTemplate) -> None:
+    """Check that a template is for pairs.
+
+    Raises:
+        UnsupportedModel: another one would give scores of nonsense.
+    """
+    messages = [{"role": role, "content": f"this {role}"} for role in ROLES]
+    try:
+        shown = template.render(Chat(messages=messages))
+    except InvalidRequest:
+        shown = ""
+    if any(role not in template.source or f"this {role}" not in shown for role in ROLES):
+        raise UnsupportedModel(
+            "the model scores pairs of texts by its next token (LogitScore), and its chat template "
+            "shows no messages of the roles `query` and `document`: give one that does by "
+            "--chat-template (docs/embeddings.md has that of Qwen3-Reranker)"
+        )
+
+
+def chat_of(
+    prompt: Prompt, files: PoolingSpec, tokenizer: Tokenizer, options: RequestOptions
+) -> Prompt:
+    """A pair as a chat: what the model's files say that pairs begin with, query, document.
+
+    Raises:
+        InvalidRequest: it is no pair, or to be cut through the template.
+    """
+    pair = prompt.content
+    if not isinstance(pair, Pair):
+        raise InvalidRequest(
+            "the model scores pairs of texts: use /score or /rerank", param=prompt.param
+        )
+    if options.truncate_prompt_tokens is not None:
+        raise InvalidRequest(
+            "truncate_prompt_tokens would cut the template of this model: use max_tokens_per_doc "
+            "and max_tokens_per_query of /rerank",
+            param="truncate_prompt_tokens",
+        )
+    parts = (pair.first.text, pair.keep_first), (pair.second, pair.keep_second)
+    texts = [
+        text if keep is None else tokenizer.decode(tokenizer.encode(text, False)[:keep], False)
+        for text, keep in parts
+    ]
+    system = files.prompt(None)
+    messages = [{"role": "system", "content": system}] if system else []
+    messages += [{"role": role, "content": text} for role, text in zip(ROLES, texts, strict=True)]
+    return msgspec.structs.replace(prompt, content=Chat(messages=messages))

@@ -1,0 +1,278 @@
+"""Tokenizer: text to token ids and back, with the `tokenizers` library alone.
+
+Every token stands for exact bytes, and the output text is those bytes read as UTF-8. So streamed
+text, logprobs and whole-text decoding cannot disagree, whatever the tokenizer's decoder does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from servd.base.errors import InvalidRequest, ModelNotFound
+from servd.checkpoint.hf import ModelSpec, find_model, find_tokenizer, read_json
+from servd.config import Config
+
+MAX_HELD_CHARS = 4096  # encoded in about a millisecond
+MAX_WORD_CHARS = 256
+
+
+class Tokenizer:
+    """Encodes text, and knows the exact bytes of every token.
+
+    Args:
+        backend: the loaded tokenizer; its truncation and padding are switched off.
+        config: tokenizer_config.json.
+        folder: of the tokenizer's files; "" for the byte tokenizer.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], folder: str) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.folder = folder
+        self.config = config
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.special_tokens = _special_tokens(config)
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self.added_ids = frozenset(added)
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        decoder = backend.decoder.__getstate__().decode() if backend.decoder else ""
+        self._is_byte_level = '"ByteLevel"' in decoder
+        self._has_byte_fallback = '"ByteFallback"' in decoder
+        # Whether no text is lost, as there are tokens for all bytes.
+        self.keeps_all_text = self._is_byte_level or self._has_byte_fallback
+        # Tokens before a token whose text is wanted, as decoders drop a leading space.
+        self._context = self.encode(" a", add_special_tokens=False)
+        self._context_text = backend.decode(self._context, skip_special_tokens=False)
+        self._bytes = _Table(self._make_bytes)
+        # Visible special tokens -> table without the other special tokens.
+        self._tables: dict[frozenset[int], _Table] = {}
+        first = self._context[:1]
+        text = "".join(self.token_string(i) for i in first)
+        self.strips_leading_space = backend.decode(first) != text
+
+    @classmethod
+    def of_model(cls, config: Config, spec: ModelSpec) -> Tokenizer:
+        """The tokenizer that the options name: --tokenizer, the model's own, or bytes for the fake
+        model.
+
+        Raises:
+            ModelNotFound: see `load`.
+        """
+        if config.model.tokenizer is not None:
+            folder = str(find_model(config.model.tokenizer, download_dir=config.model.download_dir))
+            return cls.load(folder, config.model.trust_remote_code)
+        return cls.load(spec.folder, config.model.trust_remote_code) if spec.folder else cls.bytes()
+
+    @classmethod
+    def load(cls, folder: str, trust_remote_code: bool = False) -> Tokenizer:
+        """Read tokenizer.json and tokenizer_config.json; without the former, convert the slow
+        tokenizer's files, once.
+
+        Raises:
+            ModelNotFound: there is no tokenizer, or it is broken or cannot be converted.
+        """
+        file = find_tokenizer(folder, trust_remote_code)
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the Rust library raises bare Exception
+            raise ModelNotFound(f"{file} cannot be read: {error}") from None
+        config: dict[str, Any] = {}
+        for name in ("special_tokens_map.json", "tokenizer_config.json"):
+            for place in (file.parent, Path(folder)):
+                if (place / name).exists():
+                    config |= read_json(place / name)
+        return cls(backend, config, folder)
+
+    @classmethod
+    def bytes(cls) -> Tokenizer:
+        """A tokenizer of 257 tokens for the fake model: id = byte value, and 256 = <eos>."""
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=dict(_BYTE_OF_CHAR), merges=[]))
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = tokenizers.decoders.ByteLevel()
+        backend.add_special_tokens(["<eos>"])
+        return cls(backend, {"eos_token": "<eos>"}, "")
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.special_tokens.get("eos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._backend.token_to_id(self.eos_token) if self.eos_token else None
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether `encode` puts the begin-of-sequence token in front."""
+        bos = self._backend.token_to_id(self.bos_token) if self.bos_token else None
+        return bos is not None and self.encode("")[:1] == [bos]
+
+    def join_pair(
+        self,
+        first: list[int],
+        second: list[int],
+        keep: tuple[int | None, int | None],
+        limit: int | None,
+    ) -> tuple[list[int], int]:
+        """Token ids of two texts with the special tokens around them, and where the second begins;
+        0 if the tokenizer has no token types.
+
+        Args:
+            first: from `encode`, without special tokens.
+            second: the same.
+            keep: tokens to which each is truncated.
+            limit: of all tokens; beyond it the longer text is truncated, as `tokenizers` does.
+        """
+        head, middle, tail, has_types = self._around_pairs
+        first, second = list(first[: keep[0]]), list(second[: keep[1]])
+        if limit is not None:
+            room = max(limit - len(head) - len(middle) - len(tail), 0)
+            shorter = min(len(first), len(second), room)
+            longer = max(shorter, room - shorter)
+            if shorter + longer > room:
+                shorter, longer = room // 2, room - room // 2
+            is_swapped = len(first) > len(second)
+            num_first, num_second = (longer, shorter) if is_swapped else (shorter, longer)
+            first, second = first[:num_first], second[:num_second]
+        start = len(head) + len(first) + len(middle)
+        return [*head, *first, *middle, *second, *tail], start if has_types else 0
+
+    @cached_property
+    def _around_pairs(self) -> tuple[list[int], list[int], list[int], bool]:
+        """Special tokens before, between and after two texts, and whether there are token types.
+
+        Not by `Encoding.truncate`, which keeps what it cuts off, for `post_process` to join.
+        """
+        one, two = (self._backend.encode(text, add_special_tokens=False) for text in "ab")
+        pair = self._backend.post_process(one, pair=two)
+        is_special = pair.special_tokens_mask
+        begin, end = is_special.index(0), len(pair) - is_special[::-1].index(0)
+        middle = slice(begin + len(one), end - len(two))
+        return pair.ids[:begin], pair.ids[middle], pair.ids[end:], 1 in pair.type_ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, in which special tokens may be written out.
+
+        Args:
+            text: any string.
+            add_special_tokens: let the tokenizer add e.g. BOS. False for rendered chat templates,
+                which have it.
+
+        Raises:
+            InvalidRequest: `text` contains a lone surrogate, so it is not Unicode text.
+        """
+        try:
+            # `encode` holds the interpreter's lock, which would block all other requests.
+            if len(text) > MAX_HELD_CHARS:
+                encode = self._backend.encode_batch_fast
+                return encode([text], add_special_tokens=add_special_tokens)[0].ids
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            raise InvalidRequest(
+                "the text holds a lone surrogate (U+D800 to U+DFFF): not valid Unicode"
+            ) from None
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
+        table = self.byte_table(skip_special_tokens)
+        text = b"".join([table[i] for i in token_ids]).decode("utf8", "replace")
+        return text[1:] if self.strips_leading_space and text.startswith(" ") else text
+
+    def byte_table(
+        self, skip_special_tokens: bool = True, visible_ids: frozenset[int] = frozenset()
+    ) -> Mapping[int, bytes]:
+        """The bytes of every token id: b"" for unknown ids and, with `skip_special_tokens`, for
+        special tokens other than `visible_ids`.
+        """
+        if not skip_special_tokens:
+            return self._bytes
+        if visible_ids not in self._tables:
+            skipped = self.special_ids - visible_ids
+            self._tables[visible_ids] = _Table(lambda i: b"" if i in skipped else self._bytes[i])
+        return self._tables[visible_ids]
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Most characters of one token. A tokenizer that drops text, such as unknown words, has no
+        such bound: MAX_WORD_CHARS is assumed.
+        """
+        longest = max(len(self._backend.id_to_token(i) or "") for i in range(self.vocab_size))
+        return longest if self.keeps_all_text else max(longest, MAX_WORD_CHARS)
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its text; None if there is no such token."""
+        return self._backend.token_to_id(token)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes of a token, possibly an incomplete character."""
+        return self._bytes[token_id]
+
+    def token_string(self, token_id: int) -> str:
+        """`token_bytes` as text; an incomplete character becomes U+FFFD."""
+        return self._bytes[token_id].decode("utf8", "replace")
+
+    def _make_bytes(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:  # models pad their vocabulary beyond the tokenizer's
+            return b""
+        if self._is_byte_level:
+            is_text = token_id in self.added_ids or any(char not in _BYTE_OF_CHAR for char in token)
+            return token.encode() if is_text else bytes([_BYTE_OF_CHAR[char] for char in token])
+        if self._has_byte_fallback and (match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)):
+            return bytes.fromhex(match[1])
+        text = self._backend.decode([*self._context, token_id], skip_special_tokens=False)
+        return text.removeprefix(self._context_text).encode()
+
+
+class _Table(dict[int, bytes]):
+    """Token bytes, made when first needed, as a large vocabulary takes memory and time."""
+
+    def __init__(self, make: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, token_id: int) -> bytes:
+        value = self.make(token_id)
+        if value:  # ids without a token are not bounded, so they are not kept
+            self[token_id] = value
+        return value
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's byte-level alphabet: printable Latin-1 is itself, other bytes are U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    others = {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | others
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """`bos_token` and so on as text; in the file each is a string or has `content`."""
+    found: dict[str, str] = {}
+    for name in (
+        "bos_token",
+        "eos_token",
+        "unk_token",
+        "pad_token",
+        "sep_token",
+        "cls_token",
+        "mask_token",
+    ):
+        token = config.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            found[name] = text
+    return found

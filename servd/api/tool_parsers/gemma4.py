@@ -1,9 +1,0 @@
-"""Gemma 4: `<|tool_call>call:F{key:<|"|>text<|"|>}<tool_call|>`."""
-
-from __future__ import annotations
-
-from servd.api.tool_parsers._gemma import GemmaParser
-
-
-class Parser(GemmaParser):
-    markers = ("<|tool_call>", "<tool_call|>", '<|"|>')

@@ -1,0 +1,52 @@
+"""Private folders: where the sockets between the processes of one tree are."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+# environment of a child: its parent's folder, which the parent removes in any case
+PARENT_DIR = "SERVD_IPC_DIR"
+LOCK = "owner.lock"  # in a private folder, held as long as the process that made it lives
+LOCK_GRACE = 60  # seconds in which a new one is taken to be about to be held
+
+_locks: dict[Path, int] = {}  # of this process's private folders: descriptors that hold them
+
+
+def private_dir() -> Path:
+    """A new folder that only this user may enter, for the sockets of one process tree. Those beside
+    it whose processes were killed are removed.
+
+    The path is kept short: see `servd.ipc.channels.MAX_SOCKET_PATH`.
+    """
+    base = os.environ.get(PARENT_DIR) or os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    if not os.access(base, os.W_OK) or len(base) > 60:
+        base = "/tmp"
+    _sweep(Path(base))
+    folder = Path(tempfile.mkdtemp(prefix="servd-", dir=base))  # mkdtemp makes it 0700
+    _locks[folder] = os.open(folder / LOCK, os.O_CREAT | os.O_RDONLY | os.O_CLOEXEC, 0o600)
+    with suppress(OSError):  # a file system without locks: nobody else can lock it either
+        fcntl.flock(_locks[folder], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return folder
+
+
+def _sweep(base: Path) -> None:
+    """Remove private folders whose owners have ended without doing so: their locks are free."""
+    for removed in [folder for folder in _locks if not folder.exists()]:
+        os.close(_locks.pop(removed))
+    for lock in base.glob(f"servd-*/{LOCK}"):
+        with suppress(OSError):  # another user's, in use, or removed meanwhile
+            found = lock.lstat()
+            if found.st_uid != os.geteuid() or time.time() - found.st_mtime < LOCK_GRACE:
+                continue
+            descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent)
+            finally:
+                os.close(descriptor)

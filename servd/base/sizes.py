@@ -1,0 +1,74 @@
+"""Sizes of memory: parsing and formatting ("512M", "2GiB"), and the memory plan of a model."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import msgspec
+
+from servd.base.errors import ConfigError
+
+
+def parse_bytes(text: str) -> int:
+    """Read "1073741824", "1GiB", "1.5 GB" or "512M" (powers of 1024 for KiB and K, of 1000 for KB).
+
+    Raises:
+        ConfigError: not of this form.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B)?\s*", text, re.IGNORECASE)
+    if not match:
+        raise ConfigError(
+            f'--kv-cache-memory: cannot read {text!r} as a size; write bytes or e.g. "2GiB"'
+        )
+    number, prefix, suffix = match.groups()
+    base = 1000 if (suffix or "").upper() == "B" else 1024
+    return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
+
+
+def format_bytes(number: int) -> str:
+    """A size that `parse_bytes` reads, rounded up to three digits: "72MiB", "1.25GiB"."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if number >= 1024**power:
+            size = number / 1024**power
+            digits = max(0, 2 - int(math.log10(size)))
+            return f"{math.ceil(size * 10**digits) / 10**digits:g}{unit}"
+    return f"{number}B"
+
+
+def advise_more_memory(lacking: int, quantization: str | None) -> str:
+    """Say what helps a model that does not fit by so many bytes."""
+    smaller = "" if quantization else ", or try --quantization int8"
+    return f"{format_bytes(lacking)} more memory, or a higher --tensor-parallel-size{smaller}"
+
+
+class MemorySizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Device memory that each rank needs, in bytes."""
+
+    weights: int
+    draft_weights: int
+    adapters: int  # of --max-loras adapters
+    requests: int  # state of max_num_seqs requests
+    forward: int  # estimated peak of a forward pass
+    sampling: int  # estimated peak of sampling
+    kv_per_block: int
+
+    @property
+    def persistent(self) -> int:
+        """Everything that is allocated permanently, except the KV cache."""
+        return self.weights + self.draft_weights + self.adapters + self.requests
+
+    @property
+    def step(self) -> int:
+        """The peak of a step's temporary memory."""
+        return max(self.forward, self.sampling)
+
+
+class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
+    device: str
+    dtype: str
+    sizes: MemorySizes
+    free: int  # bytes available
+    num_blocks: int  # in the KV cache
+    kv_windows: tuple[int | None, ...]  # see WorkerReady
+    shortage: str  # why not even one request fits, and what to change; "" if one does

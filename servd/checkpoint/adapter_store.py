@@ -1,0 +1,163 @@
+"""AdapterStore: the loaded LoRA adapters, shared by all processes of a server.
+
+It has a copy of each adapter under a hash of its contents, and a table of names. A request carries
+the hash, so it uses the same adapter for all its tokens, even if the name is reassigned meanwhile
+or the engine restarts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from servd.base.errors import ConfigError
+from servd.checkpoint.lora import CONFIG, TENSORS, AdapterFiles, Shape
+from servd.messages.adapter import Adapter
+
+KEEP_SECONDS = 3600  # that the files of a replaced adapter stay, for requests that have it
+MAX_ON_DEMAND = 64  # adapters that requests loaded; the one used longest ago goes
+PIECE = 1 << 20
+
+
+class AdapterStore:
+    """The table of adapters and the copies of their files, in a folder that all processes share.
+
+    Changes are made under a lock and are visible to all processes at once.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._table = self.folder / "adapters.json"
+        # As last read, and the inode and time of it; one attribute, as threads share it.
+        self._last: tuple[tuple[int, int], dict[str, Adapter]] | None = None
+
+    @classmethod
+    def beside(cls, ipc_dir: str) -> AdapterStore:
+        return cls(Path(ipc_dir, "adapters"))
+
+    def named(self) -> dict[str, Adapter]:
+        """All adapters by name; the table is read again only if it has changed."""
+        try:
+            status = os.stat(self._table)
+        except OSError:
+            return {}
+        last, state = self._last, (status.st_ino, status.st_mtime_ns)
+        if last is None or last[0] != state:
+            adapters = msgspec.json.decode(self._table.read_bytes(), type=list[Adapter])
+            self._last = last = state, {each.name: each for each in adapters}
+        return last[1]
+
+    def clear(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def load(
+        self,
+        name: str,
+        source: str,
+        max_rank: int,
+        layers: Mapping[str, Shape],
+        if_taken: Literal["replace", "keep", "refuse"] = "replace",
+    ) -> Adapter:
+        """Copy an adapter and register its name, which may replace another adapter's.
+
+        Raises:
+            ConfigError: see `AdapterFiles`; the name is taken; or there is no room for the copy.
+        """
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self._locked():
+            if if_taken != "replace" and (taken := self.named().get(name)) is not None:
+                if if_taken == "keep":
+                    return taken
+                raise ConfigError(
+                    f"the adapter {name!r} is loaded already: set load_inplace to replace it"
+                )
+            AdapterFiles(source).check(max_rank, layers)  # or any size would be copied
+            copy = self.folder / f"loading-{os.getpid()}"
+            try:
+                digest = self._copy(Path(source), copy)
+                AdapterFiles(copy, source).check(max_rank, layers)
+                folder = self.folder / digest
+                if not folder.exists():
+                    copy.rename(folder)
+            except OSError as error:
+                raise ConfigError(f"the adapter {source} cannot be copied: {error}") from None
+            finally:
+                shutil.rmtree(copy, ignore_errors=True)
+            os.utime(folder)
+            on_demand = if_taken == "keep"
+            adapter = Adapter(name, digest, str(folder), source, int(time.time()), on_demand)
+            named = {**self.named(), name: adapter}
+            waiting = sorted((each for each in named.values() if each.is_on_demand), key=_used_at)
+            for unused in waiting[:-MAX_ON_DEMAND]:
+                del named[unused.name]
+            self._write(named)
+        return adapter
+
+    def use(self, name: str) -> Adapter | None:
+        if (adapter := self.named().get(name)) is not None and adapter.is_on_demand:
+            self._touch([adapter])
+        return adapter
+
+    def unload(self, name: str) -> Adapter | None:
+        """Remove and return the adapter of a name; None if there is none."""
+        if name not in self.named():
+            return None
+        with self._locked():
+            named = {**self.named()}
+            found = named.pop(name, None)
+            self._write(named)
+        return found
+
+    def _copy(self, source: Path, copy: Path) -> str:
+        """Copy an adapter; returns its digest."""
+        shutil.rmtree(copy, ignore_errors=True)
+        copy.mkdir(mode=0o700)
+        digest = hashlib.sha256()
+        for name in (CONFIG, TENSORS):
+            with (source / name).open("rb") as file, (copy / name).open("wb") as to:
+                while piece := file.read(PIECE):
+                    digest.update(piece)
+                    to.write(piece)
+            digest.update(str((copy / name).stat().st_size).encode())
+        return digest.hexdigest()
+
+    def _write(self, named: Mapping[str, Adapter]) -> None:
+        kept = {each.digest for each in named.values()}
+        # What nobody can name any more stays for a while from now on.
+        self._touch(each for each in self.named().values() if each.digest not in kept)
+        new = self._table.with_suffix(".new")
+        new.write_bytes(msgspec.json.encode(list(named.values())))
+        now = time.time_ns()
+        os.utime(new, ns=(now, now))  # the file system's own clock may tick every 4 ms
+        new.rename(self._table)
+        for folder in self.folder.iterdir():
+            if folder.is_dir() and folder.name not in kept:
+                if time.time() - folder.stat().st_mtime > KEEP_SECONDS:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def _touch(self, adapters: Iterable[Adapter]) -> None:
+        for adapter in adapters:
+            with suppress(FileNotFoundError):
+                os.utime(adapter.folder)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with (self.folder / "lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def _used_at(adapter: Adapter) -> int:
+    try:
+        return os.stat(adapter.folder).st_mtime_ns
+    except OSError:
+        return 0

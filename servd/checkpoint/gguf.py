@@ -1,0 +1,273 @@
+"""GGUF: one file with weights, tokenizer and chat template, served as a Hugging Face folder.
+
+`servd/worker/quantization/gguf.py` reads the weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import struct
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from servd.base.errors import ModelNotFound, UnsupportedModel
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+WEIGHTS = "model.gguf"  # the link in the folder
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# What a damaged file raises in the package, and its values in the code that uses them.
+DAMAGED = (
+    ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError,
+    struct.error,
+)  # fmt: skip
+MAX_LENGTH = 1 << 21  # values in a list: each takes up to 200 bytes once it is read
+CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+AFTER_NUMBERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# tokenizer.ggml.pre -> the expression that cuts text before the merges. None: GPT-2's.
+CUTS = {
+    "gpt-2": None,
+    "smollm": None,  # and each digit is alone
+    "llama-bpe": rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{AFTER_NUMBERS}",
+    "qwen2": rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{AFTER_NUMBERS}",
+}
+
+
+def open_file(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
+    """Map a file, and return its reader and its metadata.
+
+    Raises:
+        ModelNotFound: the file is missing, not GGUF, or damaged.
+        UnsupportedModel: the package `gguf` is not installed.
+    """
+    try:
+        from gguf import GGUFReader, GGUFValueType
+    except ImportError:
+        raise UnsupportedModel(
+            f'{path}: reading GGUF needs the package gguf: pip install "servd[gguf]"'
+        ) from None
+
+    class Reader(GGUFReader):
+        def _get_field_parts(
+            self, orig_offs: int, raw_type: int
+        ) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
+            """Read a list at once. As of 0.19, the package makes arrays of each value, which takes
+            seconds for a vocabulary, and reads on past the end of the file.
+            """
+            if raw_type != GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            data = self.data.data
+            kind, length = struct.unpack_from("<IQ", data, orig_offs)
+            if kind == GGUFValueType.ARRAY or length > MAX_LENGTH:
+                raise ValueError(f"a list of {length} values of type {kind}")
+            offset = orig_offs + 12
+            parts: list[Any] = []
+            if kind == GGUFValueType.STRING:
+                for _ in range(length):
+                    (size,) = struct.unpack_from("<Q", data, offset)
+                    offset += 8 + size
+                    parts.append(data[offset - size : offset])
+            else:
+                parts.append(self._get(offset, self.gguf_scalar_to_np[GGUFValueType(kind)], length))
+                offset += parts[0].nbytes
+            types = [GGUFValueType.ARRAY, GGUFValueType(kind)]
+            return offset - orig_offs, parts, list(range(len(parts))), types
+
+    try:
+        reader = Reader(path, "c")  # torch warns of memory that it could not write to
+        return reader, {name: field.contents() for name, field in reader.fields.items()}
+    except (OSError, *DAMAGED) as error:
+        raise ModelNotFound(
+            f"{path} cannot be read as GGUF, it may be cut off or damaged: {error}"
+        ) from None
+
+
+def find_file(model: str) -> Path | None:
+    """The GGUF file that MODEL names: itself, or of a folder by a part of its name,
+    "folder:Q4_K_M"; None: it names none.
+
+    Raises:
+        ModelNotFound: the folder has no such file, or several.
+    """
+    if model.endswith(".gguf") and os.path.isfile(model):
+        return Path(model).resolve()
+    folder, _, tag = model.rpartition(":")
+    if not folder or not os.path.isdir(folder):
+        return None
+    files = sorted(Path(folder).glob("*.gguf"))
+    found = [file for file in files if tag.lower() in file.name.lower()]
+    if len(found) != 1:
+        names = ", ".join(file.name for file in found or files) or "no .gguf file"
+        raise ModelNotFound(f"{model} names {len(found)} files, there must be one: it has {names}")
+    return found[0].resolve()
+
+
+def as_folder(path: Path) -> Path:
+    """Return a folder with config.json and tokenizer_config.json of a GGUF file, and a link to the
+    file, `WEIGHTS`. It is in a cache that all servers share.
+
+    Raises:
+        ModelNotFound: the file is missing, not GGUF, damaged or incomplete.
+        UnsupportedModel: servd would compute the model wrongly, or the package gguf is missing.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "servd", "gguf")
+    stat = path.stat()
+    # Raise the last number when what is made changes.
+    key = f"{path} {stat.st_mtime_ns} {stat.st_size} 1"
+    target = cache / hashlib.sha256(key.encode()).hexdigest()[:24]
+    if target.exists():
+        return target
+    reader, values = open_file(path)
+    try:
+        shapes = {tensor.name: tensor.shape.tolist() for tensor in reader.tensors}
+        config = make_config(path, values, shapes)
+        files = {"config.json": config, "tokenizer_config.json": make_tokenizer_config(values)}
+    except DAMAGED as error:
+        raise ModelNotFound(f"{path}: its metadata is incomplete or wrong: {error!r}") from None
+    num_layers = len({name.split(".")[1] for name in shapes if name.startswith("blk.")})
+    if num_layers != config["num_hidden_layers"]:
+        raise ModelNotFound(
+            f"{path} has {num_layers} layers, its metadata says {config['num_hidden_layers']}"
+        )
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        made = Path(scratch) / "made"
+        made.mkdir()
+        for name, content in files.items():
+            (made / name).write_text(json.dumps(content), encoding="utf8")
+        (made / WEIGHTS).symlink_to(path)
+        try:
+            made.rename(target)
+        except OSError:  # another server was faster
+            if not target.exists():
+                raise
+    return target
+
+
+def make_config(path: Path, values: dict[str, Any], shapes: dict[str, list[int]]) -> dict[str, Any]:
+    """Return config.json.
+
+    Args:
+        path: of the file, for errors.
+        values: its metadata.
+        shapes: of its tensors, innermost dimension first.
+    """
+    arch = values.get("general.architecture")
+    if arch not in ARCHITECTURES:
+        raise UnsupportedModel(
+            f"{path}: GGUF of architecture {arch!r} is not supported, only "
+            f"{', '.join(ARCHITECTURES)}: serve the original checkpoint"
+        )
+    if values.get("split.count", 1) > 1:
+        raise UnsupportedModel(
+            f"{path} is one of {values['split.count']} files: join them with "
+            "llama-gguf-split --merge"
+        )
+    own = {name.removeprefix(f"{arch}."): value for name, value in values.items()}
+    scaling = own.get("rope.scaling.type", "none")
+    factor = own.get("rope.scaling.factor", 1.0)
+    if scaling not in ("none", "linear") or "rope_freqs.weight" in shapes:
+        what = "rope_freqs.weight" if scaling in ("none", "linear") else f"rope scaling {scaling!r}"
+        raise UnsupportedModel(
+            f"{path} has {what}, which is not supported: serve the original checkpoint"
+        )
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": own.get("rope.freq_base", 1e4)}
+    if scaling == "linear" and math.isfinite(factor) and factor != 1:
+        rope |= {"rope_type": "linear", "factor": factor}
+    num_heads = own["attention.head_count"]
+    hidden_size = own["embedding_length"]
+    token_ids = [values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    return {
+        "architectures": [f"{arch.capitalize()}ForCausalLM"],
+        "model_type": arch,
+        "vocab_size": shapes["token_embd.weight"][-1],
+        "hidden_size": hidden_size,
+        "intermediate_size": own.get("feed_forward_length"),
+        "num_hidden_layers": own.get("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": own.get("attention.head_count_kv", num_heads),
+        "head_dim": own.get("attention.key_length") or hidden_size // num_heads,
+        "max_position_embeddings": own.get("context_length"),
+        "rms_norm_eps": own.get("attention.layer_norm_rms_epsilon", 1e-6),
+        "rope_parameters": rope,
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "eos_token_id": [*dict.fromkeys(i for i in token_ids if i is not None)],
+        "bos_token_id": values.get("tokenizer.ggml.bos_token_id"),
+        "dtype": "bfloat16",
+        "quantization_config": {"quant_method": "gguf"},
+    }
+
+
+def make_tokenizer_config(values: dict[str, Any]) -> dict[str, Any]:
+    tokens = values.get("tokenizer.ggml.tokens", [])
+    config: dict[str, Any] = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        if (token_id := values.get(f"tokenizer.ggml.{key}_token_id")) is not None:
+            config[f"{name}_token"] = tokens[token_id]
+    if template := values.get("tokenizer.chat_template"):
+        config["chat_template"] = template
+    return config
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """Write tokenizer.json into a folder that `as_folder` made, and return its path.
+
+    Raises:
+        ModelNotFound: the tokenizer is of a kind that is not known, or damaged.
+    """
+    _, values = open_file(folder / WEIGHTS)
+    model, pre = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.pre", "gpt-2")
+    if model != "gpt2" or pre not in [*CUTS]:
+        raise ModelNotFound(
+            f"{(folder / WEIGHTS).resolve()} has a tokenizer {model!r} with pre-tokenizer {pre!r}; "
+            f"known are gpt2 with {', '.join(CUTS)}: name the original's with --tokenizer FOLDER"
+        )
+    try:
+        content = make_tokenizer(values, pre)
+    except Exception as error:  # what tokenizers raises has no class of its own
+        raise ModelNotFound(f"{folder}: its tokenizer is incomplete or wrong: {error!r}") from None
+    file = folder / "tokenizer.json"
+    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf8") as scratch:
+        scratch.write(content)
+    os.replace(scratch.name, file)
+    return file
+
+
+def make_tokenizer(values: dict[str, Any], pre: str) -> str:
+    """Return tokenizer.json of byte-level BPE."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+    from tokenizers.processors import TemplateProcessing
+
+    tokens = values["tokenizer.ggml.tokens"]
+    types = values.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    merges = [tuple(merge.split(" ", 1)) for merge in values["tokenizer.ggml.merges"]]
+    made = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
+    if pre == "qwen2":
+        made.normalizer = normalizers.NFC()
+    cuts = CUTS[pre]
+    steps: list[Any] = [Digits(individual_digits=True)] if pre == "smollm" else []
+    if cuts is not None:
+        steps.append(Split(Regex(cuts), "isolated"))
+    made.pre_tokenizer = Sequence([*steps, ByteLevel(False, use_regex=cuts is None)])
+    made.decoder = decoders.ByteLevel()
+    if values.get("tokenizer.ggml.add_bos_token"):
+        bos_id = values["tokenizer.ggml.bos_token_id"]
+        bos = tokens[bos_id]
+        made.post_processor = TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", "$B:1"], special_tokens=[(bos, bos_id)]
+        )
+    for kind, add in ((CONTROL, made.add_special_tokens), (USER_DEFINED, made.add_tokens)):
+        add([
+            AddedToken(token, special=kind == CONTROL, normalized=False)
+            for token, each in zip(tokens, types, strict=True) if each == kind
+        ])  # fmt: skip
+    return made.to_str()

@@ -1,0 +1,443 @@
+"""Hugging Face models: finds or downloads files, and reads config.json without transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
+from servd.checkpoint import gguf
+from servd.checkpoint.overrides import override, reach
+from servd.checkpoint.published import as_today
+from servd.checkpoint.text_part import TEXT, text_of
+
+log = logging.getLogger("servd.checkpoint.hf")
+
+DEMO_MODEL = "demo"  # the default MODEL
+DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
+DEMO_HEAD = DEMO_FOLDER / "eagle3"  # drafts for it, by this method
+METADATA_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
+WEIGHT_FILES = ["*.safetensors"]
+# Any of these can be converted to tokenizer.json by transformers.
+CONVERTIBLE = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
+
+
+NO_ATTENTION = "models without attention, such as Mamba and RWKV, do not run in servd; "
+MAX_SIZE = 2**31 - 1  # of any size in config.json
+SHARD, MAX_SHARDS = re.compile(r"(.+-)\d+-of-(\d+)(\.\w+)"), 10_000
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What servd needs to know about a model: config.json with uniform names."""
+
+    folder: str  # "" for the fake model
+    model_type: str
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    max_model_len: int | None = None  # of requests, if less
+    dtype: str  # of the checkpoint: float32 | bfloat16 | float16
+    eos_token_ids: list[int]
+    # config.json, or what of it is of text; model files read their own keys from it.
+    config: dict[str, Any]
+    generation: dict[str, Any] = {}  # generation_config.json as it is
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether layers have a recurrent state besides the KV cache (linear attention)."""
+        return "linear_num_key_heads" in self.config
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        numbers = 2 * self.num_kv_heads * self.head_dim
+        if (latent := self.config.get("kv_lora_rank")) is not None:  # MLA caches only this
+            numbers = latent + self.config["qk_rope_head_dim"]
+        return self.num_layers * numbers * dtype_bytes
+
+
+# A model for `--executor fake`: one token per byte plus an end-of-sequence token.
+FAKE_SPEC = ModelSpec(
+    folder="",
+    model_type="fake",
+    architecture="Fake",
+    vocab_size=257,
+    hidden_size=16,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=1,
+    max_position_embeddings=8192,
+    dtype="float32",
+    eos_token_ids=[256],
+    config={},
+)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        ModelNotFound: the file is missing or is not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf8"))
+    except FileNotFoundError:
+        raise ModelNotFound(
+            f"{path.parent} has no {path.name}; is it a Hugging Face model folder?"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ModelNotFound(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelNotFound(f"{path} must hold a JSON object")
+    return value
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model of text, or that of the part of a model which reads text."""
+    config = read_json(folder / "config.json")
+    # Heads in *speculators* format say so what they share with other decoders.
+    return reach(text_of(as_today(config.get("transformer_layer_config", {}) | config)))
+
+
+def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> ModelSpec:
+    """Read config.json, with `--hf-overrides`, and generation_config.json of a model folder.
+
+    Raises:
+        ModelNotFound: config.json is missing or broken.
+        UnsupportedModel: config.json lacks a required key.
+        ConfigError: the overrides do not apply to this model.
+    """
+    folder = Path(folder)
+    config = override(read_config(folder), overrides or {})
+    generation_file = folder / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.exists() else {}
+
+    def first(*names: str, default: Any = None) -> Any:
+        for name in names:
+            if config.get(name) is not None:
+                return config[name]
+        if default is None:
+            why = NO_ATTENTION * (names[0] == "num_attention_heads")
+            raise UnsupportedModel(
+                f"{folder}/config.json has none of: {', '.join(names)}; {why}docs/models.md lists "
+                "what servd runs"
+            )
+        return default
+
+    def size(*names: str, default: int | None = None) -> int:
+        value = first(*names, default=default)
+        if type(value) is not int or not 0 < value <= MAX_SIZE:
+            raise UnsupportedModel(f"{folder}/config.json: {names[0]} is {value!r:.50}, no size")
+        return value
+
+    # GPT-2 has n_embd, n_layer, n_head, n_positions instead of hidden_size and so on.
+    num_heads = size(
+        "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads",
+        "decoder_attention_heads",
+    )  # fmt: skip
+    hidden_size = size("hidden_size", "n_embd", "d_model", "embed_dim")
+    architectures = first("architectures", default=[""])
+    if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
+        raise UnsupportedModel(f"{folder}/config.json: architectures must be a list of names")
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    return ModelSpec(
+        folder=str(folder),
+        model_type=first("model_type"),
+        architecture=architectures[0] if architectures else "",
+        vocab_size=size("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=size("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
+        num_heads=num_heads,
+        num_kv_heads=size("num_key_value_heads", default=num_heads),
+        head_dim=size("head_dim", default=hidden_size // num_heads),
+        max_position_embeddings=size(
+            "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"
+        ),
+        dtype=first("dtype", "torch_dtype", default="float32"),
+        eos_token_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
+        config=config,
+        generation=generation,
+    )
+
+
+def quantization_of(folder: Path | str) -> dict[str, Any] | None:
+    """The quantization config of the checkpoint in `folder`: `quant_method` and the method's keys;
+    None if it is not quantized.
+    """
+    folder = Path(folder)
+    if (file := folder / "config.json").exists():
+        config = read_json(file)
+        for each in (config, config.get(TEXT) or {}):
+            if found := each.get("quantization_config") or each.get("compression_config"):
+                return found
+    for name, method in (("quant_config.json", "awq"), ("quantize_config.json", "gptq")):
+        if (file := folder / name).exists():
+            return {"quant_method": method, **read_json(file)}
+    return None
+
+
+def local_folder(model: str) -> Path | None:
+    """The folder that `model` names, that of a GGUF file, or that of the demo model inside the
+    package; None: it is on the hub.
+
+    Raises:
+        ModelNotFound: this installation lacks the demo model, or see `gguf.as_folder`.
+        UnsupportedModel: see `gguf.as_folder`.
+    """
+    if model == DEMO_MODEL:  # a folder of this name is ./demo
+        if not DEMO_FOLDER.exists():
+            raise ModelNotFound(
+                "this installation has no demo model: name another, e.g. `servd serve gpt2`"
+            )
+        return DEMO_FOLDER
+    if (file := gguf.find_file(model)) is not None:
+        return gguf.as_folder(file)
+    return Path(model).resolve() if os.path.isdir(model) else None
+
+
+def find_model(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
+    """The folder with config.json and the tokenizer of `model`; these small files are downloaded
+    if needed.
+
+    Raises:
+        ModelNotFound: no such folder, no such repository, or the hub cannot be reached.
+    """
+    if (folder := local_folder(model)) is not None:
+        return folder
+    return _download(model, revision, download_dir, METADATA_FILES)
+
+
+def download_weights(
+    model: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    load_format: str = "auto",
+) -> Path:
+    """Like `find_model`, for the weights too; shows a progress bar."""
+    if (folder := local_folder(model)) is not None:
+        return folder
+    weights = ["pytorch_model*.bin"] if load_format == "pt" else WEIGHT_FILES
+    return _download(model, revision, download_dir, METADATA_FILES + weights)
+
+
+def find_headers(model: str, revision: str | None, download_dir: str | None, scratch: str) -> Path:
+    """A folder like that of `download_weights`, in which weight files may be headers and a hole.
+
+    Those of the hub are read by range requests, and put in a new folder in `scratch`.
+
+    Raises:
+        ModelNotFound: there is no such model, or the hub cannot be reached.
+    """
+    folder = find_model(model, revision, download_dir)
+    if local_folder(model) is not None or _has_weights(folder):
+        return folder
+    import huggingface_hub
+
+    hollow = Path(tempfile.mkdtemp(dir=scratch))
+    for file in folder.iterdir():
+        (hollow / file.name).symlink_to(file)
+    try:
+        found = huggingface_hub.get_safetensors_metadata(model, revision=revision)
+    except Exception as error:  # requests', the hub's and those of a checkpoint without any
+        raise ModelNotFound(f"cannot read the weights' headers of {model!r}: {error}") from None
+    for name, metadata in found.files_metadata.items():
+        tensors = {
+            tensor: {"dtype": t.dtype, "shape": t.shape, "data_offsets": t.data_offsets}
+            for tensor, t in metadata.tensors.items()
+        }
+        header = json.dumps(tensors).encode()
+        with (hollow / Path(name).name).open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(file.tell() + max(t["data_offsets"][1] for t in tensors.values()))
+    return hollow
+
+
+def _has_weights(folder: Path) -> bool:
+    try:
+        return bool(weight_files(folder))
+    except ModelNotFound:
+        return False
+
+
+def _download(
+    model: str, revision: str | None, download_dir: str | None, patterns: list[str]
+) -> Path:
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ModelNotFound(f"there is no folder {model}")
+    import huggingface_hub  # 0.3 s and 20 MB that a local folder does not need
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                model, revision=revision, cache_dir=download_dir, allow_patterns=patterns
+            )
+        )
+    except RepositoryNotFoundError:
+        raise ModelNotFound(
+            f"the hub has no model {model!r}, or it is private: check the name, or set HF_TOKEN"
+        ) from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelNotFound(
+            f"cannot get {model!r} from the hub ({first_line}): check the network, or pass a "
+            f"local folder"
+        ) from None
+
+
+def weight_files(folder: Path | str, load_format: str = "auto") -> list[Path]:
+    """The safetensors files of a checkpoint, in the order of their names, or the GGUF file of one
+    that `gguf.as_folder` made; with load_format "pt" what torch has pickled.
+
+    Raises:
+        ModelNotFound: there is none, or one that the index or the others' names name is missing.
+    """
+    folder = Path(folder)
+    stem, suffix = ("pytorch_model", ".bin") if load_format == "pt" else ("model", ".safetensors")
+    index = folder / f"{stem}{suffix}.index.json"
+    if index.exists():
+        files = [folder / n for n in sorted(set(read_json(index).get("weight_map", {}).values()))]
+    elif (folder / gguf.WEIGHTS).is_symlink():
+        return [folder / gguf.WEIGHTS]
+    else:
+        files = sorted(folder.glob(f"{stem}*.bin" if suffix == ".bin" else f"*{suffix}"))
+        shards = [match for file in files if (match := SHARD.fullmatch(file.name))]
+        named = {f"{m[1]}{n:0{len(m[2])}}-of-{m[2]}{m[3]}" for m in shards for n in _numbers(m[2])}
+        files = sorted({*files, *(folder / name for name in named)})
+    if missing := [file.name for file in files if not file.exists()]:
+        raise ModelNotFound(
+            f"{folder} lacks {len(missing)} of {len(files)} weight files: {', '.join(missing)}; "
+            f"copy them there, or download the model again"
+        )
+    if not files:
+        other = sorted(f.name for pattern in ("*.bin", "*.pt") for f in folder.glob(pattern))
+        hint = f"; it has {other[0]}: convert it to safetensors" if other else ""
+        if load_format == "auto" and list(folder.glob("pytorch_model*.bin")):
+            hint += ", or say --load-format pt"
+        if found := sorted(folder.glob("*.gguf")):
+            hint = f"; it has {found[0].name}: name that file"
+        raise ModelNotFound(f"{folder} has no {suffix} file{hint}")
+    return files
+
+
+def _numbers(total: str) -> range:
+    return range(1, min(int(total), MAX_SHARDS) + 1)
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of `--override-generation-config`, as in generation_config.json."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_SIZE)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=1, le=MAX_SIZE)] | None = None
+
+
+def read_generation_defaults(
+    spec: ModelSpec, source: str, override: GenerationDefaults | None = None
+) -> dict[str, Any]:
+    """Default sampling parameters: those of `--generation-config` (auto, vllm for none, or a
+    folder), updated with `--override-generation-config`.
+
+    Raises:
+        ConfigError: the folder has no generation_config.json.
+    """
+    generation = {}
+    if source == "auto":
+        generation = spec.generation
+    elif source != "vllm":
+        try:
+            generation = read_json(Path(source) / "generation_config.json")
+        except ModelNotFound as error:
+            raise ConfigError(f"--generation-config {source}: {error}") from None
+    stated = {} if override is None else msgspec.structs.asdict(override)
+    generation = generation | {name: each for name, each in stated.items() if each is not None}
+    known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    defaults = {name: generation[name] for name in known if generation.get(name) is not None}
+    if "max_new_tokens" in generation:
+        defaults["max_tokens"] = generation["max_new_tokens"]
+    return defaults
+
+
+def find_tokenizer(folder: str, trust_remote_code: bool = False) -> Path:
+    """The tokenizer.json of a model folder; if it has none, one converted once from its slow
+    tokenizer or GGUF file.
+
+    Raises:
+        ModelNotFound: there is no tokenizer, or it cannot be converted.
+    """
+    file = Path(folder) / "tokenizer.json"
+    if file.exists():
+        return file
+    if file.with_name(gguf.WEIGHTS).is_symlink():
+        return gguf.write_tokenizer(Path(folder))
+    return _convert_tokenizer(Path(folder), trust_remote_code)
+
+
+def _convert_tokenizer(folder: Path, trust_remote_code: bool) -> Path:
+    """Path of a tokenizer.json converted from the slow tokenizer in `folder`, in a cache that all
+    servers share.
+
+    The conversion runs in its own process: importing transformers takes seconds and hundreds of
+    megabytes.
+    """
+    source = next((folder / name for name in CONVERTIBLE if (folder / name).exists()), None)
+    if source is None and not trust_remote_code:
+        raise ModelNotFound(
+            f"{folder} has no tokenizer.json, nor a tokenizer that could be converted to one"
+        )
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "servd", "tokenizers")
+    stamp = (source or folder).stat().st_mtime_ns
+    target = cache / hashlib.sha256(f"{folder.resolve()} {stamp}".encode()).hexdigest()[:24]
+    if (target / "tokenizer.json").exists():
+        return target / "tokenizer.json"
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        made = Path(scratch) / "made"
+        module = "servd.worker.loading.convert_tokenizer"
+        command = [sys.executable, "-m", module, str(folder), str(made)]
+        done = subprocess.run(
+            command + ["--trust-remote-code"] * trust_remote_code,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode or not (made / "tokenizer.json").exists():
+            reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
+            raise ModelNotFound(
+                f"{folder} has no tokenizer.json, and its tokenizer cannot be converted: {reason}"
+            )
+        try:
+            made.rename(target)
+        except OSError:  # another server was faster
+            if not (target / "tokenizer.json").exists():
+                raise
+    return target / "tokenizer.json"

@@ -1,0 +1,251 @@
+"""LoRA adapters as files: what PEFT wrote."""
+
+from __future__ import annotations
+
+import math
+import re
+import stat
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from servd.base.errors import ConfigError
+
+Shape = tuple[int, int]
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+ALTERNATIVES = re.compile(r"\((?:\?:)?[\w.\\|]*\)")  # a group of plain names in a pattern
+CHOICES = re.compile(r"(?<!\()[*+?{]|\|")  # what may match in several ways
+REPEATED_GROUP = re.compile(r"\)[*+?{]|\s")  # white space may stand between (?x: and its end
+LAYER = re.compile(r"\w+\.\d+\..+")
+MAX_CONFIG, MAX_HEADER = 1 << 20, 1 << 24  # bytes
+MAX_NAME, MAX_PATTERNS = 256, 256  # characters of a tensor's name; patterns of ranks or alphas
+MAX_CHOICES = 2  # in a pattern; a group of alternatives is one
+PATTERN_SECONDS = 2.0  # for all patterns and modules
+FLOATS = ("F32", "BF16", "F16")
+# Keys of adapter_config.json that change what an adapter computes. Where one is set, it is not the
+# plain sum that servd adds.
+UNSUPPORTED = {
+    "use_dora": "DoRA",
+    "use_qalora": "QA-LoRA",
+    "use_bdlora": "BD-LoRA",
+    "arrow_config": "Arrow",
+    "alora_invocation_tokens": "activated LoRA (aLoRA)",
+    "lora_bias": "biases of its own (lora_bias)",
+    "modules_to_save": "whole modules of its own (modules_to_save)",
+    "trainable_token_indices": "token embeddings of its own (trainable_token_indices)",
+    "target_parameters": "parameters that are no linear layers (target_parameters)",
+    "layer_replication": "layers used more than once (layer_replication)",
+}
+# Ways to begin a training that change the weights of the model, too.
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Parts of names that models have, where adapters have no linear layer to change.
+NO_LINEAR = {
+    ".experts.": "is of experts, each of which computes a few of the tokens",
+    ".kv_b_proj": "is applied head by head, to queries and to what attention yields",
+    ".gate": "chooses the experts of a token",
+    ".conv1d": "is a convolution",
+}
+REMEDY = "train it without, or merge it into the model and serve that"
+
+
+def layer_of(module: str) -> str | None:
+    """A module's name from its layer on, "layers.0.self_attn.q_proj", which is the same whatever
+    the model is wrapped in; None for one outside of the layers.
+    """
+    found = LAYER.search(module)
+    return found and found[0]
+
+
+class AdapterFiles:
+    """What PEFT wrote into a folder; looked at without its numbers.
+
+    Attributes:
+        modules: by the names of `layer_of`: the two tensors, and the factor on their product.
+
+    Raises:
+        ConfigError: it is not there, broken, or of a kind that servd does not compute.
+    """
+
+    def __init__(self, folder: str | Path, shown: str | None = None) -> None:
+        self.folder = Path(folder)
+        self.shown = shown or str(folder)  # in errors
+        self.config = self._read_config()
+        self.modules: dict[str, tuple[str, str, float]] = {}
+        self.shapes: dict[str, Shape] = {}  # by name of the tensor
+        self._pattern_seconds = 0.0
+        try:
+            self._read_modules()
+        except (
+            re.error, ArithmeticError, AttributeError, LookupError, TypeError, ValueError
+        ) as error:  # fmt: skip
+            raise self._error(f"{CONFIG} or {TENSORS} holds nonsense: {error!r}") from None
+
+    @property
+    def rank(self) -> int:
+        """The largest of its modules."""
+        return max(self.shapes[a][0] for a, _, _ in self.modules.values())
+
+    def _read_modules(self) -> None:
+        pairs: dict[str, dict[str, str]] = {}
+        for tensor, info in self._read_header().items():
+            if len(tensor) > MAX_NAME or (found := TENSOR.fullmatch(tensor)) is None:
+                raise self._error(f"tensor {tensor[:80]} is not of a linear layer: {REMEDY}")
+            pairs.setdefault(found[1], {})[found[2]] = tensor
+            shape = info["shape"]
+            if info["dtype"] not in FLOATS or len(shape) != 2 or min(shape) < 1:
+                raise self._error(f"tensor {tensor} is {info['dtype']} {shape}, expected a matrix")
+            self.shapes[tensor] = shape[0], shape[1]
+        for module, names in pairs.items():
+            if names.keys() != {"A", "B"}:
+                raise self._error(f"{module} has lora_{[*names][0]} and not the other half")
+            if (layer := layer_of(module)) is None:
+                raise self._error(f"{module} is not part of a layer: leave it out of the targets")
+            if layer in self.modules:
+                raise self._error(f"two modules are called {layer}")
+            a, b = names["A"], names["B"]
+            rank, expected = self.shapes[a][0], self._of(module, "rank_pattern", "r")
+            if rank != self.shapes[b][1] or rank != expected:
+                shapes = f"{[*self.shapes[a]]} and {[*self.shapes[b]]}"
+                raise self._error(f"{module} has {shapes}, and {CONFIG} says rank {expected}")
+            self.modules[layer] = a, b, self._scale(module, rank)
+        if not self.modules:
+            raise self._error(f"{TENSORS} holds no tensors")
+
+    def check(self, max_rank: int, layers: Mapping[str, Shape]) -> None:
+        """Check that it fits a model.
+
+        Args:
+            max_rank: --max-lora-rank.
+            layers: (inputs, outputs) of each linear layer by the names of `layer_of`; empty: not
+                known.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        if self.rank > max_rank:
+            raise self._error(f"rank {self.rank}, at most {max_rank}: raise --max-lora-rank")
+        for module, (a, b, _) in self.modules.items() if layers else ():
+            if module not in layers:
+                for part, what in NO_LINEAR.items():
+                    if part in f"{module}." if part[-1] == "." else module.endswith(part):
+                        raise self._error(f"{module} {what}: adapters cannot change it; {REMEDY}")
+                raise self._error(f"the model has no linear layer {module}")
+            inputs, outputs = self.shapes[a][1], self.shapes[b][0]
+            if (inputs, outputs) != (*layers[module],):
+                raise self._error(
+                    f"{module} has {inputs} inputs and {outputs} outputs, that of the model "
+                    f"{layers[module][0]} and {layers[module][1]}: it is of another model"
+                )
+
+    def _error(self, why: str) -> ConfigError:
+        return ConfigError(f"the adapter {self.shown}: {why}")
+
+    def _read_config(self) -> dict[str, Any]:
+        if (size := self._size(CONFIG)) > MAX_CONFIG:
+            raise self._error(f"{CONFIG} has {size} bytes, at most {MAX_CONFIG} are read")
+        try:
+            config = msgspec.json.decode((self.folder / CONFIG).read_bytes(), type=dict[str, Any])
+        except OSError as error:
+            raise self._error(f"{CONFIG}: {error.strerror}") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise self._error(f"{CONFIG}: {error}") from None
+        if (kind := config.get("peft_type", "LORA")) != "LORA":
+            raise self._error(f"it is of type {kind}, only LORA is supported")
+        unsupported = [words for key, words in UNSUPPORTED.items() if config.get(key)]
+        if (bias := config.get("bias") or "none") != "none":
+            unsupported.append(f"trained biases (bias {bias!r})")
+        init = config.get("init_lora_weights")
+        if isinstance(init, str) and init.lower().startswith(CHANGES_BASE):
+            unsupported.append(f"a changed model (init_lora_weights {init!r})")
+        if unsupported:
+            raise self._error(f"{', '.join(unsupported)} is not supported: {REMEDY}")
+        return config
+
+    def _read_header(self) -> dict[str, dict[str, Any]]:
+        path = self.folder / TENSORS
+        if not path.exists() and (self.folder / "adapter_model.bin").exists():
+            raise self._error("adapter_model.bin can run any code: save it as safetensors")
+        file_size = self._size(TENSORS)
+        try:
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                if size > min(MAX_HEADER, file_size):
+                    raise self._error(f"{TENSORS} is cut off, or is another kind of file")
+                header = msgspec.json.decode(file.read(size), type=dict[str, dict[str, Any]])
+        except OSError as error:
+            raise self._error(f"{TENSORS}: {error.strerror}") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise self._error(f"{TENSORS} is not a safetensors file") from None
+        header.pop("__metadata__", None)
+        end = max((about.get("data_offsets", [0, 0])[1] for about in header.values()), default=0)
+        if 8 + size + end != file_size:
+            raise self._error(f"{TENSORS} is cut off, or is another kind of file")
+        return header
+
+    def _size(self, name: str) -> int:
+        """Bytes of a file; what is none (a pipe, say) could be waited for for ever."""
+        try:
+            status = (self.folder / name).stat()
+        except OSError as error:
+            raise self._error(f"{name}: {error.strerror}") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise self._error(f"{name} is no file")
+        return status.st_size
+
+    def _of(self, module: str, pattern: str, key: str) -> float:
+        """A number for a module: of the first pattern that its name ends with, or the general
+        one.
+        """
+        patterns: dict[str, float] = self.config.get(pattern) or {}
+        if len(patterns) > MAX_PATTERNS:
+            raise self._error(f"{pattern} has {len(patterns)} entries, at most {MAX_PATTERNS}")
+        value = None
+        for ending, found in patterns.items():
+            if not _is_simple(ending):  # it could take any time, and hold up all threads meanwhile
+                raise self._error(
+                    f"{pattern} {ending[:80]!r} repeats more than {MAX_CHOICES} parts or groups, "
+                    "or has as many groups of alternatives, or white space"
+                )
+            began = time.monotonic()
+            fits = re.fullmatch(rf"(.*\.)?({ending})", module)
+            self._pattern_seconds += time.monotonic() - began
+            if self._pattern_seconds > PATTERN_SECONDS:
+                raise self._error(f"{pattern} takes too long to compare: name modules in full")
+            if fits:
+                value = found
+                break
+        value = self.config.get(key) if value is None else value
+        return 8 if value is None else value  # PEFT's default, of r and lora_alpha
+
+    def _scale(self, module: str, rank: int) -> float:
+        alpha = self._of(module, "alpha_pattern", "lora_alpha")
+        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+
+def _is_simple(pattern: str) -> bool:
+    """Whether there are few ways in which it could match a text."""
+    num_choices = len(CHOICES.findall(ALTERNATIVES.sub("|", pattern)))
+    is_short = len(pattern) <= MAX_NAME and num_choices <= MAX_CHOICES
+    return is_short and not REPEATED_GROUP.search(pattern)
+
+
+def parse_module(text: str) -> tuple[str, str]:
+    """Name and folder of an entry of --lora-modules.
+
+    Raises:
+        ConfigError: it is neither NAME=FOLDER nor such JSON.
+    """
+    name, _, path = text.partition("=")
+    if text.startswith("{"):
+        try:
+            keys = msgspec.json.decode(text, type=dict[str, str | None])
+            name, path = keys.get("name") or "", keys.get("path") or ""
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"--lora-modules {text}: {error}") from None
+    if not name or not path:
+        raise ConfigError(f"--lora-modules {text}: must be NAME=FOLDER, or JSON of name and path")
+    return name, path

@@ -1,0 +1,183 @@
+"""--hf-overrides: what it changes in config.json, and what follows for the positions."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeGuard
+
+from servd.base.errors import ConfigError
+
+FLAG = "--hf-overrides"
+TEXT = "text_config"  # the part of a model that reads images too which servd runs
+LENGTH = "max_position_embeddings"
+FIRST_LENGTH = "original_max_position_embeddings"
+ROPE = ("rope_parameters", "rope_scaling")  # of transformers 5, and before it
+FULL = "full_attention"  # the layers that scaling is for, where windows have rotations of their own
+
+# rope_type -> keys that it needs.
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", FIRST_LENGTH),
+    "longrope": ("short_factor", "long_factor", FIRST_LENGTH),
+    "default": (),
+}
+# What of a rotation is not its scaling: another type leaves it as it is.
+ROTATION = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+ROPE_KEYS = {
+    "type", "rope_type", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+    "truncate", *ROTATION, *(key for keys in ROPE_TYPES.values() for key in keys), FIRST_LENGTH,
+}  # fmt: skip
+NUMBERS = ROPE_KEYS - {
+    "type", "rope_type", "truncate", "mrope_section", "mrope_interleaved", "short_factor",
+    "long_factor",
+}  # fmt: skip
+# What config.json may leave out, and servd's models read.
+OPTIONAL = {
+    *ROPE, "rope_theta", LENGTH, FIRST_LENGTH, "architectures", "attention_bias", "eos_token_id",
+    "head_dim", "layer_types", "num_key_value_heads", "partial_rotary_factor", "sliding_window",
+    "tie_word_embeddings", "use_sliding_window",
+}  # fmt: skip
+OF_FILES = {
+    "quantization_config": "how the weights are written is not for options to say",
+    "compression_config": "how the weights are written is not for options to say",
+    "dtype": "use --dtype",
+    "torch_dtype": "use --dtype",
+}
+
+
+def override(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with --hf-overrides: objects are merged, null removes a key. The number of
+    positions follows a scaling, unless it is stated as well.
+
+    Args:
+        config: of a model of text alone, see `text_part.text_of`.
+        changes: keys of it; those of its `text_config` count as its own.
+
+    Raises:
+        ConfigError: a key that the model does not have, a value that it cannot be, or a scaling of
+            rotary positions that lacks something.
+    """
+    changes = {**changes, **(_object(changes, TEXT) or {})}
+    changes.pop(TEXT, None)
+    for key, value in changes.items():
+        if key in OF_FILES:
+            raise ConfigError(f"{FLAG} {key}: {OF_FILES[key]}")
+        _check_key(key, {*config, *OPTIONAL}, "config.json has none, and no model reads it")
+        _check_type(key, value, config.get(key))
+    changed = config | {
+        key: config[key] | value if isinstance(value, dict) and config.get(key) else value
+        for key, value in changes.items()
+        if key not in ROPE
+    }
+    parts = [_object(changes, key) for key in ROPE if key in changes]
+    if "rope_theta" in changes and "rope_theta" in rope_of(config):
+        parts.insert(0, {"rope_theta": changes["rope_theta"]})
+    if parts:
+        if LENGTH not in config:
+            raise ConfigError(f"{FLAG}: the model has no rotary positions that could be scaled")
+        asked = {key: value for part in parts if part for key, value in part.items()}
+        changed |= _scaled(config, None if None in parts else asked)
+        changed |= {LENGTH: changes[LENGTH]} if LENGTH in changes else {}
+    return {key: value for key, value in changed.items() if key not in changes or value is not None}
+
+
+def reach(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json with the positions that YaRN reaches, where it has those from before it: so are
+    checkpoints published.
+    """
+    rope = rope_of(config)
+    length, first, factor = config.get(LENGTH), rope.get(FIRST_LENGTH), rope.get("factor")
+    if kind_of(rope) == "yarn" and _is_number(length) and _is_number(first) and _is_number(factor):
+        return config | {LENGTH: max(length, int(first * factor))}
+    return config
+
+
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotation of layers without a window, in either form of config.json."""
+    found = next((config[key] for key in ROPE if config.get(key)), {})
+    found = found if isinstance(found, dict) else {}
+    if any(isinstance(each, dict) for each in found.values()):
+        found = found.get(FULL) or {}
+    return found
+
+
+def kind_of(rope: Mapping[str, Any], default: str = "default") -> str:
+    return str(rope.get("rope_type") or rope.get("type") or default)
+
+
+def _scaled(config: dict[str, Any], asked: dict[str, Any] | None) -> dict[str, Any]:
+    """Keys of config.json with another rotation in it, and the length that it reaches."""
+    place = next((key for key in ROPE if config.get(key)), ROPE[1])
+    written, before = config.get(place) or {}, rope_of(config)
+    is_layered = any(isinstance(each, dict) for each in written.values())
+    others: dict[str, Any] = {}
+    if asked and is_layered and any(isinstance(each, dict) for each in asked.values()):
+        each_of = {key: _object(asked, key) or {} for key in asked}
+        others = {key: written.get(key, {}) | each for key, each in each_of.items() if key != FULL}
+        asked = each_of.get(FULL, {})
+    kept = {key: before[key] for key in ROTATION if key in before}
+    kind = "default" if asked is None else kind_of(asked, kind_of(before))
+    is_same = kind == kind_of(before)
+    rope: dict[str, Any] = (before if is_same else kept) | (asked or {})
+    rope.pop("type", None)
+    rope["rope_type"] = kind
+    _check_rope(asked or {}, rope)
+    length, found = config[LENGTH], dict[str, Any]()
+    if kind in ("yarn", "linear", "dynamic"):
+        first = rope.setdefault(FIRST_LENGTH, length)
+        if kind == "yarn":
+            found[LENGTH] = max(int(first * rope["factor"]), 0 if is_same else length)
+        else:
+            # Files of linear scaling state what it reaches, of dynamic what it begins with.
+            share = before.get("factor", 1) if is_same and kind == "linear" else 1
+            found[LENGTH] = int(length * rope["factor"] / share)
+    return found | {place: {**written, **others, FULL: rope} if is_layered else rope}
+
+
+def _check_rope(asked: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
+    kind = kind_of(rope)
+    if kind not in ROPE_TYPES:
+        raise ConfigError(
+            f"{FLAG}: there is no rope_type {kind!r}; there are: {', '.join(ROPE_TYPES)}"
+        )
+    for key, value in asked.items():
+        _check_key(key, ROPE_KEYS, "rotary positions have none")
+        if key in NUMBERS:
+            if not _is_number(value) or value <= 0 or (key == "factor" and value < 1):
+                at_least = "of 1 or more" if key == "factor" else "above 0"
+                raise ConfigError(f"{FLAG}: {key} {value!r:.50} must be a number {at_least}")
+    if kind == "default" and "factor" in asked:
+        raise ConfigError(f'{FLAG}: factor needs a rope_type, such as "yarn"')
+    if missing := [key for key in ROPE_TYPES[kind] if rope.get(key) is None]:
+        raise ConfigError(f"{FLAG}: rope_type {kind!r} needs {', '.join(missing)}")
+
+
+def _check_key(key: str, known: Iterable[str], why: str) -> None:
+    if key not in (known := set(known)):
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{FLAG} {key}: {why}{hint}")
+
+
+def _check_type(key: str, value: Any, before: Any) -> None:
+    """A text such as "false" would else count as true."""
+    is_number = _is_number(value) and _is_number(before)
+    if value is None or before is None or is_number or type(value) is type(before):
+        return
+    if key == "eos_token_id":  # one or a list
+        return
+    raise ConfigError(f"{FLAG} {key}: {value!r:.50} is of another kind than {before!r:.50}")
+
+
+def _object(changes: Mapping[str, Any], key: str) -> dict[str, Any] | None:
+    value = changes.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"{FLAG} {key}: {value!r:.50} must be a JSON object")
+    return value
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,314 @@
+"""What a model's own files say of its vectors and scores: modules.json of sentence-transformers and
+the folders that it names, prompts, labels. Imports no torch: every room reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from servd.base.errors import InvalidRequest, ModelNotFound, UnsupportedModel
+from servd.checkpoint.hf import ModelSpec
+from servd.messages.params import PoolingParams
+
+# By model_type: those that servd has files for.
+ENCODERS = frozenset({"bert", "gte", "modernbert", "roberta", "xlm-roberta"})
+# Set in the id of each token of the second of two texts, inside a worker.
+SECOND_TEXT = 1 << 30
+PAGE_HEAD = 4096  # bytes of a README.md, which begins with what the hub sorts it under
+MODES = {"cls": "cls", "cls_token": "cls", "mean": "mean", "mean_tokens": "mean",
+         "lasttoken": "last"}  # fmt: skip
+Task = Literal["generate", "embed", "classify"]
+REMEDIES = {
+    "generate": "it writes text: ask it by /v1/chat/completions, for a class with "
+    '`structured_outputs`: {"choice": [...]}, or compare embeddings by /score',
+    "embed": "it makes embeddings: use /v1/embeddings, /v2/embed, /score, /rerank or /pooling",
+    "classify": "it has a classification head: use /classify, or with a single number /score or "
+    "/rerank",
+}
+# Names that files give to the prompts for these.
+PURPOSES = {
+    "search_query": ("search_query", "query"),
+    "search_document": ("search_document", "document", "passage", "corpus"),
+}
+
+
+class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How hidden states become a vector, or a score."""
+
+    task: Task = "generate"  # what the model is for; one that writes text has vectors too
+    is_causal: bool = True
+    pooling: Literal["last", "mean", "cls"] = "last"
+    normalize: bool = True
+    size: int = 0  # numbers of a vector
+    dense: list[str] = []  # folders of layers between pooling and normalization
+    max_tokens: int | None = None  # that the model was trained for
+    prompts: dict[str, str] = {}  # by name: what a text begins with
+    default_prompt: str | None = None  # name of one
+    has_token_types: bool = False  # two texts are told apart by more than what is between them
+    labels: list[str] = []
+    # A score is the logit of the first of these tokens after the last one of a chat of a query and
+    # a document, less that of the second if there is one. Empty: it is a head's.
+    score_tokens: list[int] = []
+    has_scores: bool = True  # else it scores pairs in a way of its own, which its files do not say
+    # What makes probabilities of the head's numbers, and a score of its only one.
+    activation: Literal["softmax", "sigmoid", "identity"] = "softmax"
+    score_activation: Literal["sigmoid", "identity"] = "sigmoid"
+
+    def check(self, task: Task) -> None:
+        """Check that the model is for a task.
+
+        Raises:
+            InvalidRequest: it is for another.
+        """
+        if task != self.task and not (task == "embed" and self.task == "generate"):
+            lacks = {
+                "generate": "the model writes no text",
+                "embed": "the model makes no embeddings",
+                "classify": "the model has no classification head",
+            }
+            raise InvalidRequest(f"{lacks[task]}; {REMEDIES[self.task]}", param="model")
+
+    def check_scores(self) -> None:
+        """Check that the model scores pairs of texts.
+
+        Raises:
+            InvalidRequest: its head sorts into classes, or its files do not say how it scores.
+        """
+        if not self.has_scores:
+            raise InvalidRequest(
+                "the model is a reranker by its name or README.md, and its files do not say how it "
+                "scores: cosines would be wrong. Add modules.json with a LogitScore, as "
+                "docs/embeddings.md shows for Qwen3-Reranker",
+                param="model",
+            )
+        if self.task == "classify" and len(self.labels) != 1:
+            raise InvalidRequest(
+                f"the model sorts texts into {len(self.labels)} classes and scores no pairs: use "
+                "/classify",
+                param="model",
+            )
+
+    def complete(self, params: PoolingParams) -> PoolingParams:
+        """`params` with what the files say where the request says nothing.
+
+        Raises:
+            InvalidRequest: the model is for something else, or see `PoolingParams.verify`.
+        """
+        self.check(params.task)
+        params.verify(self.size)
+        return msgspec.structs.replace(
+            params,
+            pooling=params.pooling or self.pooling,
+            normalize=self.normalize if params.normalize is None else params.normalize,
+        )
+
+    def prompt(self, name: str | None) -> str:
+        """What a text begins with.
+
+        Raises:
+            InvalidRequest: the files have no prompt of this name.
+        """
+        name = self.default_prompt if name is None else name
+        if name is None:
+            return ""
+        if name not in self.prompts:
+            there_are = ", ".join(self.prompts) or "none"
+            raise InvalidRequest(
+                f"prompt_name {name!r} is not in the model's files; there are: {there_are}",
+                param="prompt_name",
+            )
+        return self.prompts[name]
+
+    def name_for(self, purpose: str) -> str | None:
+        """Name of the prompt for texts of a purpose: search_query, search_document or the like."""
+        names = PURPOSES.get(purpose, (purpose,))
+        return next((name for name in names if name in self.prompts), None)
+
+    def probabilities(self, numbers: list[float]) -> list[float]:
+        """Those of the labels, of a head's numbers; of a single one the score."""
+        if len(numbers) == 1:
+            return [self.score(numbers)]
+        if self.activation == "softmax":
+            largest = max(numbers)
+            weights = [math.exp(number - largest) for number in numbers]
+            return [weight / sum(weights) for weight in weights]
+        return [_sigmoid(x) for x in numbers] if self.activation == "sigmoid" else numbers
+
+    def score(self, numbers: list[float]) -> float:
+        """How well two texts fit, of a head's only number."""
+        (number,) = numbers
+        return _sigmoid(number) if self.score_activation == "sigmoid" else number
+
+
+def is_encoder(spec: ModelSpec) -> bool:
+    """Whether tokens see those after them: some classes of these types are decoders."""
+    return spec.model_type in ENCODERS and not spec.architecture.endswith(("CausalLM", "HeadModel"))
+
+
+def num_positions(spec: ModelSpec) -> int:
+    """The longest sequence, in tokens, for which the model has positions."""
+    return spec.max_position_embeddings - first_position(spec)
+
+
+def first_position(spec: ModelSpec) -> int:
+    """The first token's: of RoBERTa's kind those up to the id of padding are for padding.
+
+    Raises:
+        UnsupportedModel: config.json does not say what that is.
+    """
+    if spec.model_type not in ("roberta", "xlm-roberta"):
+        return 0
+    padding = spec.config.get("pad_token_id", 1)
+    if not isinstance(padding, int) or not 0 <= padding < spec.max_position_embeddings:
+        raise UnsupportedModel(f"config.json: pad_token_id {padding} gives no positions")
+    return padding + 1
+
+
+def is_encoder_as_decoder(spec: ModelSpec) -> bool:
+    """Whether it is a decoder of an encoder's type, for which servd has no file."""
+    return spec.model_type in ENCODERS and not is_encoder(spec)
+
+
+def read(spec: ModelSpec) -> PoolingSpec:
+    """What the files in `spec.folder` say.
+
+    Raises:
+        ModelNotFound: a file that another one names is missing or broken.
+        UnsupportedModel: they ask for what servd does not do.
+    """
+    sees_all, config = is_encoder(spec), spec.config
+    found: dict[str, Any] = {"is_causal": not sees_all, "size": spec.hidden_size}
+    folder = Path(spec.folder)
+    if spec.architecture.endswith("ForSequenceClassification"):
+        pooling = config.get("classifier_pooling", "cls") if sees_all else "last"
+        return PoolingSpec(
+            task="classify", pooling=pooling, **found, **_labels(config), **_texts(spec, folder)
+        )
+    modules = _load(folder / "modules.json", []) if spec.folder else []
+    if not modules and not sees_all:
+        return PoolingSpec(**found, has_scores=not _is_reranker(folder))
+    found |= {"pooling": "mean" if sees_all else "last", "normalize": False, "dense": []}
+    for module in modules:
+        kind, place = str(module["type"]).rpartition(".")[2], folder / module["path"]
+        if kind == "Pooling":
+            found["pooling"] = _mode(place)
+        elif kind == "Dense":
+            found["dense"].append(str(place))
+            found["size"] = _load(place / "config.json")["out_features"]
+        elif kind == "Normalize":
+            found["normalize"] = True
+        elif kind == "LogitScore" and not sees_all:
+            return _of_logits(spec, folder, place)
+        elif kind != "Transformer":
+            raise UnsupportedModel(f"{folder}/modules.json: a module of type {kind} is unknown")
+    return PoolingSpec(task="embed", **found, **_texts(spec, folder))
+
+
+def _is_reranker(folder: Path) -> bool:
+    """Whether a model is for pairs of texts by its name, or by what its page is sorted under."""
+    is_of_hub = folder.parent.name == "snapshots"
+    name = folder.parent.parent.name if is_of_hub else folder.name
+    page = folder / "README.md"
+    head = page.read_bytes()[:PAGE_HEAD] if page.is_file() else b""
+    return "rerank" in name.lower() or b"pipeline_tag: text-ranking" in head
+
+
+def _of_logits(spec: ModelSpec, folder: Path, place: Path) -> PoolingSpec:
+    """A decoder whose next token says how well a document fits, such as Qwen3-Reranker."""
+    stated, texts = _load(place / "config.json"), _texts(spec, folder)
+    chosen = _load(folder / "config_sentence_transformers.json", {}).get("activation_fn")
+    labels = {"num_labels": 1} | (
+        {"sentence_transformers": {"activation_fn": chosen}} if chosen else {}
+    )
+    ids = [stated.get("true_token_id"), stated.get("false_token_id")]
+    ids = ids if ids[1] is not None else ids[:1]
+    if not all(isinstance(each, int) and 0 <= each < spec.vocab_size for each in ids):
+        raise UnsupportedModel(
+            f"{place}/config.json: tokens {ids} are not in the vocabulary of {spec.vocab_size}"
+        )
+    return PoolingSpec(
+        task="classify", size=spec.hidden_size, normalize=False, score_tokens=ids,
+        **_labels(spec.config | labels), **texts,
+    )  # fmt: skip
+
+
+def num_labels(config: dict[str, Any]) -> int:
+    """Outputs of a classification head, as transformers counts them."""
+    return config.get("num_labels") or len(config.get("id2label") or {}) or 2
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def _load(path: Path, default: Any = None) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf8"))
+    except FileNotFoundError:
+        if default is not None:
+            return default
+        raise ModelNotFound(f"{path} is missing, which modules.json names") from None
+    except ValueError as error:
+        raise ModelNotFound(f"{path} is not valid JSON: {error}") from None
+
+
+def _mode(folder: Path) -> str:
+    config = _load(folder / "config.json")
+    modes = config.get("pooling_mode") or [
+        name.removeprefix("pooling_mode_")
+        for name, is_on in config.items()
+        if name.startswith("pooling_mode_") and is_on
+    ]
+    modes = [modes] if isinstance(modes, str) else modes
+    if len(modes) != 1 or modes[0] not in MODES:
+        raise UnsupportedModel(
+            f"{folder}/config.json: pooling by {' and '.join(modes) or 'nothing'} is not "
+            "supported, only by one of cls, mean and lasttoken"
+        )
+    if not config.get("include_prompt", True):
+        raise UnsupportedModel(f"{folder}/config.json: include_prompt false is not supported")
+    return MODES[modes[0]]
+
+
+def _labels(config: dict[str, Any]) -> dict[str, Any]:
+    names, count = config.get("id2label") or {}, num_labels(config)
+    problem = config.get("problem_type")
+    chosen = config.get("sentence_transformers") or {}
+    path = chosen.get("activation_fn") or config.get("sbert_ce_default_activation_function")
+    name = str(path or "Sigmoid").rpartition(".")[2]
+    if name not in ("Sigmoid", "Identity"):
+        raise UnsupportedModel(f"config.json: scores by {path} are not supported")
+    is_multiple = problem == "multi_label_classification"
+    return {
+        "labels": [str(names.get(str(i), f"LABEL_{i}")) for i in range(count)],
+        "activation": "identity"
+        if problem == "regression"
+        else "sigmoid"
+        if is_multiple
+        else "softmax",
+        "score_activation": "sigmoid" if name == "Sigmoid" else "identity",
+    }
+
+
+def _texts(spec: ModelSpec, folder: Path) -> dict[str, Any]:
+    """How texts become tokens."""
+    limits = _load(folder / "sentence_bert_config.json", {})
+    texts = _load(folder / "config_sentence_transformers.json", {})
+    if limits.get("do_lower_case"):
+        raise UnsupportedModel(
+            f"{folder}/sentence_bert_config.json: do_lower_case is not supported, only a tokenizer "
+            "that does it"
+        )
+    positions = num_positions(spec)
+    return {
+        "max_tokens": min(limits.get("max_seq_length") or positions, positions),
+        "prompts": texts.get("prompts") or {},
+        "default_prompt": texts.get("default_prompt_name"),
+        "has_token_types": spec.model_type in ("bert", "gte")
+        and spec.config.get("type_vocab_size", 2) > 1,
+    }

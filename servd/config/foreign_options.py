@@ -1,0 +1,233 @@
+"""Options of other servers that servd lacks: aliases of its own, those that it accepts without
+effect, and what to use instead of the rest. Names are vLLM's unless stated.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from servd.base.errors import ConfigError
+
+# Other names of options with the same meaning.
+ALIASES = {
+    "distributed_executor_backend": "executor",
+    "swap_space": "kv_offloading_size",
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    # SGLang
+    "model_path": "model",
+    "tp": "tensor_parallel_size",
+    "tp_size": "tensor_parallel_size",
+    "dp_size": "data_parallel_size",
+    "pp_size": "pipeline_parallel_size",
+    "context_length": "max_model_len",
+    "max_running_requests": "max_num_seqs",
+    # llama-server
+    "ctx_size": "max_model_len",
+}
+
+# Other names of values of an option.
+VALUE_ALIASES: dict[str, dict[str, str | None]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "executor": {"mp": "multiproc", "uni": "uniproc"},
+    "load_format": dict.fromkeys(("safetensors", "hf", "bitsandbytes", "gguf"), "auto"),
+    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "max_model_len": {"auto": None, "-1": None},
+    "kv_offloading_size": {"0": None},
+    "attention_backend": {
+        "FLASHINFER": "flashinfer",
+        "TRITON_ATTN": "triton",
+        "TORCH_SDPA": "torch_sdpa",
+    },
+    "tool_call_parser": {
+        "qwen3_xml": "qwen3_coder",
+        "openai": "harmony",
+        "llama4_pythonic": "pythonic",
+        "deepseek_v3": "deepseek",
+        "deepseek_v31": "deepseek",
+        "glm47": "glm45",
+        "hunyuan_a13b": "jamba",
+        "phi4_mini_json": "phi4_mini",
+    },
+    "reasoning_parser": {
+        "openai_gptoss": "harmony",
+        "deepseek_v3": "qwen3",
+        **dict.fromkeys(("glm45", "kimi_k2", "minimax_m2", "minimax_m2_append_think"), "qwen3"),
+    },
+}
+COUNTS = {"max_model_len", "max_num_batched_tokens"}  # "8k" is 8000 and "8K" 8192
+THOUSANDS = {
+    "k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1024**3,
+}  # fmt: skip
+
+# Accepted without effect, and why: servd does that anyway, or decides it itself. Those with "="
+# take a value.
+IGNORED = {
+    "disable_log_requests": "prompts are logged with --enable-log-requests alone",
+    "disable_log_stats": "statistics are a line now and then, and GET /metrics",
+    "disable_uvicorn_access_log": "answers are logged with --access-log alone",
+    "disable_custom_all_reduce": "there is none",
+    "disable_cascade_attn": "there is none",
+    "enable_metrics": "GET /metrics is always there",
+    "enable_offline_docs": "/docs needs nothing from elsewhere",
+    "enable_prompt_tokens_details": "usage always has cached_tokens",
+    "enable_reasoning": "the reasoning parser decides",
+    "enable_request_id_headers": "every answer has an X-Request-Id",
+    "enable_server_load_tracking": "GET /load always counts",
+    "enable_sleep_mode": "every engine can sleep",
+    "enable_tokenizer_info_endpoint": "GET /tokenizer_info is always there",
+    "jinja": "chat templates are always used",
+    "language_model_only": "servd reads nothing but text",
+    "use_v2_block_manager": "there is one",
+    "chat_template_content_format=": "the template shows whether it wants strings or parts",
+    "convert=": "the model's files and the route decide",
+    "guided_decoding_backend=": "there is one, llguidance",
+    "max_seq_len_to_capture=": "CUDA graphs are for any length",
+    "num_scheduler_steps=": "a step is scheduled while another one is computed",
+    "runner=": "the model's files and the route decide",
+    "stream_interval=": "tokens share events where a client or this server is late",
+    "task=": "the model's files and the route decide",
+}
+
+TEXT_ONLY = "leave it out: servd reads nothing but text, and refuses the rest"
+CAPTURE = "leave it out; --enforce-eager does without CUDA graphs, and --compile fuses layers"
+EXPERTS = "leave it out: --enable-expert-parallel and --tensor-parallel-size place experts"
+CONTEXT = "not supported: cut the model, with --tensor-parallel-size or --pipeline-parallel-size"
+HF_FILES = "leave it out: the model's files in Hugging Face's form are read"
+PROXY = "leave it out: let the proxy cut that prefix off"
+RAY = "use --data-parallel-backend ray for engines, --executor ray for workers of other hosts"
+GUARDED = "leave it out: with --api-key or --api-key-file all but /health and / need a key"
+
+# Rejected options and short flags, and what to do instead.
+REMEDIES = {
+    "all2all_backend": EXPERTS,
+    "allowed_local_media_path": TEXT_ONLY,
+    "allowed_media_domains": TEXT_ONLY,
+    "attention_config": "use --attention-backend",
+    "code_revision": "use --revision, which is for all files",
+    "collect_detailed_traces": "leave it out: GET /v1/requests/{id}/timeline tells all stages",
+    "compilation_config": CAPTURE,
+    "config_format": HF_FILES,
+    "cpu_offload_gb": "weights stay on their device: --quantization makes them smaller",
+    "cuda_graph_sizes": CAPTURE,
+    "cudagraph_capture_sizes": CAPTURE,
+    "decode_context_parallel_size": CONTEXT,
+    "disable_fastapi_docs": GUARDED,
+    "disable_log_outputs": "leave it out: answers are not logged",
+    "disable_sliding_window": "use --max-model-len",
+    "disable_hybrid_kv_cache_manager": "leave it out: layers with a window always keep less",
+    "enable_eplb": EXPERTS,
+    "enable_log_outputs": "not supported: what the model says is never logged",
+    "enable_per_request_metrics": "use `timings_per_token` in the request, or Server-Timing",
+    "enable_prompt_embeds": "not supported: prompts are text or token ids",
+    "enable_ssl_refresh": "send SIGHUP when certificates have changed",
+    "hf_config_path": "use --hf-overrides",
+    "hf_token": "set $HF_TOKEN, which nobody else can read",
+    "data_parallel_address": RAY,
+    "data_parallel_rpc_port": RAY,
+    "master_addr": RAY,
+    "master_port": RAY,
+    "nnodes": RAY,
+    "node_rank": RAY,
+    "ignore_patterns": "leave it out: of a model's weights one form is read",
+    "kv_offloading_backend": "leave it out: servd's own tiers are used (docs/kv-cache.md)",
+    "limit_mm_per_prompt": TEXT_ONLY,
+    "log_config_file": "use --log-level, --log-format and --access-log",
+    "logits_processors": "send `logit_bias`, `bad_words` or `structured_outputs` in the request",
+    "max_num_partial_prefills": "use --long-prefill-token-threshold",
+    "max_parallel_loading_workers": "leave it out: files are read as fast as the disk is",
+    "media_io_kwargs": TEXT_ONLY,
+    "mem_fraction_static": "use --gpu-memory-utilization, the share for everything",  # SGLang
+    "middleware": "put a proxy before the server",
+    "mm_encoder_tp_mode": TEXT_ONLY,
+    "mm_processor_cache_gb": TEXT_ONLY,
+    "mm_processor_kwargs": TEXT_ONLY,
+    "model_loader_extra_config": "leave it out: files are read as fast as the disk is",
+    "n_gpu_layers": "leave it out: all layers are on the device",  # llama-server
+    "num_gpu_blocks_override": "use --kv-cache-memory",
+    "num_speculative_tokens": "use --spec-tokens",
+    "parallel": "use --max-num-seqs; --max-model-len is that of each request",  # llama-server
+    "performance_mode": "leave it out: batches grow with the load",
+    "pooler_config": "the model's files say it; requests may have `pooling`, `normalize`",
+    "prefill_context_parallel_size": CONTEXT,
+    "prefix_caching_hash_algo": "leave it out: blocks have SHA-256 (docs/kv-cache.md)",
+    "response_role": "leave it out: answers are the assistant's",
+    "return_tokens_as_token_ids": "send that in the request",
+    "root_path": PROXY,
+    "rope_scaling": "write JSON: --hf-overrides '{\"rope_scaling\": {...}}'",
+    "rope_theta": "write JSON: --hf-overrides '{\"rope_theta\": ...}'",
+    "safetensors_load_strategy": "leave it out: files are read as fast as the disk is",
+    "skip_tokenizer_init": "leave it out: prompts may be token ids, `return_token_ids` has more",
+    "speculative_model": "use --spec-model",
+    "structured_outputs_config": "leave it out: the one backend is llguidance",
+    "tokenizer_mode": HF_FILES,
+    "tokenizer_revision": "use --revision, which is for all files",
+    "tool_parser_plugin": "use --tool-call-parser MODULE:CLASS (docs/adding.md)",
+    "trust_request_chat_template": "not supported: use --chat-template",
+    "uvicorn_log_level": "use --log-level",
+    "-O": CAPTURE,
+    "-c": "use --max-model-len, which is that of each request",  # llama-server
+    "-cc": CAPTURE,
+    "-dcp": CONTEXT,
+    "-m": "MODEL needs no flag",
+    "-ngl": "leave it out: all layers are on the device",
+    "-np": "use --max-num-seqs; --max-model-len is that of each request",
+    "-pcp": CONTEXT,
+}
+
+OTHER_BALANCERS = (
+    "engines share a port; for a port for each, start a server for each with --data-parallel-rank, "
+    "behind a load balancer (docs/scale.md)"
+)
+
+
+def translate(name: str, value: Any) -> tuple[str, Any]:
+    """Servd's name and value of an option."""
+    name = ALIASES.get(name, name)
+    if isinstance(value, str | int):
+        value = VALUE_ALIASES.get(name, {}).get(str(value), value)
+    if name in COUNTS and isinstance(value, str):
+        if match := re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG])", value.strip()):
+            value = int(float(match[1]) * THOUSANDS[match[2]])
+    if isinstance(value, list) and len(value) == 1 and str(value[0]).startswith("["):
+        try:
+            value = json.loads(value[0])  # as vLLM writes `--allowed-origins`
+        except (ValueError, TypeError):
+            pass  # rejected later
+    return name, value
+
+
+def why_ignored(name: str) -> str | None:
+    """Why an option has no effect; None if it has one, or is unknown."""
+    return IGNORED.get(name) or IGNORED.get(f"{name}=")
+
+
+def remedy(flag: str, known: Iterable[str], listed: str) -> str:
+    """What to use instead of an unknown flag.
+
+    Args:
+        flag: as given.
+        known: all known flags.
+        listed: the answer if no known flag is similar.
+    """
+    stem = flag.partition("=")[0]
+    name, _, key = stem.removeprefix("--").replace("-", "_").partition(".")
+    if not stem.startswith("--"):
+        name = stem.rstrip("0123456789.")
+    if name in REMEDIES and "--max-model-len" in known:  # only commands that have an engine
+        return REMEDIES[name]
+    if key and f"--{name.replace('_', '-')}" in known:
+        return f"write JSON: --{name.replace('_', '-')} '{{\"{key}\": ...}}'"
+    if name.startswith("data_parallel_"):
+        return OTHER_BALANCERS
+    near = difflib.get_close_matches(stem, known, n=1, cutoff=0.75)
+    return f"did you mean {near[0]}?" if near else listed
+
+
+def unknown(name: str, known: Iterable[str]) -> ConfigError:
+    flag = f"--{name.replace('_', '-')}"
+    flags = [f"--{each.replace('_', '-')}" for each in known]
+    return ConfigError(f"unknown option {flag}; {remedy(flag, flags, 'see `servd serve --help`')}")

@@ -1,0 +1,252 @@
+"""SpeculativeConfig: how tokens are drafted ahead of the model; keys as in vLLM's JSON."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import typing
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import force_setattr
+
+from servd.base.errors import ConfigError
+from servd.checkpoint.hf import DEMO_HEAD, DEMO_MODEL
+
+MAX_GRAMMAR_TOKENS = 16  # computed with the token before them, for one request in one step
+
+MOST_DRAFTS, DEFAULT_DRAFTS = 64, 5
+# Not the ones of servd.config, which imports this module.
+Positive = Annotated[int, Meta(ge=1)]
+Probability = Annotated[float, Meta(ge=0, le=1)]
+# Part of the draft's name -> its method, the most specific first.
+METHODS_BY_NAME = {
+    "[ngram]": "ngram", "eagle3": "eagle3", "eagle-": "eagle", "medusa": "medusa",
+    "dflash": "dflash", "dspark": "dspark",
+}  # fmt: skip
+NEEDS_MODEL = {"draft_model", "eagle", "eagle3", "medusa"}
+READS_MODEL = NEEDS_MODEL | {"mtp"}
+# Beginning of a key -> the methods that read it; one from outside servd may read any.
+READ_BY = {
+    "prompt_lookup_": {"ngram"}, "suffix_decoding_": {"suffix"}, "model": READS_MODEL,
+    "revision": READS_MODEL, "quantization": READS_MODEL, "max_model_len": READS_MODEL,
+    "draft_": READS_MODEL,
+}  # fmt: skip
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The value of `--speculative-config`. What is not given is filled in: "" and 0 are gone then.
+
+    Raises:
+        ValueError: keys that contradict each other.
+    """
+
+    method: str = ""  # a file of servd/worker/spec_decode; else what the name of `model` says
+    model: str | None = None  # folder or id of the draft; of mtp the model's own, unless given
+    # Most drafts of a request in a step; how many it gets is measured. Of medusa it stays 0 until
+    # the heads are found.
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=MOST_DRAFTS)] = 0
+
+    # Options of a draft that is a model.
+    revision: str | None = None
+    quantization: str | None = None
+    max_model_len: Positive | None = None  # nothing is drafted past it
+    draft_tensor_parallel_size: Positive | None = None
+    draft_sample_method: Literal["greedy"] = "greedy"  # the likeliest tokens
+
+    # ngram
+    prompt_lookup_min: Positive = 0
+    prompt_lookup_max: Positive = 0
+
+    # suffix
+    suffix_decoding_max_tree_depth: Annotated[int, Meta(ge=1, le=MOST_DRAFTS)] = 24
+    suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=0)] = 10000
+    suffix_decoding_max_spec_factor: Annotated[float, Meta(gt=0, le=64)] = 1.0
+    suffix_decoding_min_token_prob: Probability = 0.1
+
+    # synthetic, for benchmarks: drafts are kept by chance, at given rates, whatever they are.
+    rejection_sample_method: Literal["standard", "synthetic"] = "standard"
+    synthetic_acceptance_rates: list[Probability] | None = None  # that all up to it are kept
+    synthetic_acceptance_length: Annotated[float, Meta(ge=1)] | None = None  # mean, with the next
+
+    def __post_init__(self) -> None:
+        if not self.method and not self.model:
+            raise ValueError('needs "method", or "model" for a draft, whose name then says it')
+        method = self.method or _named_by(self.model)
+        if method in NEEDS_MODEL and not self.model:
+            raise ValueError(f'method {method} needs "model": the folder or id of its draft')
+        if self.model == "[ngram]":
+            force_setattr(self, "model", None)
+        depth = self.suffix_decoding_max_tree_depth if method == "suffix" else DEFAULT_DRAFTS
+        if method == "medusa":
+            depth = 0  # as many as it has heads: `with_heads`
+        force_setattr(self, "method", method)
+        force_setattr(self, "num_speculative_tokens", self.num_speculative_tokens or depth)
+        self._fill_in_lookup()
+        self._check_synthetic()
+
+    @property
+    def acceptance_chances(self) -> list[float] | None:
+        """Synthetic chance by position that a draft is kept if those before it are."""
+        if (rates := self.synthetic_acceptance_rates) is not None:
+            return [rate / before if before else 0.0 for before, rate in pairwise([1.0, *rates])]
+        if (length := self.synthetic_acceptance_length) is None:
+            return None
+        low, high = 0.0, 1.0  # the same chance everywhere: 1 + a + a**2 + ... is the length
+        for _ in range(50):
+            middle = (low + high) / 2
+            is_less = sum(middle**i for i in range(self.num_speculative_tokens + 1)) < length
+            low, high = (middle, high) if is_less else (low, middle)
+        return [high] * self.num_speculative_tokens
+
+    def with_heads(self, num_heads: int | None) -> SpeculativeConfig:
+        """The configuration for a draft that has this many heads: a chain of all of them unless
+        another number of drafts is given.
+        """
+        if self.num_speculative_tokens:
+            return self
+        return msgspec.structs.replace(self, num_speculative_tokens=num_heads or DEFAULT_DRAFTS)
+
+    def _fill_in_lookup(self) -> None:
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        force_setattr(self, "prompt_lookup_min", low or high or 5)
+        force_setattr(self, "prompt_lookup_max", high or low or 5)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(f"prompt_lookup_min {low} is above prompt_lookup_max {high}")
+
+    def _check_synthetic(self) -> None:
+        rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
+        most = self.num_speculative_tokens
+        is_synthetic = self.rejection_sample_method == "synthetic"
+        if (rates is not None) + (length is not None) != is_synthetic:
+            raise ValueError(
+                'rejection_sample_method "synthetic" goes with one of synthetic_acceptance_rates '
+                "and synthetic_acceptance_length, and they go with it"
+            )
+        if rates is not None and (len(rates) != most or rates != sorted(rates, reverse=True)):
+            raise ValueError(
+                f"synthetic_acceptance_rates must be {most} numbers, one for each of "
+                "num_speculative_tokens, none above the one before it"
+            )
+        if length is not None and length > most + 1:
+            raise ValueError(
+                f"synthetic_acceptance_length {length} is above num_speculative_tokens + 1 = "
+                f"{most + 1}"
+            )
+
+
+def _named_by(model: str | None) -> str:
+    """The method that the name of a draft says."""
+    name = (model or "").lower()
+    return next((made for part, made in METHODS_BY_NAME.items() if part in name), "draft_model")
+
+
+def readers(key: str, method: str) -> set[str]:
+    """The methods that read a key which `method` does not; empty if it does."""
+    of = next((of for start, of in READ_BY.items() if key.startswith(start)), {method})
+    return set() if method in of or ":" in method else of
+
+
+def max_num_samples(max_num_seqs: int, max_num_batched_tokens: int, max_drafts: int) -> int:
+    """The most tokens that a step samples: of each request one, and one after each of its drafts;
+    and after the grammar tokens of one request, which need no drafting.
+    """
+    return min(max_num_seqs * (1 + max_drafts) + MAX_GRAMMAR_TOKENS, max_num_batched_tokens)
+
+
+LOSSY = "it changes what the model says, and servd's drafts never do; leave it out"
+SAME = "the draft has the target's; leave it out"
+NOT_NEEDED = "servd has nothing to tune there; leave it out"
+NO_SUCH_DRAFT = "servd has no such drafts; see docs/speculative-decoding.md for those it has"
+# Keys of vLLM's that servd does not have, and why.
+REFUSED = {
+    "fly_window_size": LOSSY,
+    "fly_entropy_threshold": LOSSY,
+    "fly_entropy_top_k": LOSSY,
+    "tensor_parallel_size": "the draft has its own key: draft_tensor_parallel_size",
+    "attention_backend": SAME,
+    "kv_cache_dtype": SAME,
+    "moe_backend": SAME,
+    "enforce_eager": "--enforce-eager is for target and draft",
+    "code_revision": "servd runs no code of a draft's; leave it out",
+    "draft_load_config": "servd reads safetensors; leave it out",
+    "draft_lm_head_quantization": 'use "quantization", for the whole draft',
+    "num_speculative_tokens_per_batch_size": (
+        "servd measures at each batch how many drafts pay; leave it out"
+    ),
+    "use_heterogeneous_vocab": "a draft must have the target's vocabulary",
+    "parallel_drafting": NO_SUCH_DRAFT,
+    "speculative_token_tree": (
+        "servd chooses the tree: method medusa has one where num_speculative_tokens is above the "
+        "number of its heads"
+    ),
+    "enable_adaptive_verification": NOT_NEEDED,
+    "use_local_argmax_reduction": NOT_NEEDED,
+    "disable_padded_drafter_batch": NOT_NEEDED,
+    "disable_eagle_block_drop": NOT_NEEDED,
+    "disable_lookahead_block_hashes": NOT_NEEDED,
+}
+
+
+FLAG = "--speculative-config"
+DEMO_KEYS = {"method": DEMO_HEAD.name, "model": DEMO_MODEL}
+# Options that are keys of it.
+FLAT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+
+
+def gather(options: dict[str, Any]) -> None:
+    """Make one `speculative_config` of it and its flat flags, out of the options of a model.
+
+    Raises:
+        ConfigError: not a JSON object, a key that servd does not know or the method does not read,
+            or one that is given twice.
+    """
+    given = options.pop("speculative_config", None)
+    keys = {} if given is None else read_keys(given)
+    for option, key in FLAT.items():
+        if (value := options.pop(option, None)) is not None:
+            if key in keys:
+                flag = option.replace("_", "-")
+                raise ConfigError(f'--{flag} {value}: {FLAG} has "{key}" too; give it once')
+            keys[key] = value
+    method = keys.get("method") or _named_by(str(keys.get("model") or ""))
+    for key, value in keys.items():
+        if value != "[ngram]" and (of := readers(key, str(method))):
+            raise ConfigError(
+                f'{FLAG}: method {method} does not read "{key}", which is for '
+                f"{', '.join(sorted(of))}; leave it out or change the method"
+            )
+    if keys or given is not None:
+        options["speculative_config"] = keys
+
+
+def read_keys(value: Any) -> dict[str, Any]:
+    """The keys of `--speculative-config`, as JSON or a table; see `gather` for what is raised."""
+    if value == DEMO_MODEL:
+        value = DEMO_KEYS
+    if isinstance(value, str) and value.replace("-", "_").isidentifier():
+        value = {"method": value}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(
+                f"{FLAG} {value}: not JSON ({error}); write e.g. "
+                """'{"method": "ngram", "num_speculative_tokens": 4}'"""
+            ) from None
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"""{FLAG} {value}: must be a JSON object, e.g. '{{"method": "ngram"}}'"""
+        )
+    known = typing.get_type_hints(SpeculativeConfig)
+    for key in value:
+        if key in REFUSED:
+            raise ConfigError(f'{FLAG}: servd has no "{key}": {REFUSED[key]}')
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f'did you mean "{near[0]}"?' if near else f"there are: {', '.join(known)}"
+            raise ConfigError(f'{FLAG}: unknown key "{key}"; {hint}')
+    return {key: item for key, item in value.items() if item is not None}

@@ -1,0 +1,1 @@
+"""Which requests compute what in the next step."""

@@ -1,0 +1,71 @@
+"""Drafts: draft tokens of requests, from asking the workers for them to counting acceptances."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from servd.core.draft_length import DraftLengthController
+from servd.core.kv_cache.manager import KVCacheManager
+from servd.core.request import Request
+from servd.core.step import NO_DRAFTS, Step
+from servd.messages.engine import EngineCoreOutput, ModelRunnerOutput, ScheduledRequest
+
+
+def choose_drafts(
+    request: Request, grammar_tokens: list[int] | None, in_flight: Iterable[Step]
+) -> tuple[list[int], int]:
+    """What a request's next step verifies: the engine's own drafts, or those that the workers have;
+    and how many. `grammar_tokens` are the only ones that its grammar allows next.
+    """
+    if grammar_tokens is None:
+        return NO_DRAFTS, request.num_drafts
+    if any(each.chose_drafts_of(request) for each in in_flight):
+        return NO_DRAFTS, 0
+    drafts = request.grammar_drafts(grammar_tokens)
+    return drafts, len(drafts)
+
+
+class Drafts:
+    """`draft_length` says how many are worth their time, `kv_cache` has the room for them."""
+
+    def __init__(self, draft_length: DraftLengthController, kv_cache: KVCacheManager) -> None:
+        self.draft_length = draft_length
+        self.kv_cache = kv_cache
+
+    def wanted(self, request: Request) -> int:
+        """How many are worth their time, if there is room for any."""
+        has_room = request.num_tokens + 2 < request.max_num_tokens
+        return self.draft_length.num_drafts(request.acceptance) if has_room else 0
+
+    def ask(self, request: Request, scheduled: ScheduledRequest, wanted: int) -> None:
+        """Have the workers draft as far as it is worth its time and leaves room for the token after
+        the drafts; where a model drafts, it has keys and values of its own for them. `wanted`: as
+        `wanted` has said; 0: it was not asked.
+        """
+        room = request.max_num_tokens - request.num_tokens - 1
+        wanted = wanted or self.draft_length.num_drafts(request.acceptance)
+        num_drafts = max(min(wanted, room), 0)
+        block_ids = self.kv_cache.extend(request, num_drafts) if num_drafts else []
+        if block_ids is None:
+            block_ids, num_drafts = [], 0
+        scheduled.new_block_ids += block_ids
+        scheduled.max_new_drafts = request.num_drafts = num_drafts
+
+    def settle(
+        self,
+        request: Request,
+        scheduled: ScheduledRequest,
+        output: EngineCoreOutput,
+        result: ModelRunnerOutput,
+        row: int,
+    ) -> int:
+        """Take in which were kept, and which were found for the next step; `output` is what came of
+        the step. Returns how many were kept, and are part of the output.
+        """
+        num_sampled = len(result.tokens_of(row))
+        num_found = len(result.draft_token_ids.get(row, ()))
+        num_kept = request.settle(scheduled, output, num_sampled, num_found)
+        if request.acceptance is not None:
+            num_asked = scheduled.max_new_drafts
+            request.acceptance.count(output.num_drafts, output.num_accepted, num_asked, num_found)
+        return num_kept

@@ -1,0 +1,482 @@
+"""Scheduler: which requests compute how many tokens in the next step, and what came out of it."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Set
+from itertools import islice
+
+from servd.base import plugins
+from servd.base.tracing import Clock, Mark, StepRecord, now_ns
+from servd.config import SchedulerConfig
+from servd.config.speculative import max_num_samples
+from servd.core.draft_length import DraftLengthController
+from servd.core.kv_cache.connector import KVConnector
+from servd.core.kv_cache.manager import KVCacheManager
+from servd.core.outputs import Outputs
+from servd.core.queues import QUEUES
+from servd.core.queues.fcfs import WaitingQueue, by_order
+from servd.core.request import GrammarEnd, Request, RequestStatus, failure, prompt_too_long
+from servd.core.scheduler.drafts import Drafts, choose_drafts
+from servd.core.step import NO_DRAFTS, Step, StepLog
+from servd.messages.engine import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    ModelRunnerOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+)
+from servd.messages.stats import SchedulerStats
+
+logger = logging.getLogger("servd.scheduler")
+
+BACKGROUND_SHARE = 8  # prompts of lower classes get 1/8 of the budget, which keeps steps short
+MAX_PASSED = 8  # waiting requests that others may overtake in one step
+GrammarTokens = Mapping[int, list[int]]  # slot -> the only tokens that its grammar allows next
+NO_TOKENS: GrammarTokens = {}
+
+
+class Scheduler:
+    """Continuous batching under a token budget.
+
+    Args:
+        config: resolved; the budget must hold one token of every running request.
+        max_model_len: limit of prompt and output together, in tokens.
+        max_drafts: draft tokens per request and step, at most.
+        max_adapters: LoRA adapters that the workers can hold at once.
+        clock: tells when something happens, for marks and records.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        max_model_len: int,
+        kv_cache: KVCacheManager,
+        max_drafts: int = 0,
+        max_adapters: int = 1,
+        clock: Clock = now_ns,
+    ) -> None:
+        assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
+        assert config.max_num_batched_tokens >= config.max_num_seqs
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.max_num_seqs = config.max_num_seqs
+        self.max_num_samples = max_num_samples(
+            config.max_num_seqs, config.max_num_batched_tokens, max_drafts
+        )
+        # No request may outgrow the whole cache: alone, it must always be able to finish.
+        self.kv_cache = kv_cache
+        self.cache_len = kv_cache.max_tokens(max_model_len)
+        self.max_model_len = min(max_model_len, self.cache_len)
+        self.draft_length = DraftLengthController(max_drafts)
+        self.drafts = Drafts(self.draft_length, self.kv_cache)
+        self.requests: dict[str, Request] = {}  # unfinished
+        self.running: list[Request] = []  # by order: the last is preempted first
+        self.max_background_tokens = max(self.max_num_batched_tokens // BACKGROUND_SHARE, 1)
+        self.long_prompt = config.long_prefill_token_threshold or self.max_num_batched_tokens // 2
+        self.chunks_prompts = config.enable_chunked_prefill
+        if not self.chunks_prompts:  # a prompt needs a whole step's budget at once
+            self.max_background_tokens = self.long_prompt = self.max_num_batched_tokens
+        policy = plugins.load(QUEUES, config.scheduling_policy, "WaitingQueue")
+        self.waiting: WaitingQueue = policy(self.long_prompt, max_adapters, clock)
+        self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._freed_slots: list[int] = []  # not yet told to the workers
+        self._in_flight: deque[Step] = deque()
+        self.clock = clock
+        self.outputs = Outputs(clock)
+        self._stats = SchedulerStats()
+        self._num_steps = 0
+        self.step_log = StepLog()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything, even if only collect or hand over outputs."""
+        if self.requests or self._in_flight or self.outputs:
+            return True
+        return self.kv_cache.connector.has_copies
+
+    def add_request(self, message: EngineCoreRequest) -> None:
+        """Accept a request; it ends in exactly one terminal output unless it is aborted."""
+        assert message.request_id not in self.requests, "request ids are unique"
+        order = self.waiting.order(message.options)
+        request = Request.from_message(message, order, self.max_model_len)
+        if request.num_tokens + (not request.is_prompt_only) > self.max_model_len:
+            limit, by_cache = self.max_model_len, self.max_model_len == self.cache_len
+            error = prompt_too_long(request.num_tokens, limit, by_cache)
+            return self.outputs.reject(message, error)
+        request.marks.append(Mark("queued", self.clock()))
+        self.requests[request.request_id] = request
+        self.waiting.add(request)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """Drop requests in any state. Unknown ids are ignored: they may have just finished."""
+        for request_id in request_ids:
+            if (request := self.requests.get(request_id)) is not None:
+                self._finish_request(request)
+                self.outputs.report_to(request.client)
+
+    # ---- schedule ----
+
+    def schedule(
+        self, idle_slots: Set[int] = frozenset(), grammar_tokens: GrammarTokens = NO_TOKENS
+    ) -> SchedulerOutput | None:
+        """Choose the work of the next step; None if nothing can be computed now.
+
+        Decoding requests come first, so that they never wait for another request's prompt. Then
+        prompts continue, or start while there are slots and blocks. While a priority class has
+        prompts to compute, the classes below it wait. `idle_slots`: slots of running requests that
+        skip this step; `grammar_tokens`: of requests whose grammar allows nothing else.
+        """
+        record = StepRecord(self._num_steps, self.clock())
+        step = Step(record)
+        self.waiting.begin_step()
+        for request, error in self.kv_cache.connector.take_failed():
+            self._end_with_error(request, error)
+        self.draft_length.begin_step(record.step, len(self.running))
+        self._preempt_for_waiting(step)
+        budget = self.max_num_batched_tokens
+        for priority_class, part in self._priority_classes():
+            budget, partial = self._schedule_running(step, budget, part, idle_slots, grammar_tokens)
+            if partial or (self.waiting and self.free_slots):
+                budget = self._schedule_prompts(step, budget, partial, priority_class)
+            if record.prefills:
+                break
+        step.copies = self.kv_cache.connector.take_copies()
+        if not (step.decoding or step.scheduled) and step.copies is None:
+            return None
+        self._num_steps += 1
+        self._in_flight.append(step)
+        freed, self._freed_slots = self._freed_slots, []
+        output = step.build_output(freed)
+        record.num_tokens = self.max_num_batched_tokens - budget
+        self._stats.step_tokens.append(record.num_tokens)
+        record.num_requests, record.num_waiting = output.num_rows, len(self.waiting)
+        if self.waiting:
+            # If nothing else delayed the first waiting request, the budget did.
+            record.waits_for = (record.waits_for or "budget") if self.free_slots else "slots"
+        record.scheduled_ns = self.clock()
+        return output
+
+    def forget_workers(self) -> None:
+        """Discard what the workers held. No step may be in flight."""
+        self.kv_cache.connect(KVConnector())
+        self.kv_cache.reset()
+        self._freed_slots = []
+
+    @property
+    def is_background(self) -> bool:
+        return bool(self.running) and self.running[0].order[0] > 0
+
+    @property
+    def newest(self) -> StepRecord:
+        return self._in_flight[-1].record
+
+    def _priority_classes(self) -> Iterator[tuple[int, Iterable[Request]]]:
+        """Each priority class, down to the lowest with requests, and its running ones. Lazy, as
+        scheduling one may preempt running requests of the next.
+        """
+        last = self.waiting.last_class
+        if self.running:
+            last = max(last, self.running[-1].order[0])
+        first = 0
+        for each in range(last):
+            end = bisect_left(self.running, (each + 1,), key=by_order)
+            yield each, islice(self.running, first, end)
+            first = bisect_left(self.running, (each + 1,), key=by_order)
+        yield last, islice(self.running, first, None)
+
+    def _preempt_for_waiting(self, step: Step) -> None:
+        for victim in self.waiting.outranked(self.running):
+            self.running.remove(victim)
+            self._preempt(victim, step.record)
+        while self.waiting and (victim := self.waiting.victim(self.running)) is not None:
+            head = self.waiting.head(self.running)
+            if self.free_slots and self.kv_cache.fits(head, self.kv_cache.match_prefix(head)):
+                return
+            self.running.remove(victim)
+            self._preempt(victim, step.record)
+
+    def _schedule_running(
+        self,
+        step: Step,
+        budget: int,
+        part: Iterable[Request],
+        idle_slots: Set[int],
+        grammar_tokens: GrammarTokens,
+    ) -> tuple[int, list[Request]]:
+        """Schedule the next token of each decoding request, with drafts if there are any. Returns
+        the budget that is left, and the requests whose prompts are not computed yet.
+        """
+        partial: list[Request] = []
+        num_samples = min(len(self.requests), self.max_num_seqs)
+        # One token of the budget is reserved for each running request.
+        drafts_left = min(self.max_num_samples - num_samples, budget - len(self.running))
+        may_draft = self.draft_length.is_open
+        others = {*idle_slots, *grammar_tokens}  # slots that do not just decode one token
+        for request in part:
+            decodes = request.decodes_until and request.slot not in others
+            num_new_drafts = self.drafts.wanted(request) if may_draft and decodes else 0
+            decodes = decodes and not num_new_drafts
+            if decodes and request.num_computed_tokens < request.decodes_until:
+                step.add_decode(request)
+                budget -= 1
+                continue
+            if request.num_tokens >= request.max_num_tokens or request.slot in idle_slots:
+                continue  # its last token is in flight, or it skips this step
+            if request.num_tokens - request.num_computed_tokens > 1:
+                partial.append(request)
+                continue
+            drafts, num_drafts = NO_DRAFTS, 0
+            if not decodes:
+                allowed = grammar_tokens.get(request.slot)
+                drafts, num_drafts = choose_drafts(request, allowed, self._in_flight)
+                num_drafts = max(min(num_drafts, drafts_left), 0)
+            new_block_ids = self.kv_cache.allocate(request, 1 + num_drafts)
+            if new_block_ids is None:
+                num_drafts = 0
+                new_block_ids = self._allocate_blocks(step, request, 1)
+            if new_block_ids is None:
+                break
+            if decodes and len(new_block_ids) < 2:  # Decodes has room for one per row
+                self._schedule_decode(step, request, new_block_ids)
+            else:
+                scheduled = step.add_row(request, 1, new_block_ids, num_drafts, drafts[:num_drafts])
+                self._finish_scheduling(request, scheduled, num_new_drafts)
+            budget -= 1 + num_drafts
+            drafts_left -= num_drafts
+        return budget, partial
+
+    def _schedule_prompts(
+        self, step: Step, budget: int, partial: list[Request], priority_class: int
+    ) -> int:
+        """Schedule prompts of a class, in the policy's order; return the budget that is left.
+
+        A request that was preempted in this step does not restart in it: the blocks that it freed
+        went to another.
+        """
+        now = self.clock()
+        queue = self.waiting
+        may_start = True
+        withheld = max(budget - self.max_background_tokens, 0) if priority_class > 0 else 0
+        budget -= withheld
+        has_long = queue.has_long(priority_class) or any(map(queue.is_long, partial))
+        for_long = min(self.long_prompt, budget // 2) if has_long else 0
+        passed: list[Request] = []
+        while budget > 0:
+            partial = [each for each in partial if each.slot >= 0]  # others were preempted
+            may_start = may_start and bool(self.free_slots)
+            only_long = for_long >= budget
+            request = queue.next(partial, priority_class, may_start, only_long)
+            if request is None:
+                if not only_long:
+                    break
+                for_long = 0  # no long prompt can continue
+                continue
+            room = budget if queue.is_long(request) else budget - for_long
+            if request.num_uncomputed_tokens > room and not self.chunks_prompts:
+                break
+            if request.slot < 0:
+                cached = self.kv_cache.match_prefix(request)
+                # One preempted with a token in flight waits until that is collected.
+                is_known = not request.num_placeholders
+                may_start = is_known and self.kv_cache.can_start(request, cached)
+                if not may_start:
+                    step.record.waits_for = "blocks"
+                    has_room = len(passed) < MAX_PASSED
+                    if has_room and self.kv_cache.connector.may_be_overtaken(request, len(cached)):
+                        queue.remove(request)
+                        passed.append(request)
+                        may_start = True
+                    continue
+                self._start_request(step, request, cached, now)
+            else:
+                partial.remove(request)
+            num_tokens = min(request.num_uncomputed_tokens, room)
+            new_block_ids = self._allocate_blocks(step, request, num_tokens)
+            if new_block_ids is None:
+                continue
+            queue.charge(request, num_tokens)
+            self._finish_scheduling(request, step.add_row(request, num_tokens, new_block_ids))
+            budget -= num_tokens
+        for request in passed:
+            queue.add(request)
+        return budget + withheld
+
+    def _allocate_blocks(self, step: Step, request: Request, num_tokens: int) -> list[int] | None:
+        """Blocks for the next tokens of a request, for which the last running ones are preempted;
+        None if it has to wait, as those that are in this step already keep their blocks.
+        """
+        while (new_block_ids := self.kv_cache.allocate(request, num_tokens)) is None:
+            if (victim := self.running[-1]) in step:
+                return None
+            self.running.pop()
+            self._preempt(victim, step.record)
+            if victim is request:
+                return None
+        return new_block_ids
+
+    def _start_request(self, step: Step, request: Request, cached: list[int], now: int) -> None:
+        self.waiting.start(request)
+        self.kv_cache.attach_cached_blocks(request, cached)
+        request.slot = self.free_slots.pop()
+        request.status = RequestStatus.RUNNING
+        request.num_drafts = 0  # preemption drops the workers' drafts
+        insort(self.running, request, key=by_order)
+        if request.num_preemptions == 0:
+            self.kv_cache.count_hits(request, self._stats)
+        request.marks.append(Mark("scheduled", now, step.record.step))
+        step.record.num_cached_tokens += request.num_computed_tokens
+        step.new_requests.append(request.to_new_request())
+
+    def _schedule_decode(self, step: Step, request: Request, new_block_ids: list[int]) -> None:
+        for block in new_block_ids:
+            step.new_blocks[request.slot] = block
+            request.decodes_until = self.kv_cache.room_of(request)
+        self.kv_cache.commit(request)
+        step.add_decode(request)
+
+    def _finish_scheduling(
+        self, request: Request, scheduled: ScheduledRequest, num_new_drafts: int = 0
+    ) -> None:
+        """Ask for drafts for the step after a row that was just scheduled, and
+        enter its full blocks in the prefix cache.
+        """
+        if scheduled.samples:
+            request.num_drafts = 0
+            if self.draft_length.is_open:
+                self.drafts.ask(request, scheduled, num_new_drafts)
+            request.decodes_until = 0 if request.num_drafts else self.kv_cache.room_of(request)
+        self.kv_cache.commit(request)
+
+    def _preempt(self, request: Request, record: StepRecord) -> None:
+        """Return a request, removed from `running`, to the queue: its blocks and slot are freed."""
+        self._release_slot(request)
+        request.num_preemptions += 1
+        request.status = RequestStatus.WAITING
+        now = self.clock()
+        request.marks.append(Mark("preempted", now, record.step))
+        self.kv_cache.connector.swap_out(request, now)
+        record.num_preempted += 1
+        self.waiting.add(request)
+        self._stats.num_preemptions += 1
+        logger.debug(
+            "request %s (%d tokens) is preempted; %d running, %d waiting",
+            request.request_id, len(request.token_ids), len(self.running), len(self.waiting),
+        )  # fmt: skip
+
+    # ---- collect outputs ----
+
+    def update_from_output(self, result: ModelRunnerOutput, ends: Mapping[int, GrammarEnd]) -> None:
+        """Process the output of the oldest step in flight. `result`: the workers' output of that
+        step; `ends`: row -> how the grammar of its request ends the output with this step.
+        """
+        step = self._in_flight.popleft()
+        record = step.record
+        record.harvested_ns = self.clock()
+        record.worker_ns = result.times_ns
+        took_ns, is_report_due = self.step_log.add(record)
+        if is_report_due:
+            for request in self.requests.values():
+                self.outputs.report_to(request.client)
+        self.kv_cache.connector.collect_outputs(step)
+        if self.draft_length.max_drafts:
+            self.draft_length.time(step.scheduled, took_ns * 1e-9, len(step.decoding))
+        decoded, rows = step.append_decoded(result, ends)
+        self.outputs.add_decoded(decoded)
+        for row in rows:
+            self._collect_output(step, row, result, ends.get(row))
+
+    def _collect_output(
+        self, step: Step, row: int, result: ModelRunnerOutput, end: GrammarEnd | None
+    ) -> None:
+        request, scheduled = step.row(row)
+        if row in result.errors:
+            self._fail_row(step, row, result.errors[row])
+        # A step launched before the end of a request was known samples one token too many.
+        if request.status is RequestStatus.FINISHED:
+            return
+        if request.reads_prompt:
+            request.add_prompt_output(result, row)
+        if not result.tokens_of(row):
+            return
+        record = step.record
+        output = request.collect_output(result, row, end, record.harvested_ns, record.step)
+        if scheduled.num_drafts or scheduled.max_new_drafts:
+            record.num_drafts += scheduled.num_drafts
+            record.num_accepted += self.drafts.settle(request, scheduled, output, result, row)
+            if output.num_drafts:
+                self._stats.drafts.count(output.num_drafts, output.num_accepted)
+        if output.finish_reason is not None:
+            self._finish_request(request)
+        self.outputs.add(request.client, output)
+
+    def take_outputs(self, num_deferred: int = 0) -> dict[int, EngineCoreOutputs]:
+        """Outputs since the last call, by client, with the engine's current statistics. A client
+        without outputs gets none, unless the engine has become idle, which all are told.
+        `num_deferred`: requests that wait for a grammar, not for capacity.
+        """
+        if self.outputs and not self.requests:
+            for client in self.step_log.clients:
+                self.outputs.report_to(client)
+        outputs = self.outputs.take()
+        for client, each in outputs.items():
+            each.stats, each.steps = self.report(num_deferred), self.step_log.take_new(client)
+        return outputs
+
+    def report(self, num_deferred: int) -> SchedulerStats:
+        """Current statistics. Counters restart at zero: their sum over the reports to all clients
+        is the total.
+        """
+        report, self._stats = self._stats, SchedulerStats()
+        report.num_running, report.num_waiting = len(self.running), len(self.waiting)
+        report.running_adapters, report.waiting_adapters = self.waiting.adapter_names()
+        report.num_deferred = num_deferred
+        report.at_ns = self.clock()
+        report.step = self._num_steps
+        self.kv_cache.report(report)
+        return report
+
+    # ---- the end of a request ----
+
+    def _fail_row(self, step: Step, row: int, error: str) -> None:
+        """End a request that failed in a step. What it computed from that step on is wrong, so
+        requests that share those blocks fail, too.
+        """
+        request, scheduled = step.row(row)
+        # If drafts before this step were rejected, it began at the last known token.
+        num_tokens = min(scheduled.num_computed_tokens, len(request.token_ids) - 1)
+        # Requests that finished meanwhile have blocks in the cache, too.
+        left = {each for later in (step, *self._in_flight) for each in later.all_requests}
+        others = {*self.running, *left} - {request}
+        sharers = self.kv_cache.prefix_cache.find_sharers(request, num_tokens, others)
+        for each in [request, *sharers]:
+            self.kv_cache.forget(each)
+            if each.status is not RequestStatus.FINISHED:
+                self._end_with_error(each, error, step.record.step)
+
+    def _end_with_error(self, request: Request, error: str, step: int = -1) -> None:
+        self._finish_request(request)
+        self._stats.num_failed += 1
+        output = failure(request.request_id, request.marks, error, self.clock(), step)
+        self.outputs.add(request.client, output)
+
+    def _finish_request(self, request: Request) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+            self.kv_cache.connector.stop_waiting(request)
+        request.status = RequestStatus.FINISHED
+        if request.slot >= 0:
+            self._release_slot(request)
+        del self.requests[request.request_id]
+
+    def _release_slot(self, request: Request) -> None:
+        """Free slot and blocks. Steps in flight may still use them: the next owner's run later."""
+        self.waiting.stop(request)
+        self.kv_cache.free(request)
+        request.decodes_until = 0
+        self.free_slots.append(request.slot)
+        self._freed_slots.append(request.slot)
+        request.slot = -1

@@ -1,0 +1,115 @@
+"""ModelServer: the front's view of the server of one of several models."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+
+import httpx
+
+from servd.base.errors import Unavailable
+from servd.gateway.models import Model
+from servd.ipc.child import Child
+
+PATIENCE = 90.0  # seconds for /sleep and /wake_up, which wait for the engine for up to 60
+ASK_TIMEOUT = 2.0  # seconds for queries about the server itself
+NO_TIMEOUT = httpx.Timeout(None, connect=10)  # the model's server has its own timeouts
+
+
+class ModelServer:
+    """One model, and its server if it runs.
+
+    Attributes:
+        is_awake: whether it should hold weights; see `has_weights`.
+        loading_since: when it began to start or to wake up; None once it can serve.
+        has_started: whether it has been ready since it was started.
+        is_leaving: whether it goes to sleep once its requests have ended.
+        num_open: number of its requests.
+        num_unanswered: those whose response has not begun.
+    """
+
+    def __init__(self, model: Model, secret: str) -> None:
+        self.model, self.name = model, model.name
+        self.headers = {"authorization": f"Bearer {secret}"}  # of the front's own requests
+        self.child: Child | None = None
+        self.http: httpx.AsyncClient | None = None
+        self.is_awake = self.has_started = self.is_leaving = False
+        self.loading_since: float | None = None
+        self.num_open = self.num_unanswered = 0
+        self.has_answered = asyncio.Event()  # a request
+        self.used_at = self.retry_at = float("-inf")
+        self.failure = ""  # why it could not be started
+        self.rest: asyncio.TimerHandle | None = None  # puts it to sleep when it has been idle
+
+    @property
+    def runs(self) -> bool:
+        return self.child is not None and self.child.exit_code is None
+
+    @property
+    def has_weights(self) -> bool:
+        return self.runs and self.is_awake
+
+    @property
+    def may_serve(self) -> bool:
+        return self.state == "awake" and not self.is_leaving
+
+    @property
+    def state(self) -> str:
+        if not self.runs:
+            return "stopped"
+        if not self.is_awake:
+            return "asleep"
+        return "awake" if self.loading_since is None else "loading"
+
+    async def connect(self, path: str) -> None:
+        if self.http is not None:
+            await self.http.aclose()
+        transport = httpx.AsyncHTTPTransport(uds=path, limits=httpx.Limits(max_connections=None))
+        self.http = httpx.AsyncClient(
+            base_url="http://model", transport=transport, timeout=NO_TIMEOUT
+        )
+
+    async def ask(self, path: str) -> httpx.Response | None:
+        """The response to a GET of its server; None while it starts or ends."""
+        assert self.http is not None
+        try:
+            answer = await self.http.get(path, headers=self.headers, timeout=ASK_TIMEOUT)
+        except httpx.HTTPError:
+            return None
+        return answer if answer.status_code == 200 else None
+
+    async def is_asleep(self, path: str) -> bool | None:
+        """The response to /sleep or /wake_up, usually within a minute; None on failure."""
+        assert self.http is not None
+        try:
+            answer = await self.http.post(path, headers=self.headers, timeout=PATIENCE)
+        except httpx.HTTPError:
+            return None
+        return answer.json()["is_sleeping"] if answer.status_code == 200 else None
+
+    def fail(self, why: str, seconds: float) -> None:
+        """Record a failure to start; it is not tried again for so many seconds."""
+        self.failure, self.retry_at = why, time.monotonic() + seconds
+
+    def check(self) -> None:
+        """Raise Unavailable if it failed to start recently."""
+        if (seconds := self.retry_at - time.monotonic()) > 0:
+            message = f"the model {self.name} {self.failure}"
+            raise Unavailable(message, retry_after=math.ceil(seconds))
+
+
+class Visit:
+    def __init__(self, server: ModelServer) -> None:
+        assert server.http is not None
+        self.server, self.http = server, server.http
+        self.is_answered = False
+        server.num_open += 1
+        server.num_unanswered += 1
+
+    def answered(self) -> None:
+        """The response has begun, so the server has received the whole request."""
+        if not self.is_answered:
+            self.is_answered = True
+            self.server.num_unanswered -= 1
+            self.server.has_answered.set()

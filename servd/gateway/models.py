@@ -1,0 +1,158 @@
+"""ModelFolder: finds the models of a folder, their names, and the LoRA adapters of each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from servd.api.engine.adapters import NAME
+from servd.base.errors import ConfigError
+from servd.checkpoint import hf
+from servd.checkpoint.lora import CONFIG, parse_module
+from servd.config import LoRAConfig
+
+logger = logging.getLogger("servd.api")
+
+HUB = "models--"  # prefix of a model's folder in the Hugging Face cache
+WEIGHT_SUFFIXES = (".safetensors", ".gguf")
+
+
+class Model(msgspec.Struct, frozen=True):
+    name: str
+    path: Path  # the argument of `servd serve`: a folder or a GGUF file
+    max_model_len: int
+    num_bytes: int  # of its weights
+    created: int  # when its config or GGUF file was written
+
+    @property
+    def is_there(self) -> bool:
+        return _is_model(self.path)
+
+
+class AdapterFolder(msgspec.Struct, frozen=True):
+    name: str
+    folder: Path
+    base: str  # the base model that its config names; "" if none
+    created: int
+
+    def owner(self, models: Sequence[str]) -> str | None:
+        """The model it belongs to: the one whose last path component is the same as the base
+        model's; or the only model, if there is one.
+        """
+        last = self.base.rstrip("/").rpartition("/")[2]
+        same = [name for name in models if name.rpartition("/")[2] == last]
+        exact = [name for name in same if name == self.base]
+        return next(iter(exact or same or (models if len(models) == 1 else [])), None)
+
+
+class ModelFolder:
+    """The models of a folder, read again when a request names an unknown one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()  # a bare `demo` would be taken for a model's name
+        self._refused: dict[Path, tuple[float, str]] = {}  # modification time and reason
+
+    def read(self) -> dict[str, Model]:
+        """The models that can be served, by name. Others are logged once.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        found = {}
+        for name, entry in sorted(_models_in(self.path)):
+            written, why = self._refused.get(entry, (0.0, ""))
+            try:
+                path = _snapshot(entry) if entry.name.startswith(HUB) else entry
+                if path is None:
+                    continue  # a download that is not complete
+                if path.suffix == ".gguf" and _mtime(path) == written:
+                    continue  # unchanged; reading its header again may take a second
+                name.encode()
+                found[name] = _read(name, path)
+                self._refused.pop(entry, None)
+            except Exception as error:  # whatever is in one entry, the others are served
+                if str(error) != why:
+                    logger.warning("%r is not served: %s", name, error)
+                self._refused[entry] = _mtime(entry), str(error)
+        return found
+
+
+def _read(name: str, path: Path) -> Model:
+    folder = hf.local_folder(str(path)) if path.suffix == ".gguf" else path
+    assert folder is not None
+    written = path if path.is_file() else path / "config.json"
+    length = hf.read_spec(folder).max_position_embeddings
+    weights = [file for file in folder.iterdir() if file.suffix in WEIGHT_SUFFIXES]
+    num_bytes = sum(file.stat().st_size for file in weights)
+    return Model(name, path, length, num_bytes, int(written.stat().st_mtime))
+
+
+def _mtime(path: Path) -> float:
+    return path.stat().st_mtime if path.exists() else 0.0
+
+
+def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Names and paths: NAME/config.json and NAME.gguf, both also in a subfolder ORG, and the models
+    of a Hugging Face cache.
+    """
+    for path in folder.iterdir():
+        if path.name.startswith(HUB):
+            yield path.name.removeprefix(HUB).replace("--", "/"), path
+        elif _is_model(path):
+            yield path.name.removesuffix(".gguf"), path
+        elif not path.name.startswith("."):
+            with suppress(OSError):  # not a folder, or not readable
+                for inner in filter(_is_model, path.iterdir()):
+                    yield f"{path.name}/{inner.name.removesuffix('.gguf')}", inner
+
+
+def _is_model(path: Path) -> bool:
+    """Whether this is a model. What may not be looked at, as lost+found of a disk, is none."""
+    try:
+        if path.suffix == ".gguf" and path.is_file():
+            return True
+        return (path / "config.json").is_file()
+    except OSError as error:
+        logger.debug("%s is no model: %s", path, error)
+        return False
+
+
+def _snapshot(repository: Path) -> Path | None:
+    """The snapshot of a model in the Hugging Face cache that its branch points to, if present;
+    that of main if there are several branches.
+    """
+    refs = sorted(repository.glob("refs/*"), key=lambda ref: ref.name != "main")
+    refs = [ref for ref in refs if ref.is_file()]  # refs/refs/pr are pull requests
+    found = [repository / "snapshots" / ref.read_text().strip() for ref in refs]
+    return next(filter(_is_model, found), None)
+
+
+def adapters_in(lora: LoRAConfig) -> dict[str, AdapterFolder]:
+    """The adapters of --lora-modules and --lora-dir, by name.
+
+    Raises:
+        ConfigError: an entry of --lora-modules is not an adapter.
+    """
+    folders = {}
+    if lora.lora_dir is not None:
+        found = (path.parent for path in Path(lora.lora_dir).glob(f"*/{CONFIG}"))
+        folders = {path.name: (path, "") for path in found if NAME.fullmatch(path.name)}
+    for entry in lora.lora_modules:
+        name, path = parse_module(entry)
+        base = msgspec.json.decode(entry).get("base_model_name") if entry[0] == "{" else ""
+        folders[name] = Path(path), base or ""
+    return {name: _adapter(name, *each) for name, each in folders.items()}
+
+
+def _adapter(name: str, folder: Path, base: str) -> AdapterFolder:
+    file, created = folder / CONFIG, 0
+    try:
+        created = int(file.stat().st_mtime)
+        base = base or hf.read_json(file).get("base_model_name_or_path") or ""
+    except (ConfigError, OSError):  # loading it reports the error
+        pass
+    return AdapterFolder(name, folder, str(base), created)

@@ -1,0 +1,330 @@
+"""ModelServers: starts a server for each requested model of a folder, and puts servers to sleep or
+stops them to stay within the limits of loaded models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+
+from servd.api.protocol.models import ModelCard, ModelList
+from servd.base import log
+from servd.base.errors import Unavailable, UnknownModel
+from servd.checkpoint.lora import parse_module
+from servd.config import Config
+from servd.gateway.backend import ModelServer, Visit
+from servd.gateway.models import Model, ModelFolder, adapters_in
+from servd.ipc.child import Child
+from servd.ipc.start_messages import StartModel
+
+logger = logging.getLogger("servd.api")
+
+GIB = 2**30
+MODULE = "servd.launch.model_server"
+LOOK_INTERVAL = 0.02  # seconds between polls of a server that starts
+STOP_TIMEOUT = 5.0  # seconds from SIGTERM to SIGKILL, beyond --shutdown-timeout
+RETRY_AFTER = 10.0  # seconds before a model that failed to start is tried again
+LOAD_INTERVAL = 1.0  # seconds between polls of a model's background work
+MOST_NAMED = 32  # models listed in an error message
+
+
+class ModelServers:
+    """The servers of all models of a folder.
+
+    Args:
+        config: options of every server.
+        folder: private folder for their sockets.
+    """
+
+    def __init__(self, config: Config, folder: str) -> None:
+        assert config.models.models_dir is not None
+        self.config = config
+        self.folder = Path(folder)
+        self.models = ModelFolder(Path(config.models.models_dir))
+        self.most, self.most_asleep = config.models.models_max, config.models.models_asleep
+        budget = config.models.models_memory
+        self.budget = float("inf") if budget is None else budget * GIB
+        self.secret = secrets.token_urlsafe(32)  # the front's API key, if keys are required
+        self.servers: dict[str, ModelServer] = {}
+        self._numbers = 0
+        self._is_closed = False
+        self._switch = asyncio.Lock()  # first come, first served
+        self._stopping: set[asyncio.Task[None]] = set()  # servers that still hold memory
+        self._resting: set[asyncio.Task[None]] = set()
+        self._scanning = asyncio.Lock()
+        self._take_in(self.models.read())
+        names = [*self.servers]
+        for adapter in adapters_in(config.lora).values():
+            if adapter.owner(names) is None:
+                logger.warning(
+                    "the adapter %s is not served: it was trained for %s, which is none of the "
+                    "models; JSON in --lora-modules may name another as base_model_name",
+                    adapter.name, adapter.base or "a model that its files do not name",
+                )  # fmt: skip
+
+    async def scan(self) -> None:
+        """Update the models from the folder. The server of a removed model receives no requests and
+        remains until it is stopped to make room, or another model takes its name.
+        """
+        async with self._scanning:
+            self._take_in(await asyncio.to_thread(self.models.read))
+
+    def _take_in(self, models: dict[str, Model]) -> None:
+        servers = {name: server for name, server in self.servers.items() if server.runs}
+        for name, model in models.items():
+            server = servers[name] = self.servers.get(name) or ModelServer(model, self.secret)
+            if server.model != model and not (server.is_awake and server.model.is_there):
+                self._begin_to_stop(server)
+            if not server.runs:
+                server.model = model
+        self.servers = servers
+
+    @property
+    def there(self) -> list[ModelServer]:
+        return [server for server in self.servers.values() if server.model.is_there]
+
+    async def find(self, name: str | None) -> ModelServer:
+        """The server of the model or adapter of this name; of no name, the last one used.
+
+        Raises:
+            UnknownModel: there is no such model or adapter.
+        """
+        if name is None and (known := self.there):
+            return max(known, key=lambda server: server.used_at)
+        if (server := self._known(name)) is None:
+            await self.scan()
+            server = self._known(name)
+        if server is None:
+            owner = next((each.parent for each in await self.adapters() if each.id == name), None)
+            server = self._known(owner)
+        if server is not None:
+            return server
+        where, known = self.models.path.name, [server.name for server in self.there]
+        if not known:
+            raise UnknownModel(f"no model is served here yet: {where} has none", param="model")
+        raise UnknownModel(
+            f"the model {(name or '')[:200]!r} is not served here; the folder {where} has "
+            f"{', '.join(known[:MOST_NAMED])}",
+            param="model",
+        )
+
+    def _known(self, name: str | None) -> ModelServer | None:
+        server = self.servers.get(name or "")
+        return server if server and server.model.is_there else None
+
+    async def adapters(self) -> list[ModelCard]:
+        if not self.config.lora.enable_lora:
+            return []
+        there = self.there
+        running = [server for server in there if server.has_started and server.runs]
+        answers = await asyncio.gather(*(server.ask("/v1/models") for server in running))
+        lists = [msgspec.json.decode(each.content, type=ModelList) for each in answers if each]
+        found = [card for each in lists for card in each.data if card.parent]
+        others = {server.name: server for server in there if server not in running}
+        for adapter in adapters_in(self.config.lora).values():
+            if (server := others.get(adapter.owner([s.name for s in there]) or "")) is not None:
+                name = adapter.name
+                length = server.model.max_model_len
+                card = ModelCard(name, adapter.created, name, length, parent=server.name)
+                found.append(card)
+        return found
+
+    @contextlib.asynccontextmanager
+    async def serving(self, server: ModelServer, keep_alive: float | None) -> AsyncIterator[Visit]:
+        """Wake up the model's server and keep it awake until the visit is answered. To make room,
+        others are put to sleep once their requests have ended; their later requests wait.
+
+        Args:
+            server: of the model.
+            keep_alive: idle seconds after which it is put to sleep; None: never.
+
+        Raises:
+            Unavailable: it cannot be started.
+        """
+        try:
+            while not server.may_serve:
+                async with self._switch:
+                    if not server.may_serve:
+                        server.check()
+                        await self._make_room(server)
+                        await self._wake_up(server)
+            async with self.visiting(server) as visit:
+                server.used_at = time.monotonic()
+                yield visit
+        finally:
+            self._rest_later(server, keep_alive)
+
+    @contextlib.asynccontextmanager
+    async def visiting(self, server: ModelServer) -> AsyncIterator[Visit]:
+        """Pass a request to the server without waking it up."""
+        visit = Visit(server)
+        try:
+            yield visit
+        finally:
+            visit.answered()
+            server.num_open -= 1
+
+    async def sleep(self, server: ModelServer) -> None:
+        """Put an awake server to sleep once its requests have ended."""
+        async with self._switch:
+            if server.has_weights:
+                await self._put_to_sleep(server)
+
+    def _rest_later(self, server: ModelServer, seconds: float | None) -> None:
+        """Put a server to sleep after so many seconds, unless it is used again."""
+        if server.rest is not None:
+            server.rest.cancel()
+            server.rest = None
+        if seconds is not None:
+            loop = asyncio.get_running_loop()
+            server.rest = loop.call_later(seconds, self._begin_rest, server)
+
+    def _begin_rest(self, server: ModelServer) -> None:
+        resting = asyncio.ensure_future(self._rest(server, server.used_at))
+        self._resting.add(resting)
+        resting.add_done_callback(self._resting.discard)
+
+    async def _rest(self, server: ModelServer, used_at: float) -> None:
+        load = await server.ask("/load") if server.may_serve else None
+        if load is not None and load.json()["server_load"]:  # in the background
+            return self._rest_later(server, LOAD_INTERVAL)
+        async with self._switch:
+            is_idle = not server.num_open and server.used_at == used_at
+            if is_idle and server.has_weights:
+                await self._put_to_sleep(server)
+
+    async def _make_room(self, server: ModelServer) -> None:
+        """Put others to sleep and stop those asleep for longest, to stay within the limits."""
+        if self._stopping:
+            await asyncio.wait(self._stopping)
+        while True:
+            awake = [s for s in self.servers.values() if s.has_weights and s is not server]
+            num_bytes = sum(other.model.num_bytes for other in awake) + server.model.num_bytes
+            if not awake or (len(awake) < self.most and num_bytes <= self.budget):
+                break
+            await self._put_to_sleep(min(awake, key=lambda s: (s.num_open > 0, s.used_at)))
+        asleep = [s for s in self.servers.values() if s.runs and not s.is_awake and s is not server]
+        for other in sorted(asleep, key=lambda s: -s.used_at)[self.most_asleep :]:
+            await self._stop(other)
+
+    async def _put_to_sleep(self, server: ModelServer) -> None:
+        """Have a server free its weights. It does so once its engine has finished its requests; a
+        slow reader of responses delays nobody.
+        """
+        server.is_leaving, failing_since = True, None
+        try:
+            while server.runs:
+                while server.num_unanswered:
+                    server.has_answered.clear()
+                    await server.has_answered.wait()
+                if (is_asleep := await server.is_asleep("/sleep")) is True:
+                    break
+                since = failing_since or server.loading_since or time.monotonic()
+                failing_since = None if is_asleep is False else since
+                await self._give_up_if_late(server, failing_since, "does not go to sleep")
+                await asyncio.sleep(LOOK_INTERVAL)  # a long response, or its engine is restarting
+            server.is_awake, server.loading_since = False, None
+            logger.info("%s %s", server.name, "sleeps" if server.runs else "has ended")
+        finally:
+            server.is_leaving = False
+
+    async def _wake_up(self, server: ModelServer) -> None:
+        """Start a server, or have it load its weights again. This continues for the next request
+        if nobody waits for it any more.
+
+        Raises:
+            Unavailable: it ended before it was ready, or took too long.
+        """
+        if not server.runs:
+            if self._is_closed:
+                raise Unavailable("the server is shutting down")
+            logger.info("starting %s", server.name)
+            server.is_awake = server.has_started = False
+            await self._launch(server)
+        if not server.is_awake:
+            server.is_awake, server.loading_since = True, time.monotonic()
+        began = server.loading_since or time.monotonic()
+        while not await server.ask("/health") or await server.is_asleep("/wake_up") is not False:
+            if not server.runs:
+                server.fail("could not be started: the log says why", RETRY_AFTER)
+            await self._give_up_if_late(server, began, "was not ready")
+            server.check()
+            await asyncio.sleep(LOOK_INTERVAL)
+        server.has_started, server.loading_since = True, None
+        logger.info("%s is ready after %.2f s", server.name, time.monotonic() - began)
+
+    async def _give_up_if_late(self, server: ModelServer, since: float | None, what: str) -> None:
+        """Stop a server that takes too long to start. It is not tried again for as long as that
+        took, so that other models get as much time.
+        """
+        most = self.config.models.models_start_timeout
+        if since is not None and time.monotonic() - since > most:
+            why = f"{what} within {most:g} s (--models-start-timeout)"
+            logger.error("%s %s: it is stopped", server.name, why)
+            server.fail(why, most)
+            await self._stop(server)
+
+    async def _launch(self, server: ModelServer) -> None:
+        self._numbers += 1
+        path = str(self.folder / f"model-{self._numbers}")
+        await server.connect(path)
+        start = StartModel(self._config_of(server, path))
+        # Only the front can reach that socket, so its X-Forwarded-For is trusted.
+        env = {log.MODEL: server.name, "FORWARDED_ALLOW_IPS": "*"}
+        server.child = Child(server.name, MODULE, start, env=env)
+
+    async def _stop(self, server: ModelServer) -> None:
+        if (stopping := self._begin_to_stop(server)) is not None:
+            await asyncio.shield(stopping)  # its caller may be cancelled
+
+    def _begin_to_stop(self, server: ModelServer) -> asyncio.Future[None] | None:
+        server.is_awake, server.loading_since = False, None
+        child, server.child = server.child, None
+        if child is None:
+            return None
+        timeout = self.config.server.shutdown_timeout + STOP_TIMEOUT
+        stopping = asyncio.ensure_future(asyncio.to_thread(child.stop, timeout))
+        self._stopping.add(stopping)
+        stopping.add_done_callback(self._stopping.discard)
+        return stopping
+
+    async def close(self) -> None:
+        self._is_closed = True
+        await asyncio.gather(*(self._stop(server) for server in self.servers.values()))
+
+    def reload(self, config: Config) -> None:
+        self.config = config
+        for server in self.servers.values():
+            if server.runs and server.child is not None:
+                server.child.post(self._config_of(server, ""))
+
+    def _config_of(self, server: ModelServer, path: str) -> Config:
+        """Options of a model's server: the front handles the port, TLS, CORS and idle sleep."""
+        config, access, lora = self.config, self.config.access, self.config.lora
+        names, known = list(self.servers), adapters_in(lora)
+        own = [
+            entry for entry in lora.lora_modules
+            if known[parse_module(entry)[0]].owner(names) == server.name
+        ]  # fmt: skip
+        return config.replace(
+            model=str(server.model.path),
+            served_model_name=[server.name],
+            uds=path,
+            models_dir=None,
+            models=[],
+            lora_modules=own,
+            sleep_idle_seconds=None,
+            api_key=[*access.api_key, self.secret] if access.needs_keys else [],
+            ssl_certfile=None,
+            ssl_keyfile=None,
+            ssl_ca_certs=None,
+            ssl_cert_reqs=0,
+            allowed_origins=[],
+        )

@@ -1,0 +1,284 @@
+"""Front: a reverse proxy for several models. Passes each request to the server of its model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any, cast
+from urllib.parse import quote
+
+import httpx
+import msgspec
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.samples import Sample
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from servd.api import console
+from servd.api.app import assemble, cross_origin
+from servd.api.call import call_of
+from servd.api.context import json_response
+from servd.api.engine.fair_loop import FairLoop
+from servd.api.http.auth import OPEN_PATHS, ApiKeyAuth, Keys
+from servd.api.http.middleware import SINCE, RequestContext
+from servd.api.observability.tracer import Tracer
+from servd.api.protocol.models import ModelCard
+from servd.api.routes import load_routers
+from servd.api.routes.sleep import SleepState, check_level
+from servd.base import log
+from servd.base.errors import InvalidRequest, NotFound, Unavailable
+from servd.base.json_reader import read_json
+from servd.base.tracing import now_ns
+from servd.config import Config
+from servd.gateway.backend import ModelServer, Visit
+from servd.gateway.pool import ModelServers
+from servd.gateway.request import read, seconds_of
+
+logger = logging.getLogger("servd.api")
+
+# Hop-by-hop headers, and those that the front sets itself or has checked.
+OWN = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"x-request-id", b"date"}
+OF_REQUESTS = OWN | {
+    b"host", b"content-length", b"expect", b"sec-fetch-site", b"x-forwarded-for", SINCE.encode(),
+}  # fmt: skip
+# Routes that do not depend on the model: the front answers them itself.
+OF_ALL_MODELS = {
+    "/openapi.json", "/docs", "/docs/{asset}", "/redoc", "/version", "/", "/console/{file:path}",
+}  # fmt: skip
+# POST routes that wake no model up.
+NEED_NO_WEIGHTS = {
+    "/detokenize", "/tokenize", "/v1/detokenize", "/v1/tokenize",
+    "/v1/chat/completions/render", "/v1/messages/count_tokens",
+    "/v1/responses/input_tokens", "/v1/responses/{response_id}/cancel",
+}  # fmt: skip
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Card(ModelCard, tag_field="object", tag="model", kw_only=True):
+    """A model in the list. `created` is the modification time of its config or GGUF file."""
+
+    state: str
+
+
+class Front:
+    """Answers the list of models, health, metrics and sleep itself. Other requests wait until the
+    model's server can take them; request and response are then streamed through.
+    """
+
+    def __init__(self, servers: ModelServers) -> None:
+        self.servers = servers
+
+    def routes(self) -> list[BaseRoute]:
+        """The routes of a model's server, passed on by `pass_on`."""
+        own = {
+            "/health": self.health, "/ping": self.health,
+            "/metrics": self.metrics, "/sleep": self.sleep, "/is_sleeping": self.is_sleeping,
+            "/v1/models": self.list_models, "/v1/models/{name:path}": self.retrieve_model,
+        }  # fmt: skip
+        found: list[BaseRoute] = []
+        for route in (cast(Route, each) for router in load_routers() for each in router.routes):
+            needs_weights = "POST" in (route.methods or ()) and route.path not in NEED_NO_WEIGHTS
+            endpoint = own.get(route.path) or partial(self.pass_on, needs_weights=needs_weights)
+            if route.path in OF_ALL_MODELS:
+                found.append(route)
+                continue
+            if route.path.startswith(("/v1/files", "/v1/batches")):
+                endpoint = no_batches
+            found.append(Route(route.path, endpoint, methods=route.methods))
+        return found
+
+    async def health(self, request: Request) -> Response:
+        """GET /health of the front, which is ready without any model."""
+        return json_response({"status": "ready"})
+
+    async def list_models(self, request: Request) -> Response:
+        await self.servers.scan()
+        cards = [*map(_card, self.servers.there), *await self.servers.adapters()]
+        return json_response({"object": "list", "data": cards})
+
+    async def retrieve_model(self, request: Request) -> Response:
+        """One model or adapter."""
+        name = request.path_params["name"]
+        server = await self.servers.find(name)
+        adapters = [] if server.name == name else await self.servers.adapters()
+        return json_response(next((a for a in adapters if a.id == name), _card(server)))
+
+    async def sleep(self, request: Request) -> Response:
+        """Put a model to sleep. Passed on, the request would load it first."""
+        check_level(request.query_params.get("level", "1"))
+        server = await self.servers.find(read(request, await request.body()).model)
+        await self.servers.sleep(server)
+        return json_response(SleepState(not server.has_weights))
+
+    async def is_sleeping(self, request: Request) -> Response:
+        server = await self.servers.find(read(request, b"").model)
+        return json_response(SleepState(not server.has_weights))
+
+    async def pass_on(self, request: Request, needs_weights: bool) -> ASGIApp:
+        """Pass a request to the model's server. Only requests that need weights wake a model up;
+        read-only ones see its current state.
+        """
+        body = await request.body()
+        named = read(request, body)
+        server = await self.servers.find(named.model)
+        if not needs_weights and server.runs:
+            visit = self.servers.visiting(server)
+        elif not needs_weights and request.method != "POST":
+            raise Unavailable(
+                f"the model {server.name} is stopped, and {request.method} starts none: what needs "
+                f"it does, and POST /wake_up?model={quote(server.name)}"
+            )
+        elif not named.keep_alive:
+            visit = self.servers.serving(server, self.servers.config.server.sleep_idle_seconds)
+        else:
+            visit = self.servers.serving(server, seconds_of(named.keep_alive))
+            fields = read_json(body, dict[str, msgspec.Raw])
+            del fields["keep_alive"]  # a field that only the front knows
+            body = msgspec.json.encode(fields)
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            await until_client_leaves(receive, self._pass_on(request, body, visit, send))
+
+        return answer
+
+    async def _pass_on(
+        self,
+        request: Request,
+        body: bytes,
+        visiting: AbstractAsyncContextManager[Visit],
+        send: Send,
+    ) -> None:
+        scope = request.scope
+        call = call_of(request)
+        # The raw path: httpx would resolve `..`, and a decoded path may have any character.
+        target = scope["raw_path"] + (b"?" + query if (query := scope["query_string"]) else b"")
+        headers = [(k, v) for k, v in scope["headers"] if k not in OF_REQUESTS]
+        headers.append((b"x-request-id", call.request_id.encode()))
+        headers.append((SINCE.encode(), str(now_ns()).encode()))
+        if request.client is not None:  # None: of a Unix socket
+            headers.append((b"x-forwarded-for", request.client.host.encode()))
+        async with visiting as visit:
+            try:
+                asked = visit.http.build_request(
+                    request.method, "/", headers=headers, content=body,
+                    extensions={"target": target},
+                )  # fmt: skip
+                answer = await visit.http.send(asked, stream=True)
+                visit.answered()
+                call.is_logged = True
+            except httpx.LocalProtocolError as error:
+                raise InvalidRequest(f"the request cannot be passed on: {error}") from None
+            except httpx.TransportError as error:
+                name = visit.server.name
+                logger.error("%s: its server does not answer: %s", name, error)
+                raise Unavailable(f"the server of {name} does not answer") from None
+            try:
+                passed = [(k.lower(), v) for k, v in answer.headers.raw]
+                await send({
+                    "type": "http.response.start", "status": answer.status_code,
+                    "headers": [(k, v) for k, v in passed if k not in OWN],
+                })  # fmt: skip
+                async for chunk in answer.aiter_raw():
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+            except httpx.TransportError as error:  # uvicorn closes the client's connection, too
+                logger.error("%s: its server has left an answer: %s", visit.server.name, error)
+            finally:
+                await answer.aclose()
+
+    async def metrics(self, request: Request) -> Response:
+        """Metrics of all running servers, labelled by `model_name`, and of the front's process."""
+        started = [each for each in self.servers.servers.values() if each.runs and each.has_started]
+        answers = await asyncio.gather(*(each.ask("/metrics") for each in started))
+        text = await asyncio.to_thread(_merged, [each.text for each in answers if each])
+        return Response(text, media_type=METRICS_TYPE)
+
+
+async def no_batches(request: Request) -> Response:
+    """Reject requests for files and batches before their bodies, which may be large, are read."""
+    raise NotFound(
+        "there are no files and batches beside --models-dir: --batch-dir is for one model"
+    )
+
+
+def _merged(texts: Iterable[str]) -> bytes:
+    families: dict[str, Metric] = {}
+    series: defaultdict[str, dict[tuple[str, ...], Sample]] = defaultdict(dict)
+    for text in texts:
+        for family in text_string_to_metric_families(text):
+            if family.name.startswith("process_"):
+                continue  # process metrics are not summed: the front reports its own
+            families.setdefault(family.name, family)
+            found = series[family.name]
+            for sample in family.samples:
+                key = (sample.name, *chain(*sorted(sample.labels.items())))
+                before = found[key].value if key in found else 0
+                found[key] = sample._replace(value=before + sample.value)
+    for name, family in families.items():
+        family.samples = [*series[name].values()]
+    registry = CollectorRegistry()
+    registry.register(_Collected(families.values()))
+    ProcessCollector(registry=registry)
+    return generate_latest(registry)
+
+
+class _Collected:
+    """A collector of families that were collected elsewhere."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self.families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self.families
+
+
+def _card(server: ModelServer) -> Card:
+    model = server.model
+    return Card(model.name, model.created, model.name, model.max_model_len, state=server.state)
+
+
+async def until_client_leaves(receive: Receive, work: Any) -> None:
+    """Run `work`; cancel it if the client disconnects first."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            working.cancel()
+        await asyncio.gather(working, return_exceptions=leaving.done())
+    finally:
+        leaving.cancel()
+        working.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def create_front(config: Config, servers: ModelServers, keys: Keys) -> FastAPI:
+    access_log = log.resolve_access_log(config.observability)
+    origins = config.access.allowed_origins
+    context = Middleware(RequestContext, Tracer(), FairLoop(), None, access_log, origins)
+    middleware = [context]
+    if keys.are_needed:
+        open_paths = OPEN_PATHS | (console.open_paths() if config.server.console else set())
+        middleware.append(Middleware(ApiKeyAuth, keys, open_paths))
+    if config.access.allowed_origins:
+        middleware.insert(0, cross_origin(config.access))
+    app = assemble(middleware, Front(servers).routes())
+    app.state.context = SimpleNamespace(keys=keys, config=config)  # for OF_ALL_MODELS
+    return app

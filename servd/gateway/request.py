@@ -1,0 +1,68 @@
+"""The fields of a request that the front of several models reads: `model` and `keep_alive`."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+
+import msgspec
+from starlette.requests import Request
+
+from servd.base.errors import InvalidRequest
+from servd.base.json_reader import read_json
+
+BEGINS_JSON = (b"{", b" ", b"\n", b"\r", b"\t")
+SECONDS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
+PART = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(ms|s|m|h|)")
+# Possessive quantifiers: backtracking would try every way to split the digits.
+DURATION = re.compile(rf"(?P<sign>-?)(?P<duration>(?:{PART.pattern})++)", re.ASCII)
+MAX_KEEP_ALIVE = 1e8  # seconds, three years
+
+
+class Named(msgspec.Struct):
+    """The fields of a body that the front reads."""
+
+    model: str | None = None
+    keep_alive: msgspec.Raw = msgspec.Raw()  # unparsed, so that a wrong one does not hide `model`
+
+
+def read(request: Request, body: bytes) -> Named:
+    """The model named by a request's JSON body, its query, or X-Servd-Model.
+
+    Raises:
+        InvalidRequest: its JSON is malformed, so that no model need be loaded for it.
+    """
+    found = Named()
+    if body[:1] in BEGINS_JSON:
+        try:
+            found = read_json(body, Named)
+        except msgspec.ValidationError:
+            pass  # the model's server reports the error
+        except ValueError as error:
+            raise InvalidRequest(f"the body is {error}") from None
+    asked = request.query_params.get("model") or request.headers.get("x-servd-model")
+    return Named(asked if found.model is None else found.model, found.keep_alive)
+
+
+def seconds_of(keep_alive: msgspec.Raw) -> float | None:
+    """Parse Ollama's `keep_alive`: seconds, or text such as "5m"; None (for ever) if negative.
+
+    Raises:
+        InvalidRequest: it is neither.
+    """
+    seconds: float | None = None
+    with suppress(ValueError):
+        given = read_json(keep_alive, float | str)
+        if isinstance(given, float):
+            seconds = given
+        elif parts := DURATION.fullmatch(given):
+            found = PART.findall(parts["duration"])
+            seconds = sum(float(number) * SECONDS[unit] for number, unit in found)
+            seconds = -1.0 if parts["sign"] else seconds
+    if seconds is None:
+        shown = bytes(keep_alive)[:32].decode(errors="replace")
+        raise InvalidRequest(
+            f'keep_alive must be seconds or a duration such as "5m" or "1h30m", got {shown}',
+            param="keep_alive",
+        )
+    return None if seconds < 0 else min(seconds, MAX_KEEP_ALIVE)

@@ -1,0 +1,150 @@
+"""The process of the front of several models: port, signals and shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import signal
+import socket
+import ssl
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+import uvloop
+
+from servd.api.http.auth import Keys
+from servd.api.http.http_protocol import Connections, settings
+from servd.base.errors import ConfigError
+from servd.base.private_dir import private_dir
+from servd.checkpoint import hf
+from servd.config import Config
+from servd.config.keys import check_new_keys, load_certificates, tls_context
+from servd.gateway.models import adapters_in
+from servd.gateway.pool import ModelServers
+from servd.gateway.proxy import create_front
+
+logger = logging.getLogger("servd.api")
+
+
+def serve(read_config: Callable[[], Config], listener: socket.socket) -> int:
+    """Serve the models of a folder until a signal.
+
+    Raises:
+        ConfigError: the folder cannot be read.
+    """
+    config = read_config()
+    folder = private_dir()
+    try:
+        config = link_models(config, folder / "models")
+        uvloop.run(_serve(config, read_config, listener, str(folder)))
+    finally:
+        listener.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for options that apply to one model only."""
+    server = config.server
+    if config.models.models and config.models.models_dir:
+        raise ConfigError("--models and --models-dir: give one of them")
+    if (model := config.model.model) is not None:
+        raise ConfigError(
+            f"MODEL ({model}) and --models-dir: give one of them; with --models-dir each request "
+            "names its model"
+        )
+    for flag, value in (
+        ("--served-model-name", config.model.served_model_name), ("--attach", server.attach),
+        ("--headless", server.headless), ("--ipc-dir", server.ipc_dir),
+        ("--batch-dir", config.batches.batch_dir),
+    ):  # fmt: skip
+        if value:
+            raise ConfigError(f"{flag} is for a server of one model: leave out it or --models-dir")
+
+
+def link_models(config: Config, folder: Path) -> Config:
+    """Make a folder of links to the entries of --models, if any, and return options for it. A model
+    of the hub keeps its name; others are named by their files.
+
+    Raises:
+        ConfigError: a model does not exist, or two have the same name.
+    """
+    for model in config.models.models:
+        given = Path(model).expanduser()
+        path = given.absolute() if given.exists() else hf.download_weights(model)
+        link = folder / (given.absolute().name if given.exists() else model)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if link.parent.is_symlink():  # the link would be written into that model's folder
+            raise ConfigError(f"--models: {model} and {link.parent.name} cannot both be served")
+        try:
+            link.symlink_to(path)
+        except FileExistsError:
+            raise ConfigError(f"--models: two have the name {link.name}") from None
+    return config.replace(models_dir=str(folder)) if config.models.models else config
+
+
+class Server(uvicorn.Server):
+    """uvicorn, but it returns after a signal so that the models' servers are stopped, too."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+async def _serve(
+    config: Config, read_config: Callable[[], Config], listener: socket.socket, folder: str
+) -> None:
+    try:
+        servers = ModelServers(config, folder)
+    except OSError as error:
+        where = config.models.models_dir
+        raise ConfigError(f"--models-dir {where}: {error.strerror or error}") from None
+    keys = Keys(config.access)
+    options = settings(
+        create_front(config, servers, keys),
+        Connections(config.server),
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=round(config.server.shutdown_timeout),
+    )
+    options.load()
+    options.ssl = tls_context(config.access)
+    on_hangup = partial(reload, read_config, keys, options.ssl, servers)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, on_hangup)
+    where, names = servers.models.path, ", ".join(servers.servers)
+    if names:
+        most, count = servers.most, len(servers.servers)
+        logger.info("ready to serve %d models, at most %d awake: %s", count, most, names)
+    else:
+        logger.warning(
+            "%s has no model yet: looked for NAME/config.json, ORG/NAME/config.json and NAME.gguf; "
+            "what comes is found when a request names it", where,
+        )  # fmt: skip
+    try:
+        await Server(options).serve(sockets=[listener])
+    finally:
+        await servers.close()
+
+
+def reload(
+    read_config: Callable[[], Config],
+    keys: Keys,
+    tls: ssl.SSLContext | None,
+    servers: ModelServers,
+) -> None:
+    """Reload the options that may change at run time, unless one is invalid."""
+    try:
+        config = read_config()
+        adapters_in(config.lora)
+        check_new_keys(config.access)
+        keys.load(config.access)
+        if tls is not None:
+            load_certificates(tls, config.access)
+    except ConfigError as error:
+        logger.error("SIGHUP: %s: what was read before stays", error)
+        return
+    servers.reload(config)

@@ -1,0 +1,427 @@
+"""Typed channels between processes: ZMQ sockets that carry msgspec messages. The only module that
+imports zmq.
+
+Every process binds one Inbox; senders connect an Outbox to it. Addresses are `ipc://` files in a
+private folder (0700). Between hosts there are Links over TCP only, encrypted and authenticated by a
+token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import stat
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from servd.base.errors import ConfigError
+
+T = TypeVar("T")
+
+MAX_SOCKET_PATH = 107  # bytes: the kernel's limit for Unix sockets
+CONNECT_TIMEOUT = 1000  # milliseconds, to an existing inbox
+# A message between hosts is sent in frames of so many bytes: who has not shown yet that it has the
+# token can have a listener take memory for one, for so many milliseconds.
+MAX_FRAME = 1 << 18
+CURVE_OVERHEAD = 256  # bytes of a frame, at most
+HANDSHAKE_TIMEOUT = 5000
+MAX_CONNECTIONS = 256  # of a Listener, including unauthenticated ones; more are closed
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def address(folder: Path | str, name: str) -> str:
+    """Address of the socket `name` in `folder`."""
+    return f"ipc://{folder}/{name}"
+
+
+class UnreadableMessage(Exception):
+    """The received data is not a message of the type that the inbox expects.
+
+    Attributes:
+        data: as received.
+    """
+
+    def __init__(self, data: bytes, reason: str) -> None:
+        super().__init__(reason)
+        self.data = data
+
+
+class Inbox(Generic[T]):
+    """Receives messages of the union `kind` from any number of outboxes. Belongs to one thread."""
+
+    def __init__(self, at: str, kind: Any) -> None:
+        self.at = at
+        self.decoder = msgspec.msgpack.Decoder(kind)
+        self.unreadable: UnreadableMessage | None = None  # the next one to be drained
+        self.socket = zmq.Context.instance().socket(zmq.PULL)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        # No high-water mark: the scheduler's queue is what limits requests.
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.bind(at)
+
+    def recv(self, timeout: float | None = None) -> T | None:
+        """The next message; None if none arrives within `timeout` seconds (None: wait for ever).
+
+        Raises:
+            UnreadableMessage: the next message is dropped; those after it can be received.
+        """
+        if timeout is not None and not self.socket.poll(int(timeout * 1000)):
+            return None
+        return self._decode(self.socket.recv())
+
+    def drain(self, most: int = 2**31) -> list[T]:
+        """At most `most` of the messages that have arrived, without waiting.
+
+        Raises:
+            UnreadableMessage: the next message is dropped; those before it were returned by the
+                call before, those after it can be drained.
+        """
+        if self.unreadable is not None:
+            error, self.unreadable = self.unreadable, None
+            raise error
+        messages: list[T] = []
+        while len(messages) < most:
+            try:
+                messages.append(self._decode(self.socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                break
+            except UnreadableMessage as error:
+                if not messages:
+                    raise
+                self.unreadable = error
+                break
+        return messages
+
+    def fileno(self) -> int:
+        """For an event loop's add_reader. Edge-triggered: `drain` once first and at every event."""
+        return self.socket.getsockopt(zmq.FD)
+
+    def _decode(self, data: bytes) -> T:
+        try:
+            return self.decoder.decode(data)
+        except (ValueError, RecursionError) as error:
+            raise UnreadableMessage(data, str(error)) from None
+
+    def close(self) -> None:
+        self.socket.close()
+        if self.at.startswith("ipc://"):  # zmq leaves the file of a named socket behind
+            Path(self.at.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+class Outbox:
+    """Sends messages to one inbox, which may start later. Sending never blocks. Belongs to one
+    thread.
+
+    Args:
+        to: address of the inbox.
+        must_exist: require that the inbox exists, now and at each `send`.
+
+    Raises:
+        ConnectionError: the address is invalid, or nothing listens there after CONNECT_TIMEOUT.
+    """
+
+    def __init__(self, to: str, must_exist: bool = False) -> None:
+        self.socket = zmq.Context.instance().socket(zmq.PUSH)
+        self.socket.setsockopt(zmq.IMMEDIATE, must_exist)  # nothing is queued for a dead process
+        self.socket.setsockopt(zmq.LINGER, 500)  # milliseconds to deliver the last messages
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        try:
+            self.socket.connect(to)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConnectionError(f"{to}: {error}") from None
+        if must_exist and not self.socket.poll(CONNECT_TIMEOUT, zmq.POLLOUT):
+            self.close()
+            raise ConnectionError(f"{to}: nobody is there")
+
+    def send(self, message: msgspec.Struct | msgspec.Raw) -> None:
+        """Queue one message; order is kept.
+
+        Raises:
+            ConnectionError: the process of the bound inbox is gone.
+        """
+        try:
+            self.socket.send(_encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise ConnectionError("nobody receives any more") from None
+
+    def close(self) -> None:
+        """Close; queued messages get at most half a second."""
+        self.socket.close()
+
+
+class KeyPair(NamedTuple):
+    """Keys of CURVE, in ZMQ's encoding."""
+
+    public: bytes
+    secret: bytes
+
+
+class Keys:
+    """CURVE keys that both ends of a Link derive from their shared token.
+
+    Without the token nobody can connect, eavesdrop or impersonate an end: each connection is
+    encrypted with keys of its own, and each end must hold the key pair derived from the token.
+    Derivation takes about 50 ms, which slows down guessing a weak token.
+
+    Raises:
+        ConfigError: this ZeroMQ cannot encrypt.
+    """
+
+    def __init__(self, token: str) -> None:
+        if not zmq.has("curve"):
+            raise ConfigError(
+                "this build of ZeroMQ has no CURVE, without which hosts are not joined: install "
+                "pyzmq from its wheels"
+            )
+        seed = hashlib.scrypt(
+            token.encode(), salt=b"servd: links between hosts", n=1 << 14, r=8, p=1, dklen=64
+        )
+        self.listener, self.joiner = map(_pair, (seed[:32], seed[32:]))
+
+
+def _pair(seed: bytes) -> KeyPair:
+    secret = z85.encode(seed)
+    return KeyPair(zmq.curve_public(secret), secret)
+
+
+def tcp_address(host: str, port: int) -> str:
+    """The ZMQ address of a port of a host name, IPv4 or IPv6 address."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+class Link(Generic[T]):
+    """A connection to the Listener at a TCP address, which may start later. Sending never blocks.
+    Belongs to one thread.
+
+    Args:
+        to: address of the Listener.
+        kind: union of the messages that it sends.
+        keys: of the shared token.
+    """
+
+    kind_of_socket: int = zmq.DEALER
+
+    def __init__(self, to: str, kind: Any, keys: Keys) -> None:
+        self.decoder = msgspec.msgpack.Decoder(kind)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self._context.socket(self.kind_of_socket)
+        self.socket.set_hwm(0)
+        self.socket.setsockopt(zmq.IPV6, 1)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME + CURVE_OVERHEAD)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT)
+        # A connection to a host that is lost is closed some time: who it was is told by beats.
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+        self._open(to, keys)
+
+    def _open(self, to: str, keys: Keys) -> None:
+        self.socket.curve_serverkey = keys.listener.public
+        self.socket.curve_publickey, self.socket.curve_secretkey = keys.joiner
+        try:
+            self.socket.connect(to)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"{to}: {error}") from None
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue one message; order is kept."""
+        self.socket.send_multipart(_frames_of(message), zmq.NOBLOCK)
+
+    def drain(self) -> list[tuple[bytes, T | None]]:
+        """The arrived messages, each with its sender; None for one that cannot be decoded."""
+        found: list[tuple[bytes, T | None]] = []
+        with suppress(zmq.Again):
+            while True:
+                frames, message = self.socket.recv_multipart(zmq.NOBLOCK), None
+                peer = frames.pop(0) if self.kind_of_socket == zmq.ROUTER else b""
+                with suppress(ValueError, RecursionError):
+                    message = self.decoder.decode(b"".join(frames))
+                found.append((peer, message))
+        return found
+
+    def close(self, linger: float = 0.0) -> None:
+        """Close; queued messages get so many seconds to be sent."""
+        self.socket.close(int(linger * 1000))
+        self._context.term()
+
+
+class Listener(Link[T]):
+    """The listening end of Links. Only connections with the token's keys are accepted.
+
+    Raises:
+        ConfigError: it cannot listen at the address.
+    """
+
+    kind_of_socket: int = zmq.ROUTER
+
+    def _open(self, to: str, keys: Keys) -> None:
+        guard = self._context.socket(zmq.REP)
+        guard.bind("inproc://zeromq.zap.01")  # authenticates every connection: ZMQ RFC 27 (ZAP)
+        self.socket.monitor("inproc://events", zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        events = self._context.socket(zmq.PAIR)
+        events.connect("inproc://events")
+        self.socket.setsockopt(zmq.ZAP_DOMAIN, b"servd")
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.curve_server = 1
+        self.socket.curve_secretkey = keys.listener.secret
+        args = guard, z85.decode(keys.joiner.public), events
+        threading.Thread(target=self._let_in, args=args, daemon=True).start()
+        try:
+            self.socket.bind(to)
+            self.at = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with the port, if it was 0
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"cannot listen on {to}: {error.strerror}") from None
+
+    def _let_in(self, guard: zmq.Socket[bytes], key: bytes, events: zmq.Socket[bytes]) -> None:
+        """Authenticate connections, in a thread, until `close`."""
+        poller, connections = zmq.Poller(), set[int]()
+        poller.register(guard, zmq.POLLIN)
+        poller.register(events, zmq.POLLIN)
+        with guard, events, suppress(zmq.ContextTerminated):
+            while True:
+                ready = dict(poller.poll())
+                if events in ready:
+                    event, descriptor = struct.unpack("=Hi", events.recv_multipart()[0])
+                    if event == zmq.EVENT_ACCEPTED:
+                        connections.add(descriptor)
+                        if len(connections) > MAX_CONNECTIONS:
+                            self._hang_up(descriptor)
+                    connections -= {descriptor} if event == zmq.EVENT_DISCONNECTED else set()
+                if guard in ready:
+                    version, number, _, _, _, mechanism, *credentials = guard.recv_multipart()
+                    is_known = mechanism == b"CURVE" and credentials == [key]
+                    status = b"200" if is_known else b"400"
+                    guard.send_multipart([version, number, status, b"", b"", b""])
+
+    def _hang_up(self, descriptor: int) -> None:
+        """Close the newest connection, unless its descriptor has been reused meanwhile."""
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                return
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                name = connection.getsockname()  # a Unix socket's is text
+                if isinstance(name, tuple) and self.at.endswith(f":{name[1]}"):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def send_to(self, peer: bytes, message: msgspec.Struct | msgspec.Raw) -> bool:
+        """Queue a message for a connected Link; False if its connection is gone."""
+        try:
+            self.socket.send_multipart([peer, *_frames_of(message)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+
+def _frames_of(message: msgspec.Struct | msgspec.Raw) -> list[memoryview]:
+    data = memoryview(_encoder.encode(message))
+    return [data[i : i + MAX_FRAME] for i in range(0, len(data), MAX_FRAME)]
+
+
+Source = TypeVar("Source", bound="Inbox[Any] | Link[Any]")
+
+
+def wait(sources: Iterable[Source], timeout: float) -> list[Source]:
+    """The channels that have messages, waiting for at most `timeout` seconds."""
+    poller, by_socket = zmq.Poller(), {source.socket: source for source in sources}
+    for each in by_socket:
+        poller.register(each, zmq.POLLIN)
+    return [by_socket[each] for each, _ in poller.poll(int(max(timeout, 0) * 1000))]
+
+
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+REPLAY_PATIENCE = 5000  # milliseconds that a replay waits for a slow reader
+
+
+def is_bound(endpoint: str) -> bool:
+    """Whether a Publisher binds the endpoint rather than connect to it, as in vLLM."""
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
+
+
+class Publisher:
+    """Publishes numbered batches to any number of subscribers, and replays missed ones on request.
+    Batches are frames: topic, number (8 bytes, big-endian), data.
+
+    Args:
+        endpoint: of the batches, to bind or to connect to.
+        topic: of all batches.
+        limit: batches queued for each subscriber; a slower one loses some. A replay waits.
+        replay: endpoint of replay requests, which have the first number wanted; the replies are
+            (number, data), the last one END_OF_REPLAY. None: no replay.
+        kept: number of latest batches kept for replays.
+
+    Raises:
+        ConfigError: an endpoint cannot be bound or connected to.
+    """
+
+    def __init__(
+        self, endpoint: str, topic: str, limit: int, replay: str | None, kept: int
+    ) -> None:
+        self._topic, self._count = topic.encode(), 0
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=kept)
+        self._lock = threading.Lock()  # of the kept batches
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # its end is the replay's
+        self.manner = "listening on" if is_bound(endpoint) else "connecting to"
+        self._socket = self._open(zmq.PUB, endpoint, limit)
+        if replay is not None:
+            asked = self._open(zmq.ROUTER, replay, limit)
+            threading.Thread(target=self._replay, args=[asked], name="replay", daemon=True).start()
+
+    def send(self, data: bytes) -> None:
+        """Publish a batch; never blocks."""
+        number = self._count.to_bytes(8, "big")
+        self._count += 1
+        with self._lock:
+            self._kept.append((number, data))
+        self._socket.send_multipart([self._topic, number, data], zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def _open(self, kind: int, endpoint: str, limit: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.set_hwm(limit)
+        if kind == zmq.ROUTER:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else it drops messages to a slow reader
+            socket.setsockopt(zmq.SNDTIMEO, REPLAY_PATIENCE)
+        try:
+            if is_bound(endpoint) or kind == zmq.ROUTER:
+                socket.bind(endpoint)
+            else:
+                socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy()
+            raise ConfigError(f"--kv-events-config: {endpoint}: {error}") from None
+        return socket
+
+    def _replay(self, socket: zmq.Socket[bytes]) -> None:
+        """Answer replay requests, in a thread, until `close`."""
+        with socket, suppress(zmq.ContextTerminated):
+            while True:
+                frames = socket.recv_multipart()
+                if len(frames) != 3:  # as from a REQ socket: identity, empty, number
+                    continue
+                who, _, first = frames
+                with self._lock:
+                    kept = [each for each in self._kept if each[0] >= first]
+                try:
+                    for number, data in (*kept, (END_OF_REPLAY, b"")):
+                        socket.send_multipart([who, b"", number, data])
+                except zmq.ContextTerminated:
+                    raise
+                except zmq.ZMQError:  # the reader has disconnected, or does not read
+                    continue

@@ -1,0 +1,214 @@
+"""Child: a subprocess with a start message on stdin, which ends when its parent is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeVar
+
+import msgspec
+
+from servd.config import Config
+
+T = TypeVar("T")
+
+log = logging.getLogger("servd.ipc.child")
+
+STANDBY_NICE = 10  # niceness of imports ahead of their need
+
+SHOW_STACKS = signal.SIGUSR1  # makes a process write the stacks of its threads to its log
+LAST_STACKS = 0.3  # seconds for that
+
+
+class Child:
+    """`python -m MODULE` with a start message on its stdin, which stays open while this process
+    lives. Without a start message it waits until one is sent.
+
+    Subprocesses rather than `multiprocessing`: scripts that use servd need no `__main__` guard,
+    nothing is pickled, and `ps` shows what each process is. The child has its own process group, so
+    that Ctrl-C in a terminal reaches only the parent; but the parent's session, so that the kernel
+    continues and ends it, if it is stopped, when the parent dies.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        start: msgspec.Struct | None,
+        pass_fds: Sequence[int] = (),
+        env: Mapping[str, str] | None = None,
+        args: Sequence[str] = (),
+    ) -> None:
+        self.name = name
+        # Unless the parent itself runs out of the current folder (`python -m servd` in a checkout),
+        # keep that folder out of the child's path (-P): a stray random.py of the user must not be
+        # imported.
+        safe = [] if sys.path[0] in ("", os.getcwd()) else ["-P"]
+        self.process = subprocess.Popen(
+            [sys.executable, *safe, "-m", module, *args],
+            stdin=subprocess.PIPE,
+            pass_fds=pass_fds,
+            process_group=0,
+            env={**os.environ, **(env or {})},
+        )
+        assert self.process.stdin is not None
+        self._posted: SimpleQueue[msgspec.Struct] | None = None
+        if start is not None and not self.send(start):
+            log.error("%s ended before it could be started", name)
+
+    def send(self, message: msgspec.Struct) -> bool:
+        """Write a message to its stdin; False if it has ended."""
+        assert self.process.stdin is not None
+        data = msgspec.msgpack.encode(message)
+        try:
+            self.process.stdin.write(len(data).to_bytes(4, "big") + data)
+            self.process.stdin.flush()
+        except (BrokenPipeError, ValueError):  # closed by it, or by `stop`
+            return False
+        return True
+
+    def post(self, message: msgspec.Struct) -> None:
+        """Send a message from a thread: a child that is stopped may not read for ever."""
+        if self._posted is None:
+            posted = self._posted = SimpleQueue()
+
+            def send() -> None:
+                while self.send(posted.get()):
+                    pass
+
+            threading.Thread(target=send, name=f"post-{self.name}", daemon=True).start()
+        self._posted.put(message)
+
+    def on_exit(self, callback: Callable[[Child], None]) -> None:
+        """Call `callback(self)` from a thread as soon as the process has ended."""
+
+        def wait() -> None:
+            self.process.wait()
+            callback(self)
+
+        threading.Thread(target=wait, name=f"watch-{self.name}", daemon=True).start()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for a signal, as in `subprocess`."""
+        return self.process.poll()
+
+    def cpu_seconds(self) -> float:
+        """CPU time that it has used; 0 once it has ended. Linux only: elsewhere always infinite."""
+        if not (fields := _read_stat(self.process.pid)):
+            return 0.0 if sys.platform == "linux" else math.inf
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def is_stopped(self, with_descendants: bool = False) -> bool:
+        """Whether a signal (SIGSTOP) has stopped it. A debugger that holds it ("t") has not. Linux
+        only: elsewhere never.
+        """
+        pids = [self.process.pid]
+        if with_descendants:
+            pids += _descendants(self.process.pid)
+        return any(_read_stat(pid)[:1] == ["T"] for pid in pids)
+
+    def wait(self, timeout: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout)
+
+    def terminate(self) -> None:
+        if self.exit_code is None:
+            self.process.terminate()
+
+    def kill_hung(self) -> None:
+        """Kill it and its descendants, after the stacks of all their threads went into the log."""
+        pids = [self.process.pid, *_descendants(self.process.pid)]
+        for signum in (SHOW_STACKS, signal.SIGCONT, signal.SIGKILL):
+            if signum == signal.SIGKILL:
+                self.wait(LAST_STACKS)
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signum)
+
+    def stop(self, timeout: float) -> None:
+        self.terminate()
+        self.wait(timeout)
+        if self.exit_code is None:
+            log.warning("%s did not end within %.1f s: killed", self.name, timeout)
+            self.process.kill()
+            self.process.wait()
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it never read its start message
+                self.process.stdin.close()
+
+
+def _read_stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state on; none once it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _descendants(pid: int) -> list[int]:
+    """Its children, theirs, and so on."""
+    try:
+        text = "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+    except OSError:  # it has ended meanwhile
+        return []
+    children = [int(child) for child in text.split()]
+    return [*children, *(each for child in children for each in _descendants(child))]
+
+
+def import_ahead(modules: Sequence[str]) -> None:
+    """Import what this process will need later, at low priority."""
+    if modules:
+        os.nice(STANDBY_NICE)  # this thread alone
+    for module in modules:
+        importlib.import_module(module)
+
+
+def read_start(kind: type[T], on_reload: Callable[[Config], None] = lambda config: None) -> T:
+    """In the child: read the start message; from then on end when the parent is gone. For the main
+    thread.
+
+    Args:
+        kind: of the start message.
+        on_reload: called, from another thread, with each Config that the parent sends later.
+    """
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # `stty tostop` stops no log in the background
+    if not (message := _read_message()):
+        os._exit(1)  # the parent ended without needing this process
+    start = msgspec.msgpack.decode(message, type=kind)
+
+    def watch() -> None:
+        while message := _read_message():
+            try:
+                on_reload(msgspec.msgpack.decode(message, type=Config))
+            except Exception:
+                log.exception("the new options were not taken over")
+        log.error("the parent process is gone: ending")
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+    return start
+
+
+def _read_message() -> bytes:
+    """The next message on stdin; empty if the parent is gone."""
+    return _read_exactly(int.from_bytes(_read_exactly(4), "big"))
+
+
+def _read_exactly(count: int) -> bytes:
+    # The raw descriptor: a thread blocked in the buffered reader would hold its lock at interpreter
+    # exit.
+    data = b""
+    while len(data) < count and (part := os.read(0, count - len(data))):
+        data += part
+    return data

@@ -1,0 +1,86 @@
+"""Messages between a process and its child, through pipes; the first has the child's parameters.
+
+| pipe | messages |
+|---|---|
+| servd serve -> core, api, server of a model | StartEngine, StartAPIServer, StartModel; Config |
+| api -> grammar checker | StartGrammarChecker, then StructuredOutput as lines of JSON |
+| grammar checker -> api | GrammarVerdict as lines of JSON |
+| core -> worker | StartWorker; all others are those of messages.py |
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from servd.checkpoint.hf import ModelSpec
+from servd.config import Config
+from servd.messages.engine import Message
+
+ENGINE_IS_DEAD = 3  # exit code of an API server whose engine reported its end
+
+
+class Uplink(msgspec.Struct, frozen=True):
+    """How a process on another host connects to the Hub of its parent's host."""
+
+    at: str  # address of the hub
+    token: str  # of this hub alone; both ends make their keys of it
+    name: str  # of the process, unique among those of the hub
+
+
+class StartEngine(msgspec.Struct):
+    config: Config  # resolved
+    spec: ModelSpec
+    ipc_dir: str
+    started_at: float  # time.monotonic() when the user's command, or the restart, began
+    incarnation: int = 0  # number of earlier engines of this process tree
+    heartbeat: int = -1  # inherited descriptor, see Heartbeat
+    name: str = "engine"  # for the log
+    was_asleep: bool = False  # whether the previous engine was asleep
+    uplink: Uplink | None = None  # of an engine on another host
+    identity: str = ""  # see EngineCoreClient; of an engine on another host
+
+
+class StartAPIServer(msgspec.Struct):
+    config: Config  # resolved
+    spec: ModelSpec
+    reasons: dict[str, str]  # why options that servd chose have their values
+    ipc_dir: str
+    client: int  # its number as a client of the engine
+    name: str  # for the log, e.g. "api-0"
+    listener: int  # descriptor of the listening socket, inherited
+    url: str | None  # announced by this process once the model is ready
+    incarnations: list[int]  # of each engine, by rank
+    hands_over: bool = False  # other servers may accept from the same socket, before or after
+    waits: bool = False  # until the engine is ready, before it accepts connections
+    heartbeat: int = -1  # inherited descriptor, see Heartbeat
+    place: int = 0  # its index among the API servers of the tree
+    routing: int = -1  # inherited descriptor, see Router; -1 with one engine
+
+
+class StartModel(msgspec.Struct):
+    config: Config  # with --uds, not resolved
+
+
+class StartGrammarChecker(msgspec.Struct):
+    config: Config  # resolved
+    spec: ModelSpec
+    channel: int  # descriptor of a stream socket, inherited
+    memory_limit: int  # bytes, in addition to the vocabulary
+    stack_size: int  # bytes
+
+
+class GrammarVerdict(Message):
+    """The result for one grammar; the first one reports that the process is ready."""
+
+    error: str | None = None  # None: it compiles
+
+
+class StartWorker(msgspec.Struct):
+    config: Config  # resolved
+    spec: ModelSpec
+    rank: int  # of all workers
+    inbox: str  # address where it receives ToWorker
+    outbox: str  # address that it sends FromWorker to
+    # With several workers: the init_method of torch.distributed.
+    distributed_init: str | None = None
+    uplink: Uplink | None = None  # of a worker on another host: in place of inbox and outbox

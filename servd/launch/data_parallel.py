@@ -1,0 +1,107 @@
+"""Which engines of --data-parallel-size are this host's, and which this server's."""
+
+from __future__ import annotations
+
+import msgspec
+
+from servd.base.errors import ConfigError
+from servd.config import Config
+
+MAX_ENGINES = 32  # of a server
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """The value of an option that was left to servd."""
+
+    value: object
+    why: str
+
+
+def divide(config: Config) -> dict[str, Decision]:
+    """What --data-parallel-size and the options beside it come to: from now on that many engines
+    are one server's, --data-parallel-size-local of them here, which are numbered from
+    --data-parallel-start-rank on.
+
+    Raises:
+        ConfigError: they do not go together.
+    """
+    parallel = config.parallel
+    total, given = parallel.data_parallel_size, parallel.data_parallel_size_local
+    rank, first = parallel.data_parallel_rank, parallel.first_rank
+    is_external = parallel.data_parallel_external_lb or rank is not None
+    is_hybrid = not is_external and (
+        parallel.data_parallel_hybrid_lb or parallel.data_parallel_start_rank is not None
+    )
+    if is_external:
+        if rank is None:
+            raise ConfigError("--data-parallel-external-lb needs --data-parallel-rank")
+        first, local, size, why = rank, 1, 1, f"number {rank} of {total}, with a balancer before it"
+    elif is_hybrid:
+        local = size = total - first if given is None else given
+        why = f"from number {first} of {total} on, with a balancer before this server"
+    else:
+        size = total
+        local = parallel.num_engines_here - first
+        why = f"from number {first} of {total} on"
+    if first + local > total or (is_external and given not in (None, 1)):
+        raise ConfigError(
+            f"--data-parallel-size {total} has no {local if given is None else given} engines from "
+            f"number {first} on: numbers are from 0 to {total - 1}"
+        )
+    if size > MAX_ENGINES:
+        raise ConfigError(
+            f"--data-parallel-size {size}: a server has at most {MAX_ENGINES} engines; start "
+            "several behind a balancer (--data-parallel-hybrid-lb)"
+        )
+    _check(config, is_external or is_hybrid, local, size)
+    decided: dict[str, int] = {}
+    if size != total:
+        decided["data_parallel_size"] = size
+    if given is None and local != size:
+        decided["data_parallel_size_local"] = local
+    if first != parallel.first_rank:
+        decided["data_parallel_start_rank"] = first
+    return {name: Decision(value, why) for name, value in decided.items()}
+
+
+def _check(config: Config, has_balancer: bool, local: int, size: int) -> None:
+    parallel, server = config.parallel, config.server
+    by_ray = parallel.data_parallel_backend == "ray"
+    if server.headless and server.attach:
+        raise ConfigError(
+            "--headless runs no API server and --attach runs nothing else: give one of them"
+        )
+    if server.headless and has_balancer:
+        raise ConfigError("--headless has no port for a balancer: leave one of them out")
+    if server.headless and not server.ipc_dir:
+        raise ConfigError(
+            "--headless needs --ipc-dir, the folder where API servers of this host find the engine "
+            "with --attach"
+        )
+    if (server.attach or server.headless) and (size > 1 or by_ray):
+        flag = "--attach" if server.attach else "--headless"
+        raise ConfigError(
+            f"{flag} knows one engine of this host, and the options ask for {size}, of "
+            f"--data-parallel-backend {parallel.data_parallel_backend}: leave one of them out; API "
+            "processes of several engines are started with --api-server-count"
+        )
+    if local < size and not by_ray:
+        raise ConfigError(
+            f"{size - local} of {size} engines are not of this host: --data-parallel-backend ray "
+            "lets Ray put them on others"
+        )
+    if not local and has_balancer:
+        raise ConfigError("--data-parallel-size-local 0: there is nothing to do here")
+    if not by_ray:
+        return
+    if has_balancer:
+        raise ConfigError(
+            "--data-parallel-backend ray is for engines of one server: leave out the options of "
+            "balancers (--data-parallel-rank, --data-parallel-start-rank)"
+        )
+    if parallel.executor == "ray":
+        raise ConfigError(
+            "--data-parallel-backend ray has each engine on one host: leave out --executor ray"
+        )
+    if config.lora.enable_lora:
+        raise ConfigError("--enable-lora: engines of other hosts do not get adapters; leave it out")

@@ -1,0 +1,456 @@
+"""Every message that crosses a process border, as msgspec tagged unions. No tensors, no pickle.
+
+The unions are ToEngine, FromEngine, ToWorker and FromWorker; what goes through the pipes of a child
+process is in child_messages.py. Structs are positional on the wire (`array_like`): new fields are
+appended, with a default.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+
+from servd.base.bounds import TokenId
+from servd.base.tracing import Mark, StepRecord
+from servd.messages.adapter import Adapter
+from servd.messages.params import PoolingParams, SamplingParams
+from servd.messages.stats import SchedulerStats, TierStats
+
+
+class Message(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Base of all messages."""
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. Every accepted request ends with exactly one of these."""
+
+    STOP = "stop"  # end-of-sequence token, stop token or stop string
+    LENGTH = "length"  # max_tokens or the context is full
+    REPETITION = "repetition"  # the output repeats itself
+    ABORT = "abort"  # the client left or asked for it
+    ERROR = "error"
+
+
+# ---- api -> core ----
+
+
+class Attach(Message, tag=True):
+    """An API server connects; the engine answers with EngineStatus or EngineReady, or with
+    EngineDead if their identities differ.
+
+    The one message that no version of servd may change.
+    """
+
+    client: int
+    inbox: str  # address that the engine sends to
+    identity: str = ""  # see `servd.core.client.identity`
+
+
+class RequestOptions(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
+    """How a request is served, as opposed to what the model is asked to do (`params`)."""
+
+    priority: int = 0  # lower runs first, under --scheduling-policy priority
+    cache_salt: str | None = None  # requests share cached blocks only with the same salt
+    # Keep only the last tokens of the prompt, at most this many; -1: as many as fit. The engine
+    # gets None: its prompts are already cut.
+    truncate_prompt_tokens: int | None = None
+    owner: str = ""  # API key, user or address: owners share the engine fairly
+    weight: float = 1.0  # its owner's share, relative to others'
+    priority_class: int = 0  # 1: in the background, with the capacity that class 0 leaves
+    adapter: Adapter | None = None  # None: the base model
+    rank: int | None = None  # the engine that it has to run on, under --data-parallel-size
+    is_watched: bool = False  # its outputs report its block ids
+    retention: float = 0.0  # seconds that its prompt is pinned in the cache after its end
+    kv_source: str = ""  # HOST:PORT of the engine that computed the prompt (disaggregated prefill)
+    is_exported: bool = False  # another engine will fetch its blocks
+
+    @property
+    def cache_keys(self) -> tuple[str | None, ...]:
+        """Requests share cached blocks only if these are equal, beside the tokens."""
+        return self.cache_salt, self.adapter and self.adapter.digest
+
+
+class EngineCoreRequest(Message, tag=True):
+    """A validated prompt with all its choices; prompt and max_tokens fit in max_model_len."""
+
+    request_id: str
+    prompt_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+    params: SamplingParams | PoolingParams
+    client: int = 0  # which API server gets the outputs
+    eos_token_ids: list[int] = []  # empty with ignore_eos
+    options: RequestOptions = RequestOptions()
+    block_hashes: list[bytes] = []  # of the prompt's full blocks; filled in by the engine
+    marks: list[Mark] = []  # made in the engine before it is queued
+    # For a request that is resent after a crash: the output so far of each unfinished choice, by
+    # index.
+    output_token_ids: dict[int, list[TokenId]] = {}
+
+    @property
+    def choice_ids(self) -> list[str]:
+        """Engine ids of the choices, as in outputs."""
+        n = self.params.n if isinstance(self.params, SamplingParams) else 1
+        return [self.request_id] if n == 1 else [f"{self.request_id}_{i}" for i in range(n)]
+
+    def choices(self) -> list[EngineCoreRequest]:
+        """A request for each unfinished choice, with its own seed. They share all lists."""
+        params, outputs = self.params, self.output_token_ids
+        if not isinstance(params, SamplingParams) or params.n == 1:
+            return [self]
+        return [
+            msgspec.structs.replace(
+                self,
+                request_id=choice_id,
+                params=params.of_choice(index),
+                output_token_ids={0: outputs[index]} if outputs else {},
+            )
+            for index, choice_id in enumerate(self.choice_ids)
+            if not outputs or index in outputs
+        ]
+
+
+class AbortRequests(Message, tag=True):
+    """Drop these requests, in any state, without further output; unknown ids are ignored."""
+
+    request_ids: list[str]
+
+
+class ResetPrefixCache(Message, tag=True):
+    """Forget all cached blocks that no request uses."""
+
+
+class Sleep(Message, tag=True):
+    """Free weights and KV cache as soon as there is nothing to do; the next request wakes it."""
+
+
+class WakeUp(Message, tag=True):
+    """Load the model again, before a request needs it."""
+
+
+class Audit(Message, tag=True):
+    """Check the engine's invariants; it answers with EngineAudit."""
+
+    client: int
+    number: int  # of this client's audits
+
+
+class Detach(Message, tag=True):
+    """An API server has ended, as an engine on another host cannot see: drop its requests."""
+
+    client: int
+
+
+ToEngine = (
+    Attach | Detach | EngineCoreRequest | AbortRequests | ResetPrefixCache | Sleep | WakeUp | Audit
+)  # fmt: skip
+
+
+# ---- core -> api ----
+
+
+STALLED = "stalled"  # phase of an EngineStatus
+
+
+class EngineStatus(Message, tag=True):
+    """Progress of start-up. From the engine's parent: STALLED, it is hung and will be killed."""
+
+    phase: str  # e.g. "loading weights"
+    progress: float = 0.0  # 0 to 1 within the phase
+    incarnation: int = 0  # number of restarts; messages of earlier engines are ignored
+
+
+class WorkerReady(Message, tag=True):
+    """A worker has loaded the model: what it found, and how much fits."""
+
+    device: str  # e.g. "cpu", "NVIDIA H200"
+    dtype: str
+    attention_backend: str
+    num_blocks: int  # KV-cache blocks that fit
+    weights_bytes: int
+    kv_bytes_per_block: int
+    # Hybrid models: the sliding window of each group of layers, in tokens; None: full attention.
+    # Each group has its own blocks: a request's block ids are one of each group for its first
+    # block_size tokens, then one of each group for the next, and so on.
+    kv_windows: tuple[int | None, ...] = (None,)
+    # With --enable-lora: (inputs, outputs) of each layer that adapters may change.
+    adaptable: dict[str, tuple[int, int]] = {}
+    warning: str = ""  # why it is slower than it could be, and the remedy
+
+
+class EngineReady(Message, tag=True):
+    """The engine serves requests from now on; sent again when it falls asleep and wakes."""
+
+    worker: WorkerReady
+    max_model_len: int
+    block_size: int
+    startup_seconds: dict[str, float] = {}  # by phase, since the user's command
+    incarnation: int = 0
+    is_asleep: bool = False  # the next request waits until the model is loaded again
+    tiers: list[TierStats] = []  # places of the KV connector
+
+
+class EngineAudit(Message, tag=True):
+    """The result of an Audit, after all messages that the client had sent before it."""
+
+    number: int
+    problems: list[str]
+    request_ids: list[str]  # unfinished ones of this client
+    num_requests: int  # of all clients
+    incarnation: int = 0
+
+
+class TokenLogprobs(Message):
+    """Log-probabilities at one position: the sampled token first, then the most likely ones."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int  # of the sampled token by probability, from 1
+
+
+class PromptLogprobs(Message):
+    """Log-probabilities of a part of a prompt; the first token of a prompt has none."""
+
+    start: int  # index in the prompt of the first token of the part, from 1
+    positions: list[TokenLogprobs]  # the token of the prompt first, then the most likely ones
+
+
+class EngineCoreOutput(Message):
+    """What one step added to one request."""
+
+    request_id: str
+    new_token_ids: list[int] = []
+    finish_reason: FinishReason | None = None
+    # The stop_token_ids entry that ended it; with `length`, why its grammar could not be followed.
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] | None = None  # one per new token
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache, at first scheduling
+    marks: list[Mark] = []  # since the last output
+    error: str | None = None  # with finish_reason error
+    # On the first output; one per prompt token but the first.
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    pooled: bytes | None = None  # float32, little-endian: what PoolingParams ask for
+    # The grammar is complete: its last token is text, not a stop token.
+    ended_by_grammar: bool = False
+    # On the first output: when the first block that was missing in the prefix cache was evicted;
+    # 0: never, or long ago.
+    evicted_at_ns: int = 0
+    num_drafts: int = 0  # draft tokens of the workers that this step verified
+    num_accepted: int = 0
+    # On the first output: those of num_cached_tokens that the KV connector loaded.
+    num_external_tokens: int = 0
+    block_ids: list[int] = []  # block table; on the first and last output of a watched request
+
+
+class EngineCoreOutputs(Message, tag=True):
+    """All outputs of one step for one API server."""
+
+    outputs: list[EngineCoreOutput]
+    stats: SchedulerStats | None = None
+    steps: list[StepRecord] = []  # collected since the last message to this API server
+    incarnation: int = 0
+    # By request id, before its `outputs`: requests for which a step added just one token.
+    decoded: dict[str, int] = {}
+
+    @property
+    def all_outputs(self) -> list[EngineCoreOutput]:
+        """Also those of `decoded`; each request's in order."""
+        return [*(EngineCoreOutput(key, [one]) for key, one in self.decoded.items()), *self.outputs]
+
+
+class EngineFailed(Message, tag=True):
+    """The engine's last message. The parent process decides whether to restart it."""
+
+    reason: str
+    is_config_error: bool = False
+
+
+class EngineRestarting(Message, tag=True):
+    """From the engine's parent: its process has died, and is being restarted. API servers attach to
+    the next one, and resend their unfinished requests.
+    """
+
+    incarnation: int  # of the next engine
+    reason: str
+    computing: list[str] = []  # engine ids of the prompts that were being computed
+
+
+class EngineDead(Message, tag=True):
+    """From the engine's parent: it has died for good. From the engine: identities differ."""
+
+    reason: str
+
+
+FromEngine = (
+    EngineStatus | EngineReady | EngineCoreOutputs | EngineAudit | EngineFailed | EngineRestarting
+    | EngineDead
+)  # fmt: skip
+
+
+# ---- core -> worker ----
+
+
+class LoadModel(Message, tag=True):
+    """Load weights and report how many KV blocks fit (WorkerReady)."""
+
+
+class AllocateKVCache(Message, tag=True):
+    """Allocate the cache, with the smallest `num_blocks` that a worker reported."""
+
+    num_blocks: int
+
+
+class NewRequest(Message):
+    """A request that enters the batch, for the first time or after preemption."""
+
+    slot: int  # row that it owns in every worker until it is freed
+    token_ids: list[int]  # prompt and, after preemption, output
+    num_prompt_tokens: int
+    num_computed_tokens: int  # found in the prefix cache, a multiple of block_size
+    block_ids: list[int]  # of the computed tokens
+    params: SamplingParams | PoolingParams
+    eos_token_ids: list[int] = []
+    cache_salt: str | None = None  # suffix drafts are shared only with the same one
+    adapter: Adapter | None = None
+
+
+class ScheduledRequest(Message):
+    slot: int
+    num_tokens: int  # to compute, drafts included
+    new_block_ids: list[int] = []  # appended to its block table
+    samples: bool = True  # sample after the last token; False within a prompt
+    # Upper bound: the workers know how many drafts in flight are accepted.
+    num_computed_tokens: int = 0
+    num_drafts: int = 0  # how many of num_tokens, at their end, are drafts to verify
+    max_new_drafts: int = 0  # draft tokens that the workers may propose for the next step
+    draft_token_ids: list[int] = []  # the engine's drafts; empty: those that the workers proposed
+
+
+class Decodes(Message):
+    """The rows that compute one token and sample the next, without drafts: most rows of most steps,
+    so they are stored as columns.
+    """
+
+    slots: list[int] = []
+    num_computed_tokens: list[int] = []  # see ScheduledRequest
+    new_blocks: dict[int, int] = {}  # slot -> new block, of the few rows that need one
+
+    def row(self, index: int) -> ScheduledRequest:
+        """A row as an object."""
+        slot = self.slots[index]
+        new_block_ids = [self.new_blocks[slot]] if slot in self.new_blocks else []
+        return ScheduledRequest(slot, 1, new_block_ids, True, self.num_computed_tokens[index])
+
+
+class BlockCopy(Message):
+    """A block of the KV cache, and a slot of host memory, which has a part for each rank."""
+
+    block: int
+    slot: int
+    to_device: bool  # from the slot to the block
+
+
+class BlockCopies(Message):
+    """Copies that each worker makes in order, as later ones depend on earlier ones."""
+
+    memory: str  # file that workers map: slots of kv_bytes_per_block times the number of ranks
+    copies: list[BlockCopy]
+
+
+class SchedulerOutput(Message, tag=True):
+    """One step: what has changed, and how many tokens each request computes.
+
+    Workers make `copies`, free `freed_slots`, add `new_requests`, then compute the rows: those of
+    `decodes`, then those of `scheduled`.
+    """
+
+    step: int
+    scheduled: list[ScheduledRequest]
+    new_requests: list[NewRequest] = []
+    freed_slots: list[int] = []
+    copies: BlockCopies | None = None
+    decodes: Decodes = msgspec.field(default_factory=Decodes)
+
+    @property
+    def rows(self) -> list[ScheduledRequest]:
+        """All rows in order, as objects, where speed does not matter."""
+        return [*map(self.decodes.row, range(len(self.decodes.slots))), *self.scheduled]
+
+    @property
+    def slots(self) -> list[int]:
+        return [*self.decodes.slots, *(row.slot for row in self.scheduled)]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.decodes.slots) + len(self.scheduled)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes.slots) + sum(s.num_tokens for s in self.scheduled)
+
+
+class GrammarBitmask(Message):
+    """Allowed tokens of the rows with a grammar. Where there is no entry, all tokens are allowed,
+    or the grammar already rejects a draft before it.
+    """
+
+    indices: list[int]  # positions in SchedulerOutput.rows
+    offsets: list[int]  # number of drafts of the row before the token to sample
+    bitmask: bytes  # int32 [len(indices), ceil(vocab_size / 32)], bit set = allowed
+
+
+class SampleTokens(Message, tag=True):
+    bitmask: GrammarBitmask | None = None
+
+
+class TakeTokens(Message, tag=True):
+    """The sampled tokens of the oldest step, for pipeline stages that do not sample themselves."""
+
+    token_ids: list[list[int]]  # see ModelRunnerOutput.rows
+
+
+class Shutdown(Message, tag=True):
+    """Free the device and end."""
+
+
+ToWorker = LoadModel | AllocateKVCache | SchedulerOutput | SampleTokens | TakeTokens | Shutdown
+
+
+# ---- worker -> core ----
+
+
+class WorkerProgress(Message, tag=True):
+    phase: str
+    progress: float
+
+
+class ModelRunnerOutput(Message, tag=True):
+    """Sampled tokens of one step, in the order of SchedulerOutput.rows."""
+
+    # Of SchedulerOutput.scheduled: empty for a row that does not sample; with drafts, the accepted
+    # ones and one more.
+    sampled_token_ids: list[list[int]]
+    logprobs: dict[int, list[TokenLogprobs]] = {}  # row -> one per sampled token
+    prompt_logprobs: dict[int, PromptLogprobs] = {}  # row -> those of the computed tokens
+    pooled: dict[int, bytes] = {}  # row -> vector or vectors, float32
+    errors: dict[int, str] = {}  # row -> why its request failed
+    draft_token_ids: dict[int, list[int]] = {}  # row -> drafts for the next step
+    times_ns: tuple[int, ...] = ()  # see StepRecord.worker_ns
+    rank: int = 0  # of the worker
+    decoded: list[int] = []  # the token of each of SchedulerOutput.decodes
+
+    def tokens_of(self, row: int) -> list[int]:
+        other = row - len(self.decoded)
+        return [self.decoded[row]] if other < 0 else self.sampled_token_ids[other]
+
+    @property
+    def rows(self) -> list[list[int]]:
+        return [*([token_id] for token_id in self.decoded), *self.sampled_token_ids]
+
+
+class WorkerFailed(Message, tag=True):
+    reason: str  # the traceback, or for a ConfigError its message
+    is_config_error: bool = False
+
+
+FromWorker = WorkerProgress | WorkerReady | ModelRunnerOutput | WorkerFailed

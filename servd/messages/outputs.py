@@ -1,0 +1,59 @@
+"""Outputs of a request: CompletionOutput (one choice, or a delta of it) and RequestOutput."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from servd.messages.engine import FinishReason, TokenLogprobs
+
+
+def unpack_vector(data: bytes) -> list[float]:
+    """The numbers of a `pooled` vector."""
+    return list(struct.unpack(f"<{len(data) // 4}f", data))
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """One choice: a delta since the last output while streaming, otherwise all of it."""
+
+    index: int = 0  # of the choice, 0 to n - 1
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None  # one per token
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token id or stop string that ended it
+    num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    error: str | None = None  # with finish_reason error
+    prompt_logprobs: list[TokenLogprobs] | None = None  # all prompt tokens but the first
+    pooled: bytes | None = None  # float32, little-endian: the result of a pooling request
+    drafts: list[tuple[int, int]] = []  # for each step with draft tokens: (proposed, accepted)
+
+    def add(self, later: CompletionOutput) -> None:
+        """Append a later delta of the same choice."""
+        self.text += later.text
+        self.token_ids.extend(later.token_ids)
+        if later.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs.extend(later.logprobs)
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+        self.num_cached_tokens = max(self.num_cached_tokens, later.num_cached_tokens)
+        self.error = later.error
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        self.pooled = self.pooled or later.pooled
+        self.drafts.extend(later.drafts)
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """A request, finished or not: its prompt and its `n` choices in order, complete so far."""
+
+    request_id: str
+    prompt: str | None  # None if the prompt was given as token ids
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has finished."""
+        return all(output.finish_reason is not None for output in self.outputs)

@@ -1,0 +1,233 @@
+"""Request parameters: SamplingParams for generation, PoolingParams for embeddings and scores."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from servd.base import bounds
+from servd.base.bounds import INT32_MAX, INT64_MAX, Count, TokenId
+from servd.base.errors import InvalidRequest
+
+# Limits of one request. The engine's columns have 32 or 64 bits; lists are sent once per prompt.
+MAX_N = 128
+MAX_BEAMS = 16
+MAX_LOGPROBS = 20  # of clients, unless --max-logprobs allows more
+MAX_CANDIDATES = 512  # of beam search: per beam, more than there are end tokens
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_STOP = 16
+MAX_STOP_LENGTH = 1024  # characters
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024  # tokens
+MAX_ALLOWED_TOKEN_IDS = 8192
+MAX_PATTERN_SIZE = 256  # tokens that the engine compares for each new one
+MAX_BAD_WORDS = 512
+MAX_BAD_WORD_LENGTH = 256  # characters
+MAX_BAD_WORD_TOKENS = 32
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+
+# Used by the API process only, as they concern text.
+TEXT_PARAMS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "bad_words")
+
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_CANDIDATES)]
+BadWord = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
+
+
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters of a beam search, with vLLM's names; see `BeamSearch`."""
+
+    beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAMS)]
+    max_tokens: Annotated[int, Meta(ge=1, le=INT32_MAX)]
+    ignore_eos: bool = False
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] = 1.0
+    early_stopping: bool | Literal["never"] = False
+    include_stop_str_in_output: bool = False
+
+
+class StructuredOutput(
+    msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, weakref=True
+):
+    """A constraint on the output that the engine enforces token by token."""
+
+    kind: Literal["json", "json_object", "regex", "choice", "grammar"]
+    # JSON schema as JSON text, regex, JSON list of choices, grammar text; "" for json_object
+    value: str = ""
+    # The constraint applies after this token sequence, e.g. </think>; empty: at once.
+    starts_after: list[TokenId] = []
+    param: str = "structured_outputs"  # the field of the client's request, for errors
+
+
+class RepetitionDetection(
+    msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False
+):
+    """Stops an output whose last tokens repeat a pattern. Fields as in vLLM."""
+
+    # Tokens; 0 is off.
+    max_pattern_size: Annotated[int, Meta(ge=0, le=MAX_PATTERN_SIZE)] = 0
+    min_pattern_size: Annotated[int, Meta(ge=0, le=MAX_PATTERN_SIZE)] = 0  # 0 is 1
+    min_count: Count = 0  # consecutive repetitions; at least 2
+
+    def verify(self) -> None:
+        """Check the bounds.
+
+        Raises:
+            InvalidRequest: with the field in `param`.
+        """
+        param = "repetition_detection"
+        bounds.verify(self, 0, param)
+        largest, smallest = self.max_pattern_size, self.min_pattern_size
+        problem = None
+        if smallest > largest:
+            problem = f"min_pattern_size must be at most {largest}, got {smallest}"
+        elif largest and self.min_count < 2:
+            problem = f"min_count must be at least 2, got {self.min_count}"
+        if problem:
+            raise InvalidRequest(f"{param}.{problem}", param=param)
+
+
+class ReasoningTags(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
+    """The tokens around a model's reasoning."""
+
+    end_id: TokenId
+    start_id: TokenId | None = None  # None: the output begins inside the reasoning
+
+
+class SamplingParams(
+    msgspec.Struct,
+    tag="sampling",
+    array_like=True,
+    omit_defaults=True,
+    kw_only=True,
+    frozen=True,
+    gc=False,
+):
+    """How tokens are chosen and when generation ends. Defaults are neutral, as in vLLM.
+
+    The engine, which makes `n` requests of one, uses all but TEXT_PARAMS. Bounds are those of the
+    annotations; `verify` checks them. A field with `made_of` is that field's texts as token ids.
+    """
+
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0  # 0 is greedy
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX)] = 0  # 0 and -1 are off
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    presence_penalty: Penalty = 0.0  # over output tokens
+    frequency_penalty: Penalty = 0.0  # over output tokens
+    # Over prompt and output tokens. Logits stay finite in float32, and an integer has 64 bits.
+    repetition_penalty: Annotated[float, Meta(ge=1e-30, le=1e18)] = 1.0
+    seed: Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
+    # None: up to the end of the context; 0: only the prompt is computed.
+    max_tokens: Count | None = 16
+    min_tokens: Count = 0
+    ignore_eos: bool = False
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] = []
+    logit_bias: Annotated[
+        dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIAS)
+    ] = {}
+    allowed_token_ids: (
+        Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
+    ) = None
+    # None: none; k: the sampled token and the k most likely. Clients: up to --max-logprobs.
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_CANDIDATES)] | None = None
+    stop: Annotated[
+        list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]],
+        Meta(max_length=MAX_STOP),
+    ] = []
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    structured_output: StructuredOutput | None = None
+    # None: none; k: every prompt token but the first, and the k most likely.
+    prompt_logprobs: NumLogprobs | None = None
+    bad_words: Annotated[  # text that may not be generated
+        list[Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_LENGTH)]],
+        Meta(max_length=MAX_BAD_WORDS),
+    ] = []
+    # The same as tokens, with and without a space before: the last may not follow the others.
+    bad_words_token_ids: Annotated[
+        list[BadWord], Meta(max_length=2 * MAX_BAD_WORDS, extra={"made_of": "bad_words"})
+    ] = []
+    repetition_detection: RepetitionDetection | None = None
+    speculative: bool = True  # allow speculative decoding
+    thinking_token_budget: Count | None = None  # tokens of reasoning, after which it ends
+    # How the engine detects reasoning; set by the API process.
+    reasoning_tags: ReasoningTags | None = None
+    # With logprobs: also the log-probabilities of these tokens.
+    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] = []
+
+    def verify(self, vocab_size: int) -> None:
+        """Check every bound once, before the engine sees the request.
+
+        Raises:
+            InvalidRequest: with the field in `param`.
+        """
+        bounds.verify(self, vocab_size)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens must be at most the limit of {self.max_tokens} output tokens, got "
+                f"{self.min_tokens}",
+                param="min_tokens",
+            )
+        if self.repetition_detection is not None:
+            self.repetition_detection.verify()
+        if self.reasoning_tags is not None:
+            bounds.verify(self.reasoning_tags, vocab_size, "thinking_token_budget")
+
+    def of_choice(self, index: int) -> SamplingParams:
+        """Parameters of one of `n` choices: seeds increase; only the first has prompt logprobs."""
+        # Wrap around as int64 does.
+        seed = self.seed
+        if seed is not None:
+            seed = (seed + index + INT64_MAX + 1) % 2**64 - INT64_MAX - 1
+        prompt_logprobs = self.prompt_logprobs if index == 0 else None
+        return msgspec.structs.replace(self, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Temperature 0 (or so close that dividing by it would overflow)."""
+        return self.temperature < 1e-5
+
+
+class PoolingParams(
+    msgspec.Struct,
+    tag="pooling",
+    array_like=True,
+    omit_defaults=True,
+    kw_only=True,
+    frozen=True,
+    gc=False,
+):
+    """How the hidden states of a prompt are pooled to one vector, to one per token ("all"), or to
+    the outputs of a classification head.
+
+    None means the model's default, which the API process fills in.
+    """
+
+    pooling: Literal["last", "mean", "cls", "all"] | None = None
+    normalize: bool | None = None
+    dimensions: Count | None = None  # truncate the vector to so many
+    task: Literal["embed", "classify"] = "embed"
+    second_text: Count = (
+        0  # where the second of two texts begins that a model tells apart; 0: one text
+    )
+
+    def verify(self, hidden_size: int) -> None:
+        """Check every bound once, before the engine sees the request.
+
+        Raises:
+            InvalidRequest: with the field in `param`.
+        """
+        bounds.verify(self, 0)
+        if self.dimensions is not None and not 1 <= self.dimensions <= hidden_size:
+            raise InvalidRequest(
+                f"dimensions must be between 1 and {hidden_size}, the size of this model's "
+                f"vectors, got {self.dimensions}",
+                param="dimensions",
+            )
+
+
+CLASSIFY = PoolingParams(task="classify", normalize=False)

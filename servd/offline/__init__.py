@@ -1,0 +1,1 @@
+"""LLM and LLMEngine, without a server."""

@@ -1,0 +1,329 @@
+"""LLM: offline generation, embeddings and scores for scripts."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from servd.api.engine.beam_search import BeamSearch
+from servd.api.text.prompt import Chat, Pair, Prompt, SharedText, ToolOptions
+from servd.base import bounds
+from servd.base.errors import EngineError, InvalidRequest
+from servd.config import Config
+from servd.messages.adapter import LoRARequest
+from servd.messages.outputs import RequestOutput, unpack_vector
+from servd.messages.params import CLASSIFY, BeamSearchParams, PoolingParams, SamplingParams
+from servd.offline.llm_engine import LLMEngine, Params, TextOrIds
+from servd.offline.metrics import Metric
+
+Messages = list[dict[str, Any]]
+OnePrompt = TextOrIds | Mapping[str, Any]
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
+
+
+class LLM:
+    """Generate text for lists of prompts.
+
+    Args:
+        model: Hugging Face id or local folder.
+        separate_process: run the engine in its own process, as the server does. Otherwise, on a
+            CPU, torch has one thread between steps until `close`: its threads would compete with
+            those of the kernels.
+        use_tqdm: show progress bars, on a terminal.
+        options: any option of `servd serve`, e.g. `max_num_seqs=8, dtype="bfloat16"`.
+
+    Raises:
+        ConfigError: the model or an option cannot be used on this machine.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        separate_process: bool = False,
+        use_tqdm: bool = True,
+        **options: Any,
+    ) -> None:
+        config = Config.load({"model": model, **options})
+        self.engine = LLMEngine(config, separate_process, use_tqdm)
+        self.use_tqdm = use_tqdm
+        self.request_ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: OnePrompt | Sequence[OnePrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        lora_request: LoRARequests = None,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or several, in order, with an adapter for all or one for each.
+
+        Args:
+            prompts: strings, lists of token ids, or as in vLLM `{"prompt": "text"}` and
+                `{"prompt_token_ids": [1, 2]}`.
+            sampling_params: for all prompts, or one for each.
+            use_tqdm: overrides the setting of this LLM.
+            lora_request: an adapter for all, or one for each.
+
+        Raises:
+            InvalidRequest: a prompt, parameter or adapter is not acceptable; nothing has been
+                computed.
+            EngineError: a request failed in the engine; the others are dropped.
+        """
+        requests = [(prompt, True) for prompt in listed(prompts)]
+        return self._run(requests, sampling_params, use_tqdm, lora_request)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        use_tqdm: bool | None = None,
+        lora_request: LoRARequests = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, in order.
+
+        Args:
+            messages: OpenAI-style messages.
+            sampling_params: for all conversations, or one for each.
+            tools: in OpenAI's form; the model sees them.
+            use_tqdm: overrides the setting of this LLM.
+            lora_request: an adapter for all, or one for each.
+            template_options: further fields of `Chat`, e.g. `add_generation_prompt`.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        render = self.engine.processor.chat_template.render
+        # The template writes its own beginning-of-sequence token.
+        options = {"tool_options": ToolOptions(tools) if tools else None, **template_options}
+        prompts = [(render(Chat(messages=c, **options)), False) for c in conversations]  # type: ignore[arg-type]
+        return self._run(prompts, sampling_params, use_tqdm, lora_request)
+
+    def embed(
+        self,
+        prompts: OnePrompt | Sequence[OnePrompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        lora_request: LoRARequests = None,
+    ) -> list[list[float]]:
+        """One vector for each prompt (strings, or lists of token ids), in order.
+
+        Raises:
+            InvalidRequest: a prompt or parameter is not acceptable; nothing has been computed.
+        """
+        requests = [(prompt, True) for prompt in listed(prompts)]
+        params = pooling_params or PoolingParams()
+        outputs = self._run(requests, params, use_tqdm, lora_request)
+        return [_vector(output) for output in outputs]
+
+    def classify(
+        self,
+        prompts: OnePrompt | Sequence[OnePrompt],
+        *,
+        use_tqdm: bool | None = None,
+        lora_request: LoRARequests = None,
+    ) -> list[list[float]]:
+        """For each prompt the probabilities of the labels of the model's classification head;
+        `llm.engine.processor.pooling.labels` has their names.
+
+        Raises:
+            InvalidRequest: a prompt is not acceptable, or the model has no such head; nothing has
+                been computed.
+        """
+        requests = [(prompt, True) for prompt in listed(prompts)]
+        outputs = self._run(requests, CLASSIFY, use_tqdm, lora_request)
+        return [self.engine.processor.pooling.probabilities(_vector(output)) for output in outputs]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        use_tqdm: bool | None = None,
+        lora_request: LoRARequests = None,
+    ) -> list[float]:
+        """The similarity of texts, one with all others or pair by pair: scores of the model's
+        head, or cosine similarities of embeddings if it has none.
+
+        Raises:
+            InvalidRequest: a text is not acceptable, or the model scores no pairs.
+        """
+        firsts = [data_1] if isinstance(data_1, str) else data_1
+        seconds = [data_2] if isinstance(data_2, str) else data_2
+        times = len(seconds) if len(firsts) == 1 else 1
+        if times * len(firsts) != len(seconds):
+            raise InvalidRequest(f"{len(firsts)} texts and {len(seconds)} others make no pairs")
+        pooling = self.engine.processor.pooling
+        pooling.check_scores()
+        if pooling.task == "classify":
+            shared = times * [SharedText(text) for text in firsts]
+            pairs = [(Pair(one, two), True) for one, two in zip(shared, seconds, strict=True)]
+            outputs = self._run(pairs, CLASSIFY, use_tqdm, lora_request)
+            return [pooling.score(_vector(output)) for output in outputs]
+        vectors = self.embed(
+            [*firsts, *seconds], PoolingParams(normalize=True),
+            use_tqdm=use_tqdm, lora_request=lora_request,
+        )  # fmt: skip
+        ones, twos = times * vectors[: len(firsts)], vectors[len(firsts) :]
+        return [sum(map(operator.mul, one, two)) for one, two in zip(ones, twos, strict=True)]
+
+    def beam_search(
+        self,
+        prompts: OnePrompt | Sequence[OnePrompt],
+        params: BeamSearchParams,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> list[RequestOutput]:
+        """The most probable continuations of each prompt: its `outputs`, best first.
+
+        Raises:
+            InvalidRequest: a prompt or parameter is not acceptable; nothing has been computed.
+        """
+        bounds.verify(params, 0)
+        self.engine.processor.check_sums()
+        sampling = SamplingParams(
+            n=params.beam_width, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+        )  # fmt: skip
+        searches = [
+            BeamSearch(
+                self.engine.prepare(
+                    Prompt(content=prompt, request_id=str(next(self.request_ids))),
+                    sampling,
+                    lora_request,
+                ),
+                params.length_penalty,
+                params.early_stopping,
+            )
+            for prompt in listed(prompts)
+        ]
+        try:
+            while running := [search for search in searches if search.running]:
+                self._advance(running)
+        except BaseException:
+            self.engine.abort_request([*self.engine.requests])
+            raise
+        tokenizer = self.engine.processor.tokenizer
+        return [
+            RequestOutput(
+                request_id=search.prepared.request.request_id,
+                prompt=search.prepared.prompt,
+                prompt_token_ids=search.prepared.prompt_token_ids,
+                outputs=search.answers(tokenizer),
+            )
+            for search in searches
+        ]
+
+    def _advance(self, searches: Sequence[BeamSearch]) -> None:
+        """Advance all beams of all searches by one token."""
+        steps = [search.requests() for search in searches]
+        for prepared in itertools.chain(*steps):
+            self.engine.send(prepared)
+        done = {output.request_id: output.outputs[0] for output in self._finished()}
+        for search, step in zip(searches, steps, strict=True):
+            found = [done[prepared.request.request_id].logprobs or [] for prepared in step]
+            search.advance([likely for (likely,) in found])
+
+    def get_metrics(self) -> list[Metric]:
+        """What /metrics of a server would tell of its engine, with vLLM's names and classes."""
+        return self.engine.metrics.read()
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache on the device and in host memory."""
+        self.engine.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Free weights and KV cache; levels 1 and 2 do the same. The next call wakes the model."""
+        self.engine.sleep()
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Load the whole model again before a call needs it; `tags` are ignored."""
+        self.engine.sleep(False)
+
+    def close(self) -> None:
+        """Stop the engine and free its memory."""
+        self.engine.close()
+
+    def _run(
+        self,
+        prompts: Sequence[tuple[TextOrIds | Pair, bool]],
+        params: Params | Sequence[Params] | None,
+        use_tqdm: bool | None,
+        lora_request: LoRARequests,
+    ) -> list[RequestOutput]:
+        if params is None:
+            processor = self.engine.processor
+            length = {"max_tokens": None} if processor.default_max_tokens else {}  # the model's own
+            params = SamplingParams(**length, **processor.default_params)
+        each = [params] * len(prompts) if isinstance(params, Params) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(each)} parameters")
+        adapters = (
+            [lora_request] * len(prompts)
+            if lora_request is None or isinstance(lora_request, LoRARequest)
+            else list(lora_request)
+        )
+        if len(adapters) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(adapters)} lora_requests")
+        ids = [str(next(self.request_ids)) for _ in prompts]
+        finished: dict[str, RequestOutput] = {}
+        show = self.use_tqdm if use_tqdm is None else use_tqdm
+        try:
+            for request_id, (prompt, special), p, adapter in zip(
+                ids, prompts, each, adapters, strict=True
+            ):
+                options = {"add_special_tokens": special, "lora_request": adapter}
+                self.engine.add_request(request_id, prompt, p, **options)
+            hide = None if show else True  # None: hidden unless stderr is a terminal
+            with tqdm(total=len(ids), desc="prompts", disable=hide, dynamic_ncols=True) as bar:
+                started, num_tokens = time.perf_counter(), 0
+                for output in self._finished():
+                    finished[output.request_id] = output
+                    num_tokens += sum(len(o.token_ids) for o in output.outputs)
+                    rate = num_tokens / (time.perf_counter() - started)
+                    bar.set_postfix_str(f"{rate:.1f} output tok/s", refresh=False)
+                    bar.update()
+        except BaseException:
+            self.engine.abort_request(ids)
+            raise
+        return [finished[request_id] for request_id in ids]
+
+    def _finished(self) -> Iterator[RequestOutput]:
+        """Step until all requests have finished."""
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                for choice in output.outputs:
+                    if choice.error is not None:
+                        raise EngineError(choice.error)
+                if output.finished:
+                    yield output
+
+
+def _vector(output: RequestOutput) -> list[float]:
+    return unpack_vector(output.outputs[0].pooled or b"")
+
+
+def listed(prompts: OnePrompt | Sequence[OnePrompt]) -> list[TextOrIds]:
+    """One prompt or several as a list of texts and lists of ids.
+
+    Raises:
+        InvalidRequest: a mapping has neither text nor ids.
+    """
+    is_one = isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int))
+    texts: list[TextOrIds] = []
+    for prompt in [prompts] if is_one else prompts:
+        if isinstance(prompt, Mapping):
+            given = prompt.get("prompt_token_ids", prompt.get("prompt"))
+            if given is None:
+                raise InvalidRequest('a prompt needs "prompt" or "prompt_token_ids"')
+            prompt = given
+        texts.append(prompt)  # type: ignore[arg-type]
+    return texts

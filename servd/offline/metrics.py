@@ -1,0 +1,111 @@
+"""OfflineMetrics: what `LLM.get_metrics` returns, the metrics of an engine in a script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from servd.api.engine.request_state import RequestState, find_choice
+from servd.api.observability.metrics import Metrics
+from servd.base.tracing import now_ns
+from servd.messages.engine import EngineCoreOutput
+from servd.messages.outputs import CompletionOutput
+from servd.messages.stats import SchedulerStats
+
+
+class Metric(msgspec.Struct, kw_only=True):
+    """A value under its name in /metrics."""
+
+    name: str
+    labels: dict[str, str]
+
+
+class Counter(Metric):
+    """A number that only grows."""
+
+    value: int
+
+
+class Gauge(Metric):
+    """A number that goes up and down."""
+
+    value: float
+
+
+class Vector(Metric):
+    """A counter for each position."""
+
+    values: list[int]
+
+
+class Histogram(Metric):
+    """How many values there were, their sum, and how many were at most as large as each bound."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+class OfflineMetrics:
+    """Counts what requests do. Steps of beam searches do not count as requests."""
+
+    def __init__(self, model_name: str, max_model_len: int) -> None:
+        self.metrics = Metrics(model_name, max_model_len)
+
+    def take(
+        self,
+        outputs: Iterable[EngineCoreOutput],
+        stats: SchedulerStats | None,
+        requests: Mapping[str, RequestState],
+    ) -> None:
+        """The engine reports on these requests."""
+        if stats is not None:
+            self.metrics.observe_step(stats)
+        for output in outputs:
+            if output.marks and (found := find_choice(requests, output.request_id)):
+                _, choice = found
+                choice.add_report(output)
+
+    def observe(self, state: RequestState, delta: CompletionOutput) -> None:
+        if not state.is_counted:
+            return
+        choice = state.choices[delta.index]
+        now = now_ns()
+        self.metrics.observe_tokens(choice, len(delta.token_ids), now)
+        if delta.finish_reason is None:
+            return
+        self.metrics.observe_finished(choice, delta.finish_reason, now)
+        if not state.is_open:
+            self.metrics.observe_request(state.params, state.choices)
+
+    def read(self) -> list[Metric]:
+        self.metrics.write()
+        found: dict[tuple[str, str], Metric] = {}
+        for family in self.metrics.registry.collect():
+            for sample in family.samples if family.name.startswith("vllm:") else ():
+                kind, name, value = family.type, family.name, sample.value
+                if sample.name.endswith("_created"):
+                    continue
+                labels = {k: v for k, v in sample.labels.items() if k not in ("le", "position")}
+                common: dict[str, Any] = {"name": name, "labels": labels}
+                key = name, str(labels)
+                if kind == "histogram":
+                    made = found.setdefault(key, Histogram(count=0, sum=0, buckets={}, **common))
+                    assert isinstance(made, Histogram)
+                    if (bound := sample.labels.get("le")) is not None:
+                        made.buckets[bound] = int(value)
+                    elif sample.name.endswith("_sum"):
+                        made.sum = value
+                    else:
+                        made.count = int(value)
+                elif "position" in sample.labels:
+                    made = found.setdefault(key, Vector(values=[], **common))
+                    assert isinstance(made, Vector)
+                    made.values.append(int(value))
+                elif kind == "counter":
+                    found[key] = Counter(value=int(value), **common)
+                else:
+                    found[key] = Gauge(value=value, **common)
+        return [*found.values()]

@@ -1,0 +1,91 @@
+"""Chain: drafts of which each is made by a pass over the one before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from servd.worker.attention import AttentionBatch
+from servd.worker.batch.input_batch import AttentionRows, decode_attention
+from servd.worker.batch.request_states import RequestStates
+
+
+class Drafter(Protocol):
+    """A model that drafts. Features are what it makes of a token, [n, hidden]."""
+
+    def top(self, features: Tensor) -> Tensor:
+        """The likeliest tokens after those of the features, int64 [n]."""
+        ...
+
+    def begin(
+        self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch, *read: Tensor
+    ) -> Tensor:
+        """Features of tokens that the target has computed, of which it read more, float32
+        [num_tokens, n] each.
+        """
+        ...
+
+    def advance(
+        self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch, features: Tensor
+    ) -> Tensor:
+        """Features of tokens, int64 [n], that stand at positions, int64 [n], after those whose
+        features are given.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The one before a chain, over what the target has computed. Numbers are tensors or, on a CPU,
+    arrays.
+    """
+
+    token_ids: Any  # int64 [num_tokens], as those that follow
+    positions: Any
+    slots: Any
+    columns: Any  # places in the blocks of their rows
+    read: tuple[Tensor, ...]  # see `Drafter.begin`
+    last: Any  # int64 [n]: the tokens that drafts follow
+    rows: AttentionRows | None  # of its attention; None: each token is one, and they are not many
+
+    def inputs(self, states: RequestStates) -> tuple[Any, ...]:
+        slots, columns = torch.as_tensor(self.slots), torch.as_tensor(self.columns)
+        if self.rows is None:
+            attention = decode_attention(states, slots, columns)
+        else:
+            attention = self.rows.gather(states, slots, columns)
+        ids, positions = torch.as_tensor(self.token_ids), torch.as_tensor(self.positions)
+        return ids, positions, attention, *self.read
+
+
+@dataclass(eq=False)
+class Chain:
+    drafter: Drafter  # makes them
+    states: RequestStates  # has the rows' blocks
+
+    def run(self, first: Pass) -> Tensor:
+        """Features of the last tokens, [n, hidden]."""
+        return self.drafter.begin(*first.inputs(self.states))[torch.as_tensor(first.last)]
+
+    def __call__(self, first: Pass, slots: Any, positions: Any, columns: Any) -> Tensor:
+        """Drafts [n, k + 1] int64. `slots`: int64 [n], as tensor or, on a CPU, array, as those that
+        follow; `positions`: int64 [k, n], of the drafts but the last one; `columns`: int64 [k, n]:
+        their places in the blocks of their rows.
+        """
+        slots, positions, columns = map(torch.as_tensor, (slots, positions, columns))
+        batches = (decode_attention(self.states, slots, each) for each in columns)
+        made = self.draft(self.run(first), zip(positions, batches, strict=True))
+        return torch.stack([*made], dim=1)
+
+    def draft(
+        self, features: Tensor, passes: Iterable[tuple[Tensor, AttentionBatch]]
+    ) -> Iterator[Tensor]:
+        """One draft, and one more after each pass; int64 [n] each."""
+        yield (made := self.drafter.top(features))
+        for positions, attention in passes:
+            features = self.drafter.advance(made, positions, attention, features)
+            yield (made := self.drafter.top(features))

@@ -1,0 +1,161 @@
+"""RequestStates: one row per running request, kept across steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from servd.base.errors import InvalidRequest
+from servd.config.speculative import MOST_DRAFTS
+from servd.messages.engine import NewRequest, ScheduledRequest
+from servd.worker import ops
+from servd.worker.batch.block_table import NO_CHANGES, BlockTables
+from servd.worker.batch.decode_inputs import Columns, DecodeInputs
+from servd.worker.batch.draft_tree import DraftTree
+from servd.worker.device.device import upload
+
+
+class RequestStates:
+    """Token ids, counters and block table of every slot, on the device.
+
+    Sampled tokens are written on the device, so the next step can be gathered before the host has
+    them, or knows how many drafts were accepted. Drafts are stored after the tokens of their row;
+    -1 where fewer were found than asked for. The row after the last slot, `null_slot`, belongs to
+    no request.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        vocab_size: int,
+    ) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.null_slot = max_num_seqs
+        # More columns than tokens: a step launched before a request is known to have ended writes
+        # one token more, and all rows have room for the drafts of a step.
+        num_columns = max_model_len + 1 + MOST_DRAFTS
+        self.token_ids = torch.zeros(
+            (max_num_seqs + 1, num_columns), dtype=torch.int32, device=device
+        )
+        self.block_tables = BlockTables(max_num_seqs, max_model_len, block_size, device)
+        self.num_computed = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        # Constants of steps with one token in each row.
+        self.indices = np.arange(max_num_seqs, dtype=np.int64)
+        self.ones, self.zeros = np.ones_like(self.indices), np.zeros_like(self.indices)
+        self.inputs = DecodeInputs(max_num_seqs, self.null_slot, device)
+        self.ops = ops.for_device(device)
+        # Recurrent state of layers, float32 [max_num_seqs + 1, n]; see layers/state.py. Nothing of
+        # it is read before it is written.
+        self.of_layers: torch.Tensor | None = None
+        self.tree: DraftTree | None = None  # the shape of drafts in slots with `is_tree`
+        self.is_tree = np.zeros(max_num_seqs + 1, dtype=bool)  # by slot, on the host
+
+    def make_room(self, num_columns: int) -> None:
+        if num_columns:
+            shape, device = (len(self.token_ids), num_columns), self.token_ids.device
+            self.of_layers = torch.empty(shape, dtype=torch.float32, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        parts = self.token_ids, self.block_tables.tables, self.of_layers
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def add(self, request: NewRequest) -> None:
+        """Put a request in its slot. Raises InvalidRequest: a token id that is not in the
+        vocabulary.
+        """
+        assert self.of_layers is None or not request.num_computed_tokens, "states are not cached"
+        slot = request.slot
+        token_ids = np.asarray(request.token_ids, dtype=np.int64)
+        if token_ids.min() < 0 or token_ids.max() >= self.vocab_size:
+            raise InvalidRequest(
+                f"a token id is not in the vocabulary, which has {self.vocab_size} tokens"
+            )
+        token_ids = upload(token_ids.astype(np.int32), self.token_ids.device)
+        self.token_ids[slot, : len(token_ids)] = token_ids
+        self.num_computed[slot] = request.num_computed_tokens
+        self.block_tables.clear(slot)
+        if request.block_ids:
+            # NO_BLOCK is negative; it is never read, but must be a valid block.
+            self.block_tables.append(slot, [max(block, 0) for block in request.block_ids])
+
+    def pad(self, block_id: int) -> None:
+        self.block_tables.pad(block_id)
+        self.inputs.pad(block_id)
+
+    def begin_decode(self, columns: Columns) -> None:
+        tables = self.block_tables
+        self.ops.begin_decode(
+            columns.step, columns.seq_lens, self.token_ids, self.num_computed, tables.tables,
+            tables.block_size,
+        )  # fmt: skip
+
+    def begin_verify(
+        self, slots: np.ndarray, token_slots: np.ndarray, offsets: np.ndarray
+    ) -> Columns:
+        """Find the inputs of a step, on a CPU, in which slots compute their next token and drafts.
+        `slots`: int64 [n]; `token_slots`: slot of each token, int64 [m]; `offsets`: of each token
+        from the first one of its row, int64 [m].
+        """
+        num_computed = self.num_computed.numpy()
+        columns = num_computed[token_slots] + offsets
+        num_computed[slots] += 1
+        step, _ = self.inputs.fill(token_slots, self.take_changes(len(offsets)), columns)
+        self.begin_decode(step)
+        return step
+
+    def take_changes(self, most: int) -> np.ndarray:
+        """More than `most` are written to the tables at once."""
+        changes = self.block_tables.take_changes()
+        if len(changes) <= 3 * most:
+            return changes
+        self.block_tables.apply(upload(changes, self.token_ids.device))
+        return NO_CHANGES
+
+    def keep(self, slots: np.ndarray, num_kept: torch.Tensor) -> None:
+        """Count accepted drafts as computed; int64 [n] each."""
+        self.num_computed.index_add_(0, upload(slots, num_kept.device), num_kept)
+
+    def read(self, slots: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """Token ids, or -1, at these columns of the slots; int64 each."""
+        if self.inputs.is_shared:  # NumPy takes a third of torch's time for a few
+            found = self.token_ids.numpy()[slots.numpy(), columns.numpy()]
+            return torch.from_numpy(found.astype(np.int64))
+        return self.token_ids[slots, columns].long()
+
+    def write(self, slots: torch.Tensor, columns: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Store token ids at these columns of the slots; int64 each, all of the same shape."""
+        if self.inputs.is_shared:
+            self.token_ids.numpy()[slots.numpy(), columns.numpy()] = token_ids.numpy()
+        else:
+            self.token_ids[slots, columns] = token_ids.int()
+
+    def positions(self, columns: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+        """Positions of tokens in their sequences, int64 [n]; for `places` see `DraftTree`."""
+        return (
+            columns if self.tree is None or places is None else self.tree.positions(columns, places)
+        )
+
+    def tails(
+        self, slots: torch.Tensor, columns: torch.Tensor, places: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        if self.tree is None or places is None:
+            return None
+        return self.block_tables.slot_mapping(slots.unsqueeze(-1), self.tree.tails(columns, places))
+
+    def write_drafts(self, scheduled: list[ScheduledRequest]) -> None:
+        drafts = [
+            (row.slot, row.num_tokens - row.num_drafts + offset, token_id)
+            for row in scheduled
+            for offset, token_id in enumerate(row.draft_token_ids)
+        ]
+        if not drafts:
+            return
+        columns = np.array(drafts, dtype=np.int64).T
+        slots, offsets, token_ids = upload(columns, self.token_ids.device)
+        self.write(slots, self.num_computed[slots] + offsets, token_ids)

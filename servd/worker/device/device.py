@@ -1,0 +1,162 @@
+"""A worker's resources: threads and memory of a CPU, memory of a CUDA device."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from servd.base.errors import ConfigError
+from servd.worker.ops import native
+
+log = logging.getLogger("servd.worker")
+
+CGROUP = Path("/sys/fs/cgroup")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # see mallopt(3)
+
+
+def set_num_threads(num_workers: int = 1, cgroup: Path = CGROUP) -> int:
+    """Divide the CPUs that this process may use among the workers of this host, set the thread
+    counts of torch and the native library, and return the number of threads.
+
+    OMP_NUM_THREADS, if set, is the number for each worker.
+    """
+    allowed, quota, wanted = (
+        len(os.sched_getaffinity(0)),
+        cpu_quota(cgroup),
+        os.environ.get("OMP_NUM_THREADS", ""),
+    )
+    cpus = allowed if quota is None else min(allowed, max(1, int(quota)))
+    num_threads = max(1, int(wanted) if wanted.isdigit() else cpus // num_workers)
+    torch.set_num_threads(num_threads)
+    native.set_num_threads(num_threads)
+    log.info(
+        "threads for this worker: %d (%d CPUs by affinity, %s by cgroup quota, %d workers, "
+        "OMP_NUM_THREADS %s)",
+        num_threads, allowed, "no limit" if quota is None else f"{quota:g}", num_workers,
+        wanted or "not set",
+    )  # fmt: skip
+    return num_threads
+
+
+def require_c_compiler() -> None:
+    """Check for a C compiler, which Triton needs for the launchers of its kernels. Raises
+    ConfigError: there is none.
+    """
+    named = os.environ.get("CC")
+    if not any(map(shutil.which, [named] if named else ["gcc", "clang"])):
+        raise ConfigError(
+            f"kernels for the GPU need a C compiler, and there is no {named or 'gcc or clang'} on "
+            "PATH: install gcc and Python's headers (python3-dev), or set CC"
+        )
+
+
+def count_gpus() -> int:
+    """The GPUs that torch can use. Raises ConfigError: there is none, though the driver may show
+    some.
+    """
+    if count := torch.cuda.device_count():
+        return count
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    raise ConfigError(
+        f"torch {torch.__version__}, built {built}, finds no GPU (CUDA_VISIBLE_DEVICES is "
+        f"{'not set' if visible is None else repr(visible)}): install a build of torch for the "
+        "driver that nvidia-smi shows, or choose --device cpu"
+    )
+
+
+def cache_folder(name: str) -> Path:
+    """The folder for cached files, which may be deleted at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "servd", name)
+
+
+def keep_compiled_kernels() -> None:
+    """Have Triton cache compiled kernels for the next start, unless TRITON_CACHE_DIR is set."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder("triton")))
+
+
+def keep_freed_memory(largest: int = 32 << 20, most: int = 1 << 30) -> None:
+    """Have glibc keep freed memory for the next step instead of returning it to the system.
+
+    Newly mapped memory is faulted in and cleared page by page, which was a quarter of the time of
+    GPT-2's prompts. `largest`: bytes of the largest block that is kept (glibc's maximum); `most`:
+    bytes kept in all.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    # The user's settings have precedence.
+    own = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"}
+    if mallopt is not None and not own & os.environ.keys():
+        mallopt(M_MMAP_THRESHOLD, largest)
+        mallopt(M_TRIM_THRESHOLD, most)
+
+
+def cpu_quota(cgroup: Path = CGROUP) -> float | None:
+    """The CPU limit of the control group (cgroup v1 or v2), or None."""
+    # Version 2: "200000 100000" or "max 100000".
+    quota, period = [*_read(cgroup / "cpu.max").split(), "", ""][:2]
+    if not quota:
+        quota = _read(cgroup / "cpu/cpu.cfs_quota_us")
+        period = _read(cgroup / "cpu/cpu.cfs_period_us")
+    if not quota.isdigit() or not period.isdigit():  # absent, "max" or "-1"
+        return None
+    return int(quota) / int(period)
+
+
+def available_memory(cgroup: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes of main memory available within the kernel's and the control group's limits."""
+    lines = dict(line.split(":", 1) for line in _read(meminfo).splitlines())
+    available = int(lines["MemAvailable"].split()[0]) * 1024
+    for folder, limit_file, usage_file in (
+        (cgroup, "memory.max", "memory.current"),
+        (cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        limit, usage = _read(folder / limit_file), _read(folder / usage_file)
+        if limit.isdigit() and usage.isdigit():
+            used = int(usage) - _cached_files(folder / "memory.stat")
+            available = min(available, int(limit) - max(used, 0))
+    return max(available, 0)
+
+
+def _cached_files(stat: Path) -> int:
+    """Bytes of files that a control group was charged for, such as a checkpoint that was read: the
+    kernel gives them up when memory is wanted.
+    """
+    found = dict(line.split(" ", 1) for line in _read(stat).splitlines() if " " in line)
+    prefix = "total_" if "total_active_file" in found else ""  # v1: with groups below
+    return sum(int(found.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy an array to the device asynchronously. On a CPU the tensor shares its memory."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def at_hand(tensor: torch.Tensor) -> Any:
+    """On a CPU a numpy view of the tensor, which takes a third of torch's time for a few numbers;
+    otherwise the tensor.
+    """
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+
+
+def sent(array: np.ndarray, device: torch.device) -> Any:
+    """An array in the form that `at_hand` returns on this device, to compute with its results."""
+    return array if device.type == "cpu" else upload(array, device)
+
+
+def name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -1,0 +1,108 @@
+"""MemoryUse: where a CUDA device's memory goes, and what would leave more for the KV cache."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from servd.base.sizes import format_bytes
+
+
+class Meter(Protocol):
+    """Reads the memory of a device, in bytes."""
+
+    def allocated(self) -> int:
+        """Bytes of this process's tensors."""
+        ...
+
+    def peak(self) -> int:
+        """The most that was allocated since the last call."""
+        ...
+
+    def taken(self) -> int:
+        """Bytes of the device in use by all processes, after freeing what this one caches."""
+        ...
+
+    def held(self) -> int:
+        """Bytes of this process's tensors and of its allocator's cache."""
+        ...
+
+    @property
+    def total(self) -> int:
+        """Bytes of the device."""
+        ...
+
+
+class CudaMeter:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.total = torch.cuda.mem_get_info(device)[1]
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak(self) -> int:
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
+
+    def taken(self) -> int:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        return self.total - torch.cuda.mem_get_info(self.device)[0]
+
+    def held(self) -> int:
+        return torch.cuda.memory_reserved(self.device)
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Result of a profile run; in bytes, but for the last two."""
+
+    total: int  # of the device
+    outside: int  # other processes, and the driver
+    persistent: int  # weights and request states
+    per_request: int  # the part of `persistent` that is proportional to max_num_seqs
+    forward: int  # peak of a forward pass, in addition
+    sampling: int  # peak of sampling, in addition; proportional to max_num_seqs
+    graphs: int
+    utilization: float
+    max_num_seqs: int
+
+    @property
+    def available(self) -> int:
+        """Bytes for the KV cache; negative if not even the rest fits."""
+        beside = self.outside + self.persistent + max(self.forward, self.sampling) + self.graphs
+        return int(self.total * self.utilization) - beside
+
+    def __str__(self) -> str:
+        sizes = {
+            "weights and requests": self.persistent,
+            "largest step": max(self.forward, self.sampling),
+            "CUDA graphs": self.graphs, "outside": self.outside,
+        }  # fmt: skip
+        return f"of {format_bytes(self.total)} on the device: " + ", ".join(
+            f"{name} {format_bytes(size)}" for name, size in sizes.items()
+        )
+
+    def freed_with(self, num_seqs: int) -> int:
+        """Bytes that `num_seqs` instead of `max_num_seqs` would free."""
+        sampling = self.sampling * num_seqs // self.max_num_seqs
+        step = max(self.forward, self.sampling) - max(self.forward, sampling)
+        return step + self.per_request * (self.max_num_seqs - num_seqs)
+
+    def remedies(self, missing: int) -> list[str]:
+        """Changes of options that would each free `missing` bytes."""
+        found = []
+        if enough := next(
+            (n for n in range(self.max_num_seqs - 1, 0, -1) if self.freed_with(n) >= missing), None
+        ):
+            found.append(f"lower --max-num-seqs to {enough}")
+        utilization = math.ceil(100 * (self.utilization + missing / self.total)) / 100
+        if utilization <= 1:
+            found.append(f"raise --gpu-memory-utilization to {utilization:g}")
+        return found or ["use a device with more memory"]

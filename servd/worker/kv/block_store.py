@@ -1,0 +1,58 @@
+"""BlockStore: copies blocks between a rank's KV cache and host memory shared with the engine."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from servd.messages.engine import BlockCopy
+from servd.worker.device.parallel import Parallel
+
+log = logging.getLogger("servd.worker")
+
+
+class BlockStore:
+    """Slots of host memory, each with the bytes of one block: rank by rank, layer by layer.
+    `caches`: of the layers, [2, num_blocks, ...] or [1, num_blocks, ...] each; `parallel`: the
+    ranks.
+    """
+
+    def __init__(self, path: str, caches: Sequence[Tensor], parallel: Parallel) -> None:
+        with open(path, "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
+        # Elements as wide as possible: torch splits copies of many elements over threads, which
+        # costs more than it gains.
+        bytes_each = [cache[0, 0].numel() * cache.itemsize for cache in caches]
+        dtype = torch.uint8 if any(size % 8 for size in bytes_each) else torch.int64
+        memory = torch.frombuffer(self._memory, dtype=dtype)
+        blocks = [cache.flatten(2).view(dtype) for cache in caches]
+        sizes = [len(each) * each.shape[2] for each in blocks]
+        slots = memory.view(-1, parallel.size, sum(sizes))[:, parallel.rank]
+        # By layer: its cache [2 or 1, num_blocks, n], and its part of the slots [num_slots, 2 or 1,
+        # n].
+        self._layers = [
+            (device, host.unflatten(1, (len(device), -1)))
+            for device, host in zip(blocks, slots.split(sizes, dim=1), strict=True)
+        ]
+        if caches[0].is_cuda:  # copies are asynchronous if the memory is pinned
+            cudart: Any = torch.cuda.cudart()
+            error = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+            if int(error):
+                log.warning("copies of blocks wait for the device: cannot pin memory (%s)", error)
+
+    def make(self, copies: Sequence[BlockCopy]) -> None:
+        """Queue copies on the device, after the steps launched before. A step is collected when all
+        ranks have answered, so its copies are made then.
+        """
+        for copy in copies:
+            for cache, slots in self._layers:
+                device, host = cache[:, copy.block], slots[copy.slot]
+                if copy.to_device:
+                    device.copy_(host, non_blocking=True)
+                else:
+                    host.copy_(device, non_blocking=True)

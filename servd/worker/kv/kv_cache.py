@@ -1,0 +1,104 @@
+"""The KV cache's tensors, and how many blocks fit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from servd.base.errors import NotEnoughMemory
+from servd.base.sizes import format_bytes
+from servd.config import Config
+from servd.config.kv_layout import KVLayout
+from servd.worker.attention import Backend
+from servd.worker.layers.attention import num_caches
+from servd.worker.loading.model_loader import Loadable
+
+log = logging.getLogger("servd.worker")
+
+
+def bytes_per_block(backend: Backend[Any], model: Loadable) -> int:
+    """Bytes of the keys and values of one block in all layers, on this rank."""
+    num_elements = torch.Size(backend.kv_cache_shape(1)).numel()
+    return num_caches(model) * num_elements * backend.spec.kv_dtype.itemsize
+
+
+def dtype_of(config: Config, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    name, model = config.cache.kv_cache_dtype, config.model
+    if name == "auto":
+        rounds = {"auto": model.quantization in ("int8", "int4"), "int8": True}
+        is_rounded = device.type == "cpu" and rounds.get(model.cpu_activation_dtype, False)
+        # Beside activations of 8 bits it costs nothing, and a batch that reads keys and values of
+        # 32 bits does so for as long as it multiplies.
+        return torch.bfloat16 if is_rounded and dtype == torch.float32 else dtype
+    return torch.float8_e4m3fn if name == "fp8" else getattr(torch, name)
+
+
+def count_blocks(
+    config: Config,
+    layout: KVLayout,
+    block_bytes: int,
+    memory: int,
+    weights_bytes: int,
+    more_memory: Callable[[int], list[str]],
+) -> int:
+    """Blocks to allocate in `memory` bytes: at most what all slots at full length can use. Raises
+    NotEnoughMemory: not even one request of max_model_len fits, and the context may not be
+    shortened. `block_bytes`: size of a block on this rank; `memory`: bytes that the cache may take;
+    `more_memory`: changes of options that would free so many bytes.
+    """
+    max_model_len, max_num_seqs = config.model.max_model_len, config.scheduler.max_num_seqs
+    assert max_model_len is not None and max_num_seqs is not None, "config must be resolved"
+    block_size, per_request = layout.block_size, layout.blocks(max_model_len)
+    needed = per_request * block_bytes
+    remedies = more_memory(needed - memory) or [
+        f"raise --kv-cache-memory to {format_bytes(needed)}"
+    ]
+    num_blocks = min(max(memory, 0) // block_bytes, max_num_seqs * per_request)
+    numbers = (
+        f"weights {format_bytes(weights_bytes)}, KV cache {num_blocks} blocks of {block_size} "
+        f"tokens "
+        f"({format_bytes(num_blocks * block_bytes)}, "
+        f"{layout.num_tokens(num_blocks, max_model_len)} tokens)"
+    )
+    if num_blocks < per_request:
+        longest = layout.max_tokens(num_blocks, max_model_len)
+        if config.model.shorten_max_model_len and longest:
+            log.warning(
+                "%s: the context is shortened from %d to %d tokens; for all of it, %s",
+                numbers, max_model_len, longest, _either(remedies),
+            )  # fmt: skip
+            return num_blocks
+        shorter = [f"lower --max-model-len to {longest}"] if longest else []
+        raise NotEnoughMemory(
+            f"{format_bytes(max(memory, 0))} for the KV cache do not hold one request of "
+            f"{max_model_len} tokens, "
+            f"which takes {format_bytes(needed)} ({numbers}): {_either([*shorter, *remedies])}"
+        )
+    log.info("%s: %.1f requests of %d tokens", numbers, num_blocks / per_request, max_model_len)
+    return num_blocks
+
+
+def _either(remedies: Sequence[str]) -> str:
+    """E.g. "lower this, lower that or raise something"."""
+    *others, last = remedies
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def allocate(backend: Backend[Any], model: Loadable, num_blocks: int) -> list[Tensor]:
+    """The cache of each layer; zeros, because masked values must be finite, too."""
+    shape = backend.kv_cache_shape(num_blocks)
+    dtype, device = backend.spec.kv_dtype, backend.spec.device
+    if device.type != "cpu":
+        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_caches(model))]
+    # torch.zeros would write every page now, which takes seconds, and memory that may never be
+    # used. NumPy's zeros come from calloc, whose pages are committed when they are first written.
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    return [
+        torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+        for _ in range(num_caches(model))
+    ]

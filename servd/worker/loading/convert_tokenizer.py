@@ -1,0 +1,48 @@
+"""Write tokenizer.json for a model that ships only slow tokenizer files: `python -m
+servd.worker.loading.convert_tokenizer`.
+
+It runs in its own process because transformers imports torch, and the API process imports neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def convert(source: str, target: str, trust_remote_code: bool = False) -> None:
+    """Load the tokenizer in folder `source` and save it with its tokenizer.json in folder `target`.
+    Raises ValueError: transformers cannot convert it to a fast tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        source, trust_remote_code=trust_remote_code, use_fast=True
+    )
+    tokenizer.save_pretrained(target)
+    if not (Path(target) / "tokenizer.json").exists():
+        raise ValueError(f"transformers has no fast form of {type(tokenizer).__name__}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse the command line; returns the exit code, with the reason of a failure on stderr."""
+    parser = argparse.ArgumentParser(
+        prog="python -m servd.worker.loading.convert_tokenizer", description=main.__doc__
+    )
+    parser.add_argument("source", help="folder with the slow tokenizer's files")
+    parser.add_argument("target", help="folder that gets tokenizer.json")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that comes with it"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        convert(options.source, options.target, options.trust_remote_code)
+    except Exception as error:  # a model's own code may raise anything
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

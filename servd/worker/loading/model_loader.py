@@ -1,0 +1,432 @@
+"""Model loading: finds the model's class, builds it, and loads its weights, or random ones."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from msgspec.structs import replace
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from servd.base import plugins
+from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
+from servd.checkpoint.hf import ModelSpec, quantization_of, read_json, weight_files
+from servd.checkpoint.pooling import is_encoder, is_encoder_as_decoder
+from servd.checkpoint.text_part import is_part, text_name
+from servd.worker.device.parallel import Parallel
+from servd.worker.device.staging import Staging
+from servd.worker.layers import packed
+from servd.worker.layers._matrix import Form, MakeForm, Matrix
+from servd.worker.layers.attention import Attention, ForwardContext
+from servd.worker.layers.quantized import Quantized
+from servd.worker.layers.weight import Weight
+from servd.worker.loading.pipeline_model import cut
+from servd.worker.ops import native
+from servd.worker.quantization import _imatrix
+
+log = logging.getLogger("servd.worker")
+
+MODELS = "servd.worker.models"
+QUANTIZATIONS = "servd.worker.quantization"
+DUMMY_STD = 0.02
+IN_LAYER = re.compile(r"\.(\d+)\.(.+)")
+MAX_NAMED = 8  # parameters
+MAX_PICKLE = 1 << 26  # bytes of the pickled metadata of a .bin file
+# In a calibrated checkpoint, beside the projections or below one of them.
+KV_SCALE = re.compile(r"(.+?)\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
+
+
+class Loadable(Protocol):
+    """The part of a model's interface that the loader uses."""
+
+    packed: ClassVar[dict[str, tuple[str, int]]]
+    ignored: ClassVar[tuple[str, ...]]
+    # Prefix of all names but the head's; checkpoints of the bare model lack it.
+    base_prefix: ClassVar[str]
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Every parameter once; tied ones under their first name."""
+        ...
+
+    def named_modules(self) -> Iterator[tuple[str, Any]]: ...
+
+
+class Model(Loadable, Protocol):
+    def __call__(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """[num_tokens] each -> hidden states [num_tokens, hidden]."""
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab]
+        ...
+
+
+def build_model(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    parallel: Parallel,
+    implementation: str = "auto",
+    max_model_len: int | None = None,
+) -> Model:
+    """Build the model with uninitialised weights, from the module of its model_type or with
+    transformers, for requests of up to `max_model_len` tokens. Raises UnsupportedModel: there is no
+    module for this model_type, or it does not support a feature in config.json.
+    """
+    spec = replace(spec, max_model_len=max_model_len)
+    is_native = spec.model_type.replace("-", "_") in plugins.names(MODELS)
+    is_native = is_native and not is_encoder_as_decoder(spec)
+    if implementation == "transformers" or (implementation == "auto" and not is_native):
+        from servd.worker.models._transformers import TransformersForCausalLM
+
+        model_class: Any = TransformersForCausalLM
+    else:
+        try:
+            model_class = plugins.load(MODELS, spec.model_type, spec.architecture)
+        except AttributeError:
+            raise UnsupportedModel(
+                f"{MODELS.replace('.', '/')}/{spec.model_type}.py has no {spec.architecture!r}, "
+                "which config.json asks for"
+            ) from None
+    try:
+        with defaults(dtype, device):
+            model = model_class(spec, parallel).eval()
+            if parallel.num_stages > 1:
+                cut(model, parallel, spec.num_layers)
+            return model
+    except UnsupportedModel as error:
+        is_other = model_class.__name__ == "TransformersForCausalLM"
+        if is_other or is_encoder(spec) or parallel.size * parallel.num_stages > 1:
+            raise
+        raise UnsupportedModel(f"{error}: try --model-impl transformers") from None
+
+
+@contextmanager
+def defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def tensor_shapes(folder: str) -> dict[str, torch.Size]:
+    """The shape of every tensor of the checkpoint in `folder`, by name. Raises ModelNotFound: a
+    file is missing or broken.
+    """
+    return {name: tensor.shape for name, tensor in read_tensors(weight_files(folder))}
+
+
+def load_weights(
+    model: Loadable,
+    folder: str,
+    progress: Callable[[float], None],
+    make: MakeForm,
+    rename: Callable[[str], str] = str,
+    load_format: str = "auto",
+) -> None:
+    """Load the checkpoint in `folder` tensor by tensor from memory-mapped files. Each matrix is
+    converted to its final form as soon as it is complete, so that at most one is in memory twice.
+
+    Raises ModelNotFound: a file or tensor is missing or broken; UnsupportedModel: a tensor is
+    unknown to the model or has another shape, or servd does not support the quantization;
+    ConfigError: the importance matrix is of a model whose layers have other names. `progress`:
+    called with the progress, 0 to 1; `rename`: maps a tensor's name in the checkpoint to the
+    model's.
+    """
+    weights: dict[str, Weight] = dict(model.named_parameters())
+    attentions = {name: m for name, m in model.named_modules() if isinstance(m, Attention)}
+    is_on_cuda = any(weight.is_cuda for weight in weights.values())
+    copy = Staging() if is_on_cuda else Tensor.copy_
+    files = weight_files(folder, load_format)
+    _check(files)
+    done, total, names = 0, sum(file.stat().st_size for file in files), set[str]()
+    plain: list[str] = []  # matrices of layers that the importance matrix lacks
+    convert = getattr(model, "convert", iter)  # maps tensors to the model's names
+    for name, tensor in convert(_checkpoint(files, next(iter(weights.values())))):
+        try:
+            renamed = rename(name)
+            if isinstance(tensor, Quantized) or not _load_kv_scale(
+                model, attentions, renamed, tensor
+            ):
+                target, part = _target(model, weights, renamed)
+                if target is not None:
+                    target.load(tensor, part, copy)
+                    names.add(renamed)
+                    if isinstance(target, Matrix) and not target.missing:
+                        target.reform(make.of(renamed, target))
+                        if type(target) is Matrix and renamed not in make.importance:
+                            plain.append(renamed)
+        except ValueError as error:
+            layer = IN_LAYER.search(name)
+            where = f"layer {layer[1]}: {layer[2]}" if layer else name
+            raise UnsupportedModel(f"{folder}: {where} has {error}") from None
+        done += tensor.nbytes
+        progress(min(done / total, 1.0))
+    if make.importance:
+        _check_importance(make.importance.keys(), names, plain)
+    _check_complete(folder, weights)
+
+
+def _check_complete(folder: str, weights: dict[str, Weight]) -> None:
+    missing = [name for name, weight in weights.items() if weight.missing]
+    if missing:
+        named = ", ".join(missing[:MAX_NAMED]) + ", ..." * (len(missing) > MAX_NAMED)
+        raise ModelNotFound(
+            f"{folder} lacks the weights of {len(missing)} parameters that config.json asks for: "
+            f"{named}"
+        )
+
+
+def _check_importance(known: Set[str], names: Set[str], plain: list[str]) -> None:
+    if not known & names:
+        raise ConfigError("--quantization-imatrix: it has none of the layers of this model")
+    if plain:
+        log.warning(
+            "--quantization-imatrix says nothing of %d matrices, such as %s: they are rounded as "
+            "without it", len(plain), plain[0],
+        )  # fmt: skip
+
+
+def _check(files: list[Path]) -> None:
+    """Check all files before any is loaded, which takes long. Raises ModelNotFound: files are
+    truncated or broken.
+    """
+    broken: list[str] = []
+    for path in files:
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="pt"):
+                    pass
+        except (OSError, SafetensorError) as error:
+            broken.append(f"{path.name} ({error})")
+    if broken:
+        raise ModelNotFound(
+            f"{files[0].parent}: {len(broken)} of {len(files)} weight files cannot be read: "
+            f"{', '.join(broken)}; download them again"
+        )
+
+
+def _checkpoint(files: list[Path], weight: Tensor) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """Tensors of the checkpoint in its own format; `weight` is on the model's device."""
+    tensors, folder = _quantized(files, weight), files[0].parent
+    config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+    return _of_text(tensors, not weight.is_meta) if is_part(config) else tensors
+
+
+def _of_text(
+    tensors: Iterator[tuple[str, Tensor | Quantized]], is_told: bool
+) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """The tensors of a multimodal checkpoint's language model, under their text-only names."""
+    num_others, others = 0, set[str]()
+    for name, tensor in tensors:
+        if (renamed := text_name(name)) is not None:
+            yield renamed, tensor
+            continue
+        num_others += 1
+        others.add(name.removeprefix("model.").partition(".")[0])
+    if is_told:
+        log.info(
+            "%d tensors are not loaded, those of %s: servd reads text alone",
+            num_others, ", ".join(sorted(others)) or "nothing",
+        )  # fmt: skip
+
+
+def _quantized(files: list[Path], weight: Tensor) -> Iterator[tuple[str, Tensor | Quantized]]:
+    stated = quantization_of(files[0].parent)
+    if stated is None:
+        return read_tensors(files)
+    method = str(stated.get("quant_method"))
+    try:
+        plugins.check("quant_method", QUANTIZATIONS, method.replace(":", " "))  # loads no code
+        read = plugins.load(QUANTIZATIONS, method, "read")
+    except (AttributeError, ConfigError):
+        raise UnsupportedModel(
+            f"{files[0].parent}: checkpoints of quant_method {method!r} are "
+            "not supported: docs/quantization.md says which are"
+        ) from None
+    # In a dry run, sizes are all that is wanted.
+    device = torch.device("meta") if weight.is_meta else weight.device
+    try:
+        return read(files, stated, device)
+    except (AttributeError, TypeError) as error:  # such as a list in place of an object
+        raise UnsupportedModel(f"the quantization_config cannot be read: {error}") from None
+
+
+def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    """Memory-mapped tensors of the files, unconverted, by name. Raises ModelNotFound: a file is
+    broken.
+    """
+    for path in files:
+        try:
+            if path.suffix == ".bin":
+                yield from _unpickle(path).items()
+                continue
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():
+                    yield name, file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ModelNotFound(f"{path} cannot be read: {error}") from None
+
+
+def _unpickle(path: Path) -> dict[str, Tensor]:
+    """Unpickle tensors by name; anything else in the file is rejected."""
+    _check_archive(path)
+    # These have storage in a dry run, too.
+    with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # broken bytes may raise anything
+            raise OSError(error) from None
+    if not isinstance(found, dict) or not all(map(_is_plain, found.items())):
+        raise OSError("it holds other things than plain tensors by name")
+    return found
+
+
+def _check_archive(path: Path) -> None:
+    """Reject compressed members, which torch never writes: nothing may expand beyond the file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise OSError(f"{error}: save it with a torch of after 2020") from None
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise OSError(f"{entry.filename} is compressed")
+        if entry.filename.endswith(".pkl") and entry.file_size > MAX_PICKLE:
+            raise OSError(f"{entry.filename} has {entry.file_size} bytes, at most {MAX_PICKLE}")
+
+
+def _is_plain(named: tuple[Any, Any]) -> bool:
+    """Whether it is a name and a dense, real tensor whose data is within the file."""
+    name, tensor = named
+    return (
+        isinstance(name, str)
+        and type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.is_complex() or tensor.is_quantized)
+    )
+
+
+def _load_kv_scale(
+    model: Loadable, attentions: dict[str, Attention], name: str, tensor: Tensor
+) -> bool:
+    """Load the tensor if it is an attention layer's scale of keys or values; returns whether it is.
+    Raises ValueError: it is not one positive number.
+    """
+    if not (found := KV_SCALE.fullmatch(name)):
+        return False
+    layer = f"{found[1]}.attention"
+    attention = attentions.get(layer) or attentions.get(model.base_prefix + layer)
+    if attention is None:
+        return False
+    if tensor.numel() != 1:
+        raise ValueError(
+            f"shape {list(tensor.shape)}, expected one number: only scales of whole layers are "
+            f"supported"
+        )
+    scale = tensor.item()
+    if not 0 < scale < math.inf:
+        raise ValueError(f"the value {scale}, expected a positive number")
+    attention.kv_scales[found[2]] = scale
+    return True
+
+
+def _target(
+    model: Loadable, weights: dict[str, Weight], name: str
+) -> tuple[Weight | None, int | None]:
+    """The parameter of a checkpoint tensor, and the part of it; None if not needed."""
+    if name.endswith(model.ignored):
+        return None, None
+    for candidate in (name, model.base_prefix + name):
+        module, _, leaf = candidate.rpartition(".")
+        parent, _, last = module.rpartition(".")
+        part = None
+        if last in model.packed:
+            last, part = model.packed[last]
+            candidate = f"{parent}.{last}.{leaf}"
+        if candidate in weights:
+            return weights[candidate], part
+        if (unpacked := f"{module}.{leaf}") in weights:
+            return weights[unpacked], None
+    if name == "lm_head.weight":  # tied: the embedding is used
+        return None, None
+    raise UnsupportedModel(
+        f"the checkpoint has a tensor {name!r} that servd's {type(model).__name__} does not use"
+    )
+
+
+def init_dummy_weights(model: Loadable, seed: int, make: MakeForm) -> None:
+    """Fill the model with small random numbers, equal for a seed on every rank; vectors are 1."""
+    for index, (_, weight) in enumerate(model.named_parameters()):
+        generator = torch.Generator(device=weight.device).manual_seed(seed + index)
+        if weight.dim() == 1:
+            weight.data.fill_(1.0)
+        else:
+            weight.data.normal_(std=DUMMY_STD, generator=generator)
+        if isinstance(weight, Matrix):
+            weight.reform(make)
+
+
+def form_maker(
+    dtype: torch.dtype,
+    quantization: str | None,
+    folder: str,
+    activations: str = "auto",
+    imatrix: str | None = None,
+) -> MakeForm:
+    """Return what converts matrices. Raises ConfigError: the checkpoint is quantized already, or
+    should be but is not. `dtype`: of matrices that are not quantized; narrower ones stay as they
+    are. `quantization`: a module of servd/worker/quantization, or None. `activations`:
+    --cpu-activation-dtype.
+    """
+    stated = quantization_of(folder) if folder else None
+    method = stated and str(stated.get("quant_method")).replace("-", "_")
+    x_dtype = torch.int8 if activations == "int8" else torch.float32
+    if not quantization or quantization.replace("-", "_") == method:
+        return MakeForm(partial(_pack, dtype), x_dtype)
+    if method:
+        raise ConfigError(
+            f"--quantization {quantization}: the checkpoint is quantized already, by {method}: "
+            "leave the option out"
+        )
+    try:
+        quantize = plugins.load(QUANTIZATIONS, quantization, "quantize")
+    except AttributeError:
+        raise ConfigError(
+            f"--quantization {quantization}: that is read from checkpoints that have it, which "
+            "this one has not; docs/quantization.md has those that are made while loading"
+        ) from None
+    try:
+        table = plugins.load(QUANTIZATIONS, quantization, "quantize_table")
+    except AttributeError:
+        table = quantize
+    if activations != "float32" and "x_dtype" in signature(quantize).parameters:
+        quantize, table = (partial(make, x_dtype=torch.int8) for make in (quantize, table))
+    if imatrix is None:
+        return MakeForm(quantize, table=table)
+    return MakeForm(quantize, table=table, importance=_imatrix.read(Path(imatrix)))
+
+
+def _pack(dtype: torch.dtype, weight: Tensor) -> Form | None:
+    if weight.device.type != "cpu" or native.library() is None:
+        return None
+    kept = weight.to(dtype) if dtype.itemsize < weight.dtype.itemsize else weight
+    return packed.PackedMatrix(kept, x_dtype=dtype)
+
+
+def count_bytes(model: Loadable) -> int:
+    weights = (weight for _, weight in model.named_parameters())
+    return sum(w.num_bytes if isinstance(w, Matrix) else w.nbytes for w in weights)

@@ -1,0 +1,54 @@
+"""--batch-invariant: results for a request are bit-identical whatever else is in the step.
+
+Left to change are matrix products, where cuBLAS chooses its kernel by the number of rows, and
+attention, which splits rows by the load of the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from servd.base.errors import ConfigError
+from servd.worker.layers._matrix import Matrix
+from servd.worker.layers.experts import Expert
+from servd.worker.runner.model_runner import ModelRunner
+
+
+class InvariantMatrix:
+    """A matrix that is multiplied by one kernel, with fixed tiles."""
+
+    def __init__(self, weight: Tensor) -> None:
+        from servd.worker.ops.triton.product import product  # needs triton
+
+        self.weight, self.nbytes = weight.contiguous(), weight.nbytes
+        self.product = product
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.product(x, self.weight, bias)
+
+    def rows(self, index: Tensor) -> Tensor:
+        return F.embedding(index, self.weight)
+
+
+def make_batch_invariant(runner: ModelRunner) -> None:
+    """Replace the products and the attention of a runner whose model is loaded. Raises ConfigError:
+    a part of the model has no batch-invariant kernel.
+    """
+    if not runner.backend.supports_batch_invariance:
+        raise ConfigError(
+            f"--batch-invariant: attention backend {runner.backend_name} rounds by what is in a "
+            "step; only triton and varlen need not"
+        )
+    if any(isinstance(part, Expert) for _, part in runner.model.named_modules()):
+        raise ConfigError("--batch-invariant: the products of experts depend on the step")
+    for name, weight in runner.model.named_parameters():
+        if not isinstance(weight, Matrix):
+            continue
+        if weight.form is not None:
+            raise ConfigError(f"--batch-invariant is for 16 and 32 bits, and {name} is quantized")
+        weight.form, weight.data = InvariantMatrix(weight.data), weight.data.new_empty(0)
+    spec = replace(runner.backend.spec, batch_invariant=True)
+    runner.backend = type(runner.backend)(spec)

@@ -1,0 +1,46 @@
+"""--compile: compiles layers by torch.compile, in place of servd's own fused kernels."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx.experimental import _config as symbols
+
+from servd.worker.layers.attention import Attention
+from servd.worker.loading.model_loader import Model
+from servd.worker.ops import reference
+
+log = logging.getLogger("servd.worker")
+
+
+def compile_layers(model: Model, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile each layer when it first runs; layers of equal shapes share the compiled code.
+
+    Sizes of steps are dynamic, except 1. Attention and the write to the KV cache are not compiled,
+    which splits a layer in two: they depend on metadata that only the backend knows. `model`:
+    loaded; none of its matrices is packed for a CPU, which torch cannot trace. `backend`: of
+    torch.compile; tests use others.
+    """
+    # Else a first step with as many tokens as head_dim would make the two sizes one symbol.
+    symbols.use_duck_shape = False
+    # One function for all layers, else each would be compiled again.
+    attend = torch.compiler.disable(Attention.forward)
+    layers: list[Any] = [
+        layer
+        for _, part in model.named_modules()
+        if isinstance(part, nn.ModuleList)
+        for layer in part
+    ]
+    for layer in layers:
+        for part in layer.modules():
+            if isinstance(part, Attention):
+                part.forward = MethodType(attend, part)
+            elif hasattr(part, "ops"):
+                part.ops = reference  # plain torch, which the compiler can fuse
+        layer.compile(dynamic=True, backend=backend)
+    log.info("%d layers will be compiled when they first run", len(layers))

@@ -1,0 +1,99 @@
+"""CPUModelRunner: a model in main memory, with decode steps as recorded programs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from servd.base.sizes import format_bytes
+from servd.worker.batch.draft_chain import Chain, Drafter
+from servd.worker.batch.input_batch import Forward, InputBatch
+from servd.worker.device.device import available_memory, keep_freed_memory
+from servd.worker.ops import native
+from servd.worker.readers import StepPart
+from servd.worker.runner.model_runner import ModelRunner
+from servd.worker.runner.program_runner import ChainRunner, ProgramRunner
+
+log = logging.getLogger("servd.worker")
+
+KV_CACHE_SHARE = 0.4  # of the available memory, which other processes need, too
+MAX_KV_CACHE_BYTES = 4 << 30
+
+
+def kv_cache_share(available: int, num_ranks: int) -> int:
+    """Bytes for each rank's KV cache, of the `available` ones of the host."""
+    return min(int(max(available, 0) * KV_CACHE_SHARE), MAX_KV_CACHE_BYTES) // num_ranks
+
+
+class CPUModelRunner(ModelRunner):
+    programs: ProgramRunner | None = None  # set by allocate_kv_cache, where they can be used
+    num_threads = 1  # of torch, for steps without a program; set by allocate_kv_cache
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """float32 with the native kernels: 16 bits are for storage, and for AMX products."""
+        return self.dtype if native.library() is None else torch.float32
+
+    @property
+    def num_workers(self) -> int:
+        """Ranks of all engines of this host; each has a KV cache."""
+        parallel = self.config.parallel
+        return parallel.num_workers * parallel.num_engines_here
+
+    def kv_cache_memory(self) -> int:
+        """A share of what is available, divided over the ranks of this host."""
+        return kv_cache_share(available_memory(), self.num_workers)
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Allocate the cache, then record programs: these contain its addresses."""
+        size, free = num_blocks * self.bytes_per_block * self.num_workers, available_memory()
+        if size > free:
+            log.warning(
+                "a full KV cache takes %s and %s of memory are free, so that the system may end "
+                "the server: "
+                "lower --kv-cache-memory", format_bytes(size), format_bytes(free),
+            )  # fmt: skip
+        super().allocate_kv_cache(num_blocks)
+        self.num_threads = torch.get_num_threads()
+        keep_freed_memory()  # only now: memory freed by loading goes back to the system
+        self.states.inputs.reserve(self.max_num_samples)
+        self.programs = self.make_programs(self.run, self.max_num_samples)
+        if self.programs is not None:
+            proposer = self.proposer
+            self.programs.variant = lambda: (self.variant, proposer is None or proposer.is_reading)
+
+    @property
+    def makes_programs(self) -> bool:
+        is_alone = self.parallel.size == 1
+        return native.library() is not None and is_alone and not self.config.model.enforce_eager
+
+    def make_programs(self, forward: Forward, max_num_rows: int) -> ProgramRunner | None:
+        """A runner of recorded passes; None where they cannot be used."""
+        if not self.makes_programs:
+            return None
+        tables = self.states.block_tables
+        return ProgramRunner(forward, max_num_rows, tables.tables.shape[1], tables.num_groups)
+
+    def make_chain(self, drafter: Drafter, max_num_rows: int, max_num_tokens: int) -> Chain:
+        chain = super().make_chain(drafter, max_num_rows, max_num_tokens)
+        if (passes := self.make_programs(drafter.begin, max_num_tokens)) is None:
+            return chain
+        return ChainRunner(
+            drafter, self.states, passes=passes, max_num_rows=max_num_rows,
+            max_drafts=self.max_drafts,
+        )  # fmt: skip
+
+    def forward(self, batch: InputBatch) -> Tensor:
+        programs = self.programs if batch.is_decode else None
+        # After each of its few operations in a program torch's threads busy-wait for milliseconds
+        # on the CPUs of the native kernels' threads, which made a step of 32 tokens 20 % slower.
+        is_program = programs is not None and programs.is_recordable
+        torch.set_num_threads(1 if is_program else self.num_threads)
+        return (programs or self.run)(batch.input_ids, batch.positions, batch.attention)
+
+    def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
+        """Nothing to copy, nothing to wait for."""
+        return parts, lambda: None

@@ -1,0 +1,202 @@
+"""Dry run: computes the memory that a model will need from config.json and file headers alone.
+
+The runner's own `load_model` runs on meta tensors: all that it converts, packs or quantizes counts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from servd.base.errors import ConfigError, NotEnoughMemory
+from servd.base.sizes import MemoryPlan, MemorySizes, advise_more_memory, format_bytes
+from servd.checkpoint.hf import ModelSpec
+from servd.config import Config
+from servd.worker.device.device import available_memory, name_of
+from servd.worker.device.memory import CudaMeter, MemoryUse
+from servd.worker.device.parallel import Parallel
+from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
+from servd.worker.loading import model_loader
+from servd.worker.ops import native
+from servd.worker.runner.cpu_model_runner import CPUModelRunner, kv_cache_share
+from servd.worker.runner.gpu_model_runner import GPUModelRunner
+from servd.worker.runner.model_runner import ModelRunner
+
+log = logging.getLogger("servd.worker")
+
+
+class Weightless(TorchFunctionMode):
+    """A mode in which new tensors have no storage but report `device` as theirs."""
+
+    # These import a thousand modules for tensors without storage, elsewhere they are the same.
+    same: ClassVar[dict[Any, Callable[[Tensor], Tensor]]] = {
+        torch.zeros_like: lambda x: torch.empty(x.shape, dtype=x.dtype),
+        Tensor.abs: lambda x: x,
+        Tensor.normal_: lambda x: x,
+    }
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is native.call:
+            return None
+        if func == Tensor.device.__get__:
+            return self.device
+        if func in (torch.empty, torch.zeros):
+            kwargs = kwargs | {"device": "meta"}
+        elif kwargs.get("device") is not None:  # small, and their values are needed
+            kwargs = kwargs | {"device": "cpu"}
+        elif func in self.same and args[0].is_meta:
+            with self:  # a mode is disabled within its own function
+                return self.same[func](*args)
+        return func(*args, **kwargs)
+
+
+def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
+    """Plan the engine's memory, given what is free now. Raises ConfigError: the model cannot be
+    loaded here.
+    """
+    on_cuda = config.parallel.device == "cuda"
+    if on_cuda:  # caches of other backends are as large, and need not be asked what they can do
+        config = config.replace(attention_backend="torch_sdpa")
+    device = torch.device(config.parallel.device)
+    runner = load(GPUModelRunner if on_cuda else CPUModelRunner, config, spec, device)
+    sizes = _sizes(runner)
+    num_ranks = config.parallel.num_workers * max(config.parallel.num_engines_here, 1)
+    if isinstance(runner, GPUModelRunner):
+        meter = CudaMeter(runner.device)
+        use = runner.memory_use = MemoryUse(
+            total=meter.total,
+            outside=meter.taken() - meter.held(),
+            persistent=sizes.persistent,
+            per_request=sizes.requests // runner.max_num_seqs,
+            forward=sizes.forward,
+            sampling=sizes.sampling,
+            graphs=0,
+            utilization=config.cache.gpu_memory_utilization,
+            max_num_seqs=runner.max_num_seqs,
+        )
+        free, room = int(use.total * use.utilization) - use.outside, use.available
+    else:
+        free = available_memory() // num_ranks
+        room = kv_cache_share((free - sizes.persistent) * num_ranks, num_ranks)
+    num_blocks, shortage = 0, ""
+    try:
+        num_blocks = runner.count_blocks(room)
+    except NotEnoughMemory as error:
+        shortage = str(error)
+    return MemoryPlan(
+        device=name_of(runner.device),
+        dtype=str(runner.dtype).removeprefix("torch."),
+        sizes=sizes,
+        free=free,
+        num_blocks=num_blocks,
+        kv_windows=runner.kv_windows,
+        shortage=shortage,
+    )
+
+
+def predict(runner: ModelRunner) -> MemorySizes | None:
+    """The sizes of a runner that has not loaded its model; None if they cannot be known."""
+    config = runner.config
+    if runner.device.type == "cuda":
+        config = config.replace(attention_backend="torch_sdpa")
+    try:
+        return _sizes(load(type(runner), config, runner.spec, runner.device, runner.parallel))
+    except ConfigError:  # loading reports it
+        return None
+    except Exception as error:  # a plan must never stop a server
+        log.warning("no plan to compare memory with: %r", error)
+        return None
+
+
+def check_fits(runner: ModelRunner, sizes: MemorySizes) -> None:
+    """Compare what a runner will need with what is free, before it loads for minutes. Raises
+    NotEnoughMemory: the model, or the KV cache that is asked for, is larger than that.
+    """
+    cache = runner.config.cache
+    if runner.device.type == "cuda":
+        meter = CudaMeter(runner.device)
+        free = int(meter.total * cache.gpu_memory_utilization) - meter.taken() + meter.held()
+    else:
+        free = available_memory()
+    where = f"{format_bytes(max(free, 0))} of memory are free on {name_of(runner.device)}"
+    if sizes.persistent > free:
+        lacking = advise_more_memory(sizes.persistent - free, runner.config.model.quantization)
+        needed = format_bytes(sizes.persistent)
+        raise NotEnoughMemory(f"the model takes {needed}, and {where}: it needs {lacking}")
+    if (asked := cache.kv_cache_memory) is not None and asked > free:
+        raise NotEnoughMemory(
+            f"--kv-cache-memory {format_bytes(asked)}: {where}: lower it, or leave it out"
+        )
+
+
+def compare(runner: ModelRunner, planned: MemorySizes) -> None:
+    pairs = {
+        "weights": (planned.weights + planned.adapters, runner.weights_bytes),
+        "KV cache per block": (planned.kv_per_block, runner.bytes_per_block),
+    }
+    if isinstance(runner, GPUModelRunner) and (use := runner.memory_use):
+        pairs["weights and requests"] = (planned.persistent, use.persistent)
+        pairs["largest step"] = (planned.step, max(use.forward, use.sampling))
+    log.info(
+        "planned: %s",
+        ", ".join(
+            f"{name} {format_bytes(before)}" + (f", took {format_bytes(now)}" * (now != before))
+            for name, (before, now) in pairs.items()
+        ),
+    )
+
+
+def load(
+    runner_class: type[ModelRunner],
+    config: Config,
+    spec: ModelSpec,
+    device: torch.device,
+    parallel: Parallel | None = None,
+) -> ModelRunner:
+    """A rank's runner, by default the first one's, loaded without its weights. Raises ConfigError:
+    the model cannot be loaded here.
+    """
+    with Weightless(device):
+        options = config.parallel
+        size, num_stages = options.tensor_parallel_size, options.pipeline_parallel_size
+        whole = options.enable_expert_parallel
+        first = Parallel(0, size, 0, num_stages, has_whole_experts=whole)
+        runner = runner_class(config, spec, device, parallel or first)
+        runner.load_model(lambda _: None)
+    return runner
+
+
+def _sizes(runner: ModelRunner) -> MemorySizes:
+    proposer, states, spec = runner.proposer, runner.states, runner.spec
+    owners = [vars(owner) for owner in (states, states.block_tables, proposer) if owner]
+    kept = [value for owner in owners for value in owner.values()]
+    drafts: list[Any] = [value for value in kept if isinstance(value, nn.Module)]
+    modules = [*runner.model.named_modules()]
+    outputs = [sum(m.local_features) for _, m in modules if isinstance(m, ColumnParallelLinear)]
+    rows = [m.weight.part_shapes[0] for _, m in modules if isinstance(m, RowParallelLinear)]
+    inputs = [runner.parallel.share(shape[1]) for shape in rows]
+    # The stream, its norm, and two on the way; what a layer computes, and what is made of it.
+    width = 4 * spec.hidden_size + max(outputs, default=0) + max(inputs, default=0)
+    adapters = runner.adapters.nbytes if runner.adapters else 0
+    return MemorySizes(
+        weights=runner.weights_bytes - adapters,
+        draft_weights=sum(map(model_loader.count_bytes, drafts)),
+        adapters=adapters,
+        requests=sum(x.nbytes for x in kept if isinstance(x, Tensor)),
+        forward=runner.max_num_tokens * width * runner.compute_dtype.itemsize,
+        # Logits, what they are shifted to, and the weights of the draw.
+        sampling=3 * runner.max_num_samples * spec.vocab_size * 4,
+        kv_per_block=runner.bytes_per_block,
+    )

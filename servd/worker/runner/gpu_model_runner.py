@@ -1,0 +1,283 @@
+"""GPUModelRunner: a model on a CUDA device: CUDA graphs, a profile run of memory, asynchronous
+copies of outputs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+
+import torch
+
+from servd.base.errors import ConfigError
+from servd.messages.engine import GrammarBitmask, NewRequest, ScheduledRequest, SchedulerOutput
+from servd.messages.params import SamplingParams
+from servd.worker.batch.decode_inputs import PLACE, Columns
+from servd.worker.batch.input_batch import InputBatch, captured_attention, mixed_attention
+from servd.worker.device.memory import CudaMeter, MemoryUse, Meter
+from servd.worker.readers import StepPart
+from servd.worker.runner.graph_runner import CudaRecorder, GraphRunner, GraphSize, Record
+from servd.worker.runner.model_runner import ModelRunner
+
+log = logging.getLogger("servd.worker")
+
+# Weights times tokens of a step that takes a large device about 10 ms, longer than the host needs
+# to launch its kernels one by one: beyond that, padding costs more than a graph saves.
+MOST_PRODUCTS = 4 * 10**12
+
+
+class GPUModelRunner(ModelRunner):
+    """Steps on a CUDA device. Nothing but `AsyncOutput.result` waits for it."""
+
+    graphs: GraphRunner | None = None  # set by allocate_kv_cache, where they can be used
+    memory_use: MemoryUse | None = None  # set by kv_cache_memory
+
+    # ---- steps as graphs ----
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Allocate the cache with one more block, which padding is written to."""
+        super().allocate_kv_cache(num_blocks + 1)
+        self.states.pad(num_blocks)
+        self.graphs = self.make_graphs()
+        if self.graphs is not None:
+            self.states.inputs.sizes = self.graphs.decode_sizes
+
+    def warm_up(self, progress: Callable[[float], None]) -> None:
+        """Capture all graphs and run each way to sample, so that no request waits for a capture or
+        a compiler.
+        """
+        started, ways = time.monotonic(), self.sampler.examples
+        num_graphs = 0 if self.graphs is None else len(self.graphs.sizes) * len(self.variants)
+        steps = num_graphs + len(ways)
+        for done, _ in enumerate(self._capture_all(), 1):
+            progress(done / steps)
+        if num_graphs:
+            log.info("%d CUDA graphs in %.1f s", num_graphs, time.monotonic() - started)
+        else:
+            self._warm_up_columns()
+        for done, params in enumerate(ways, num_graphs + 1):
+            for has_grammar in (False, True):
+                self._launch(1, 1, 0, params)
+                self._sample_all(1, has_grammar)
+            progress(done / steps)
+
+    @torch.inference_mode()
+    def _warm_up_columns(self) -> None:
+        """Compile the kernels with which plain decode steps begin and end, on a row of padding."""
+        inputs = self.states.inputs
+        inputs.clear(1)
+        step = inputs.columns(1)
+        self.states.begin_decode(step)
+        hidden = torch.zeros(1, self.spec.hidden_size, dtype=self.dtype, device=self.device)
+        self.choose(hidden, step)
+
+    @property
+    def variants(self) -> list[bool]:
+        return [False] if self.adapters is None else [False, True]
+
+    def _capture_all(self) -> Iterator[GraphSize]:
+        if self.graphs is None:
+            return
+        for variant in self.variants:
+            if self.adapters is not None:
+                self.adapters.rows.is_active = variant  # until the next step sets it
+            for size in self.graphs.sizes:
+                self._capture(self.graphs, size)
+                yield size
+
+    @cached_property
+    def can_capture(self) -> bool:
+        """Whether steps can be graphs. A warning, logged once, says why not."""
+        if self.config.model.enforce_eager:
+            return False
+        reason = ""
+        if not self.backend.supports_graphs:
+            reason = f"attention backend {self.backend_name} cannot be captured"
+        elif not all(
+            getattr(each, "is_capturable", True) for _, each in self.model.named_modules()
+        ):
+            reason = (
+                "quantized experts are multiplied one by one, and the host has to know how many"
+                " tokens each of them has; without --quantization they are one kernel"
+            )
+        if reason:
+            log.warning("no CUDA graphs: %s", reason)
+        return not reason
+
+    def make_graphs(self) -> GraphRunner | None:
+        """A runner of CUDA graphs; None if switched off, or with a backend that has none."""
+        if not self.can_capture:
+            return None
+        num_weights = self.weights_bytes // self.dtype.itemsize
+        self.states.inputs.reserve(self.max_num_samples)
+        graphs = GraphRunner(
+            self._captured, self.max_num_samples,
+            min(self.max_num_tokens, MOST_PRODUCTS // max(num_weights, 1)), self.states.inputs,
+            torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.device),
+            self.recorder(), 2 if self.states.tree is None else 3,
+            super().choose if self.parallel.is_last_stage else None,
+        )  # fmt: skip
+        graphs.variant = lambda: self.variant
+        return graphs
+
+    def forward(self, batch: InputBatch) -> torch.Tensor:
+        """Steps run as graphs, those that are too large for one kernel by kernel."""
+        if self.graphs is not None and not batch.is_part:
+            ends = None if batch.is_decode else batch.attention_rows.ends
+            if (hidden := self.graphs(batch.tokens, ends, batch.columns)) is not None:
+                return hidden
+        return super().forward(batch)
+
+    def _captured(self, tokens: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
+        states = self.states
+        if ends is None:
+            step = states.inputs.columns(tokens.shape[1])
+            states.begin_decode(step)
+            attention = captured_attention(states, step)
+            places = None if states.tree is None else step.step[PLACE]
+            return self.run(step.token_ids, states.positions(step.columns, places), attention)
+        slots, columns, *places = tokens
+        input_ids = states.token_ids[slots, columns].long().clamp_(min=0)  # see InputBatch
+        positions = states.positions(columns, *(places or [None]))
+        return self.run(input_ids, positions, mixed_attention(states, tokens, ends))
+
+    def choose(self, hidden: torch.Tensor, columns: Columns) -> torch.Tensor:
+        graphs, chosen = self.graphs, None
+        if graphs is not None and hidden.data_ptr() == graphs.hidden.data_ptr():
+            chosen = graphs.chosen_of(columns)
+        return super().choose(hidden, columns) if chosen is None else chosen
+
+    @torch.inference_mode()
+    def _capture(self, graphs: GraphRunner, size: GraphSize) -> None:
+        try:
+            graphs.capture(size)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"the CUDA graph of a step ({size}) cannot be captured: {error}; "
+                "--enforce-eager serves without graphs"
+            ) from error
+
+    def recorder(self) -> Record:
+        """Records CUDA graphs; tests replace it."""
+        return CudaRecorder()
+
+    # ---- memory ----
+
+    def meter(self) -> Meter:
+        """Reads the device's memory; tests replace it."""
+        return CudaMeter(self.device)
+
+    def kv_cache_memory(self) -> int:
+        """--gpu-memory-utilization of the device, less weights, activations of the largest step,
+        graphs and other processes, as a profile run finds them.
+        """
+        self.memory_use = self._profile(self.meter())
+        log.info("%s", self.memory_use)
+        return self.memory_use.available - self.bytes_per_block  # the block of padding
+
+    def more_memory(self, missing: int) -> list[str]:
+        return self.memory_use.remedies(missing) if self.memory_use else []
+
+    def _profile(self, meter: Meter) -> MemoryUse:
+        """Run the largest steps and capture graphs, with as few blocks of KV cache as they need."""
+        longest = min(self.max_num_tokens, self.max_model_len)
+        each = min(self.max_num_tokens // self.max_num_seqs, self.max_model_len)
+        before = meter.allocated()
+        super().allocate_kv_cache(-(-longest // self.config.cache.block_size))
+        cache_bytes = meter.allocated() - before
+        forward = sampling = 0
+        steps = [(1, longest, 0), (self.max_num_seqs, each, 0)]
+        if num_drafts := self.max_drafts:
+            num_rows = min(self.max_num_seqs, self.max_num_samples // (1 + num_drafts))
+            steps.append((num_rows, 1 + num_drafts, num_drafts))
+        for num_rows, num_tokens, num_drafts in steps:
+            meter.peak()
+            self._launch(num_rows, num_tokens, num_drafts, self.sampler.costliest)
+            forward = max(forward, meter.peak())
+            self._sample_all(num_rows)
+            sampling = max(sampling, meter.peak())
+        kept = meter.allocated()
+        graphs = self._graph_bytes(meter)
+        self.kv_caches = []
+        return MemoryUse(
+            total=meter.total,
+            outside=meter.taken() - meter.held(),
+            persistent=kept - cache_bytes,
+            per_request=(kept - cache_bytes - before + self.states.nbytes) // self.max_num_seqs,
+            forward=forward - kept,
+            sampling=sampling - kept,
+            graphs=graphs,
+            utilization=self.config.cache.gpu_memory_utilization,
+            max_num_seqs=self.max_num_seqs,
+        )
+
+    def _launch(
+        self, num_rows: int, num_tokens: int, num_drafts: int, params: SamplingParams
+    ) -> None:
+        """Launch a step of prompts, which share their blocks, as only sizes matter."""
+        num_blocks = -(-num_tokens // self.config.cache.block_size)
+        new_requests = [
+            NewRequest(
+                slot=slot,
+                token_ids=[0] * num_tokens,
+                num_prompt_tokens=num_tokens,
+                num_computed_tokens=0,
+                block_ids=list(range(num_blocks)) * len(self.kv_windows),
+                params=params,
+            )
+            for slot in range(num_rows)
+        ]
+        scheduled = [
+            ScheduledRequest(
+                slot=slot,
+                num_tokens=num_tokens,
+                num_drafts=num_drafts,
+                max_new_drafts=num_drafts,
+            )
+            for slot in range(num_rows)
+        ]
+        self.execute_model(SchedulerOutput(step=0, new_requests=new_requests, scheduled=scheduled))
+
+    def _sample_all(self, num_rows: int, has_grammar: bool = True) -> None:
+        """Sample the step, with a grammar in every row or in none, and free its rows."""
+        words = bytes([255]) * (4 * -(-self.spec.vocab_size // 32))
+        bitmask = GrammarBitmask(list(range(num_rows)), [0] * num_rows, words * num_rows)
+        self.sample_tokens(bitmask if has_grammar else None).result()
+        self.execute_model(SchedulerOutput(step=0, scheduled=[], freed_slots=list(range(num_rows))))
+        self.sample_tokens()
+
+    def _graph_bytes(self, meter: Meter) -> int:
+        """Estimate the memory of all graphs: that of the largest one and of the one with the
+        largest logits, and for each other one as much as a second graph adds to the first.
+        """
+        if (graphs := self.make_graphs()) is None:
+            return 0
+        most = GraphSize(graphs.decode_sizes[-1], is_decode=True)
+        first, taken = [*dict.fromkeys((*graphs.sizes[:2], most))], [meter.taken()]
+        for size in first:
+            self._capture(graphs, size)
+            taken.append(meter.taken())
+        each = taken[2] - taken[1] if len(first) > 1 else 0
+        one = taken[-1] - taken[0] + each * (len(graphs.sizes) - len(first))
+        return len(self.variants) * one + graphs.nbytes
+
+    # ---- output ----
+
+    def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
+        """Copies to pinned memory, in the stream of the step, and an event after them."""
+        copied = [part.to_host() for part in parts]
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self.device))
+
+        def wait() -> None:
+            torch.cuda.set_device(self.device)  # each thread has its own, at first device 0
+            done.synchronize()
+
+        return copied, wait
+
+    def drop_graphs(self) -> None:
+        if self.graphs is not None:
+            self.graphs.graphs.clear()
+            self.graphs.heads.clear()

@@ -1,0 +1,79 @@
+"""Isolation: finds the requests that make a forward pass fail, and computes the others."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from uuid import uuid4
+
+import torch
+
+from servd.messages.engine import ModelRunnerOutput
+from servd.worker.batch.input_batch import InputBatch
+
+log = logging.getLogger("servd.worker")
+
+Forward = Callable[[InputBatch], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Failures:
+    """The StepPart of requests that could not be added, or on which the model fails."""
+
+    errors: dict[int, str]  # row -> message
+
+    @classmethod
+    def of(cls, batch: InputBatch, failed: Mapping[int, str]) -> Failures:
+        slots = enumerate(batch.host_slots.tolist())
+        return cls({row: failed[slot] for row, slot in slots if slot in failed})
+
+    def to_host(self) -> Failures:
+        return self
+
+    def write(self, output: ModelRunnerOutput) -> None:
+        output.errors = self.errors
+
+
+def forward_apart(
+    batch: InputBatch, forward: Forward, error: Exception
+) -> tuple[torch.Tensor, dict[int, str]]:
+    """Compute a step that failed as a whole in parts: the newest request apart from the others,
+    then halves of what fails. Parts run in order, as a row may read keys and values that an earlier
+    row writes; writing some of them again changes nothing.
+
+    Returns hidden states [num_tokens, hidden], zeros in rows that fail, and their errors by row.
+    Raises Exception: `error`, if every row fails: the process itself may be broken. `forward`:
+    computes a part; its result may be overwritten by the next call. `error`: with which the whole
+    step failed.
+    """
+    num_rows = len(batch.query_lens)
+    found: dict[int, torch.Tensor] = {}  # by first row
+    errors: dict[int, Exception] = {}
+    traceback.clear_frames(error.__traceback__)  # they hold tensors
+    parts = [(num_rows - 1, num_rows), (0, num_rows - 1)] if num_rows > 1 else []  # last first
+    while parts:
+        first, end = parts.pop()
+        try:
+            found[first] = forward(batch.part(first, end)).clone()
+        except Exception as of_part:
+            traceback.clear_frames(of_part.__traceback__)
+            middle = (first + end) // 2
+            if first == middle:
+                errors[first] = of_part
+            else:
+                parts += [(middle, end), (first, middle)]
+    if not found:
+        raise error
+    one = next(iter(found.values()))
+    for row in errors:
+        found[row] = one.new_zeros(int(batch.query_lens[row]), one.shape[1])
+    hidden = torch.cat([found[first] for first in sorted(found)])
+    return hidden, {row: _report(of_row) for row, of_row in errors.items()}
+
+
+def _report(error: Exception) -> str:
+    report = uuid4().hex[:8]
+    log.error("the model fails on a request (report %s)", report, exc_info=error)
+    return f"the model failed on this request ({type(error).__name__}, report {report})"

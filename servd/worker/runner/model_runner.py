@@ -1,0 +1,445 @@
+"""ModelRunner: computes steps of the model, on the rows of requests that it keeps."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from servd.base.errors import InvalidRequest
+from servd.base.tracing import now_ns
+from servd.checkpoint.hf import ModelSpec
+from servd.config import Config
+from servd.config.kv_layout import KVLayout
+from servd.config.speculative import max_num_samples
+from servd.messages.engine import (
+    BlockCopies,
+    GrammarBitmask,
+    ModelRunnerOutput,
+    NewRequest,
+    SchedulerOutput,
+)
+from servd.messages.params import SamplingParams
+from servd.worker import readers, spec_decode
+from servd.worker.attention import AttentionBatch, Backend, make_backend
+from servd.worker.batch.decode_inputs import Columns
+from servd.worker.batch.draft_chain import Chain, Drafter
+from servd.worker.batch.input_batch import InputBatch
+from servd.worker.batch.request_states import RequestStates
+from servd.worker.device.device import upload
+from servd.worker.device.parallel import Parallel
+from servd.worker.kv import kv_cache, kv_groups
+from servd.worker.kv.block_store import BlockStore
+from servd.worker.layers import state
+from servd.worker.layers.attention import ForwardContext, spec_of
+from servd.worker.loading import model_loader
+from servd.worker.lora.adapters import Adapters, check_modules
+from servd.worker.readers import StepPart
+from servd.worker.runner.isolation import Failures, forward_apart
+from servd.worker.sample.sampled_tokens import SampledTokens
+from servd.worker.sample.sampler import Sampler, SamplerOutput
+from servd.worker.sample.verification import SpecDecodeMetadata
+from servd.worker.spec_decode import Target
+
+log = logging.getLogger("servd.worker")
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step between `execute_model` and `sample_tokens`."""
+
+    num_rows: tuple[int, int]  # of `SchedulerOutput.decodes`, and of `SchedulerOutput.scheduled`
+    computed: tuple[InputBatch, torch.Tensor] | None = None  # with hidden states [tokens, hidden]
+    parts: Sequence[StepPart] = ()  # of the output, as far as they are computed
+    times_ns: Sequence[int] = ()  # see StepRecord.worker_ns
+
+
+@dataclass(frozen=True)
+class AsyncOutput:
+    num_rows: tuple[int, int]  # see LaunchedStep
+    parts: Sequence[StepPart] = ()  # on the host after `wait`
+    wait: Callable[[], None] = lambda: None
+    times_ns: Sequence[int] = ()  # until it was launched
+
+    def result(self) -> ModelRunnerOutput:
+        self.wait()
+        num_decodes, num_others = self.num_rows
+        output = ModelRunnerOutput([[] for _ in range(num_others)], decoded=[-1] * num_decodes)
+        for part in self.parts:
+            part.write(output)
+        output.times_ns = (*self.times_ns, now_ns()) if self.times_ns else ()
+        return output
+
+
+class ModelRunner(ABC):
+    """One model on one device. `device`: where it runs; `parallel`: the ranks among which it is
+    divided.
+    """
+
+    def __init__(
+        self, config: Config, spec: ModelSpec, device: torch.device, parallel: Parallel
+    ) -> None:
+        assert config.model.max_model_len is not None and config.scheduler.max_num_seqs is not None
+        assert config.scheduler.max_num_batched_tokens is not None
+        self.config = config
+        self.spec = spec
+        self.device = device
+        self.parallel = parallel
+        self.dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self.max_model_len = config.model.max_model_len
+        self.max_num_seqs = config.scheduler.max_num_seqs
+        self.max_num_tokens = config.scheduler.max_num_batched_tokens
+        speculative = config.model.speculative_config
+        self.max_drafts = speculative.num_speculative_tokens if speculative else 0
+        chances = speculative.acceptance_chances if speculative else None
+        self.acceptance_chances = None if chances is None else torch.tensor(chances, device=device)
+        self.max_num_samples = max_num_samples(
+            self.max_num_seqs, self.max_num_tokens, self.max_drafts
+        )
+        self.kv_caches: list[torch.Tensor] = []
+        self.block_store: BlockStore | None = None
+        self.launched: LaunchedStep | None = None
+        self.failed: dict[int, str] = {}  # slot -> error of its request
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.dtype
+
+    # ---- start-up ----
+
+    def load_model(self, progress: Callable[[float], None]) -> None:
+        """Build the model, load its weights, choose the attention backend, make the request states.
+        Raises ConfigError: the model or the backend cannot run here.
+        """
+        self.model = model_loader.build_model(
+            self.spec,
+            self.compute_dtype,
+            self.device,
+            self.parallel,
+            self.config.model.model_impl,
+            self.max_model_len,
+        )
+        self._load_weights(progress)
+        self.adapters = self._make_adapters()
+        self.weights_bytes = model_loader.count_bytes(self.model)
+        attention = spec_of(
+            self.model,
+            block_size=self.config.cache.block_size,
+            dtype=self.compute_dtype,
+            kv_dtype=kv_cache.dtype_of(self.config, self.dtype, self.device),
+            device=self.device,
+            exact_seq_lens=not (
+                self.max_drafts
+                and self.device.type == "cuda"
+                and self.config.scheduler.async_scheduling
+            ),
+        )
+        self.backend: Backend[Any]
+        self.backend_name, self.backend = make_backend(
+            self.config.parallel.attention_backend, attention
+        )
+        self.states = RequestStates(
+            self.max_num_seqs, self.max_model_len, attention.block_size, self.device,
+            self.spec.vocab_size,
+        )  # fmt: skip
+        self.states.make_room(state.arrange(self.model))
+        mode = self.config.model.logprobs_mode
+        self.sampler = Sampler(self.spec.vocab_size, self.max_num_seqs, self.device, mode)
+        self.readers = readers.load(self.states, self.model.compute_logits, self.spec)
+        self.proposer = spec_decode.load(
+            Target(
+                self.config, self.spec, self.model, self.states, self.parallel, self.backend,
+                self.make_chain,
+            )
+        )  # fmt: skip
+        has_draft = self.proposer is not None and self.proposer.bytes_per_block > 0
+        self.kv_windows = kv_groups.arrange(self.model, self.config, self.backend, has_draft)
+        self.states.block_tables.arrange(len(self.kv_windows))
+        self.followers = [
+            each for each in (*self.readers, self.adapters, self.proposer) if each is not None
+        ]
+
+    def _load_weights(self, progress: Callable[[float], None]) -> None:
+        check_modules(self.config.lora, self.model)  # first, as loading takes long
+        config = self.config.model
+        make = model_loader.form_maker(
+            self.dtype, config.quantization, self.spec.folder, config.cpu_activation_dtype,
+            config.quantization_imatrix,
+        )  # fmt: skip
+        if config.load_format == "dummy":
+            model_loader.init_dummy_weights(self.model, config.seed, make)
+        else:
+            folder, form = self.spec.folder, config.load_format
+            model_loader.load_weights(self.model, folder, progress, make, load_format=form)
+
+    def _make_adapters(self) -> Adapters | None:
+        if not self.config.lora.enable_lora:
+            return None
+        most = max(self.max_num_tokens, self.max_num_samples)
+        name = self.config.lora.lora_dtype
+        dtype = self.compute_dtype if name == "auto" else getattr(torch, name)
+        return Adapters(
+            self.config.lora, self.model, dtype, self.device, self.max_num_seqs, most,
+            self.parallel,
+        )  # fmt: skip
+
+    def count_blocks(self, room: int | None = None) -> int:
+        """KV-cache blocks that fit: in --kv-cache-memory, else in `room`, else in what is free.
+        Raises NotEnoughMemory: too few for one request.
+        """
+        memory = self.config.cache.kv_cache_memory
+        if memory is None:
+            memory = self.kv_cache_memory() if room is None else room
+        return kv_cache.count_blocks(
+            self.config, KVLayout.of(self.config, self.kv_windows), self.bytes_per_block, memory,
+            self.weights_bytes, self.more_memory,
+        )  # fmt: skip
+
+    @property
+    def variant(self) -> bool:
+        """Whether the next forward pass computes adapters; each variant has graphs of its own."""
+        return self.adapters is not None and self.adapters.rows.is_active
+
+    @property
+    def bytes_per_block(self) -> int:
+        own = kv_cache.bytes_per_block(self.backend, self.model)
+        return own + (self.proposer.bytes_per_block if self.proposer else 0)
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        self.kv_caches = kv_cache.allocate(self.backend, self.model, num_blocks)
+        if self.proposer is not None:
+            self.proposer.allocate_kv_cache(num_blocks)
+
+    def warm_up(self, progress: Callable[[float], None]) -> None:  # noqa: B027
+        """Capture and compile what the first requests would wait for; reports fractions."""
+
+    # ---- steps ----
+
+    @torch.inference_mode()
+    def execute_model(self, scheduled: SchedulerOutput) -> None:
+        """Update the request states and launch the forward pass."""
+        if self.launched is not None:
+            raise RuntimeError("execute_model was called twice without sample_tokens")
+        begin = now_ns()
+        if scheduled.copies is not None:
+            self._copy_blocks(scheduled.copies)
+        self._update_states(scheduled)
+        num_rows = len(scheduled.decodes.slots), len(scheduled.scheduled)
+        self.launched = LaunchedStep(num_rows)
+        if not any(num_rows):
+            return
+        batch = InputBatch.gather(scheduled, self.states)
+        prepared = now_ns()
+        hidden = self._forward(batch)
+        read = (reader.read(hidden, batch) for reader in self.readers)
+        parts: list[StepPart] = [part for part in read if part is not None]
+        if self.failed:
+            parts.append(Failures.of(batch, self.failed))
+        times_ns = (begin, prepared, now_ns())
+        self.launched = LaunchedStep(num_rows, (batch, hidden), parts, times_ns)
+
+    def _forward(self, batch: InputBatch) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden]; requests on which the model fails enter `failed`."""
+        try:
+            return self._begin(batch)
+        except Exception as error:
+            if self.parallel.size * self.parallel.num_stages > 1:  # other ranks would wait
+                raise
+            hidden, errors = forward_apart(batch, self._begin, error)
+            if self.adapters is not None:
+                self.adapters.begin_step(batch)
+        self.failed |= {int(batch.host_slots[row]): why for row, why in errors.items()}
+        return hidden
+
+    def _begin(self, batch: InputBatch) -> torch.Tensor:
+        if self.adapters is not None:
+            self.adapters.begin_step(batch)
+        if self.proposer is not None:
+            self.proposer.begin_step(batch)
+        return self.forward(batch)
+
+    def _copy_blocks(self, copies: BlockCopies) -> None:
+        """Copy between the cache and the engine's host memory, which the first copy maps."""
+        if self.block_store is None:
+            caches = [*self.kv_caches, *(self.proposer.kv_caches if self.proposer else ())]
+            self.block_store = BlockStore(copies.memory, caches, self.parallel)
+        self.block_store.make(copies.copies)
+
+    def forward(self, batch: InputBatch) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden] of a step."""
+        return self.run(batch.input_ids, batch.positions, batch.attention)
+
+    def make_chain(self, drafter: Drafter, max_num_rows: int, max_num_tokens: int) -> Chain:
+        """Drafts by another model, for the requests of this one."""
+        return Chain(drafter, self.states)
+
+    def run(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch
+    ) -> torch.Tensor:
+        """Run the model: int64 [num_tokens] each -> hidden states [num_tokens, hidden]."""
+        ctx = ForwardContext(self.backend, attention, self.kv_caches, self.states.of_layers)
+        hidden = self.model(input_ids, positions, ctx)
+        ctx.finish()
+        return hidden
+
+    @torch.inference_mode()
+    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> AsyncOutput:
+        """Sample for the step launched last, store the tokens, and draft for the next step."""
+        if self.launched is None:
+            raise RuntimeError("sample_tokens was called before execute_model")
+        launched, self.launched = self.launched, None
+        parts = [*launched.parts]
+        if launched.computed is not None:
+            batch, hidden = launched.computed
+            num_kept = None
+            if len(batch.sample_rows):
+                part = self._sample(batch, hidden, bitmask)
+                parts.append(part)
+                num_kept = part.sampled.num_kept
+                if part.sampled.order is not None:
+                    hidden = self._line_up(batch, hidden, part.sampled.order)
+            if self.proposer and (drafts := self.proposer.draft(batch, hidden, num_kept)):
+                parts.append(drafts)
+        return AsyncOutput(launched.num_rows, *self.to_host(parts), launched.times_ns)
+
+    def _sample(
+        self, batch: InputBatch, hidden: torch.Tensor, bitmask: GrammarBitmask | None
+    ) -> SampledTokens:
+        drafts = SpecDecodeMetadata.of(batch, self.acceptance_chances)
+        columns, has_others = batch.columns, drafts is not None and drafts.is_synthetic
+        if columns is not None and bitmask is None and not has_others:
+            if self.sampler.is_plain(batch.host_slots):
+                return self._sample_plain(batch, self.choose(hidden, columns), drafts)
+        chosen = hidden if batch.samples_all else hidden[batch.sample_tokens]
+        logits = self.model.compute_logits(chosen)  # [m, vocab]
+        sampled = self.sampler(
+            logits,
+            batch.sample_slots,
+            batch.sample_host_slots,
+            batch.sample_positions,
+            self._unpack(bitmask, batch) if bitmask else None,
+            drafts,
+        )
+        self.states.write(batch.sample_slots, batch.sample_columns, sampled.token_ids)
+        if sampled.num_kept is not None:
+            self.states.keep(batch.host_slots[batch.sample_rows], sampled.num_kept)
+        return SampledTokens(batch.sample_rows, batch.num_drafts[batch.sample_rows], sampled)
+
+    def _sample_plain(
+        self, batch: InputBatch, token_ids: torch.Tensor, drafts: SpecDecodeMetadata | None
+    ) -> SampledTokens:
+        num_kept = None if drafts is None else drafts.verify(token_ids)[0]
+        if num_kept is not None:
+            self.states.keep(batch.host_slots, num_kept)
+        output = SamplerOutput(token_ids, None, num_kept)
+        return SampledTokens(batch.sample_rows, batch.num_drafts, output)
+
+    def choose(self, hidden: torch.Tensor, columns: Columns) -> torch.Tensor:
+        logits = self.model.compute_logits(hidden)
+        token_ids = self.states.token_ids
+        return self.sampler.ops.choose(logits, columns.slots, columns.next_columns, token_ids)
+
+    def _line_up(
+        self, batch: InputBatch, hidden: torch.Tensor, order: torch.Tensor
+    ) -> torch.Tensor:
+        """Move keys, values and hidden states of the accepted drafts of a tree to where a chain
+        has them.
+        """
+        tokens, moved = batch.sample_tokens, batch.sample_tokens[order]
+        if self.device.type == "cpu":  # comparing is free there, and most need not move
+            changed = tokens != moved
+            tokens, moved = tokens[changed], moved[changed]
+        for group in (batch.attention, *batch.attention.others):
+            sources, targets = group.slot_mapping[moved], group.slot_mapping[tokens]
+            for cache in self.kv_caches:
+                self.backend.move(cache, sources, targets)
+        return hidden.index_copy(0, tokens, hidden[moved])
+
+    def _update_states(self, scheduled: SchedulerOutput) -> None:
+        for slot in scheduled.freed_slots:
+            self._remove(slot)
+            self.failed.pop(slot, None)
+        for request in scheduled.new_requests:
+            try:
+                self._add(request)
+            except Exception as error:
+                self._fail(request, error)
+        for slot, block in scheduled.decodes.new_blocks.items():
+            self.states.block_tables.append(slot, [block])
+        for row in scheduled.scheduled:
+            if row.new_block_ids:
+                self.states.block_tables.append(row.slot, row.new_block_ids)
+        self.states.write_drafts(scheduled.scheduled)
+
+    def _add(self, request: NewRequest) -> None:
+        """Put a request in its slot. Raises InvalidRequest: a parameter or token id is out of
+        bounds, though the API checks them.
+        """
+        params, prompt_len = request.params, request.num_prompt_tokens
+        is_sampling = isinstance(params, SamplingParams)
+        if isinstance(params, SamplingParams):
+            params.verify(self.spec.vocab_size)
+        self.states.add(request)
+        for follower in self.followers:
+            follower.add(request)
+        if is_sampling:
+            outputs = request.token_ids[prompt_len:]
+            prompt = request.token_ids[:prompt_len]
+            self.states.is_tree[request.slot] = self.sampler.add(
+                request.slot, params, prompt, outputs, request.eos_token_ids
+            )
+
+    def _remove(self, slot: int) -> None:
+        self.sampler.remove(slot)
+        for follower in self.followers:
+            follower.remove(slot)
+
+    def _fail(self, request: NewRequest, error: Exception) -> None:
+        """Record the error of a request that cannot be added. Its tokens are computed all the same,
+        as other requests may share its blocks by the prefix cache.
+        """
+        slot, vocab_size = request.slot, self.spec.vocab_size
+        if isinstance(error, InvalidRequest):
+            self.failed[slot] = str(error)
+        else:
+            log.error("a request could not enter slot %d", slot, exc_info=error)
+            self.failed[slot] = f"the worker failed on this request ({type(error).__name__})"
+        self._remove(slot)
+        token_ids = [i if 0 <= i < vocab_size else 0 for i in request.token_ids]
+        self.states.add(msgspec.structs.replace(request, token_ids=token_ids))
+
+    def _unpack(self, bitmask: GrammarBitmask, batch: InputBatch) -> torch.Tensor:
+        """int32 [m, ceil(vocab / 32)] for all rows to sample; all bits set without a grammar."""
+        words = np.frombuffer(bitmask.bitmask, dtype=np.int32).reshape(len(bitmask.indices), -1)
+        counts = batch.num_drafts[batch.sample_rows] + 1
+        unpacked = np.full((counts.sum(), words.shape[1]), -1, dtype=np.int32)
+        firsts = dict(
+            zip(batch.sample_rows.tolist(), (counts.cumsum() - counts).tolist(), strict=True)
+        )
+        for index, offset, allowed in zip(bitmask.indices, bitmask.offsets, words, strict=True):
+            if index in firsts:  # rows that do not end their prompt sample no token
+                unpacked[firsts[index] + offset] = allowed
+        return upload(unpacked, self.device)
+
+    # ---- what the device decides ----
+
+    @abstractmethod
+    def kv_cache_memory(self) -> int:
+        """Bytes that the KV cache may take; called after load_model."""
+
+    def more_memory(self, missing: int) -> list[str]:
+        """Changes of options that would free `missing` bytes, e.g. "lower --max-num-seqs to 4"."""
+        return []
+
+    def drop_graphs(self) -> None:  # noqa: B027 - only a GPU has them
+        """Free captured steps; none may run afterwards."""
+
+    @abstractmethod
+    def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
+        """Start copying a step's output to the host; returns the copies, and what awaits them."""

@@ -1,0 +1,82 @@
+"""Stage: runs a model runner as one stage of pipeline parallelism.
+
+Each stage computes another step, of other requests. The executor sends the sampled tokens to the
+earlier stages before their requests are scheduled again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+
+from servd.messages.engine import GrammarBitmask, SchedulerOutput
+from servd.worker.device.device import upload
+from servd.worker.loading.pipeline_model import Arrived
+from servd.worker.runner.model_runner import AsyncOutput, ModelRunner
+
+
+class Stage:
+    """Receives hidden states from the previous stage, computes its layers, and sends the result to
+    the next stage; the last one samples.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.parallel = runner.parallel
+        modules = runner.model.named_modules()
+        self.arrived = next((each for _, each in modules if isinstance(each, Arrived)), None)
+        if self.arrived is not None:
+            self.arrived.make_room(runner.max_num_tokens)
+        if not self.parallel.is_last_stage:
+            runner.readers.clear()  # they need the last layer's output
+        self.sent: deque[tuple[Any, torch.Tensor]] = deque()  # sends in progress
+        self.slots: list[int] = []  # of the latest launched step, number `step`
+        self.step = 0
+        self.in_flight: deque[tuple[int, list[int]]] = deque()  # tokens not known yet
+        self.entered: dict[int, int] = {}  # slot -> step in which its request was added
+
+    def execute_model(self, scheduled: SchedulerOutput) -> None:
+        self.step, self.slots = scheduled.step, scheduled.slots
+        self.entered |= dict.fromkeys((new.slot for new in scheduled.new_requests), self.step)
+        if self.arrived is not None and scheduled.num_tokens:
+            self.parallel.receive(self.arrived.stream[: scheduled.num_tokens])
+        self.runner.execute_model(scheduled)
+        launched = self.runner.launched
+        assert launched is not None
+        if launched.computed is not None and not self.parallel.is_last_stage:
+            # A copy: the next step may reuse the memory.
+            stream = launched.computed[1].clone()
+            self.sent.append((self.parallel.send(stream), stream))
+            if len(self.sent) > self.parallel.num_stages:
+                self.sent.popleft()[0].wait()
+
+    def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> AsyncOutput:
+        """Sample in the last stage; the others receive the tokens by `take_tokens`."""
+        if self.parallel.is_last_stage:
+            return self.runner.sample_tokens(bitmask)
+        launched, self.runner.launched = self.runner.launched, None
+        if launched is None:
+            raise RuntimeError("sample_tokens was called before execute_model")
+        self.in_flight.append((self.step, self.slots))
+        return AsyncOutput(launched.num_rows, times_ns=launched.times_ns)
+
+    @torch.inference_mode()
+    def take_tokens(self, sampled: list[list[int]]) -> None:
+        """Store the tokens of the oldest step in flight, except in slots that were reassigned to
+        another request since.
+        """
+        step, slots = self.in_flight.popleft()
+        tokens = [
+            (slot, offset, token_id)
+            for slot, token_ids in zip(slots, sampled, strict=True)
+            if self.entered[slot] <= step
+            for offset, token_id in enumerate(token_ids)
+        ]
+        if tokens:
+            states, columns = self.runner.states, np.array(tokens, dtype=np.int64).T
+            rows, offsets, ids = upload(columns, states.token_ids.device)
+            states.write(rows, states.num_computed[rows] + offsets, ids)
+            states.num_computed.index_add_(0, rows, (offsets > 0).long())  # accepted drafts

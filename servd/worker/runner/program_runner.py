@@ -1,0 +1,352 @@
+"""ProgramRunner: the forward pass of decode steps on a CPU as one call of the native library.
+
+Between kernels, Python and torch run out of cold caches, as the weights evict everything else. So
+the first step with a number of rows records its kernel calls, and later ones pass the list to the
+library (`servd_run` in ops/cpu/program.cpp). Inputs have fixed buffers; all programs share those
+of results.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from servd.worker.attention import AttentionBatch
+from servd.worker.batch.draft_chain import Chain, Pass
+from servd.worker.batch.input_batch import Forward
+from servd.worker.ops import native
+
+log = logging.getLogger("servd.worker")
+
+# Tokens of a pass that is recorded with the chain after it: there is a program for each number of
+# them beside each number of rows.
+MOST_TOGETHER = 8
+
+
+class Places:
+    """Input buffers of the attention of one group of layers."""
+
+    def __init__(self, max_num_rows: int, max_num_blocks: int) -> None:
+        self.slot_mapping = np.zeros(max_num_rows, dtype=np.int64)
+        self.block_tables = np.zeros((max_num_rows, max_num_blocks), dtype=np.int32)
+        self.tails: np.ndarray | None = None
+
+    def fill(self, group: AttentionBatch, num_rows: int) -> None:
+        self.slot_mapping[:num_rows] = group.slot_mapping.numpy()
+        tables = group.block_tables.numpy()
+        self.block_tables[:num_rows, : tables.shape[1]] = tables
+        if group.tails is not None:
+            if self.tails is None:
+                shape = len(self.slot_mapping), group.tails.shape[1]
+                self.tails = np.zeros(shape, dtype=np.int64)
+            self.tails[:num_rows] = group.tails.numpy()
+
+
+class ProgramRunner:
+    """Records a program when a number of rows is first run; a model that needs other operations
+    than the native library's runs them one by one. `max_num_rows`: of a step; each has one token,
+    known or a draft. `max_num_blocks`: of a row.
+    """
+
+    is_recordable = True
+
+    def __init__(
+        self, forward: Forward, max_num_rows: int, max_num_blocks: int, num_groups: int = 1
+    ) -> None:
+        self.forward = forward
+        # Inputs are NumPy arrays: torch takes four times as long to copy a few numbers.
+        self.tokens = np.zeros((2, max_num_rows), dtype=np.int64)  # ids, positions
+        self.query_lens, self.seq_lens = np.ones((2, max_num_rows), dtype=np.int64)
+        self.places = [Places(max_num_rows, max_num_blocks) for _ in range(num_groups)]
+        self.others: list[np.ndarray] = []
+        self.memory = Memory(max_num_rows)
+        self.programs: dict[tuple[int, Hashable], Program] = {}
+        self.variant: Callable[[], Hashable] = lambda: False  # see `ModelRunner.variant`
+
+    def __call__(
+        self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *others: Tensor
+    ) -> Tensor:
+        """Hidden states [num_rows, hidden] of a decode step, valid until the next call. `others`
+        are float32 [num_rows, n] each.
+        """
+        if self.is_recordable:
+            try:
+                return self._run(input_ids, positions, attention, *others)
+            except NotRecordable as error:
+                log.warning("decode steps run slower than they could, call by call: %s", error)
+                self.is_recordable = False
+        return self.forward(input_ids, positions, attention, *others)
+
+    def _run(
+        self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *others: Tensor
+    ) -> Tensor:
+        self.fill(input_ids, positions, attention, *others)
+        num_rows = len(input_ids)
+        key = num_rows, self.variant()
+        if (program := self.programs.get(key)) is None:
+            program = self.programs[key] = self._record(num_rows)
+        else:
+            program.run()
+        return program.results[0]
+
+    def fill(
+        self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *others: Tensor
+    ) -> None:
+        num_rows = len(input_ids)
+        self.tokens[0, :num_rows] = input_ids.numpy()
+        self.tokens[1, :num_rows] = positions.numpy()
+        self.seq_lens[:num_rows] = attention.seq_lens
+        for places, group in zip(self.places, (attention, *attention.others), strict=True):
+            places.fill(group, num_rows)
+        self.fill_others(others)
+
+    def fill_others(self, others: Sequence[Tensor]) -> None:
+        """The same of further inputs, [num_rows, n] each."""
+        for number, other in enumerate(others):
+            if number == len(self.others):
+                shape = len(self.seq_lens), other.shape[1]
+                self.others.append(np.zeros(shape, dtype=np.float32))
+            self.others[number][: len(other)] = other.numpy()
+
+    def inputs(self, num_rows: int) -> tuple[Any, ...]:
+        input_ids, positions = torch.from_numpy(self.tokens)[:, :num_rows]
+        starts = torch.arange(num_rows + 1, dtype=torch.int32)
+        seq_lens = self.seq_lens[:num_rows]
+        attention, *others = [
+            AttentionBatch(
+                query_lens=self.query_lens[:num_rows],
+                seq_lens=seq_lens,
+                query_start_loc=starts,
+                seq_lens_device=torch.from_numpy(seq_lens),
+                block_tables=torch.from_numpy(places.block_tables[:num_rows]),
+                slot_mapping=torch.from_numpy(places.slot_mapping[:num_rows]),
+                tails=None if places.tails is None else torch.from_numpy(places.tails[:num_rows]),
+            )
+            for places in self.places
+        ]
+        attention = replace(attention, others=others)
+        return (
+            input_ids,
+            positions,
+            attention,
+            *(torch.from_numpy(other[:num_rows]) for other in self.others),
+        )
+
+    def _record(self, num_rows: int) -> Program:
+        inputs = self.inputs(num_rows)
+        with Recorder(self.memory, num_rows) as recorder, OnlyViews():
+            hidden = self.forward(*inputs)
+        return Program(b"".join(recorder.calls), [self.memory.lend(hidden)])
+
+
+class ChainRunner(Chain):
+    """The longest chain of drafts as one program, for each number of rows, of which shorter chains
+    are the beginning, and with the pass before it where that has few tokens; or pass by pass.
+
+    Args:
+        arguments: those of `Chain`.
+        passes: runs the passes before chains.
+        max_num_rows: the most rows of a chain.
+        max_drafts: the most of a row.
+    """
+
+    def __init__(
+        self, *arguments: Any, passes: ProgramRunner, max_num_rows: int, max_drafts: int
+    ) -> None:
+        super().__init__(*arguments)
+        self.passes, self.max_passes = passes, max_drafts - 1
+        self.memory = Memory(max_num_rows)
+        max_num_blocks = self.states.block_tables.tables.shape[1]
+        self.block_tables = np.zeros((max_num_rows, max_num_blocks), dtype=np.int32)
+        self.query_lens = np.ones(max_num_rows, dtype=np.int64)
+        self.last = np.zeros(max_num_rows, dtype=np.int64)
+        self.features: np.ndarray | None = None  # [max_num_rows, hidden]
+        # By tokens of the pass before, 0 without it, and rows: positions, cache slots and lengths
+        # of all passes, [max_passes, 3, num_rows], and programs, by passes.
+        self.programs: dict[tuple[int, int], tuple[np.ndarray, list[Program]]] = {}
+
+    def run(self, first: Pass) -> Tensor:
+        if first.rows is not None:
+            return super().run(first)
+        return self.passes(*first.inputs(self.states))[torch.as_tensor(first.last)]
+
+    def __call__(self, first: Pass, slots: Any, positions: Any, columns: Any) -> Tensor:
+        if self.passes.is_recordable and len(positions):
+            try:
+                return self._run(first, slots, positions, columns)
+            except NotRecordable as error:
+                log.warning("drafts are made slower than they could be, call by call: %s", error)
+                self.passes.is_recordable = False
+        return super().__call__(first, slots, positions, columns)
+
+    def _run(self, first: Pass, slots: Any, positions: Any, columns: Any) -> Tensor:
+        slots, positions, columns = map(np.asarray, (slots, positions, columns))
+        tables, num_rows, num_passes = self.states.block_tables, len(slots), len(positions)
+        num_tokens = len(first.token_ids)
+        if first.rows is None and num_tokens <= MOST_TOGETHER and tables.num_groups == 1:
+            self._fill(first)
+        else:
+            num_tokens, features = 0, self.run(first)
+            if self.features is None:
+                self.features = np.zeros((len(self.last), features.shape[1]), np.float32)
+            self.features[:num_rows] = features.numpy()
+        self.block_tables[:num_rows] = tables.tables.numpy()[slots]
+        given = positions, tables.host_slot_mapping(slots, columns), columns + 1
+        if found := self.programs.get((num_tokens, num_rows)):
+            numbers, programs = found
+            for kind, each in enumerate(given):
+                numbers[:num_passes, kind] = each
+            programs[num_passes].run()
+        else:  # what is made beyond stays in the last place that there is
+            places = np.arange(self.max_passes).clip(max=num_passes - 1)
+            numbers = np.stack(given, axis=1)[places]
+            programs = self._record(num_tokens, num_rows, numbers)
+            self.programs[num_tokens, num_rows] = numbers, programs
+        return torch.stack(programs[num_passes].results, dim=1)
+
+    def _fill(self, first: Pass) -> None:
+        slots, columns = np.asarray(first.slots), np.asarray(first.columns)
+        passes, tables, end = self.passes, self.states.block_tables, len(slots)
+        passes.tokens[0, :end], passes.tokens[1, :end] = first.token_ids, first.positions
+        passes.seq_lens[:end] = columns + 1
+        (places,) = passes.places
+        places.slot_mapping[:end] = tables.host_slot_mapping(slots, columns)
+        places.block_tables[:end] = tables.tables.numpy()[slots]
+        passes.fill_others(first.read)
+        self.last[: len(first.last)] = first.last
+
+    def _record(self, num_tokens: int, num_rows: int, numbers: np.ndarray) -> list[Program]:
+        starts = torch.arange(num_rows + 1, dtype=torch.int32)
+        tables = torch.from_numpy(self.block_tables[:num_rows])
+        passes = [
+            (
+                position,
+                AttentionBatch(
+                    self.query_lens[:num_rows], lens.numpy(), starts, lens, tables, mapping
+                ),
+            )
+            for position, mapping, lens in torch.from_numpy(numbers)
+        ]
+        made: list[Tensor] = []
+        programs: list[Program] = []
+        inputs, features = self.passes.inputs(num_tokens), None
+        with Recorder(self.passes.memory, num_tokens) as before, OnlyViews():
+            if num_tokens:
+                features = self.drafter.begin(*inputs)
+        with Recorder(self.memory, num_rows) as recorder, OnlyViews():
+            if features is not None:
+                features = native.embed(torch.from_numpy(self.last[:num_rows]), features)
+            else:
+                assert self.features is not None
+                features = torch.from_numpy(self.features[:num_rows])
+            for draft in self.draft(features, passes):
+                made.append(draft)
+                calls = b"".join(before.calls + recorder.calls)
+                programs.append(Program(calls, [self.memory.lend(each) for each in made]))
+        return programs
+
+
+class NotRecordable(Exception):
+    """A forward pass used an operation that is not of the native library."""
+
+
+class OnlyViews(TorchDispatchMode):
+    """Within it, torch may make views of tensors, but no new ones, and change none."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True, the default, imports torch's compiler at the first call, for seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            raise NotRecordable(f"{func} is not of the native library")
+        result = func(*args, **(kwargs or {}))
+        given = {_memory_of(tensor) for tensor in args if isinstance(tensor, Tensor)}
+        views = result if isinstance(result, list | tuple) else [result]
+        # `contiguous` and the like, where they must copy.
+        if any(_memory_of(view) not in given for view in views):
+            raise NotRecordable(f"{func} makes a copy")
+        return result
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class Memory:
+    """Buffers for results, sized for the largest step; reused when nothing refers to them."""
+
+    def __init__(self, max_num_rows: int) -> None:
+        self.max_num_rows = max_num_rows
+        self.buffers: list[np.ndarray] = []
+        self.users: list[weakref.ref[np.ndarray]] = []  # last user of each buffer
+
+    def take(self, shape: tuple[int, ...], num_rows: int) -> Tensor:
+        size = int(np.prod(shape))
+        capacity = -(-size // num_rows) * self.max_num_rows
+        for index, buffer in enumerate(self.buffers):
+            if buffer.size == capacity and self.users[index]() is None:
+                break
+        else:
+            index = len(self.buffers)
+            self.buffers.append(np.empty(capacity, dtype=np.float32))
+        # Torch holds it as long as any tensor refers to this memory.
+        part = self.buffers[index][:size]
+        self.users[index : index + 1] = [weakref.ref(part)]
+        return torch.from_numpy(part).view(shape)
+
+    def lend(self, taken: Tensor) -> Tensor:
+        """A tensor of the same memory that does not keep the buffer from being reused. Raises
+        NotRecordable: `taken` is not a whole buffer.
+        """
+        for buffer in self.buffers:
+            if buffer.ctypes.data == taken.data_ptr() and taken.is_contiguous():
+                part = torch.from_numpy(buffer[: taken.nbytes // buffer.itemsize])
+                return part.view(taken.dtype).view(taken.shape)
+        raise NotRecordable("a result is none of the native library")
+
+
+class Recorder(TorchFunctionMode):
+    """Within it, calls of native kernels are recorded, and their results are in `memory`."""
+
+    def __init__(self, memory: Memory, num_rows: int) -> None:
+        super().__init__()
+        self.memory = memory
+        self.num_rows = num_rows
+        self.calls: list[bytes] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.empty and not kwargs:
+            shape = torch.Size(args if isinstance(args[0], int) else args[0])
+            return self.memory.take(shape, self.num_rows)
+        if func is Tensor.add and len(args) == 2 and native.can_add(*args):
+            with self:
+                native.add(args[0], args[1], out := torch.empty(args[0].shape))
+            return out
+        if func is torch.cat and native.can_concatenate(*args, **(kwargs or {})):
+            with self:
+                return native.concatenate(args[0])
+        result = func(*args, **(kwargs or {}))
+        if func is native.call:
+            self.calls.append(native.loaded_library().encode(*args))
+        return result
+
+
+class Program:
+    """Recorded calls, which make the same tensors at the same addresses every time."""
+
+    def __init__(self, calls: bytes, results: list[Tensor]) -> None:
+        self.calls = calls
+        self.results = results
+
+    def run(self) -> None:
+        native.loaded_library().run(self.calls)

@@ -1,0 +1,249 @@
+"""Self-check: before serving, compares embeddings or scores of a pooling model with a reference by
+transformers, which `python -m servd.worker.runner.self_check` computes.
+
+The reference runs in its own process while the model loads, as transformers takes seconds and
+hundreds of megabytes, and is cached. The comparison runs at every start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import servd
+from servd.base.errors import UnsupportedModel
+from servd.checkpoint import pooling, published
+from servd.checkpoint.hf import ModelSpec, quantization_of, read_json, read_spec, weight_files
+from servd.checkpoint.pooling import PoolingSpec
+from servd.messages.engine import NewRequest, ScheduledRequest, SchedulerOutput
+from servd.messages.params import PoolingParams
+from servd.worker.device.device import cache_folder
+
+if TYPE_CHECKING:
+    from servd.worker.worker import Worker
+
+log = logging.getLogger("servd.worker")
+
+Own = list[tuple[nn.Parameter, Tensor]]
+
+LENGTHS = (5, 17, 40)  # tokens of the prompts
+TIMEOUT = 600.0  # seconds
+# Distance to the reference relative to its norm: order of summation and rounding of weights.
+MARGINS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+QUANTIZED_MARGIN = 0.3
+LEAST_LOGIT = 5.0  # a typical large logit
+
+
+def prompts(spec: ModelSpec, limit: int) -> list[list[int]]:
+    draw, pad = random.Random(0), spec.config.get("pad_token_id")
+    lengths = [min(length, limit // len(LENGTHS)) for length in LENGTHS]
+    ids = [
+        i for i in (draw.randrange(spec.vocab_size) for _ in range(2 * sum(lengths))) if i != pad
+    ]
+    return [[ids.pop() for _ in range(length)] for length in lengths]
+
+
+class SelfCheck:
+    """Starts computing the reference; `run` waits for it and compares. `worker`: of the model to
+    check, whose weights need not be loaded yet.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker, runner = worker, worker.runner
+        spec, config = runner.spec, runner.config
+        self.process: subprocess.Popen[bytes] | None = None
+        self.files = pooling.read(spec)
+        longest = min(max(LENGTHS), runner.max_model_len)
+        limit = min(config.scheduler.max_num_batched_tokens or 0, len(LENGTHS) * longest)
+        self.prompts = prompts(spec, limit)
+        is_wanted = config.model.check_vectors and config.model.load_format != "dummy"
+        self.is_on = (
+            is_wanted
+            and self.files.task != "generate"
+            and runner.max_num_seqs >= len(LENGTHS)
+            and quantization_of(spec.folder) is None
+            and not config.model.hf_overrides  # the reference would not have the overrides
+        )
+        self.cached = (
+            _cached(spec, config.model.load_format, len(self.prompts[-1])) if self.is_on else Path()
+        )
+        if self.is_on and worker.parallel.rank == 0 and not self.cached.exists():
+            module = "servd.worker.runner.self_check"
+            command = [sys.executable, "-m", module, spec.folder, str(limit)]
+            command.append(str(self.cached))
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            )
+
+    def run(self) -> None:
+        """Compare, once the worker can run steps. Raises UnsupportedModel: the model's vectors
+        differ from the reference.
+        """
+        if not self.is_on:
+            return
+        found = self._compute()
+        if self.worker.parallel.rank != 0:
+            return
+        if self.process is not None:
+            try:
+                _, stderr = self.process.communicate(timeout=TIMEOUT)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                stderr = b"it took too long"
+            if self.process.returncode != 0:
+                reason = (stderr.decode(errors="replace").strip() or "no reason given").splitlines()
+                log.warning("vectors are not checked: transformers gives none (%s)", reason[-1])
+                return
+        self._compare(found, json.loads(self.cached.read_text()))
+
+    def _compare(self, found: list[np.ndarray], reference: list[list[float]]) -> None:
+        runner = self.worker.runner
+        margin = QUANTIZED_MARGIN if runner.config.model.quantization else MARGINS[runner.dtype]
+        # A difference of two logits may be near zero, but its rounding error is that of the logits.
+        least = LEAST_LOGIT if self.files.score_tokens else 1e-6
+        distances = [
+            float(np.linalg.norm(one - np.array(other)) / max(np.linalg.norm(other), least))
+            for one, other in zip(found, reference, strict=True)
+        ]
+        numbers = ", ".join(f"{distance:.2g}" for distance in distances)
+        if not max(distances) <= margin:  # NaN fails, too
+            raise UnsupportedModel(
+                f"{runner.spec.folder}: vectors of {len(found)} prompts differ from those that the "
+                f"model's files define (transformers, float32) by {numbers} of their length, over "
+                f"the {margin:g} that {runner.dtype} may cost: the model is not served. Report it, "
+                "or switch the check off with --no-check-vectors"
+            )
+        log.info(
+            "vectors as the model's files define them, within %s (at most %g)", numbers, margin
+        )
+
+    def _compute(self) -> list[np.ndarray]:
+        runner, params = self.worker.runner, _params(self.files)
+        new, scheduled, block, size = [], [], 0, runner.config.cache.block_size
+        for slot, ids in enumerate(self.prompts):
+            end = block - (-len(ids) // size) * len(runner.kv_windows)
+            blocks, block = list(range(block, end)), end
+            row = params if not self.files.has_token_types else _pair(params, ids)
+            new.append(NewRequest(slot, ids, len(ids), 0, [], row, []))
+            scheduled.append(ScheduledRequest(slot, len(ids), blocks, True, 0))
+        self.worker.execute_model(SchedulerOutput(0, scheduled, new, []))
+        pooled = self.worker.sample_tokens().result().pooled
+        self.worker.execute_model(SchedulerOutput(0, [], [], [*range(len(new))]))
+        self.worker.sample_tokens().result()
+        return [np.frombuffer(pooled[row], np.float32) for row in range(len(new))]
+
+
+def _params(files: PoolingSpec) -> PoolingParams:
+    if files.task == "classify":
+        return files.complete(PoolingParams(task="classify", normalize=False))
+    return files.complete(PoolingParams())
+
+
+def _pair(params: PoolingParams, ids: list[int]) -> PoolingParams:
+    if params.task != "classify":
+        return params
+    return PoolingParams(
+        pooling=params.pooling, normalize=False, task="classify", second_text=len(ids) // 2
+    )
+
+
+def _cached(spec: ModelSpec, load_format: str, length: int) -> Path:
+    folder = Path(spec.folder)
+    files = [
+        *weight_files(folder, load_format),
+        *sorted(folder.glob("*.json")),
+        *sorted(folder.glob("*/*.json")),
+    ]
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    key = repr((str(folder.resolve()), stats, servd.__version__, length))
+    return cache_folder("references") / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+# ---- in the other process ----
+
+
+@torch.inference_mode()
+def reference(folder: str, limit: int) -> list[list[float]]:
+    """Compute the prompts' vectors with transformers and plain torch, in float32."""
+    import transformers
+
+    from servd.worker.readers.pooler import Dense, score_of
+
+    spec = read_spec(folder)
+    files = pooling.read(spec)
+    is_head = files.task == "classify"
+    kind: Any = transformers.AutoModel
+    if is_head:
+        kind = transformers.AutoModelForSequenceClassification
+    if files.score_tokens:
+        kind = transformers.AutoModelForCausalLM
+    options: dict[str, Any] = {"dtype": "auto", "attn_implementation": "eager"}
+    if read_json(Path(folder) / "config.json").get("model_type") == published.GTE:
+        options["config"] = transformers.CONFIG_MAPPING["gte"].from_dict(spec.config)
+    model = kind.from_pretrained(folder, **options).eval()
+    _compute_in_float32(model)
+    dense = [Dense.read(each, torch.device("cpu")) for each in files.dense]
+    found = []
+    for ids in prompts(spec, limit):
+        options = {}
+        if is_head and files.has_token_types:
+            options["token_type_ids"] = (torch.arange(len(ids)) >= len(ids) // 2).long()[None]
+        output = model(torch.tensor([ids]), **options)
+        if files.score_tokens:
+            vector = score_of(output.logits[0, -1:].float(), files.score_tokens)[0]
+        elif is_head:
+            vector = output.logits[0].float()
+        else:
+            hidden = output.last_hidden_state[0].float()  # [num_tokens, hidden]
+            vector = {"cls": hidden[0], "mean": hidden.mean(0), "last": hidden[-1]}[files.pooling]
+            for layer in dense:
+                vector = layer(vector)
+            vector = nn.functional.normalize(vector, dim=0) if files.normalize else vector
+        found.append(vector.tolist())
+    return found
+
+
+def _compute_in_float32(model: nn.Module) -> None:
+    """Convert each module's weights to float32 while it runs, and the output of embeddings."""
+    for module in model.modules():
+        own = [(weight, weight.data) for weight in module.parameters(recurse=False)]
+        if isinstance(module, nn.Embedding):
+            module.register_forward_hook(lambda _, __, output: output.float())
+        elif any(weight.dtype != torch.float32 for weight, _ in own):
+
+            def widen(_: nn.Module, __: Any, own: Own = own) -> None:
+                for weight, _narrow in own:
+                    weight.data = weight.data.float()
+
+            def restore(_: nn.Module, __: Any, ___: Any, own: Own = own) -> None:
+                for weight, narrow in own:
+                    weight.data = narrow
+
+            module.register_forward_pre_hook(widen)
+            module.register_forward_hook(restore)
+
+
+def main() -> None:
+    """Write the reference of the model in a folder to a file: FOLDER LIMIT FILE."""
+    folder, limit, file = sys.argv[1:]
+    found = json.dumps(reference(folder, int(limit)))
+    target = Path(file)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_suffix(f".{os.getpid()}")
+    scratch.write_text(found)
+    scratch.rename(target)
+
+
+if __name__ == "__main__":
+    main()
