@@ -12,10 +12,10 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from servd.api.chat_template import ChatTemplate
-from servd.api.prompt import Chat, ToolOptions
-from servd.hf import read_spec
 
+from servd.api.text.chat_template import ChatTemplate
+from servd.api.text.prompt import Chat, ToolOptions
+from servd.checkpoint.hf import read_spec
 from tools.demo_model.corpus import Corpus
 from tools.demo_model.tokenizer import TEMPLATE, Renderer
 

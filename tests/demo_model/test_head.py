@@ -1,11 +1,11 @@
 """The head that drafts for the demo model: outputs stay, and steps yield several tokens."""
 
 import pytest
-from servd.llm_engine import InProcess
-from servd.params import SamplingParams
-from servd.stats import DraftStats
 
 from servd import LLM
+from servd.messages.params import SamplingParams
+from servd.messages.stats import DraftStats
+from servd.offline.llm_engine import InProcess
 
 QUESTIONS = ("What is servd?", "What is 7 + 5?", "Count from 3 to 9.", "Tell me a story about Tom.")
 
