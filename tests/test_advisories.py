@@ -1,25 +1,89 @@
-"""One test for each security advisory of other engines that could have been servd's.
-
-Those of pickles on a socket are in test_architecture.py.
-"""
+"""One test for each security advisory of other engines that could have been servd's."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
+import stat
+import time
 from pathlib import Path
 
+import httpx
+import jinja2.sandbox
 import pytest
 
+from servd.api.http import auth
+from servd.api.http.http_protocol import MAX_HEAD
+from servd.api.output.tool_parsers import pythonic
 from servd.api.text.chat_template import ChatTemplate
 from servd.api.text.prompt import Chat
 from servd.base.errors import InvalidRequest
+from servd.base.private_dir import private_dir
 from servd.checkpoint.hf import find_tokenizer
-from tests.api.harness import serve, user
-from tests.test_architecture import SOURCES
+from servd.core.kv_cache import block_hash
+from servd.ipc import channels as ipc
+from servd.messages.params import MAX_N
+from tests.api.harness import listening, serve, user
+from tests.test_architecture import SOURCES, pickling
 
 CHAT = "/v1/chat/completions"
 HI = {"messages": user("hi"), "max_tokens": 1}
+
+
+def test_cve_2025_32444_30165_2024_11041_2026_3059_3060_3989_no_pickle_on_a_socket():
+    assert [source.path for source in SOURCES if pickling(source)] == []
+
+
+def test_cve_2025_32444_sockets_are_in_a_folder_of_the_user():
+    folder = private_dir()
+    try:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert ipc.address(folder, "engine").startswith("ipc://")
+    finally:
+        shutil.rmtree(folder)
+
+
+async def test_cve_2025_59425_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch):
+    compared: list[int] = []
+
+    def compare(offered: str, known: str) -> bool:
+        compared.append(len(offered))
+        return offered == known
+
+    monkeypatch.setattr(auth.hmac, "compare_digest", compare)
+    async with serve(api_key=["first", "second"]) as served:
+        for key in ("first", "f", "x" * 999):
+            await served.http.get("/version", headers={"x-api-key": key})
+    assert compared == [64] * 6  # hashes, and all of them each time
+
+
+async def test_cve_2026_48746_no_header_renames_the_path():
+    headers = {"host": "x/health?", "x-forwarded-path": "/health", "x-forwarded-prefix": "/health"}
+    async with serve(api_key=["key"]) as served:
+        assert (await served.http.get("/v1/models", headers=headers)).status_code == 401
+
+
+async def test_pr_42064_42594_10531_routes_outside_v1_are_guarded():
+    async with serve(api_key=["key"]) as served:
+        for path in ("/invocations", "/v2/embed", "/inference/v1/generate", "/tokenize", "/score"):
+            assert (await served.http.post(path, json={})).status_code == 401
+
+
+@pytest.mark.parametrize("kind", ["image_url", "video_url", "audio_url"])
+async def test_cve_2025_6242_2026_5497_2026_22773_ghsa_c65p_no_media_is_opened(kind: str):
+    part = {"type": kind, kind: {"url": "http://169.254.169.254/latest"}}
+    body = {"messages": [{"role": "user", "content": [part]}]}
+    async with serve() as served:
+        answer = await served.http.post(CHAT, json=body)
+    assert answer.status_code == 400 and f"{kind} are not supported" in answer.text
+
+
+async def test_cve_2025_62164_no_tensor_of_a_client_is_loaded():
+    async with serve() as served:
+        body = {"prompt": "x", "prompt_embeds": "gASVAAA="}
+        answer = await served.http.post("/v1/completions", json=body)
+    assert answer.status_code == 400 and "prompt_embeds" in answer.text
 
 
 async def test_sglang_cve_2025_10164_sglang_24618_no_route_takes_weights():
@@ -27,6 +91,21 @@ async def test_sglang_cve_2025_10164_sglang_24618_no_route_takes_weights():
         for name in ("update_weights_from_tensor", "update_weights_from_disk", "load_model"):
             answer = await served.http.post(f"/{name}", json={"serialized_named_tensors": ["gA=="]})
             assert answer.status_code == 404
+
+
+async def test_cve_2025_48956_headers_are_bounded():
+    async with serve() as served, listening(served.app) as url, httpx.AsyncClient() as http:
+        answer = await http.get(f"{url}/health", headers={"x": "x" * 2 * MAX_HEAD})
+    assert answer.status_code == 431
+
+
+def test_cve_2025_48887_no_call_takes_the_parser_long():
+    for text in ("[get_weather(a=" + "[" * 100_000, "[f(a=1), " * 20_000 + "f(", "[" * 100_000):
+        begin = time.process_time()
+        parser = pythonic.Parser([])
+        parser.feed(text)
+        parser.finish()
+        assert time.process_time() - begin < 3
 
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])
@@ -41,6 +120,36 @@ async def test_cve_2025_61620_no_template_of_a_client_is_run():
     async with serve(strict_fields=True) as served:
         answer = await served.http.post(CHAT, json=HI | {"chat_template": "{{ 7 * 7 }}"})
     assert answer.status_code == 400 and "49" not in answer.text
+
+
+async def test_cve_2025_48944_a_bad_schema_is_its_own_requests_400():
+    for pattern in ("(", "(?!x)", "[" * 99):
+        schema = {"type": "string", "pattern": pattern}
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        async with serve() as served:
+            answer = await served.http.post(CHAT, json=HI | {"response_format": form})
+            assert answer.status_code == 400
+            assert (await served.http.post(CHAT, json=HI)).status_code == 200
+
+
+async def test_cve_2025_46570_no_tenant_sees_anothers_cache():
+    async with serve(api_key=["a", "b"]) as served:
+        for key in ("a", "b"):
+            body = {"prompt": "x" * 200, "max_tokens": 1}
+            answer = await served.http.post(
+                "/v1/completions", json=body, headers={"x-api-key": key}
+            )
+            assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_cve_2025_25183_hashes_of_blocks_cannot_be_predicted_to_collide():
+    assert "sha256" in Path(block_hash.__file__).read_text(encoding="utf8")
+
+
+async def test_cve_2026_34756_n_is_bounded():
+    async with serve() as served:
+        answer = await served.http.post(CHAT, json=HI | {"n": MAX_N + 1})
+    assert answer.status_code == 400 and str(MAX_N) in answer.text
 
 
 async def test_cve_2026_22778_errors_have_no_paths_and_addresses():
@@ -75,6 +184,13 @@ def test_cve_2025_66448_a_configuration_brings_no_code():
     assert not any("get_class_from_dynamic_module" in source.text for source in SOURCES)
 
 
+async def test_49239_an_error_is_no_larger_than_the_request_deserves():
+    async with serve() as served:
+        body = {"messages": [{"role": "user", "content": [{"x": {}}] * 400}] * 4}
+        answer = await served.http.post(CHAT, json=body)
+    assert answer.status_code == 400 and len(answer.content) < 8192
+
+
 @pytest.mark.parametrize(
     "template",
     [
@@ -90,3 +206,10 @@ def test_cve_2026_5760_2024_34359_a_template_reaches_nothing_of_python(template:
     except InvalidRequest:
         return
     assert "class" not in shown and "uid" not in shown
+
+
+def test_the_sandbox_is_jinjas():
+    assert issubclass(
+        type(ChatTemplate("x")._template.template.environment),
+        jinja2.sandbox.ImmutableSandboxedEnvironment,
+    )

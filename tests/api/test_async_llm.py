@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import logging
 import os
+import threading
 from collections import deque
 
 import pytest
 
+from servd.api.engine import async_llm as module
 from servd.api.engine import engine_client
 from servd.api.engine.async_llm import AsyncLLM
 from servd.api.engine.output_processor import OutputProcessor
@@ -15,9 +17,9 @@ from servd.api.engine.processor import Processor
 from servd.api.engine.request_state import RequestState
 from servd.api.observability.metrics import Metrics
 from servd.api.observability.tracer import Tracer
-from servd.api.text.prompt import Prompt
+from servd.api.text.prompt import Chat, Prompt
 from servd.api.text.tokenizer import Tokenizer
-from servd.base.errors import EngineError, InvalidRequest, ShuttingDown
+from servd.base.errors import EngineDead, EngineError, InvalidRequest, Overloaded, ShuttingDown
 from servd.base.tracing import Mark, now_ns
 from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
@@ -27,11 +29,13 @@ from servd.messages.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineReady,
+    EngineStatus,
     FinishReason,
     WorkerReady,
 )
+from servd.messages.engine import EngineDead as EngineDeadMessage
 from servd.messages.outputs import CompletionOutput
-from servd.messages.params import SamplingParams
+from servd.messages.params import SamplingParams, StructuredOutput
 from servd.messages.stats import SchedulerStats
 from tests.limits import WAIT_SECONDS
 
@@ -169,6 +173,19 @@ async def test_deltas_that_wait_are_merged(llm):
     }
 
 
+async def test_concurrent_requests_get_their_own_text(llm):
+    tasks = [await start(llm, prepare(llm, name)) for name in "xyz"]
+    for char in "123":
+        llm.engines[0].client.push(
+            EngineCoreOutputs([EngineCoreOutput(name, [ord(name), ord(char)]) for name in "xyz"])
+        )
+        await settle()
+    llm.engines[0].client.push(
+        EngineCoreOutputs([EngineCoreOutput(name, [], FinishReason.LENGTH) for name in "xyz"])
+    )
+    assert ["".join(d.text for d in await task) for task in tasks] == ["x1x2x3", "y1y2y3", "z1z2z3"]
+
+
 async def test_cancelling_before_the_first_token_aborts(llm, caplog):
     task = await start(llm, prepare(llm, n=2))
     with caplog.at_level(logging.INFO, logger="servd.api"):
@@ -219,6 +236,33 @@ async def test_a_stop_string_aborts_in_the_engine(llm):
     assert llm.engines[0].client.aborted() == ["r"]
 
 
+async def test_an_error_of_one_request(llm):
+    task = await start(llm, prepare(llm, n=2))
+    other = await start(llm, prepare(llm, "other"))
+    llm.engines[0].client.answer("", FinishReason.ERROR, "r_0", error="the grammar broke")
+    with pytest.raises(EngineError, match="the grammar broke") as error:
+        await task
+    assert not isinstance(error.value, EngineDead)
+    assert llm.engines[0].client.aborted() == ["r_1"]
+    llm.engines[0].client.answer("fine", FinishReason.LENGTH, "other")
+    assert (await other)[0].text == "fine"
+
+
+async def test_a_dead_engine_ends_every_request(llm):
+    tasks = [await start(llm, prepare(llm, name)) for name in "ab"]
+    unread = llm.generate([prepare(llm, "c")])
+    llm.engines[0].client.answer("partial", request_id="a")
+    llm.engines[0].client.push(EngineDeadMessage("out of memory"))
+    for task in tasks:
+        with pytest.raises(EngineDead, match="out of memory"):
+            await task
+    with pytest.raises(EngineDead):
+        await anext(unread)
+    with pytest.raises(EngineDead, match="out of memory"), llm.admit():
+        pass
+    assert llm.num_unfinished == 0 and not llm.is_ready
+
+
 async def test_a_fault_of_the_server_ends_all_requests_and_later_ones_are_served(llm, monkeypatch):
     """What was received together with the message that could not be taken will not come again."""
     tasks = [await start(llm, prepare(llm, name)) for name in "ab"]
@@ -249,12 +293,64 @@ async def test_an_observer_that_fails_keeps_nothing_running(llm, monkeypatch, ca
     assert "Tracer failed at the end of a" in caplog.text
 
 
+async def test_text_before_the_death_is_delivered(llm):
+    stream = llm.generate([prepare(llm)])
+    first = asyncio.ensure_future(anext(stream))
+    await settle()
+    llm.engines[0].client.push(
+        EngineCoreOutputs([EngineCoreOutput("r", [97])]), EngineDeadMessage("gone")
+    )
+    assert (await first).text == "a"
+    with pytest.raises(EngineDead):
+        await anext(stream)
+
+
 async def test_fail_ends_open_requests_while_the_engine_lives(llm):
     task = await start(llm, prepare(llm))
     llm.fail(ShuttingDown("the server is shutting down"))
     with pytest.raises(ShuttingDown):
         await task
     assert llm.engines[0].client.aborted() == ["r"] and llm.is_ready
+
+
+async def test_too_many_requests(llm):
+    with llm.admit(), llm.admit(2):
+        assert llm.num_unfinished == 3
+        with pytest.raises(Overloaded, match="limit is 3") as error, llm.admit():
+            pass
+        assert error.value.retry_after >= 1 and llm.num_unfinished == 3
+    with llm.admit():
+        assert llm.num_unfinished == 1
+
+
+async def test_a_request_is_admitted_with_all_its_prompts_or_not_at_all(llm):
+    with llm.admit(2):
+        with pytest.raises(Overloaded, match="2 requests are unfinished and this one adds 2,"):
+            with llm.admit(2):
+                pass
+        assert llm.num_unfinished == 2
+    # One that could never be admitted is not told to come back later.
+    with pytest.raises(InvalidRequest, match="4 prompts, at most 3"), llm.admit(4):
+        pass
+    with pytest.raises(ZeroDivisionError), llm.admit(3):
+        assert llm.num_unfinished == 3
+        1 / 0  # noqa: B018
+    assert llm.num_unfinished == 0
+
+
+async def test_prompts_of_one_request_share_a_stream(llm):
+    stream = llm.generate([prepare(llm, "a", n=2), prepare(llm, "b", n=2)])
+    first = asyncio.ensure_future(anext(stream))
+    await settle()
+    assert [message.request_id for message in llm.engines[0].client.sent] == ["a", "b"]
+    llm.engines[0].client.answer("x", FinishReason.LENGTH, "b_1")
+    assert (await first).index == 3
+    llm.engines[0].client.answer("y", None, "a_1")
+    await settle()
+    assert (await anext(stream)).index == 1
+    await stream.aclose()
+    await settle()  # a slow machine ends them in several turns
+    assert llm.engines[0].client.aborted() == ["a_0", "a_1", "b_0"]
 
 
 async def test_a_request_id_in_use(llm):
@@ -264,8 +360,128 @@ async def test_a_request_id_in_use(llm):
     assert llm.engines[0].client.aborted() == []
 
 
+async def test_loading(llm):
+    llm.engines[0].client.push(EngineStatus("loading weights", 0.25))
+    await settle()
+    assert not llm.is_ready
+    with pytest.raises(Overloaded, match="loading weights, 25%"), llm.admit():
+        pass
+    llm.engines[0].client.push(EngineReady(READY.worker, max_model_len=500, block_size=16))
+    await settle()
+    assert llm.is_ready and llm.processor.max_model_len == 500
+
+
+async def test_timeline_and_stats(llm):
+    begin = now_ns()
+    state = RequestState(request_id="r", route="/", marks=[Mark("received", begin)])
+    llm.requests["r"] = state
+    chat = Chat(messages=[{"role": "user", "content": "hi"}])
+    prompts = [Prompt(content=chat, request_id="r")]
+    (prepared,) = await llm.prepare(prompts, SamplingParams(temperature=0))
+    assert prepared.prompt == "User: hi\nAssistant:"
+    task = await start(llm, prepared)
+    at = now_ns()
+    llm.engines[0].client.answer(
+        "x",
+        marks=[Mark("queued", at), Mark("scheduled", at + 1, 7), Mark("first_token", at + 2, 7)],
+    )
+    await settle()
+    assert state.marks[-1] == Mark("first_token", at + 2, 7)
+    llm.engines[0].client.push(
+        EngineCoreOutputs(
+            [EngineCoreOutput("r", [256], FinishReason.STOP, marks=[Mark("finished", at + 3, 8)])],
+            SchedulerStats(num_running=5, step_tokens=[3]),
+        )
+    )
+    await task
+    marks = llm.tracer.finish_request(state).marks
+    assert [mark.stage for mark in marks] == [
+        "received", "templated", "tokenised", "sent", "queued", "scheduled", "first_token",
+        "finished", "returned", "detokenised",
+    ]  # fmt: skip
+    assert all(begin <= mark.at_ns <= now_ns() for mark in marks)
+    assert llm.engines[0].stats.num_running == 5
+
+
+async def test_long_prompts_do_not_hold_up_the_loop(llm, monkeypatch):
+    threads: list[str] = []
+    encode = llm.processor.tokenizer.encode
+
+    def spy(*args):
+        threads.append(threading.current_thread().name)
+        return encode(*args)
+
+    monkeypatch.setattr(llm.processor.tokenizer, "encode", spy)
+    monkeypatch.setattr(llm.processor, "max_model_len", 10**6)
+    for size in (10, module.MAX_INLINE + 1):
+        (prepared,) = await llm.prepare([Prompt(content="x" * size)], SamplingParams())
+        assert len(prepared.prompt_token_ids) == size
+    assert threads[0] == "MainThread" and threads[1].startswith("prepare")
+    assert await llm.tokenize(Prompt(content="hi"), "") == [104, 105]
+
+
+async def test_many_short_prompts_do_not_hold_up_the_loop_either(llm, monkeypatch):
+    threads: set[str] = set()
+    encode = llm.processor.tokenizer.encode
+
+    def spy(*args):
+        threads.add(threading.current_thread().name)
+        return encode(*args)
+
+    monkeypatch.setattr(llm.processor.tokenizer, "encode", spy)
+    text = "x" * 900
+    prompts = [Prompt(content=text, request_id=str(number)) for number in range(20)]
+    assert len(await llm.prepare(prompts, SamplingParams())) == 20
+    assert len(threads) == 1 and threads.pop().startswith("prepare")
+
+
+async def test_new_structured_outputs_do_not_hold_up_long_prompts(llm, monkeypatch):
+    go_on, threads = threading.Event(), []
+
+    def check(output, client):
+        threads.append(threading.current_thread().name)
+        go_on.wait(WAIT_SECONDS)
+
+    monkeypatch.setattr(llm.processor.grammars, "check", check)
+    params = SamplingParams(structured_output=StructuredOutput("regex", "[a-z]"))
+    tasks = [asyncio.create_task(llm.prepare([Prompt(content="a")], params)) for _ in range(4)]
+    long = Prompt(content="x" * (module.MAX_INLINE + 1))
+    with pytest.raises(InvalidRequest, match="maximum context length"):
+        await asyncio.wait_for(llm.prepare([long], SamplingParams()), 60)
+    go_on.set()
+    await asyncio.gather(*tasks)
+    assert len(threads) == 4 and all(name.startswith("grammar") for name in threads)
+
+
 async def test_messages_that_arrived_before_the_start_are_read(llm):
     assert llm.is_ready  # see the fixture
+
+
+async def test_metrics_of_requests(llm):
+    task = await start(llm, prepare(llm, n=2))
+    llm.engines[0].client.answer("abc", FinishReason.LENGTH, "r_0")
+    llm.engines[0].client.answer("de", None, "r_1")
+    await settle()
+    llm.engines[0].client.answer("f", None, "r_1")
+    await settle()
+    task.cancel()
+    await asyncio.wait([task])
+
+    llm.metrics.render()  # what changes with every token is counted for each scrape
+
+    def value(name: str, **labels: str) -> float | None:
+        return llm.metrics.registry.get_sample_value(
+            name, {"model_name": "m", "engine": "0", **labels}
+        )
+
+    assert value("vllm:request_success_total", finished_reason="length") == 1
+    assert value("vllm:request_success_total", finished_reason="abort") == 1
+    assert value("vllm:generation_tokens_total") == 6
+    assert value("vllm:prompt_tokens_total") == 2 * len("prompt")
+    assert value("vllm:time_to_first_token_seconds_count") == 2
+    assert value("vllm:inter_token_latency_seconds_count") == 1
+    assert value("vllm:request_max_num_generation_tokens_sum") == 3
+    assert value("vllm:request_params_n_sum") == 2
 
 
 @pytest.mark.parametrize(("read_ns", "num_turns"), [(0, 4), (10**12, 1)])
@@ -283,3 +499,25 @@ async def test_a_turn_of_the_event_loop_takes_messages_for_a_limited_time(
             turn += 1
             await asyncio.sleep(0)
     assert len(set(taken)) == num_turns
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "params"),
+    [(100, {}), (8, {"allowed_token_ids": [5] * 1000}), (8, {"bad_words": ["w" * 30] * 20})],
+)
+async def test_many_short_prompts_are_prepared_in_a_thread(llm, monkeypatch, num_prompts, params):
+    """Each takes a while, whatever its length, and all that the parameters take."""
+    threads = set()
+    process = llm.processor.process
+
+    def record(*args):
+        threads.add(threading.current_thread())
+        return process(*args)
+
+    monkeypatch.setattr(llm.processor, "process", record)
+    prompts = [Prompt(content="a", request_id=f"r{i}") for i in range(num_prompts)]
+    await llm.prepare(prompts[:1], SamplingParams())
+    assert threads == {threading.current_thread()}
+    threads.clear()
+    await llm.prepare(prompts, SamplingParams(**params))
+    assert threading.current_thread() not in threads

@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 from starlette.routing import Route
 
@@ -88,6 +89,23 @@ async def test_every_key_opens_in_both_headers(guarded: Served, key):
 )
 async def test_everything_else_does_not(guarded: Served, headers):
     assert (await guarded.http.get("/version", headers=headers)).status_code == 401
+
+
+async def test_headers_cannot_rename_the_path(guarded: Served):
+    headers = {"Host": "x/health?", "X-Forwarded-Path": "/health", "X-Original-URL": "/health"}
+    assert (await guarded.http.get("/v1/models", headers=headers)).status_code == 401
+
+
+async def test_the_openai_client(guarded: Served):
+    async with openai.AsyncOpenAI(
+        base_url=f"{guarded.url}/v1", api_key=KEYS[0], max_retries=0
+    ) as client:
+        assert (
+            await client.chat.completions.create(model=MODEL, messages=user("hi"), max_tokens=1)
+        ).choices
+        with pytest.raises(openai.AuthenticationError) as refused:
+            await client.with_options(api_key="wrong").models.list()
+        assert refused.value.code == "invalid_api_key"
 
 
 PROMPT = "the same long beginning " * 10
@@ -266,6 +284,14 @@ def test_a_wrong_file_of_keys_is_refused_with_the_reason(tmp_path: Path, text: s
     with pytest.raises(ConfigError, match=reason) as error:
         read_keys(AccessConfig(api_key_file=str(file)))
     assert "plain text" not in str(error.value)
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe", b"keys=" + b"[" * 100_000])
+def test_a_file_of_keys_that_is_no_toml_at_all_ends_no_server(tmp_path: Path, data: bytes):
+    file = tmp_path / "keys.toml"
+    file.write_bytes(data)
+    with pytest.raises(ConfigError, match="keys.toml"):  # what a reload takes for "nothing changed"
+        read_keys(AccessConfig(api_key_file=str(file)))
 
 
 async def test_a_key_file_without_keys_admits_nobody(tmp_path: Path):

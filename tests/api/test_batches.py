@@ -21,6 +21,7 @@ import pytest
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
+from servd.api.batches import format as batch_files
 from servd.api.batches import runner as batch_runner
 from servd.api.batches import store as batch_store
 from servd.api.batches.store import BatchStore
@@ -294,6 +295,45 @@ async def test_the_input_may_be_deleted_while_a_batch_reads_it(client, served):
     batch = await finished(client, batch)
     assert batch.status == "completed", batch.errors
     assert len(await answers(client, batch.output_file_id)) == 5
+
+
+async def test_lines_are_never_read_on_the_event_loop(client, served, monkeypatch):
+    threads = []
+
+    def read_line(text: bytes) -> Any:
+        threads.append(threading.current_thread())
+        return batch_files.read_line(text)
+
+    monkeypatch.setattr(batch_runner, "read_line", read_line)
+    await finished(client, await create(client, *lines(5)))
+    assert threads and threading.main_thread() not in threads
+
+
+async def test_no_file_is_opened_or_removed_on_the_event_loop(client, served, monkeypatch):
+    """By what batches do; a client's download and upload are those of Starlette."""
+    here, folder = [], str(served.app.state.context.batches.store.folder)
+
+    def watch(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            if threading.current_thread() is threading.main_thread() and folder in str(args):
+                here.append((name, args))
+            return call(*args, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for name in ("open", "touch", "mkdir", "unlink"):
+        watch(Path, name)
+    for name in ("replace", "scandir", "stat"):
+        watch(os, name)
+    batch = await finished(client, await create(client, *lines(5)))
+    assert batch.status == "completed"
+    with pytest.raises(openai.BadRequestError):
+        await client.batches.cancel(batch.id)
+    await client.files.retrieve(batch.output_file_id)
+    await client.files.delete(batch.output_file_id)
+    assert not here
 
 
 async def test_a_key_cannot_hold_all_places(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import msgspec
+import openai
 import pytest
 
 from servd.checkpoint.hf import FAKE_SPEC
@@ -62,6 +63,14 @@ async def test_roles_reach_the_template(http, role):
     assert answer["choices"][0]["message"]["content"] == output_text(prompt, 6)
 
 
+async def test_text_parts_equal_a_string(http):
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    texts = [
+        (await ask(http, messages=user(content)))["choices"] for content in (parts, "one\ntwo")
+    ]
+    assert texts[0] == texts[1]
+
+
 async def test_messages_with_tool_calls_names_and_extra_keys(http):
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [
@@ -78,6 +87,14 @@ async def test_messages_with_tool_calls_names_and_extra_keys(http):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     for tool_choice in ("auto", "none", None):
         await ask(http, messages=messages, tools=tools, tool_choice=tool_choice)
+
+
+async def test_a_message_can_be_continued(http):
+    messages = [*user("hi"), {"role": "assistant", "content": "I am"}]
+    answer = await ask(
+        http, messages=messages, add_generation_prompt=False, continue_final_message=True
+    )
+    assert answer["choices"][0]["message"]["content"] == output_text(chat_prompt("hi") + " I am", 6)
 
 
 async def test_max_completion_tokens_wins_over_max_tokens(http):
@@ -204,6 +221,29 @@ async def test_logprobs_of_named_tokens(http):
     assert "A" in choice["logprobs"]["top_logprobs"][-1]
 
 
+async def test_tokens_are_named_by_their_ids_on_demand(http):
+    body = {
+        "logprobs": True,
+        "top_logprobs": 2,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+    (choice,) = (await ask(http, **body))["choices"]
+    content = choice["logprobs"]["content"]
+    assert [position["token"] for position in content] == [
+        f"token_id:{i}" for i in choice["token_ids"]
+    ]
+    first, second = content[0]["top_logprobs"]
+    assert (first["token"], second["token"]) == (
+        content[0]["token"],
+        f"token_id:{choice['token_ids'][0] + 1}",
+    )
+    assert (
+        bytes(b for position in content for b in position["bytes"]).decode()
+        == choice["message"]["content"]
+    )
+
+
 async def test_the_prompt_text_is_sent_once_on_demand(http):
     body = {"messages": user("hi"), "max_tokens": 3, "n": 2, "return_prompt_text": True}
     assert (await ask(http, **body))["prompt_text"] == chat_prompt("hi")
@@ -300,6 +340,22 @@ async def test_sampling_fields_reach_the_engine(served: Served):
         assert (request.options, request.eos_token_ids) == (sent.options, [])
 
 
+async def test_defaults_come_from_the_generation_config():
+    generation = {
+        "temperature": 0.25,
+        "top_p": 0.5,
+        "top_k": 9,
+        "max_new_tokens": 3,
+        "do_sample": True,
+    }
+    spec = msgspec.structs.replace(FAKE_SPEC, generation=generation)
+    async with serve(spec=spec) as served:
+        answer = await ask(served.http, max_tokens=None, top_k=4)
+        params = next(m for m in served.engine.sent if isinstance(m, EngineCoreRequest)).params
+        assert (params.temperature, params.top_p, params.top_k) == (0.25, 0.5, 4)
+        assert answer["usage"]["completion_tokens"] == 3
+
+
 async def test_options_win_over_the_generation_config():
     spec = msgspec.structs.replace(FAKE_SPEC, generation={"temperature": 0.25, "top_k": 9})
     override = '{"temperature": 0, "max_new_tokens": 3}'
@@ -308,3 +364,92 @@ async def test_options_win_over_the_generation_config():
         params = next(m for m in served.engine.sent if isinstance(m, EngineCoreRequest)).params
         assert (params.temperature, params.top_k) == (0, 9)
         assert answer["usage"]["completion_tokens"] == 3
+
+
+async def test_a_stream_joined_is_the_whole_answer(http):
+    fields = {
+        "n": 3,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "return_token_ids": True,
+        "max_tokens": 12,
+    }
+    whole = await ask(http, **fields)
+    streamed = await http.post(
+        CHAT,
+        json={
+            "messages": user("hi"),
+            **fields,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+    )
+    chunks = events(streamed.text)
+    assert {
+        (c["id"], c["created"], c["model"], c["object"], c["system_fingerprint"]) for c in chunks
+    } == {
+        (
+            chunks[0]["id"],
+            chunks[0]["created"],
+            MODEL,
+            "chat.completion.chunk",
+            whole["system_fingerprint"],
+        )
+    }
+    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert all("prompt_token_ids" not in chunk for chunk in chunks[1:])
+    *chunks, last = chunks
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 36
+    assert all(chunk["usage"] is None for chunk in chunks)
+    for expected in whole["choices"]:
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == expected["index"]]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert all("role" not in choice["delta"] for choice in mine[1:])
+        assert (
+            "".join(choice["delta"].get("content", "") for choice in mine)
+            == expected["message"]["content"]
+        )
+        assert [t for choice in mine for t in choice.get("token_ids", [])] == expected["token_ids"]
+        parts = [choice["logprobs"]["content"] for choice in mine if choice["logprobs"]]
+        assert [entry for part in parts for entry in part] == expected["logprobs"]["content"]
+        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [
+            expected["finish_reason"]
+        ]
+        assert mine[-1]["finish_reason"]
+
+
+async def test_the_openai_client(listening_server: Served):
+    async with openai.AsyncOpenAI(
+        base_url=f"{listening_server.url}/v1", api_key="any", max_retries=0
+    ) as client:
+        raw = await client.chat.completions.with_raw_response.create(
+            model=MODEL, messages=user("hi"), max_tokens=9
+        )
+        whole = raw.parse()
+        assert whole.choices[0].message.content == output_text(chat_prompt("hi"), 9)
+        assert whole._request_id == raw.headers["x-request-id"]
+        assert whole.usage and whole.usage.prompt_tokens_details
+        text, finish, usage = "", [], None
+        stream = await client.chat.completions.create(
+            model=MODEL,
+            messages=user("hi"),
+            max_tokens=9,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        async for chunk in stream:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                finish.append(choice.finish_reason)
+        assert text == whole.choices[0].message.content
+        assert [reason for reason in finish if reason] == ["length"]
+        assert usage and usage.completion_tokens == 9
+        with pytest.raises(openai.BadRequestError) as bad:
+            await client.chat.completions.create(
+                model=MODEL, messages=user("hi"), top_p=3, stream=True
+            )
+        assert bad.value.param == "top_p" and bad.value.type == "invalid_request_error"
+        with pytest.raises(openai.NotFoundError) as unknown:
+            await client.chat.completions.create(model="other", messages=user("hi"))
+        assert unknown.value.code == "model_not_found"

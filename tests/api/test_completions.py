@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from servd.api.builders.logprobs import TextOffsets
 from servd.api.text.tokenizer import Tokenizer
 from servd.messages.engine import TokenLogprobs
-from tests.api.harness import MODEL, events, output_text, serve, user
+from tests.api.harness import MODEL, Served, events, output_text, serve, user
 
 COMPLETIONS = "/v1/completions"
 
@@ -71,6 +72,28 @@ async def test_bounds_of_repetition_detection(http, fields):
     )
 
 
+async def test_tokens_are_named_by_id_and_the_prompt_is_sent_on_demand(http):
+    body = {
+        "prompt": [[104, 105], [106]],
+        "max_tokens": 3,
+        "logprobs": 1,
+        "echo": True,
+        "return_token_ids": True,
+    }
+    answer = (await http.post("/v1/completions", json={
+        **body, "return_tokens_as_token_ids": True, "return_prompt_text": True,
+    })).json()  # fmt: skip
+    assert [choice["prompt_text"] for choice in answer["choices"]] == ["hi", "j"]
+    plain = (await http.post("/v1/completions", json=body)).json()
+    for choice, other in zip(answer["choices"], plain["choices"], strict=True):
+        ids = choice["prompt_token_ids"] + choice["token_ids"]
+        assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in ids]
+        for token_id, likely in list(zip(ids, choice["logprobs"]["top_logprobs"], strict=True))[1:]:
+            assert likely.keys() == {f"token_id:{token_id}"}
+        assert choice["logprobs"]["text_offset"] == other["logprobs"]["text_offset"]
+        assert "prompt_text" not in other
+
+
 async def test_the_whole_answer(http):
     answer = await ask(http, prompt="Once")
     assert (answer["object"], answer["model"]) == ("text_completion", MODEL)
@@ -115,6 +138,12 @@ async def test_several_prompts_with_several_choices(http, as_ids, stream):
     assert got == [text + output_text(text, 5) for text in texts for _ in range(2)]
 
 
+async def test_ids_equal_text(http):
+    assert (await ask(http, prompt=[79, 110]))["choices"] == (await ask(http, prompt="On"))[
+        "choices"
+    ]
+
+
 async def test_legacy_logprobs(http):
     choice = (await ask(http, prompt="a", logprobs=2, max_tokens=5))["choices"][0]
     logprobs = choice["logprobs"]
@@ -124,6 +153,38 @@ async def test_legacy_logprobs(http):
         logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
     ):
         assert len(top) == 2 and top[token] == logprob
+
+
+async def test_a_stream_joined_is_the_whole_answer_while_a_stop_string_holds_text_back(http):
+    text = output_text("a", 40)
+    held = text[5:8]  # a beginning of the stop string, so text waits until it is not one
+    body = {
+        "prompt": "a",
+        "max_tokens": 40,
+        "stop": [held + "\0", text[30:33]],
+        "logprobs": 1,
+        "return_token_ids": True,
+    }
+    (whole,) = (await ask(http, **body))["choices"]
+    answer = await http.post(
+        COMPLETIONS, json={**body, "stream": True, "stream_options": {"include_usage": True}}
+    )
+    *chunks, last = events(answer.text)
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == len(whole["token_ids"])
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert (
+        "".join(choice["text"] for choice in choices)
+        == whole["text"]
+        == text[: text.index(text[30:33])]
+    )
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        parts = [choice["logprobs"][name] for choice in choices if choice["logprobs"]]
+        assert [entry for part in parts for entry in part] == whole["logprobs"][name]
+    assert choices[0]["prompt_token_ids"] == whole["prompt_token_ids"] == [97]
+    assert all("prompt_token_ids" not in choice for choice in choices[1:])
+    assert [(c["finish_reason"], c["stop_reason"]) for c in choices if c["finish_reason"]] == [
+        ("stop", text[30:33])
+    ]
 
 
 @given(st.text())
@@ -160,6 +221,21 @@ async def test_usage_in_every_stream_where_the_server_says_so():
         *chunks, last = events((await served.http.post(COMPLETIONS, json=body)).text)
         assert (last["choices"], last["usage"]["total_tokens"]) == ([], 7)
         assert all(chunk["choices"] for chunk in chunks)
+
+
+async def test_the_openai_client(listening_server: Served):
+    async with openai.AsyncOpenAI(
+        base_url=f"{listening_server.url}/v1", api_key="any", max_retries=0
+    ) as client:
+        whole = await client.completions.create(
+            model=MODEL, prompt=["x", "y"], max_tokens=7, logprobs=1
+        )
+        assert [choice.text for choice in whole.choices] == [
+            output_text("x", 7),
+            output_text("y", 7),
+        ]
+        stream = await client.completions.create(model=MODEL, prompt="x", max_tokens=7, stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == output_text("x", 7)
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

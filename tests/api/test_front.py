@@ -469,6 +469,17 @@ async def test_paths_are_passed_on_as_they_came(tmp_path: Path, path: Any, statu
         assert answer.status_code == status, answer.text
 
 
+@pytest.mark.parametrize(
+    "body",
+    [b'{"a":' * 100_000, b'{"model": "one", "a":' + b"[" * 100_000, b'{"model": 5}', b"\xff"],
+)
+async def test_what_is_no_request_is_not_the_servers_fault(tmp_path: Path, body: Any):
+    async with front(tmp_path, "one") as (http, _):
+        headers = {"content-type": "application/json"}
+        answer = await http.post(COMPLETIONS, content=body, headers=headers)
+        assert answer.status_code == 400, answer.text
+
+
 # Its alignment is a text.
 ODD_GGUF = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 17) + b"general.alignment"
 ODD_GGUF += struct.pack("<IQ", 8, 1) + b"x"
@@ -490,6 +501,13 @@ async def test_a_folder_that_cannot_be_served_is_left_out(tmp_path: Path):
             file.write_bytes({"pull": b"abc", "bytes": b"\xff\xfe", "long": b"a" * 5000}[name])
         listed = await http.get("/v1/models")
         assert [card["id"] for card in listed.json()["data"]] == ["one"]
+
+
+async def test_metrics_with_either_header_of_a_key(tmp_path: Path):
+    async with front(tmp_path, "one", api_key=["secret"]) as (http, _):
+        http.headers["x-api-key"] = "secret"
+        assert (await http.post(COMPLETIONS, json={**BODY, "model": "one"})).status_code == 200
+        assert "vllm:request_success_total{" in (await http.get("/metrics")).text
 
 
 async def test_a_start_that_hangs_ends_and_others_go_on(tmp_path: Path):

@@ -15,7 +15,7 @@ from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from servd.api.protocol.anthropic import MessagesRequest, chat_messages
-from servd.messages.engine import EngineDead, EngineStatus
+from servd.messages.engine import AbortRequests, EngineDead, EngineStatus
 from servd.messages.params import ReasoningTags
 from tests.api.harness import (
     MODEL,
@@ -208,6 +208,20 @@ async def test_a_call_cut_by_a_stop_sequence_is_not_reported_as_a_tool_call(
     whole = (await scripted.http.post(URL, json=asked)).json()
     assert (whole["stop_reason"], whole["stop_sequence"]) == reason
     assert [block["input"] for block in whole["content"] if block["type"] == "tool_use"] == inputs
+
+
+async def test_an_answer_that_repeats_itself_is_cut_off():
+    async with serve(script="ab" * 50) as served:
+        detection = {"max_pattern_size": 2, "min_count": 4}
+        answer = await served.http.post(
+            URL, json=body_of(max_tokens=90, repetition_detection=detection)
+        )
+    SDKMessage.model_validate(answer.json())
+    assert (answer.json()["stop_reason"], answer.json()["usage"]["output_tokens"]) == (
+        "max_tokens",
+        8,
+    )
+    assert "x-servd-ignored" not in answer.headers
 
 
 CALL = {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}
@@ -474,6 +488,17 @@ async def test_pings_while_the_model_is_silent():
             assert (await stream.get_final_message()).content[0].text == output_text(
                 chat_prompt("hi"), 9
             )
+
+
+async def test_a_client_that_leaves_ends_its_request(listening_server: Served):
+    listening_server.engine.step_seconds = 0.01
+    async with connect(listening_server) as client:
+        async with client.messages.stream(
+            model=MODEL, max_tokens=2000, messages=user("hi")
+        ) as stream:
+            async for _ in stream.text_stream:
+                break
+    await until(lambda: isinstance(listening_server.engine.sent[-1], AbortRequests))
 
 
 async def test_what_has_no_effect_is_named(http):

@@ -79,6 +79,14 @@ def without_identity(value: Any) -> Any:
     return [without_identity(item) for item in value] if isinstance(value, list) else value
 
 
+async def test_an_answer_that_repeats_itself_is_cut_off():
+    async with serve(script="ab" * 50) as served:
+        body = {"input": "hi", "repetition_detection": {"max_pattern_size": 2, "min_count": 4}}
+        answer = SDKResponse.model_validate((await served.http.post(URL, json=body)).json())
+    assert answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.output_text == "ab" * 4
+
+
 async def test_a_call_cut_by_a_stop_string_is_incomplete(scripted: Served):
     body = {"input": "How is it?", "tools": [WEATHER], "stop": ["nn"]}
     answer = SDKResponse.model_validate((await scripted.http.post(URL, json=body)).json())
@@ -475,6 +483,17 @@ async def test_every_bad_value_is_a_400_that_names_its_field(http, body, param):
     assert answer.json()["error"]["param"] == param, answer.text
 
 
+async def test_errors_name_the_field_that_was_sent(http):
+    for body, sentence in [
+        ({"text": {"format": {"type": "x"}}}, "text.format.type must be 'text', "),
+        ({"reasoning": {"effort": "x"}}, "reasoning.effort must be 'none', "),
+        ({"min_tokens": 9, "max_output_tokens": 4}, "min_tokens must be at most the limit of 4"),
+        ({"max_output_tokens": 5000}, "This model's maximum context length"),  # as OpenAI's
+    ]:
+        answer = await http.post(URL, json={"input": "hi", **body})
+        assert answer.json()["error"]["message"].startswith(sentence), answer.text
+
+
 async def test_what_has_no_effect_is_named(http):
     body = {
         "input": "hi",
@@ -571,6 +590,15 @@ def test_the_store_stays_within_its_bounds_and_forgets_the_oldest(steps):
         assert store.num_bytes == sum(model.values())
 
 
+async def test_a_background_response_that_is_cancelled_before_it_begins(served: Served):
+    served.engine.may_step.clear()
+    name = (await served.http.post(URL, json={"input": "hi", "background": True})).json()["id"]
+    cancelled = await served.http.post(f"{URL}/{name}/cancel")
+    assert cancelled.json()["status"] == "cancelled"
+    await until(lambda: not served.async_llm.requests)
+    assert served.async_llm.num_unfinished == 0
+
+
 async def test_a_running_response_is_never_forgotten():
     async with serve(max_stored_responses=2) as served:
         http = served.http
@@ -640,6 +668,19 @@ async def test_responses_belong_to_their_key():
         assert (await http.get(f"{URL}/{name}", headers=mine)).json()["status"] == "incomplete"
         continued = await http.post(URL, json={**body, "max_output_tokens": 1}, headers=mine)
         assert continued.status_code == 200
+
+
+async def test_reconnecting_to_a_finished_response_ends_at_once(listening_server: Served):
+    http = listening_server.http
+    body = {"input": "hi", "background": True, "stream": True, "max_output_tokens": 3}
+    last = named_events((await http.post(URL, json=body)).text)[-1]
+    url = f"{URL}/{last['response']['id']}?stream=true&starting_after="
+    async with asyncio.timeout(12):  # a comment would come after 15 s
+        for after in (last["sequence_number"], last["sequence_number"] + 5):
+            answer = await http.get(f"{url}{after}")
+            assert (answer.status_code, answer.text) == (200, "")
+        answer = await http.get(f"{url}{last['sequence_number'] - 1}")
+        assert named_events(answer.text) == [last]
 
 
 async def test_a_background_response_counts_with_its_events_when_it_is_cancelled():
@@ -811,3 +852,13 @@ async def test_bad_pages(http, query):
     name = (await http.post(URL, json={"input": "hi", "max_output_tokens": 1})).json()["id"]
     answer = await http.get(f"{URL}/{name}/input_items?{query}")
     assert answer.status_code == 400 and answer.json()["error"]["param"] == query.partition("=")[0]
+
+
+async def test_the_allowed_tools_of_chats_are_told_their_form_here(http):
+    tools = [{"type": "function", "name": "f"}]
+    nested = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
+    body = {"input": "a", "tools": tools, "tool_choice": nested, "max_output_tokens": 2}
+    message = check(await http.post("/v1/responses", json=body), 400, "tool_choice")
+    assert '{"type": "allowed_tools", "mode": "auto", "tools": [{' in message
+    body["tool_choice"] = {"type": "allowed_tools", **nested["allowed_tools"]}
+    assert (await http.post("/v1/responses", json=body)).status_code == 200
