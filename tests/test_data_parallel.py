@@ -6,7 +6,7 @@ import pytest
 
 from servd.base.errors import ConfigError
 from servd.config import Config
-from servd.launch.data_parallel import divide
+from servd.config.data_parallel import divide
 
 RAY = {"data_parallel_backend": "ray"}
 

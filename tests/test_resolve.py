@@ -13,7 +13,7 @@ from servd.base import plugins
 from servd.base.errors import ConfigError
 from servd.checkpoint.hf import FAKE_SPEC, ModelSpec
 from servd.config import Config, choices, options_by_name
-from servd.launch.resolve import Machine, look_at_machine, resolve
+from servd.config.resolve import Machine, look_at_machine, resolve
 
 SPEC = ModelSpec(
     folder="/m", model_type="llama", architecture="LlamaForCausalLM", vocab_size=512,
@@ -252,7 +252,7 @@ def test_impossible_settings_are_refused_with_numbers(machine, options, parts):
 
 
 def test_every_decision_is_logged(caplog):
-    caplog.set_level("INFO", "servd.launch.resolve")
+    caplog.set_level("INFO", "servd.config.resolve")
     config = decide(model="m")
     for name in (
         "device",

@@ -18,10 +18,10 @@ import torch
 
 from servd.checkpoint.hf import read_spec
 from servd.config import Config
+from servd.config.resolve import look_at_machine, resolve
 from servd.core.engine_core import EngineCore
 from servd.core.executor import PendingOutput
 from servd.core.executor.uniproc import Executor
-from servd.launch.resolve import look_at_machine, resolve
 from servd.messages.engine import (
     EngineCoreRequest,
     GrammarBitmask,

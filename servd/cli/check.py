@@ -27,7 +27,7 @@ from servd.base.sizes import format_bytes
 from servd.checkpoint import hf, pooling
 from servd.cli import _options
 from servd.config import Config
-from servd.launch.resolve import look_at_machine
+from servd.config.resolve import look_at_machine
 
 WORKER = "servd.worker"
 HUB_TIMEOUT = 3.0  # seconds
@@ -108,10 +108,10 @@ def check_limits(config: Config) -> Iterator[Finding]:
 
 def check_memory(config: Config) -> Iterator[Finding]:
     """Main memory, shared memory and CPUs, by the limits of the control group too."""
-    free = plugins.load(WORKER, "device", "available_memory")()
+    free = plugins.load(f"{WORKER}.device", "device", "available_memory")()
     remedy = "end other programs, or raise the container's limit"
     yield judge(free >= SMALLEST, "memory", f"{format_bytes(free)} can be used", remedy)
-    quota = plugins.load(WORKER, "device", "cpu_quota")()
+    quota = plugins.load(f"{WORKER}.device", "device", "cpu_quota")()
     text = f"{len(os.sched_getaffinity(0))}, control group's quota {quota or 'none'}"
     yield judge(quota is None or quota >= 1, "CPUs", text, "raise the container's quota")
     if os.path.isdir("/dev/shm"):
@@ -193,7 +193,7 @@ def check_weights(config: Config, spec: hf.ModelSpec) -> Finding:
             hf.weight_files(spec.folder, config.model.load_format)
         except ModelNotFound:
             return Finding("weights", "ok", "on the hub: the first start downloads them")
-    plan = plugins.load(WORKER, "dry_run", "plan")(config, spec)
+    plan = plugins.load(f"{WORKER}.runner", "dry_run", "plan")(config, spec)
     text = f"{format_bytes(plan.sizes.weights)} in memory, all tensors are there"
     return judge(not plan.shortage, "weights", text, plan.shortage, "failed")
 

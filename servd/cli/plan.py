@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--executor fake has no weights to plan for")
     with tempfile.TemporaryDirectory() as scratch:
         config, spec = with_headers(config, spec, scratch)
-        plan = plugins.load(WORKER, "dry_run", "plan")(config, spec)
+        plan = plugins.load(f"{WORKER}.runner", "dry_run", "plan")(config, spec)
     report = Report(config, spec, plan)
     lengths = arguments.lengths or sorted(
         {*(n for n in LENGTHS if n < report.max_model_len), report.max_model_len}

@@ -14,10 +14,10 @@ from servd.base import log, plugins
 from servd.base.errors import ConfigError, UnsupportedModel
 from servd.checkpoint import hf
 from servd.config import Config
+from servd.config.resolve import Decision, decide, look_at_machine
 from servd.core.client import identity
 from servd.core.executor import EXECUTORS
 from servd.launch.process_tree import ProcessTree, check_access, url_of
-from servd.launch.resolve import Decision, decide, look_at_machine
 from servd.launch.sockets import (
     check_engine,
     inherited_listener,

@@ -27,6 +27,7 @@ from servd.checkpoint.adapter_store import AdapterStore
 from servd.checkpoint.lora import AdapterFiles, parse_module
 from servd.config import AccessConfig, Config
 from servd.config.keys import check_new_keys, read_keys, tls_context
+from servd.config.resolve import Decision
 from servd.core.client import engine_dir
 from servd.ipc import channels as ipc
 from servd.ipc.child import Child
@@ -34,7 +35,6 @@ from servd.ipc.heartbeat import Heartbeat, Watchdog, make_file
 from servd.ipc.start_messages import ENGINE_IS_DEAD, StartAPIServer
 from servd.launch.bridge import Bridge
 from servd.launch.engine_supervisor import LOOK_INTERVAL, Deaths, EngineSupervisor, newest_engine
-from servd.launch.resolve import Decision
 from servd.messages.engine import STALLED, EngineDead, EngineRestarting, EngineStatus
 
 logger = logging.getLogger("servd.launch")

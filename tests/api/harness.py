@@ -29,11 +29,11 @@ from servd.base import tracing
 from servd.checkpoint.adapter_store import AdapterStore
 from servd.checkpoint.hf import FAKE_SPEC, ModelSpec
 from servd.config import Config
+from servd.config.resolve import Machine, resolve
 from servd.core.audit import audit, problems
 from servd.core.engine_core import EngineCore
 from servd.core.executor.fake import FakeExecutor, Row, expected_tokens
 from servd.core.structured_output.manager import Compiled
-from servd.launch.resolve import Machine, resolve
 from servd.messages.engine import (
     Audit,
     EngineReady,

@@ -19,7 +19,7 @@ from servd.api.observability.otel import SpanExporter
 from servd.base.errors import ConfigError
 from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
-from servd.launch.resolve import Machine, resolve
+from servd.config.resolve import Machine, resolve
 from tests.api.harness import MODEL, serve, until, user
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -180,7 +180,7 @@ def test_an_endpoint_that_cannot_be_exported_to_is_refused(endpoint, protocol, m
 
 
 def test_without_the_extra_the_remedy_is_named(monkeypatch):
-    monkeypatch.setattr("servd.launch.resolve.OTLP_EXPORTER", "no-such-package")
+    monkeypatch.setattr("servd.config.resolve.OTLP_EXPORTER", "no-such-package")
     config = Config.load({"executor": "fake", "otlp_traces_endpoint": ENDPOINT})
     with pytest.raises(ConfigError, match=r"servd\[otel\]"):
         resolve(config, FAKE_SPEC, Machine())

@@ -10,7 +10,7 @@ import msgspec
 import servd
 from servd.api.app import create_app
 from servd.config import flag_of, options_by_name
-from servd.launch.resolve import Machine, decide
+from servd.config.resolve import Machine, decide
 from servd.messages.engine import EngineReady
 from tests.api.harness import FAKE_SPEC, MODEL, serve, until
 

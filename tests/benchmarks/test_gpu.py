@@ -15,7 +15,7 @@ import pytest
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import report, shapes
 from benchmarks.gpu.engine import Bench, arrive
-from servd.launch.resolve import Machine
+from servd.config.resolve import Machine
 from tests.limits import WAIT_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]

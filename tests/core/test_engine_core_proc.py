@@ -15,6 +15,7 @@ import pytest
 from servd.base.private_dir import private_dir
 from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
+from servd.config.resolve import Machine, resolve
 from servd.core import engine_core_proc
 from servd.core.client import identity
 from servd.core.engine_core_proc import (
@@ -27,7 +28,6 @@ from servd.core.executor.fake import expected_tokens
 from servd.ipc import channels as ipc
 from servd.ipc.channels import Inbox, Outbox
 from servd.ipc.start_messages import StartEngine
-from servd.launch.resolve import Machine, resolve
 from servd.messages.engine import (
     AbortRequests,
     Attach,

@@ -16,11 +16,11 @@ from servd.base.errors import ConfigError
 from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
 from servd.config.kv_transfer import KVTransferConfig
+from servd.config.resolve import Machine, resolve
 from servd.core.kv_cache.connector import io_workers, loads, remote
 from servd.core.kv_cache.connector.costs import LoadCosts
 from servd.core.kv_cache.connector.remote import Ask, Give
 from servd.ipc.channels import Keys, Link, Listener, wait
-from servd.launch.resolve import Machine, resolve
 from servd.messages.engine import AbortRequests
 from tests.core.engines import (
     AuditedExecutor,

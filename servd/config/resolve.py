@@ -18,12 +18,11 @@ from servd.checkpoint import pooling
 from servd.checkpoint.hf import DEMO_MODEL, ModelSpec, quantization_of
 from servd.checkpoint.lora import parse_module
 from servd.checkpoint.pooling import is_encoder_as_decoder
-from servd.config import Config, LoRAConfig, choices, flag_of, options_by_name
+from servd.config import Config, LoRAConfig, choices, data_parallel, flag_of, options_by_name
+from servd.config.data_parallel import Decision
 from servd.config.keys import read_token
-from servd.launch import data_parallel
-from servd.launch.data_parallel import Decision
 
-log = logging.getLogger("servd.launch.resolve")
+log = logging.getLogger("servd.config.resolve")
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 OTLP_EXPORTER = "opentelemetry-exporter-otlp-proto-http"
