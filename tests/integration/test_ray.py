@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -33,6 +34,12 @@ pytestmark = [
 ]
 
 ONE = {"num_cpus": 1, "object_store_memory": 80 * 1024 * 1024}  # a node
+ENDLESS = {
+    "prompt": "once",
+    "max_tokens": 100_000,
+    "ignore_eos": True,
+    "stream": True,
+}
 PROMPTS = ["once upon a time", "twice", "in a village by the sea"]
 
 
@@ -171,8 +178,26 @@ def test_engines_of_two_nodes_answer_as_one_though_a_node_is_killed(cluster, sta
     wait_until(lambda: states(server) == ["idle", "idle"], "it is not placed again")
     assert [complete(server, rank, **bodies[1]) for rank in (0, 1)] == [alone, alone]
     server.check_audit()
+
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=ENDLESS) as stream:
+        next(stream.iter_lines())
+        server.children()["api"].kill()
+        with contextlib.suppress(httpx.TransportError):
+            stream.read()
+    wait_until(lambda: is_idle(server), "an engine keeps the request of a server that is gone")
+    server.check_audit()
     assert server.stop() == 0
     wait_until(lambda: not engines(), "engines outlive the server")
+
+
+def is_idle(server: Server) -> bool:
+    """Whether the API server is there again, and its engines compute nothing."""
+    try:
+        return (
+            states(server) == ["idle", "idle"] and server.metric("vllm:num_requests_running") == 0
+        )
+    except (httpx.TransportError, AssertionError):
+        return False
 
 
 def engines() -> list[psutil.Process]:

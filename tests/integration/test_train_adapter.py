@@ -11,11 +11,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.integration.test_smollm2 import FOLDER as SMOLLM2
 
 from servd.checkpoint.hf import find_model
 from tests.integration.conftest import Server
 from tests.integration.test_examples import EXAMPLES
+from tests.integration.test_smollm2 import FOLDER as SMOLLM2
 
 pytestmark = [
     pytest.mark.slow,
