@@ -40,11 +40,8 @@ CUTS = {
 
 
 def open_file(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
-    """Map a file, and return its reader and its metadata.
-
-    Raises:
-        ModelNotFound: the file is missing, not GGUF, or damaged.
-        UnsupportedModel: the package `gguf` is not installed.
+    """Map a file, and return its reader and its metadata. Raises ModelNotFound: it is missing, not
+    GGUF, or damaged; UnsupportedModel: the package `gguf` is not installed.
     """
     try:
         from gguf import GGUFReader, GGUFValueType
@@ -89,11 +86,9 @@ def open_file(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
 
 
 def find_file(model: str) -> Path | None:
-    """The GGUF file that MODEL names: itself, or of a folder by a part of its name,
-    "folder:Q4_K_M"; None: it names none.
-
-    Raises:
-        ModelNotFound: the folder has no such file, or several.
+    """Return the GGUF file that MODEL names: itself, or of a folder by a part of its name,
+    "folder:Q4_K_M"; None: it names none. Raises ModelNotFound: the folder has no such file, or
+    several.
     """
     if model.endswith(".gguf") and os.path.isfile(model):
         return Path(model).resolve()
@@ -112,9 +107,7 @@ def as_folder(path: Path) -> Path:
     """Return a folder with config.json and tokenizer_config.json of a GGUF file, and a link to the
     file, `WEIGHTS`. It is in a cache that all servers share.
 
-    Raises:
-        ModelNotFound: the file is missing, not GGUF, damaged or incomplete.
-        UnsupportedModel: servd would compute the model wrongly, or the package gguf is missing.
+    Raises UnsupportedModel: servd would compute the model wrongly; or see `open_file`.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "servd", "gguf")
     stat = path.stat()
@@ -151,12 +144,8 @@ def as_folder(path: Path) -> Path:
 
 
 def make_config(path: Path, values: dict[str, Any], shapes: dict[str, list[int]]) -> dict[str, Any]:
-    """Return config.json.
-
-    Args:
-        path: of the file, for errors.
-        values: its metadata.
-        shapes: of its tensors, innermost dimension first.
+    """Return config.json from the metadata and the shapes of the tensors, innermost dimension
+    first. Errors name the path.
     """
     arch = values.get("general.architecture")
     if arch not in ARCHITECTURES:
@@ -217,10 +206,8 @@ def make_tokenizer_config(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """Write tokenizer.json into a folder that `as_folder` made, and return its path.
-
-    Raises:
-        ModelNotFound: the tokenizer is of a kind that is not known, or damaged.
+    """Write tokenizer.json into a folder that `as_folder` made, and return its path. Raises
+    ModelNotFound: the tokenizer is of a kind that is not known, or damaged.
     """
     _, values = open_file(folder / WEIGHTS)
     model, pre = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.pre", "gpt-2")

@@ -60,11 +60,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     score_activation: Literal["sigmoid", "identity"] = "sigmoid"
 
     def check(self, task: Task) -> None:
-        """Check that the model is for a task.
-
-        Raises:
-            InvalidRequest: it is for another.
-        """
+        """Check that the model is for a task. Raises InvalidRequest: it is for another."""
         if task != self.task and not (task == "embed" and self.task == "generate"):
             lacks = {
                 "generate": "the model writes no text",
@@ -74,10 +70,8 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest(f"{lacks[task]}; {REMEDIES[self.task]}", param="model")
 
     def check_scores(self) -> None:
-        """Check that the model scores pairs of texts.
-
-        Raises:
-            InvalidRequest: its head sorts into classes, or its files do not say how it scores.
+        """Check that the model scores pairs of texts. Raises InvalidRequest: its head sorts into
+        classes, or its files do not say how it scores.
         """
         if not self.has_scores:
             raise InvalidRequest(
@@ -94,11 +88,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def complete(self, params: PoolingParams) -> PoolingParams:
-        """`params` with what the files say where the request says nothing.
-
-        Raises:
-            InvalidRequest: the model is for something else, or see `PoolingParams.verify`.
-        """
+        """Return `params` with what the files say where the request says nothing, verified."""
         self.check(params.task)
         params.verify(self.size)
         return msgspec.structs.replace(
@@ -108,10 +98,8 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def prompt(self, name: str | None) -> str:
-        """What a text begins with.
-
-        Raises:
-            InvalidRequest: the files have no prompt of this name.
+        """Return what a text begins with. Raises InvalidRequest: there is no prompt of this
+        name.
         """
         name = self.default_prompt if name is None else name
         if name is None:
@@ -156,10 +144,8 @@ def num_positions(spec: ModelSpec) -> int:
 
 
 def first_position(spec: ModelSpec) -> int:
-    """The first token's: of RoBERTa's kind those up to the id of padding are for padding.
-
-    Raises:
-        UnsupportedModel: config.json does not say what that is.
+    """Return the first token's position: RoBERTa's kind keeps those up to the id of padding for
+    padding.
     """
     if spec.model_type not in ("roberta", "xlm-roberta"):
         return 0
@@ -175,11 +161,8 @@ def is_encoder_as_decoder(spec: ModelSpec) -> bool:
 
 
 def read(spec: ModelSpec) -> PoolingSpec:
-    """What the files in `spec.folder` say.
-
-    Raises:
-        ModelNotFound: a file that another one names is missing or broken.
-        UnsupportedModel: they ask for what servd does not do.
+    """Return what the files in `spec.folder` say. Raises ModelNotFound: a file that another one
+    names is missing or broken; UnsupportedModel: they ask for what servd does not do.
     """
     sees_all, config = is_encoder(spec), spec.config
     found: dict[str, Any] = {"is_causal": not sees_all, "size": spec.hidden_size}

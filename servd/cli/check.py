@@ -183,11 +183,7 @@ def check_model(config: Config) -> Iterator[Finding]:
 
 
 def check_weights(config: Config, spec: hf.ModelSpec) -> Finding:
-    """Every file and tensor, and whether they fit.
-
-    Raises:
-        ConfigError: one is missing.
-    """
+    """Check that every file and tensor is there and fits. Raises ConfigError: one is missing."""
     if hf.local_folder(config.model.model or "") is None:
         try:
             hf.weight_files(spec.folder, config.model.load_format)

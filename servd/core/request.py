@@ -232,11 +232,9 @@ class Request:
         """Correct the counters, which count all drafts of a step as accepted. Returns how many
         drafts are part of the output.
 
-        Args:
-            output: of that step; gets the counts of the workers' drafts. Those of the engine are
-                not counted: all of them are accepted.
-            num_sampled: tokens of the step; the end of the output may have cut some.
-            num_found: drafts that the workers found for the next step.
+        `output` gets the counts of the workers' drafts; those of the engine are all accepted, and
+        not counted. The end of the output may have cut some of `num_sampled`. `num_found`: drafts
+        that the workers found for the next step.
         """
         num_rejected = scheduled.num_drafts + 1 - num_sampled
         self.num_tokens -= num_rejected

@@ -64,24 +64,16 @@ def _torch_has_cuda() -> bool:
 
 
 def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
-    """`config` with the values that `decide` chooses.
-
-    Raises:
-        ConfigError: see `decide`.
-    """
+    """Return `config` with the values that `decide` chooses."""
     return decide(config, spec, machine)[0]
 
 
 def decide(config: Config, spec: ModelSpec, machine: Machine) -> tuple[Config, dict[str, Decision]]:
-    """Choose a value for every "auto" and None that needs one, and log it.
+    """Choose a value for every "auto" and None that needs one, and log it; return the decisions by
+    option, too. `attention_backend` stays auto: only the worker, which has torch, can tell what is
+    supported.
 
-    `attention_backend` stays auto: only the worker, which has torch, can tell what is supported.
-
-    Returns:
-        The resolved configuration, and the decisions by option.
-
-    Raises:
-        ConfigError: options are incompatible with each other, this machine or this model.
+    Raises ConfigError: options are incompatible with each other, this machine or this model.
     """
     decided: dict[str, Decision] = {}
 
@@ -367,11 +359,7 @@ def _resolve_computation(config: Config, spec: ModelSpec) -> dict[str, Decision]
 
 
 def _whole_prompts(config: Config, spec: ModelSpec) -> dict[str, Decision]:
-    """Resolve options for an encoder.
-
-    Raises:
-        ConfigError: --model-impl has no encoders, or an option is for models that write.
-    """
+    """Resolve options for an encoder. Raises ConfigError: an option is for models that write."""
     if config.model.model_impl == "transformers":
         raise ConfigError(
             f"--model-impl transformers has no encoders, and {spec.model_type} is one: leave it out"
@@ -395,10 +383,8 @@ def _whole_prompts(config: Config, spec: ModelSpec) -> dict[str, Decision]:
 
 
 def _with_states(config: Config, spec: ModelSpec) -> dict[str, Decision]:
-    """Resolve options for a model with recurrent state.
-
-    Raises:
-        ConfigError: an option needs earlier states.
+    """Resolve options for a model with recurrent state. Raises ConfigError: one needs earlier
+    states.
     """
     what = f"layers of {spec.model_type} keep a state, which is that of the last token alone"
     model, num_stages = config.model, config.parallel.pipeline_parallel_size

@@ -117,11 +117,7 @@ class ResponseBuilder(ABC):
         return 0
 
     def check_logprobs(self, num_tokens: int) -> None:
-        """Check the number of log-probabilities that the answer has with so many output tokens.
-
-        Raises:
-            InvalidRequest: there are too many.
-        """
+        """Check the number of log-probabilities that the answer has with so many output tokens."""
         of_prompts = self.num_prompt_logprobs
         is_whole = not (self.stream and self.streams_logprobs)
         of_output = num_tokens * self.num_logprobs_each if is_whole else 0
@@ -147,10 +143,8 @@ class ResponseBuilder(ABC):
         return event(reply.body)
 
     async def respond(self, headers: Mapping[str, str] | None = None) -> Response:
-        """Stream, or wait for all of it; the engine stops when the client leaves.
-
-        Raises:
-            ClientDisconnect: the client left before the whole body was there.
+        """Stream, or wait for all of it; the engine stops when the client leaves
+        (ClientDisconnect).
         """
         headers = {**(headers or {}), **self.call.ignored}
         if self.stream:
@@ -184,11 +178,6 @@ class ResponseBuilder(ABC):
     async def outputs(self) -> AsyncIterator[AsyncGenerator[CompletionOutput, None]]:
         """Admit the whole request for the duration of the block, prepare it, and generate the
         outputs of all choices; index = prompt number * n + i.
-
-        Raises:
-            Overloaded: see `AsyncLLM.admit`; nothing has been done.
-            EngineDead: the engine is gone.
-            InvalidRequest: see `AsyncLLM.prepare`.
         """
         async_llm, asked, deadline = self.async_llm, self.asked, self.call.deadline
         prompt_ids = [prompt.request_id for prompt in self.prompts]
@@ -214,11 +203,7 @@ class ResponseBuilder(ABC):
                 yield outputs
 
     def count(self, output: CompletionOutput) -> None:
-        """Count the tokens of an output.
-
-        Raises:
-            InvalidRequest: see `check_logprobs`.
-        """
+        """Count the tokens of an output, and check how many log-probabilities there are."""
         self.num_output_tokens += len(output.token_ids)
         if self.num_logprobs_each and self.params.max_tokens is None:
             self.check_logprobs(self.num_output_tokens)

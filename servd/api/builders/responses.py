@@ -42,15 +42,9 @@ TEXT_EVENT = {MessageItem: "response.output_text", ReasoningItem: "response.reas
 
 
 class ResponsesBuilder(EventBuilder):
-    """At most one item is open, the last one of the output; each new one closes it.
-
-    Attributes:
-        keep: called when `response` is complete, before the client knows.
-
-    Args:
-        body: as the client sent it.
-        chat: what the body means.
-        is_stored: the response can be asked for later.
+    """At most one item is open, the last one of the output; each new one closes it. `keep` is
+    called when `response` is complete, before the client knows; `is_stored`: the response can be
+    asked for later.
     """
 
     names = CHAT_NAMES

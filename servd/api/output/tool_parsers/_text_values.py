@@ -40,18 +40,13 @@ def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
 
 
 def texts_of(schema: Any, root: Any, end: str, line: str = "\n") -> list[str]:
-    r"""Lark, literals and regular expressions, for the texts that obey a schema which allows
-    strings.
+    r"""Return Lark, literals and regular expressions, for the texts that obey a schema which allows
+    strings. `root` is what its references speak of.
 
-    Each goes from after the opening tag and `line` to the end of `end`. `line` before that does not
-    count. All are strings; null too, where the schema allows it. Regular expressions are to be
-    matched as lazily as possible. Raises NotExpressible: no text does, or the texts cannot be told
-    from others in this way.
-
-    Args:
-        root: what its references speak of.
-        end: closing tag.
-        line: a line break, or nothing.
+    Each goes from after the opening tag and `line` (a line break, or nothing) to the end of `end`,
+    the closing tag. `line` before that does not count. All are strings; null too, where the schema
+    allows it. Regular expressions are to be matched as lazily as possible. Raises NotExpressible:
+    no text does, or the texts cannot be told from others in this way.
     """
     found = _Texts(root, end, line)
     found.add(schema)
