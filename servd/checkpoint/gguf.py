@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import struct
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from servd.base.errors import ModelNotFound, UnsupportedModel
+from servd.checkpoint.cached_folder import make_cached_folder
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -109,13 +110,13 @@ def as_folder(path: Path) -> Path:
 
     Raises UnsupportedModel: servd would compute the model wrongly; or see `open_file`.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "servd", "gguf")
     stat = path.stat()
     # Raise the last number when what is made changes.
     key = f"{path} {stat.st_mtime_ns} {stat.st_size} 1"
-    target = cache / hashlib.sha256(key.encode()).hexdigest()[:24]
-    if target.exists():
-        return target
+    return make_cached_folder("gguf", key, partial(_make_folder, path))
+
+
+def _make_folder(path: Path, folder: Path) -> None:
     reader, values = open_file(path)
     try:
         shapes = {tensor.name: tensor.shape.tolist() for tensor in reader.tensors}
@@ -128,19 +129,10 @@ def as_folder(path: Path) -> Path:
         raise ModelNotFound(
             f"{path} has {num_layers} layers, its metadata says {config['num_hidden_layers']}"
         )
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        made = Path(scratch) / "made"
-        made.mkdir()
-        for name, content in files.items():
-            (made / name).write_text(json.dumps(content), encoding="utf8")
-        (made / WEIGHTS).symlink_to(path)
-        try:
-            made.rename(target)
-        except OSError:  # another server was faster
-            if not target.exists():
-                raise
-    return target
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content), encoding="utf8")
+    (folder / WEIGHTS).symlink_to(path)
 
 
 def make_config(path: Path, values: dict[str, Any], shapes: dict[str, list[int]]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -18,6 +17,7 @@ from msgspec import Meta
 
 from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
 from servd.checkpoint import gguf
+from servd.checkpoint.cached_folder import make_cached_folder
 from servd.checkpoint.overrides import override, reach
 from servd.checkpoint.published import as_today
 from servd.checkpoint.text_part import TEXT, text_of
@@ -387,30 +387,19 @@ def _convert_tokenizer(folder: Path, trust_remote_code: bool) -> Path:
         raise ModelNotFound(
             f"{folder} has no tokenizer.json, nor a tokenizer that could be converted to one"
         )
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "servd", "tokenizers")
-    stamp = (source or folder).stat().st_mtime_ns
-    target = cache / hashlib.sha256(f"{folder.resolve()} {stamp}".encode()).hexdigest()[:24]
-    if (target / "tokenizer.json").exists():
-        return target / "tokenizer.json"
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        made = Path(scratch) / "made"
+
+    def convert(made: Path) -> None:
         module = "servd.worker.loading.convert_tokenizer"
         command = [sys.executable, "-m", module, str(folder), str(made)]
-        done = subprocess.run(
-            command + ["--trust-remote-code"] * trust_remote_code,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        if trust_remote_code:
+            command.append("--trust-remote-code")
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode or not (made / "tokenizer.json").exists():
             reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
             raise ModelNotFound(
                 f"{folder} has no tokenizer.json, and its tokenizer cannot be converted: {reason}"
             )
-        try:
-            made.rename(target)
-        except OSError:  # another server was faster
-            if not (target / "tokenizer.json").exists():
-                raise
+
+    stamp = (source or folder).stat().st_mtime_ns
+    target = make_cached_folder("tokenizers", f"{folder.resolve()} {stamp}", convert)
     return target / "tokenizer.json"

@@ -19,6 +19,7 @@ from servd.messages.params import PoolingParams
 ENCODERS = frozenset({"bert", "gte", "modernbert", "roberta", "xlm-roberta"})
 # Set in the id of each token of the second of two texts, inside a worker.
 SECOND_TEXT = 1 << 30
+ACTIVATIONS = {"regression": "identity", "multi_label_classification": "sigmoid"}  # by problem
 PAGE_HEAD = 4096  # bytes of a README.md, which begins with what the hub sorts it under
 MODES = {"cls": "cls", "cls_token": "cls", "mean": "mean", "mean_tokens": "mean",
          "lasttoken": "last"}  # fmt: skip
@@ -260,20 +261,14 @@ def _mode(folder: Path) -> str:
 
 def _labels(config: dict[str, Any]) -> dict[str, Any]:
     names, count = config.get("id2label") or {}, num_labels(config)
-    problem = config.get("problem_type")
     chosen = config.get("sentence_transformers") or {}
     path = chosen.get("activation_fn") or config.get("sbert_ce_default_activation_function")
     name = str(path or "Sigmoid").rpartition(".")[2]
     if name not in ("Sigmoid", "Identity"):
         raise UnsupportedModel(f"config.json: scores by {path} are not supported")
-    is_multiple = problem == "multi_label_classification"
     return {
         "labels": [str(names.get(str(i), f"LABEL_{i}")) for i in range(count)],
-        "activation": "identity"
-        if problem == "regression"
-        else "sigmoid"
-        if is_multiple
-        else "softmax",
+        "activation": ACTIVATIONS.get(str(config.get("problem_type")), "softmax"),
         "score_activation": "sigmoid" if name == "Sigmoid" else "identity",
     }
 

@@ -345,11 +345,10 @@ def _resolve_computation(config: Config, spec: ModelSpec) -> dict[str, Decision]
         decided["dtype"] = Decision(spec.dtype if on_cuda else "float32", why)
     if config.model.model_impl == "auto":
         has_file = model_type.replace("-", "_") in plugins.names("servd.worker.models")
-        decided["model_impl"] = (
-            Decision("servd", f"servd has a file for {model_type}")
-            if has_file and not is_encoder_as_decoder(spec)
-            else Decision("transformers", f"servd has no file for {model_type}")
-        )
+        found = Decision("transformers", f"servd has no file for {model_type}")
+        if has_file and not is_encoder_as_decoder(spec):
+            found = Decision("servd", f"servd has a file for {model_type}")
+        decided["model_impl"] = found
     if config.scheduler.async_scheduling is None:
         why = "a CPU that computes has no time to schedule beside it"
         if on_cuda:

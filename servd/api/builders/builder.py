@@ -38,25 +38,15 @@ class ResponseBuilder(ABC):
 
     Streams and whole responses are made of the same outputs, so a stream joined is the response.
 
-    Attributes:
-        keep_alive_frame: what a stream sends while there is no frame.
-        end: what a stream sends after the last frame.
-        request_type: what the metrics call it.
-        max_logprobs: how many log-probabilities an answer may have.
-        streams_logprobs: a stream shows those of each output token once, and keeps none.
-
-    Args:
-        request: whose body has been read.
-        asked: what is generated and how, for all prompts.
-        response_id: the `id` of the body and of all frames.
-        prompts: each gets the same number of choices.
+    `asked` says what is generated and how; each of the prompts gets the same number of choices.
+    `response_id` is the `id` of the body and of all frames.
     """
 
-    keep_alive_frame: ClassVar[bytes] = KEEP_ALIVE
-    end: ClassVar[bytes] = DONE
-    request_type: ClassVar[str] = "other"
-    max_logprobs: ClassVar[int] = MAX_LOGPROBS_HELD
-    streams_logprobs: ClassVar[bool] = True
+    keep_alive_frame: ClassVar[bytes] = KEEP_ALIVE  # sent while a stream has no frame
+    end: ClassVar[bytes] = DONE  # sent after a stream's last frame
+    request_type: ClassVar[str] = "other"  # for the metrics
+    max_logprobs: ClassVar[int] = MAX_LOGPROBS_HELD  # of an answer
+    streams_logprobs: ClassVar[bool] = True  # once, for each output token; and keeps none
 
     def __init__(
         self,
@@ -126,12 +116,15 @@ class ResponseBuilder(ABC):
         parts = [f"{of_prompts:,} of prompts"] if of_prompts else []
         if of_output:
             parts.append(f"{self.num_logprobs_each} for each of {num_tokens:,} output tokens")
+        param = "logprobs" if of_output else "prompt_logprobs"
+        if self.n > 1:
+            param = "n"
         way_out = ", or set `stream`: true" if of_output and self.streams_logprobs else ""
         raise InvalidRequest(
             f"the answer would have {of_prompts + of_output:,} log-probabilities "
             f"({' and '.join(parts)}), at most {self.max_logprobs:,} are possible: ask for fewer "
             f"prompts, choices, tokens or log-probabilities at once{way_out}",
-            param="n" if self.n > 1 else "logprobs" if of_output else "prompt_logprobs",
+            param=param,
         )
 
     def last_frame(self) -> bytes:

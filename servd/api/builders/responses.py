@@ -39,6 +39,7 @@ from servd.messages.outputs import CompletionOutput
 from servd.messages.params import SamplingParams
 
 TEXT_EVENT = {MessageItem: "response.output_text", ReasoningItem: "response.reasoning_text"}
+NO_TOOL: dict[str, Any] = {"description": None, "parameters": None, "strict": None}
 
 
 class ResponsesBuilder(EventBuilder):
@@ -245,12 +246,8 @@ def _blank(
         temperature=params.temperature,
         text={"format": (body.text or {}).get("format") or {"type": "text"}},
         tool_choice=body.tool_choice or "auto",
-        tools=[_tool(dict(tool)) for tool in body.tools or ()],
+        tools=[NO_TOOL | dict(tool) for tool in body.tools or ()],
         top_logprobs=body.top_logprobs or 0,
         top_p=params.top_p,
         user=body.user,
     )
-
-
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    return {"description": None, "parameters": None, "strict": None, **tool}

@@ -174,6 +174,14 @@ class ToolParser(Parser):
                 return False
         return call.end(needs_arguments)
 
+    def json_call_until(self, end: str) -> Steps[bool]:
+        """Read a JSON call up to `end`, with white space around it."""
+        yield from self.reader.space()
+        if not (yield from self.json_call()):
+            return False
+        yield from self.reader.space()
+        return (yield from self.reader.accept(end))
+
     def json_calls(self) -> Steps[bool]:
         """Read a JSON array of calls."""
         reader = self.reader

@@ -6,6 +6,8 @@ from typing import Any
 
 from servd.api.output.tool_parsers._grammar import ANNOTATIONS, NotExpressible, quoted
 
+OF_VALUES = {"type", "enum", "const"}  # keywords that texts can obey
+OF_TEXTS = OF_VALUES | {"minLength", "maxLength"}
 NULLS = ("null", "None")  # texts that stand for null where a schema allows it
 
 
@@ -84,11 +86,7 @@ class _Texts:
             self.texts.append(self.null)
         if not types & {"string", "any"}:
             return None
-        if (
-            keywords
-            - {"type", "enum", "const"}
-            - ({"minLength", "maxLength"} if values is None else set())
-        ):
+        if keywords - (OF_TEXTS if values is None else OF_VALUES):
             raise NotExpressible("keywords of strings")
         if values is None:
             self.texts.append(self._free(schema.get("minLength", 0), schema.get("maxLength")))
