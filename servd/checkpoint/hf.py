@@ -155,6 +155,8 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
         raise UnsupportedModel(f"{folder}/config.json: architectures must be a list of names")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    if eos is None:
+        eos = []
     return ModelSpec(
         folder=str(folder),
         model_type=first("model_type"),
@@ -169,7 +171,7 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
             "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"
         ),
         dtype=first("dtype", "torch_dtype", default="float32"),
-        eos_token_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
+        eos_token_ids=eos if isinstance(eos, list) else [eos],
         config=config,
         generation=generation,
     )
