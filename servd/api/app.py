@@ -61,16 +61,11 @@ def create_app(
     store: AdapterStore | None = None,
     spans: SpanExporter | None = None,
 ) -> FastAPI:
-    """The HTTP application over an engine that may still be loading.
+    """Return the HTTP application over an engine that may still be loading. The caller starts
+    `async_llm`.
 
-    Args:
-        config: resolved.
-        async_llm: started by the caller.
-        keep_alive: seconds without a token after which a stream gets a comment, as proxies cut
-            silent ones after 60.
-        reasons: why options on "auto" have their value, by option.
-        store: of adapters, with --enable-lora.
-        spans: of requests, if they are exported.
+    A stream gets a comment after `keep_alive` seconds without a token, as proxies cut silent ones
+    after 60. `reasons`: why options on "auto" have their value, by option.
     """
     keys = Keys(config.access)
     open_paths = OPEN_PATHS | (console.open_paths() if config.server.console else set())

@@ -75,11 +75,7 @@ class Call:
 
     @property
     def shelf(self) -> Shelf:
-        """The files and batches of its owner.
-
-        Raises:
-            NotFound: this server keeps none.
-        """
+        """Return the files and batches of its owner. Raises NotFound: this server keeps none."""
         batches = self.context.batches
         if batches is None:
             raise NotFound("this server keeps no files and batches: start it with --batch-dir")
@@ -88,11 +84,8 @@ class Call:
     async def read(self, request: Request, kind: type[Body]) -> Body:
         """Read and validate a JSON body, which may set the request id if no header does.
 
-        Raises:
-            UnknownModel: the model is not served.
-            InvalidRequest: the body is invalid, has another content type (which HTML forms could
-                send from other sites), or with --strict-fields has fields without effect.
-            Overloaded: see `AsyncLLM.run_in_thread`.
+        Raises UnknownModel, Overloaded, or InvalidRequest: also for another content type, which
+        HTML forms could send from other sites, and with --strict-fields for fields without effect.
         """
         data = await request.body()
         self.received_ns = now_ns()
@@ -140,14 +133,11 @@ class Call:
     def admit(
         self, options: RequestOptions, num_prompts: int = 1
     ) -> Iterator[tuple[Admitted, RequestOptions]]:
-        """Admit a request whose body has been read; see `AsyncLLM.admit`.
+        """Admit a request whose body has been read. Yield the admission, and the options completed
+        by those of the API key.
 
-        Yields the admission, and the options completed by those of the API key. API keys share no
-        cached prefixes: `usage` and time to first token would reveal what other keys have sent.
-
-        Args:
-            options: of the body.
-            num_prompts: of the request.
+        API keys share no cached prefixes: `usage` and time to first token would reveal what other
+        keys have sent.
         """
         key = self.key
         context = self.context
@@ -221,11 +211,8 @@ class Call:
         return await async_llm.run_in_thread(self.client, size, work, is_new=is_new)
 
     async def respond(self, size: int, build: Callable[[], Any]) -> Response:
-        """Return a JSON response with the result of `build`, made and encoded in a thread if large.
-
-        Args:
-            size: approximate number of tokens or numbers in the response.
-            build: see `AsyncLLM.run_in_thread`.
+        """Return a JSON response with the result of `build`, made and encoded in a thread if
+        `size`, its approximate number of tokens or numbers, is large.
         """
         content = await self.run_in_thread(size, lambda: msgspec.json.encode(build()))
         return Response(content, headers=self.ignored, media_type="application/json")

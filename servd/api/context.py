@@ -44,11 +44,8 @@ class Context(msgspec.Struct, frozen=True):
         return [name for name in names if not os.path.isabs(name)] or names[:1]
 
     async def find_model(self, asked: str | None) -> tuple[str, Adapter | None]:
-        """The model name for the response, and the adapter of this name, if it is one.
-
-        Raises:
-            UnknownModel: no such model is served.
-            InvalidRequest, Unavailable: see `Adapters.load`.
+        """Return the model name for the response, and the adapter of this name, if it is one.
+        Raises UnknownModel, or what `Adapters.load` raises.
         """
         names = self.config.model.served_model_name
         if asked is None or asked in names:

@@ -21,15 +21,8 @@ TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX, extra={"is_token_id": True})]
 
 
 def verify(params: msgspec.Struct, vocab_size: int, param: str | None = None) -> None:
-    """Check every field of `params`.
-
-    Args:
-        params: created in any way; msgspec itself validates only when decoding.
-        vocab_size: upper bound of token ids.
-        param: the request's field named in errors; by default the invalid field.
-
-    Raises:
-        InvalidRequest: names the field, its bound and the value.
+    """Check every field of `params`, which msgspec does only when decoding. The InvalidRequest
+    names the invalid field, or `param` instead, its bound and the value.
     """
     for field in _fields(type(params)):
         value = getattr(params, field.name)

@@ -32,12 +32,9 @@ class ServdError(Exception):
 
 
 class RequestError(ServdError):
-    """A request that cannot be served as asked.
-
-    Args:
-        message: what is wrong and what would be right, with numbers.
-        param: the request field at fault, as the client wrote it.
-        code: machine-readable code where OpenAI defines one.
+    """A request that cannot be served as asked. The message says what is wrong and what would be
+    right, with numbers; `param` is the field at fault, as the client wrote it; `code` is
+    machine-readable, where OpenAI defines one.
     """
 
     status: ClassVar[int] = 400

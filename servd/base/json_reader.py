@@ -13,11 +13,8 @@ TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 
 
 def read_json(data: bytes | msgspec.Raw, kind: Any) -> Any:
-    """Decode a JSON text.
-
-    Raises:
-        msgspec.ValidationError: it is JSON of another shape.
-        ValueError: it is not JSON, or nested too deeply.
+    """Decode a JSON text. Raises msgspec.ValidationError: it is JSON of another shape; ValueError:
+    it is not JSON, or nested too deeply.
     """
     try:
         return msgspec.json.decode(data, type=kind)

@@ -27,23 +27,18 @@ def names(package: str) -> Sequence[str]:
 
 def check(option: str, package: str, name: str, *others: str) -> None:
     """Check that `load` would find the module `name`, or that it is one of `others`, without
-    importing it.
-
-    Raises:
-        ConfigError: it is neither; the message names the option and what there is.
+    importing it. The ConfigError names the option and what there is.
     """
     if ":" not in name and name.replace("-", "_") not in (there_are := [*others, *names(package)]):
         raise ConfigError(f"{option} {name!r} is unknown; there are: {', '.join(there_are)}")
 
 
 def load(package: str, name: str, attribute: str) -> Any:
-    """Return `attribute` of the module `name` in `package`.
+    """Return `attribute` of the module `name` in `package`, or of a `name` like
+    "package.module:Attribute", so code outside servd needs no entry point.
 
-    `name` may also be "package.module:Attribute", so code outside servd needs no entry point.
-
-    Raises:
-        ConfigError: no such file; the message lists those that exist. Or no such module or
-            attribute outside servd. An error inside the plugin's own import is raised as it is.
+    The ConfigError for a missing file lists those that exist. An error inside the plugin's own
+    import is raised as it is.
     """
     if ":" in name:
         module, _, attribute = name.partition(":")

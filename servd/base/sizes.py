@@ -11,10 +11,8 @@ from servd.base.errors import ConfigError
 
 
 def parse_bytes(text: str) -> int:
-    """Read "1073741824", "1GiB", "1.5 GB" or "512M" (powers of 1024 for KiB and K, of 1000 for KB).
-
-    Raises:
-        ConfigError: not of this form.
+    """Read "1073741824", "1GiB", "1.5 GB" or "512M" (powers of 1024 for KiB and K, of 1000 for
+    KB).
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B)?\s*", text, re.IGNORECASE)
     if not match:

@@ -66,10 +66,7 @@ def make_prompts(
     arguments: argparse.Namespace, more: int = 0, count: Callable[[str], int] = guess_tokens
 ) -> list[Prompt]:
     """Return the workload that the flags describe, preceded by `more` prompts to warm up with.
-    `count` counts the tokens of a text.
-
-    Raises:
-        ServdError: the file is missing or cannot be used.
+    `count` counts the tokens of a text. Raises ServdError: the file cannot be used.
     """
     rng = random.Random(arguments.data_seed)
     num_prompts = arguments.num_prompts + more

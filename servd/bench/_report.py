@@ -30,10 +30,7 @@ COLUMNS = {"mean": "mean", "median": "p50", "p90": "p90", "p99": "p99"}
 
 def summarise(records: Sequence[Record], seconds: float) -> dict[str, Any]:
     """Return the throughput over `seconds`, and the spread of TTFT, TPOT, ITL and whole requests in
-    milliseconds.
-
-    Raises:
-        ServdError: no request succeeded.
+    milliseconds. Raises ServdError: no request succeeded.
     """
     good = [record for record in records if record.error is None]
     errors = [record.error for record in records if record.error is not None]

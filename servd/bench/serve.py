@@ -101,11 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _as_text(client: Client, model: str, prompt: Prompt) -> Prompt:
-    """Return a prompt of token ids as the text that they are, for a chat.
-
-    Raises:
-        ServdError: the server does not say.
-    """
+    """Return a prompt of token ids as the text that they are, for a chat."""
     if isinstance(prompt.prompt, str):
         return prompt
     answer = client.ask("POST", "/detokenize", {"model": model, "tokens": prompt.prompt})

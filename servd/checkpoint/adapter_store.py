@@ -67,10 +67,8 @@ class AdapterStore:
         layers: Mapping[str, Shape],
         if_taken: Literal["replace", "keep", "refuse"] = "replace",
     ) -> Adapter:
-        """Copy an adapter and register its name, which may replace another adapter's.
-
-        Raises:
-            ConfigError: see `AdapterFiles`; the name is taken; or there is no room for the copy.
+        """Copy an adapter and register its name, which may replace another adapter's. Raises
+        ConfigError, also if there is no room for the copy.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._locked():

@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import struct
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from servd.base.errors import ModelNotFound, UnsupportedModel
+from servd.checkpoint.cached_folder import make_cached_folder
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -40,11 +41,8 @@ CUTS = {
 
 
 def open_file(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
-    """Map a file, and return its reader and its metadata.
-
-    Raises:
-        ModelNotFound: the file is missing, not GGUF, or damaged.
-        UnsupportedModel: the package `gguf` is not installed.
+    """Map a file, and return its reader and its metadata. Raises ModelNotFound: it is missing, not
+    GGUF, or damaged; UnsupportedModel: the package `gguf` is not installed.
     """
     try:
         from gguf import GGUFReader, GGUFValueType
@@ -89,11 +87,9 @@ def open_file(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
 
 
 def find_file(model: str) -> Path | None:
-    """The GGUF file that MODEL names: itself, or of a folder by a part of its name,
-    "folder:Q4_K_M"; None: it names none.
-
-    Raises:
-        ModelNotFound: the folder has no such file, or several.
+    """Return the GGUF file that MODEL names: itself, or of a folder by a part of its name,
+    "folder:Q4_K_M"; None: it names none. Raises ModelNotFound: the folder has no such file, or
+    several.
     """
     if model.endswith(".gguf") and os.path.isfile(model):
         return Path(model).resolve()
@@ -112,17 +108,15 @@ def as_folder(path: Path) -> Path:
     """Return a folder with config.json and tokenizer_config.json of a GGUF file, and a link to the
     file, `WEIGHTS`. It is in a cache that all servers share.
 
-    Raises:
-        ModelNotFound: the file is missing, not GGUF, damaged or incomplete.
-        UnsupportedModel: servd would compute the model wrongly, or the package gguf is missing.
+    Raises UnsupportedModel: servd would compute the model wrongly; or see `open_file`.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "servd", "gguf")
     stat = path.stat()
     # Raise the last number when what is made changes.
     key = f"{path} {stat.st_mtime_ns} {stat.st_size} 1"
-    target = cache / hashlib.sha256(key.encode()).hexdigest()[:24]
-    if target.exists():
-        return target
+    return make_cached_folder("gguf", key, partial(_make_folder, path))
+
+
+def _make_folder(path: Path, folder: Path) -> None:
     reader, values = open_file(path)
     try:
         shapes = {tensor.name: tensor.shape.tolist() for tensor in reader.tensors}
@@ -135,28 +129,15 @@ def as_folder(path: Path) -> Path:
         raise ModelNotFound(
             f"{path} has {num_layers} layers, its metadata says {config['num_hidden_layers']}"
         )
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        made = Path(scratch) / "made"
-        made.mkdir()
-        for name, content in files.items():
-            (made / name).write_text(json.dumps(content), encoding="utf8")
-        (made / WEIGHTS).symlink_to(path)
-        try:
-            made.rename(target)
-        except OSError:  # another server was faster
-            if not target.exists():
-                raise
-    return target
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content), encoding="utf8")
+    (folder / WEIGHTS).symlink_to(path)
 
 
 def make_config(path: Path, values: dict[str, Any], shapes: dict[str, list[int]]) -> dict[str, Any]:
-    """Return config.json.
-
-    Args:
-        path: of the file, for errors.
-        values: its metadata.
-        shapes: of its tensors, innermost dimension first.
+    """Return config.json from the metadata and the shapes of the tensors, innermost dimension
+    first. Errors name the path.
     """
     arch = values.get("general.architecture")
     if arch not in ARCHITECTURES:
@@ -217,10 +198,8 @@ def make_tokenizer_config(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """Write tokenizer.json into a folder that `as_folder` made, and return its path.
-
-    Raises:
-        ModelNotFound: the tokenizer is of a kind that is not known, or damaged.
+    """Write tokenizer.json into a folder that `as_folder` made, and return its path. Raises
+    ModelNotFound: the tokenizer is of a kind that is not known, or damaged.
     """
     _, values = open_file(folder / WEIGHTS)
     model, pre = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.pre", "gpt-2")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -18,6 +17,7 @@ from msgspec import Meta
 
 from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
 from servd.checkpoint import gguf
+from servd.checkpoint.cached_folder import make_cached_folder
 from servd.checkpoint.overrides import override, reach
 from servd.checkpoint.published import as_today
 from servd.checkpoint.text_part import TEXT, text_of
@@ -96,11 +96,7 @@ FAKE_SPEC = ModelSpec(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        ModelNotFound: the file is missing or is not a JSON object.
-    """
+    """Read a JSON object. Raises ModelNotFound: the file is missing or holds something else."""
     try:
         value = json.loads(path.read_text(encoding="utf8"))
     except FileNotFoundError:
@@ -122,12 +118,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> ModelSpec:
-    """Read config.json, with `--hf-overrides`, and generation_config.json of a model folder.
-
-    Raises:
-        ModelNotFound: config.json is missing or broken.
-        UnsupportedModel: config.json lacks a required key.
-        ConfigError: the overrides do not apply to this model.
+    """Read config.json, with `--hf-overrides`, and generation_config.json of a model folder. Raises
+    ModelNotFound: config.json is missing or broken; UnsupportedModel: it lacks a required key;
+    ConfigError: the overrides do not apply to this model.
     """
     folder = Path(folder)
     config = override(read_config(folder), overrides or {})
@@ -162,6 +155,8 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
         raise UnsupportedModel(f"{folder}/config.json: architectures must be a list of names")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    if eos is None:
+        eos = []
     return ModelSpec(
         folder=str(folder),
         model_type=first("model_type"),
@@ -176,7 +171,7 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
             "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"
         ),
         dtype=first("dtype", "torch_dtype", default="float32"),
-        eos_token_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
+        eos_token_ids=eos if isinstance(eos, list) else [eos],
         config=config,
         generation=generation,
     )
@@ -199,12 +194,8 @@ def quantization_of(folder: Path | str) -> dict[str, Any] | None:
 
 
 def local_folder(model: str) -> Path | None:
-    """The folder that `model` names, that of a GGUF file, or that of the demo model inside the
-    package; None: it is on the hub.
-
-    Raises:
-        ModelNotFound: this installation lacks the demo model, or see `gguf.as_folder`.
-        UnsupportedModel: see `gguf.as_folder`.
+    """Return the folder that `model` names, that of a GGUF file, or that of the demo model inside
+    the package; None: it is on the hub. Raises ModelNotFound, or what `gguf.as_folder` raises.
     """
     if model == DEMO_MODEL:  # a folder of this name is ./demo
         if not DEMO_FOLDER.exists():
@@ -218,11 +209,9 @@ def local_folder(model: str) -> Path | None:
 
 
 def find_model(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """The folder with config.json and the tokenizer of `model`; these small files are downloaded
-    if needed.
-
-    Raises:
-        ModelNotFound: no such folder, no such repository, or the hub cannot be reached.
+    """Return the folder with config.json and the tokenizer of `model`; these small files are
+    downloaded if needed. Raises ModelNotFound: no such folder or repository, or the hub cannot be
+    reached.
     """
     if (folder := local_folder(model)) is not None:
         return folder
@@ -243,12 +232,8 @@ def download_weights(
 
 
 def find_headers(model: str, revision: str | None, download_dir: str | None, scratch: str) -> Path:
-    """A folder like that of `download_weights`, in which weight files may be headers and a hole.
-
-    Those of the hub are read by range requests, and put in a new folder in `scratch`.
-
-    Raises:
-        ModelNotFound: there is no such model, or the hub cannot be reached.
+    """Return a folder like that of `download_weights`, in which weight files may be headers and a
+    hole. Those of the hub are read by range requests, and put in a new folder in `scratch`.
     """
     folder = find_model(model, revision, download_dir)
     if local_folder(model) is not None or _has_weights(folder):
@@ -312,11 +297,9 @@ def _download(
 
 
 def weight_files(folder: Path | str, load_format: str = "auto") -> list[Path]:
-    """The safetensors files of a checkpoint, in the order of their names, or the GGUF file of one
-    that `gguf.as_folder` made; with load_format "pt" what torch has pickled.
-
-    Raises:
-        ModelNotFound: there is none, or one that the index or the others' names name is missing.
+    """Return the safetensors files of a checkpoint, in the order of their names, or the GGUF file
+    of one that `gguf.as_folder` made; with load_format "pt" what torch has pickled. Raises
+    ModelNotFound: there is none, or one that the index or the others' names name is missing.
     """
     folder = Path(folder)
     stem, suffix = ("pytorch_model", ".bin") if load_format == "pt" else ("model", ".safetensors")
@@ -364,11 +347,8 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 def read_generation_defaults(
     spec: ModelSpec, source: str, override: GenerationDefaults | None = None
 ) -> dict[str, Any]:
-    """Default sampling parameters: those of `--generation-config` (auto, vllm for none, or a
-    folder), updated with `--override-generation-config`.
-
-    Raises:
-        ConfigError: the folder has no generation_config.json.
+    """Return the default sampling parameters: those of `--generation-config` (auto, vllm for none,
+    or a folder), updated with `--override-generation-config`.
     """
     generation = {}
     if source == "auto":
@@ -388,11 +368,8 @@ def read_generation_defaults(
 
 
 def find_tokenizer(folder: str, trust_remote_code: bool = False) -> Path:
-    """The tokenizer.json of a model folder; if it has none, one converted once from its slow
-    tokenizer or GGUF file.
-
-    Raises:
-        ModelNotFound: there is no tokenizer, or it cannot be converted.
+    """Return the tokenizer.json of a model folder; if it has none, one converted once from its slow
+    tokenizer or GGUF file. Raises ModelNotFound: there is none, or it cannot be converted.
     """
     file = Path(folder) / "tokenizer.json"
     if file.exists():
@@ -403,41 +380,28 @@ def find_tokenizer(folder: str, trust_remote_code: bool = False) -> Path:
 
 
 def _convert_tokenizer(folder: Path, trust_remote_code: bool) -> Path:
-    """Path of a tokenizer.json converted from the slow tokenizer in `folder`, in a cache that all
-    servers share.
-
-    The conversion runs in its own process: importing transformers takes seconds and hundreds of
-    megabytes.
+    """Return a tokenizer.json converted from the slow tokenizer in `folder`, in a cache that all
+    servers share. A process of its own does it: importing transformers takes seconds and hundreds
+    of megabytes.
     """
     source = next((folder / name for name in CONVERTIBLE if (folder / name).exists()), None)
     if source is None and not trust_remote_code:
         raise ModelNotFound(
             f"{folder} has no tokenizer.json, nor a tokenizer that could be converted to one"
         )
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "servd", "tokenizers")
-    stamp = (source or folder).stat().st_mtime_ns
-    target = cache / hashlib.sha256(f"{folder.resolve()} {stamp}".encode()).hexdigest()[:24]
-    if (target / "tokenizer.json").exists():
-        return target / "tokenizer.json"
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        made = Path(scratch) / "made"
+
+    def convert(made: Path) -> None:
         module = "servd.worker.loading.convert_tokenizer"
         command = [sys.executable, "-m", module, str(folder), str(made)]
-        done = subprocess.run(
-            command + ["--trust-remote-code"] * trust_remote_code,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        if trust_remote_code:
+            command.append("--trust-remote-code")
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode or not (made / "tokenizer.json").exists():
             reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
             raise ModelNotFound(
                 f"{folder} has no tokenizer.json, and its tokenizer cannot be converted: {reason}"
             )
-        try:
-            made.rename(target)
-        except OSError:  # another server was faster
-            if not (target / "tokenizer.json").exists():
-                raise
+
+    stamp = (source or folder).stat().st_mtime_ns
+    target = make_cached_folder("tokenizers", f"{folder.resolve()} {stamp}", convert)
     return target / "tokenizer.json"

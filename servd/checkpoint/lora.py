@@ -61,13 +61,10 @@ def layer_of(module: str) -> str | None:
 
 
 class AdapterFiles:
-    """What PEFT wrote into a folder; looked at without its numbers.
+    """What PEFT wrote into a folder; looked at without its numbers. `modules` has, by the names of
+    `layer_of`, the two tensors and the factor on their product.
 
-    Attributes:
-        modules: by the names of `layer_of`: the two tensors, and the factor on their product.
-
-    Raises:
-        ConfigError: it is not there, broken, or of a kind that servd does not compute.
+    Raises ConfigError: it is not there, broken, or of a kind that servd does not compute.
     """
 
     def __init__(self, folder: str | Path, shown: str | None = None) -> None:
@@ -116,15 +113,8 @@ class AdapterFiles:
             raise self._error(f"{TENSORS} holds no tensors")
 
     def check(self, max_rank: int, layers: Mapping[str, Shape]) -> None:
-        """Check that it fits a model.
-
-        Args:
-            max_rank: --max-lora-rank.
-            layers: (inputs, outputs) of each linear layer by the names of `layer_of`; empty: not
-                known.
-
-        Raises:
-            ConfigError: it does not.
+        """Check that it fits a model with these (inputs, outputs) of each linear layer by the names
+        of `layer_of`; empty: not known. Raises ConfigError.
         """
         if self.rank > max_rank:
             raise self._error(f"rank {self.rank}, at most {max_rank}: raise --max-lora-rank")
@@ -234,10 +224,8 @@ def _is_simple(pattern: str) -> bool:
 
 
 def parse_module(text: str) -> tuple[str, str]:
-    """Name and folder of an entry of --lora-modules.
-
-    Raises:
-        ConfigError: it is neither NAME=FOLDER nor such JSON.
+    """Return name and folder of an entry of --lora-modules, NAME=FOLDER or JSON. Raises
+    ConfigError.
     """
     name, _, path = text.partition("=")
     if text.startswith("{"):

@@ -49,16 +49,12 @@ OF_FILES = {
 
 
 def override(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with --hf-overrides: objects are merged, null removes a key. The number of
+    """Return config.json with --hf-overrides: objects are merged, null removes a key. The number of
     positions follows a scaling, unless it is stated as well.
 
-    Args:
-        config: of a model of text alone, see `text_part.text_of`.
-        changes: keys of it; those of its `text_config` count as its own.
-
-    Raises:
-        ConfigError: a key that the model does not have, a value that it cannot be, or a scaling of
-            rotary positions that lacks something.
+    `config` is of a model of text alone, see `text_part.text_of`; changes of its `text_config`
+    count as its own. Raises ConfigError: a key that the model does not have, a value that it cannot
+    be, or a scaling of rotary positions that lacks something.
     """
     changes = {**changes, **(_object(changes, TEXT) or {})}
     changes.pop(TEXT, None)

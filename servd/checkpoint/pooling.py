@@ -19,6 +19,7 @@ from servd.messages.params import PoolingParams
 ENCODERS = frozenset({"bert", "gte", "modernbert", "roberta", "xlm-roberta"})
 # Set in the id of each token of the second of two texts, inside a worker.
 SECOND_TEXT = 1 << 30
+ACTIVATIONS = {"regression": "identity", "multi_label_classification": "sigmoid"}  # by problem
 PAGE_HEAD = 4096  # bytes of a README.md, which begins with what the hub sorts it under
 MODES = {"cls": "cls", "cls_token": "cls", "mean": "mean", "mean_tokens": "mean",
          "lasttoken": "last"}  # fmt: skip
@@ -60,11 +61,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     score_activation: Literal["sigmoid", "identity"] = "sigmoid"
 
     def check(self, task: Task) -> None:
-        """Check that the model is for a task.
-
-        Raises:
-            InvalidRequest: it is for another.
-        """
+        """Check that the model is for a task. Raises InvalidRequest: it is for another."""
         if task != self.task and not (task == "embed" and self.task == "generate"):
             lacks = {
                 "generate": "the model writes no text",
@@ -74,10 +71,8 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest(f"{lacks[task]}; {REMEDIES[self.task]}", param="model")
 
     def check_scores(self) -> None:
-        """Check that the model scores pairs of texts.
-
-        Raises:
-            InvalidRequest: its head sorts into classes, or its files do not say how it scores.
+        """Check that the model scores pairs of texts. Raises InvalidRequest: its head sorts into
+        classes, or its files do not say how it scores.
         """
         if not self.has_scores:
             raise InvalidRequest(
@@ -94,11 +89,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def complete(self, params: PoolingParams) -> PoolingParams:
-        """`params` with what the files say where the request says nothing.
-
-        Raises:
-            InvalidRequest: the model is for something else, or see `PoolingParams.verify`.
-        """
+        """Return `params` with what the files say where the request says nothing, verified."""
         self.check(params.task)
         params.verify(self.size)
         return msgspec.structs.replace(
@@ -108,10 +99,8 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def prompt(self, name: str | None) -> str:
-        """What a text begins with.
-
-        Raises:
-            InvalidRequest: the files have no prompt of this name.
+        """Return what a text begins with. Raises InvalidRequest: there is no prompt of this
+        name.
         """
         name = self.default_prompt if name is None else name
         if name is None:
@@ -156,10 +145,8 @@ def num_positions(spec: ModelSpec) -> int:
 
 
 def first_position(spec: ModelSpec) -> int:
-    """The first token's: of RoBERTa's kind those up to the id of padding are for padding.
-
-    Raises:
-        UnsupportedModel: config.json does not say what that is.
+    """Return the first token's position: RoBERTa's kind keeps those up to the id of padding for
+    padding.
     """
     if spec.model_type not in ("roberta", "xlm-roberta"):
         return 0
@@ -175,11 +162,8 @@ def is_encoder_as_decoder(spec: ModelSpec) -> bool:
 
 
 def read(spec: ModelSpec) -> PoolingSpec:
-    """What the files in `spec.folder` say.
-
-    Raises:
-        ModelNotFound: a file that another one names is missing or broken.
-        UnsupportedModel: they ask for what servd does not do.
+    """Return what the files in `spec.folder` say. Raises ModelNotFound: a file that another one
+    names is missing or broken; UnsupportedModel: they ask for what servd does not do.
     """
     sees_all, config = is_encoder(spec), spec.config
     found: dict[str, Any] = {"is_causal": not sees_all, "size": spec.hidden_size}
@@ -277,20 +261,14 @@ def _mode(folder: Path) -> str:
 
 def _labels(config: dict[str, Any]) -> dict[str, Any]:
     names, count = config.get("id2label") or {}, num_labels(config)
-    problem = config.get("problem_type")
     chosen = config.get("sentence_transformers") or {}
     path = chosen.get("activation_fn") or config.get("sbert_ce_default_activation_function")
     name = str(path or "Sigmoid").rpartition(".")[2]
     if name not in ("Sigmoid", "Identity"):
         raise UnsupportedModel(f"config.json: scores by {path} are not supported")
-    is_multiple = problem == "multi_label_classification"
     return {
         "labels": [str(names.get(str(i), f"LABEL_{i}")) for i in range(count)],
-        "activation": "identity"
-        if problem == "regression"
-        else "sigmoid"
-        if is_multiple
-        else "softmax",
+        "activation": ACTIVATIONS.get(str(config.get("problem_type")), "softmax"),
         "score_activation": "sigmoid" if name == "Sigmoid" else "identity",
     }
 

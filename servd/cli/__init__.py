@@ -95,11 +95,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Command(Parser):
-    """Parser of one command, which imports the command's module only when it is the one to run.
-
-    Raises:
-        ConfigError: a package that the module needs is not installed.
-    """
+    """Parser of one command, which imports the command's module only when it is the one to run."""
 
     def __init__(self, module: str, **options: Any) -> None:
         super().__init__(**options)

@@ -55,11 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def connect(arguments: argparse.Namespace) -> tuple[Client, dict[str, Any]]:
-    """A client, and the model and the sampling parameters to put in its requests.
-
-    Raises:
-        ServdError: the server does not answer, or does not list its models.
-    """
+    """Return a client, and the model and the sampling parameters to put in its requests."""
     client = Client(arguments.url, arguments.api_key)
     body = {name: getattr(arguments, name) for name in SAMPLING}
     given = {name: value for name, value in body.items() if value is not None}
@@ -73,15 +69,8 @@ class Answer(NamedTuple):
 
 
 class Client:
-    """Speaks to one server, over one connection; not for several threads.
-
-    Args:
-        url: of the server, with or without /v1.
-        api_key: sent as bearer token, if given.
-        uds: a Unix socket to connect to instead of the host of the URL.
-
-    Raises:
-        ServdError: it is no URL.
+    """Speaks to one server over one connection, to `uds` instead of the host of the URL if given;
+    not for several threads. Raises ServdError: it is no URL.
     """
 
     def __init__(self, url: str, api_key: str | None = None, uds: str | None = None) -> None:
@@ -99,12 +88,11 @@ class Client:
         self.prefix = parts.path
 
     def send(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
-        """The answer's head; its body can be read until the next request.
+        """Return the answer's head; its body can be read until the next request. Raises OSError,
+        HTTPException.
 
-        Raises:
-            OSError, HTTPException: no answer. A connection that was used before gets a second
-                chance: the server may have closed it meanwhile, or an answer was not read to its
-                end.
+        A connection that was used before gets a second chance: the server may have closed it
+        meanwhile, or an answer was not read to its end.
         """
         data = None if body is None else json.dumps(body)
         was_open = self.connection.sock is not None
@@ -118,10 +106,8 @@ class Client:
             raise
 
     def ask(self, method: str, path: str, body: Any = None) -> Answer:
-        """The whole answer, with retries while the server is too busy.
-
-        Raises:
-            OSError, HTTPException: no answer.
+        """Return the whole answer, with retries while the server is too busy. Raises like
+        `send`.
         """
         attempts_left = RETRIES
         while True:
@@ -147,11 +133,7 @@ class Client:
             self.connection.close()
 
     def open(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
-        """Like `send`, for a user.
-
-        Raises:
-            ServdError: the server does not answer or refuses.
-        """
+        """Like `send`, for a user. Raises ServdError: the server does not answer or refuses."""
         try:
             reply = self.send(method, path, body)
             if reply.status == 200:
@@ -169,21 +151,15 @@ class Client:
         raise ServdError(f"{self.url}{path}: {message}{remedy}")
 
     def first_model(self) -> str:
-        """The first model that the server lists.
-
-        Raises:
-            ServdError: see `open`.
-        """
+        """Return the first model that the server lists."""
         try:
             return json.load(self.open("GET", "/v1/models"))["data"][0]["id"]
         finally:
             self.connection.close()
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The chunks of a streamed answer.
-
-        Raises:
-            ServdError: see `open`, or the stream reports an error.
+        """Yield the chunks of a streamed answer. Raises ServdError, also if the stream reports an
+        error.
         """
         try:
             for line in self.open("POST", path, {**body, "stream": True}):

@@ -96,11 +96,8 @@ def add_option(group: Any, name: str) -> None:
 
 
 def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Options of Config from parsed arguments: the command line wins over --config, which wins over
-    the environment.
-
-    Raises:
-        ConfigError: the file cannot be read or has an unknown key.
+    """Return options of Config from parsed arguments: the command line wins over --config, which
+    wins over the environment. Raises ConfigError: see `read_config_file`.
     """
     given = vars(arguments)
     options = read_config_file(given["config"]) if "config" in given else {}
@@ -112,10 +109,8 @@ def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_config_file(path: str) -> dict[str, Any]:
-    """Options from a .toml, .yaml or .json file; keys are flag names with dashes or underscores.
-
-    Raises:
-        ConfigError: no such file, not readable, or not a flat table.
+    """Return options from a .toml, .yaml or .json file; keys are flag names with dashes or
+    underscores. Raises ConfigError: no such file, not readable, or not a flat table.
     """
     file = Path(path)
     try:

@@ -31,11 +31,7 @@ def write_json(flag: str, file: str | Path, figures: Any) -> None:
 
 
 def write_file(flag: str, file: str | Path, content: bytes) -> None:
-    """Write the file that a flag names.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write the file that a flag names. Raises ConfigError: it cannot be written."""
     try:
         Path(file).write_bytes(content)
     except OSError as error:

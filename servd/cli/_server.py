@@ -27,10 +27,8 @@ Connect = Callable[[], Client]
 
 @contextlib.contextmanager
 def running(command: Sequence[str], client: Client, timeout: float) -> Iterator[float]:
-    """Run a server until the block ends; yields the seconds until it was ready.
-
-    Raises:
-        ServdError: the command ended, or `client` saw no ready server within `timeout` seconds.
+    """Run a server until the block ends; yields the seconds until it was ready. Raises ServdError:
+    the command ended, or `client` saw no ready server within `timeout` seconds.
     """
     started = time.perf_counter()
     # A session of its own, so that whatever the command starts can be stopped with it.
@@ -64,9 +62,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 @contextlib.contextmanager
 def own_server(options: dict[str, Any]) -> Iterator[Connect]:
     """Run `servd serve` with these options of Config on a private socket until the block ends.
-
-    Raises:
-        ServdError: it ended before it was ready; its log says why.
+    Raises ServdError: it ended before it was ready; its log says why.
     """
     folder = private_dir()
     config, uds = folder / "config.json", folder / "http"

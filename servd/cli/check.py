@@ -134,7 +134,9 @@ def check_device(config: Config) -> Iterator[Finding]:
     library = plugins.load(f"{WORKER}.ops", "native", "library")()
     built = [*plugins.load(f"{WORKER}.ops", "native", "FOLDER").glob("_*.so")]
     compiler = shutil.which(os.environ.get("CXX", "c++"))
-    text = library.name if library else "off, or older than their sources" if built else "not built"
+    text = "off, or older than their sources" if built else "not built"
+    if library is not None:
+        text = library.name
     remedy = f"{'' if compiler else 'install a C++ compiler, then '}install servd again"
     yield judge(library is not None, "CPU kernels", text, remedy)
 
@@ -183,11 +185,7 @@ def check_model(config: Config) -> Iterator[Finding]:
 
 
 def check_weights(config: Config, spec: hf.ModelSpec) -> Finding:
-    """Every file and tensor, and whether they fit.
-
-    Raises:
-        ConfigError: one is missing.
-    """
+    """Check that every file and tensor is there and fits. Raises ConfigError: one is missing."""
     if hf.local_folder(config.model.model or "") is None:
         try:
             hf.weight_files(spec.folder, config.model.load_format)

@@ -73,13 +73,7 @@ def with_headers(config: Config, spec: hf.ModelSpec, scratch: str) -> tuple[Conf
 
 
 class Report:
-    """A plan in words.
-
-    Args:
-        config: resolved.
-        spec: the model's.
-        plan: for each rank.
-    """
+    """The plans of all ranks in words."""
 
     def __init__(self, config: Config, spec: hf.ModelSpec, plan: MemoryPlan) -> None:
         max_model_len, max_num_seqs = config.model.max_model_len, config.scheduler.max_num_seqs

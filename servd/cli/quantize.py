@@ -64,10 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_rows(folder: Path, file: str, num_tokens: int) -> list[list[int]]:
-    """Tokens of a text, equally many in each.
-
-    Raises:
-        ConfigError: it cannot be read, or is too short.
+    """Return tokens of a text, equally many in each row. Raises ConfigError: the file cannot be
+    read, or is too short.
     """
     try:
         text = Path(file).read_text(encoding="utf8")

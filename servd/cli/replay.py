@@ -49,10 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_manifest(path: str) -> RunManifest:
-    """Read a manifest, alone or in an answer, where it may be the last comment of a stream.
-
-    Raises:
-        ConfigError: there is none in the file.
+    """Read a manifest, alone or in an answer, where it may be the last comment of a stream. Raises
+    ConfigError: there is none in the file.
     """
     try:
         text = Path(path).read_text(encoding="utf8")

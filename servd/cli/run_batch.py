@@ -46,11 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer the batch file; 1 if a request failed.
-
-    Raises:
-        ConfigError: the server does not start, or a file cannot be read or written.
-    """
+    """Answer the batch file; return 1 if a request failed."""
     if arguments.concurrency < 1:
         raise ConfigError(f"--concurrency {arguments.concurrency}: give 1 or more")
     options = _options.load_options(arguments)
@@ -70,16 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 class Batch:
     """Answers lines of the input that the output does not have yet, several at a time, in any
-    order.
+    order. Lines of the output that tell of no server failure are kept. `tier` is the `service_tier`
+    of requests that name none, where their route knows one.
 
-    Args:
-        source: batch file, one request per line.
-        results: gets one line per request; lines that are there and tell of no server failure are
-            kept.
-        tier: the `service_tier` of requests that name none, where their route knows one.
-
-    Raises:
-        ConfigError: a file cannot be read or written, or two lines have the same custom_id.
+    Raises ConfigError: a file cannot be read or written, or two lines have the same custom_id.
     """
 
     def __init__(self, source: Path, results: Path, tier: str | None = None) -> None:
@@ -100,10 +90,8 @@ class Batch:
         self.lock = threading.Lock()
 
     def run(self, connect: Connect, concurrency: int) -> int:
-        """Have a server answer all lines; returns how many failed.
-
-        Raises:
-            ConfigError: the output file cannot be written any further.
+        """Have a server answer all lines; return how many failed. Raises ConfigError: the output
+        file cannot be written any further.
         """
         self.bar = tqdm(
             total=self.num_lines, desc="requests", unit="req", dynamic_ncols=True, disable=None

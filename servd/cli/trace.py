@@ -101,11 +101,7 @@ class Token(NamedTuple):
 
 
 def ask(client: Client, text: str, raw: bool, max_tokens: int) -> tuple[list[Call], list[Token]]:
-    """What the server says of the time, as calls.
-
-    Raises:
-        ServdError: it does not answer, or refuses.
-    """
+    """Return what the server says of the time, as calls."""
     client.headers["x-servd-watch"] = "1"
     if raw:
         path, body = "/v1/completions", {"prompt": text, "logprobs": NUM_CANDIDATES}

@@ -83,10 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find_costs(given: str | None, recording: Recording) -> Costs:
-    """Return the costs of --costs, or those of the recording.
-
-    Raises:
-        ConfigError: there are none.
+    """Return the costs of --costs, or those of the recording. Raises ConfigError: there are
+    none.
     """
     if given is not None:
         try:

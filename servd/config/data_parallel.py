@@ -18,12 +18,9 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 def divide(config: Config) -> dict[str, Decision]:
-    """What --data-parallel-size and the options beside it come to: from now on that many engines
-    are one server's, --data-parallel-size-local of them here, which are numbered from
-    --data-parallel-start-rank on.
-
-    Raises:
-        ConfigError: they do not go together.
+    """Return what --data-parallel-size and the options beside it come to: from now on that many
+    engines are one server's, --data-parallel-size-local of them here, which are numbered from
+    --data-parallel-start-rank on. Raises ConfigError: they do not go together.
     """
     parallel = config.parallel
     total, given = parallel.data_parallel_size, parallel.data_parallel_size_local

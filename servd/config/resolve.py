@@ -63,24 +63,16 @@ def _torch_has_cuda() -> bool:
 
 
 def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
-    """`config` with the values that `decide` chooses.
-
-    Raises:
-        ConfigError: see `decide`.
-    """
+    """Return `config` with the values that `decide` chooses."""
     return decide(config, spec, machine)[0]
 
 
 def decide(config: Config, spec: ModelSpec, machine: Machine) -> tuple[Config, dict[str, Decision]]:
-    """Choose a value for every "auto" and None that needs one, and log it.
+    """Choose a value for every "auto" and None that needs one, and log it; return the decisions by
+    option, too. `attention_backend` stays auto: only the worker, which has torch, can tell what is
+    supported.
 
-    `attention_backend` stays auto: only the worker, which has torch, can tell what is supported.
-
-    Returns:
-        The resolved configuration, and the decisions by option.
-
-    Raises:
-        ConfigError: options are incompatible with each other, this machine or this model.
+    Raises ConfigError: options are incompatible with each other, this machine or this model.
     """
     decided: dict[str, Decision] = {}
 
@@ -352,11 +344,10 @@ def _resolve_computation(config: Config, spec: ModelSpec) -> dict[str, Decision]
         decided["dtype"] = Decision(spec.dtype if on_cuda else "float32", why)
     if config.model.model_impl == "auto":
         has_file = model_type.replace("-", "_") in plugins.names("servd.worker.models")
-        decided["model_impl"] = (
-            Decision("servd", f"servd has a file for {model_type}")
-            if has_file and not is_encoder_as_decoder(spec)
-            else Decision("transformers", f"servd has no file for {model_type}")
-        )
+        found = Decision("transformers", f"servd has no file for {model_type}")
+        if has_file and not is_encoder_as_decoder(spec):
+            found = Decision("servd", f"servd has a file for {model_type}")
+        decided["model_impl"] = found
     if config.scheduler.async_scheduling is None:
         why = "a CPU that computes has no time to schedule beside it"
         if on_cuda:
@@ -366,11 +357,7 @@ def _resolve_computation(config: Config, spec: ModelSpec) -> dict[str, Decision]
 
 
 def _whole_prompts(config: Config, spec: ModelSpec) -> dict[str, Decision]:
-    """Resolve options for an encoder.
-
-    Raises:
-        ConfigError: --model-impl has no encoders, or an option is for models that write.
-    """
+    """Resolve options for an encoder. Raises ConfigError: an option is for models that write."""
     if config.model.model_impl == "transformers":
         raise ConfigError(
             f"--model-impl transformers has no encoders, and {spec.model_type} is one: leave it out"
@@ -394,10 +381,8 @@ def _whole_prompts(config: Config, spec: ModelSpec) -> dict[str, Decision]:
 
 
 def _with_states(config: Config, spec: ModelSpec) -> dict[str, Decision]:
-    """Resolve options for a model with recurrent state.
-
-    Raises:
-        ConfigError: an option needs earlier states.
+    """Resolve options for a model with recurrent state. Raises ConfigError: one needs earlier
+    states.
     """
     what = f"layers of {spec.model_type} keep a state, which is that of the last token alone"
     model, num_stages = config.model, config.parallel.pipeline_parallel_size

@@ -124,14 +124,22 @@ class Request:
         assert num_prompt_tokens > 0
         if isinstance(params, PoolingParams):
             max_output, min_tokens = 0, 0
+            own_stops: list[int] = []
+            detection = None
             reads_prompt = params.pooling not in (None, "last")
             is_drafted_for = False
         else:
             max_output = max_model_len if params.max_tokens is None else params.max_tokens
             min_tokens, reads_prompt = params.min_tokens, params.prompt_logprobs is not None
             is_drafted_for = params.speculative and max_output > 1
-        stop_token_ids = params.stop_token_ids if isinstance(params, SamplingParams) else []
-        detection = params.repetition_detection if isinstance(params, SamplingParams) else None
+            own_stops = params.stop_token_ids
+            detection = params.repetition_detection
+        # A prompt-only request may fill the model's length: its sampled token is dropped.
+        max_num_tokens = num_prompt_tokens + 1
+        stop_token_ids: frozenset[int] = frozenset()
+        if max_output:
+            max_num_tokens = min(num_prompt_tokens + max_output, max_model_len)
+            stop_token_ids = _token_set(*own_stops, *message.eos_token_ids)
         request = cls(
             request_id=message.request_id,
             client=message.client,
@@ -147,13 +155,8 @@ class Request:
             owner=message.options.owner,
             weight=message.options.weight,
             order=order,
-            # A prompt-only request may fill the model's length: its sampled token is dropped.
-            max_num_tokens=min(num_prompt_tokens + max_output, max_model_len)
-            if max_output
-            else num_prompt_tokens + 1,
-            stop_token_ids=_token_set(*stop_token_ids, *message.eos_token_ids)
-            if max_output
-            else frozenset(),
+            max_num_tokens=max_num_tokens,
+            stop_token_ids=stop_token_ids,
             min_tokens=min_tokens,
             reads_prompt=reads_prompt,
             repetition=RepetitionDetector(detection) if detection else None,
@@ -232,11 +235,9 @@ class Request:
         """Correct the counters, which count all drafts of a step as accepted. Returns how many
         drafts are part of the output.
 
-        Args:
-            output: of that step; gets the counts of the workers' drafts. Those of the engine are
-                not counted: all of them are accepted.
-            num_sampled: tokens of the step; the end of the output may have cut some.
-            num_found: drafts that the workers found for the next step.
+        `output` gets the counts of the workers' drafts; those of the engine are all accepted, and
+        not counted. The end of the output may have cut some of `num_sampled`. `num_found`: drafts
+        that the workers found for the next step.
         """
         num_rejected = scheduled.num_drafts + 1 - num_sampled
         self.num_tokens -= num_rejected

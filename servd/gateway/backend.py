@@ -20,13 +20,9 @@ NO_TIMEOUT = httpx.Timeout(None, connect=10)  # the model's server has its own t
 class ModelServer:
     """One model, and its server if it runs.
 
-    Attributes:
-        is_awake: whether it should hold weights; see `has_weights`.
-        loading_since: when it began to start or to wake up; None once it can serve.
-        has_started: whether it has been ready since it was started.
-        is_leaving: whether it goes to sleep once its requests have ended.
-        num_open: number of its requests.
-        num_unanswered: those whose response has not begun.
+    `is_awake`: whether it should hold weights; see `has_weights`. `loading_since`: when it began to
+    start or to wake up; None once it can serve. `is_leaving`: it goes to sleep once its requests
+    have ended. `num_unanswered` counts requests whose response has not begun.
     """
 
     def __init__(self, model: Model, secret: str) -> None:

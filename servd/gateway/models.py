@@ -57,11 +57,7 @@ class ModelFolder:
         self._refused: dict[Path, tuple[float, str]] = {}  # modification time and reason
 
     def read(self) -> dict[str, Model]:
-        """The models that can be served, by name. Others are logged once.
-
-        Raises:
-            OSError: the folder cannot be read.
-        """
+        """Return the models that can be served, by name; others are logged once. Raises OSError."""
         found = {}
         for name, entry in sorted(_models_in(self.path)):
             written, why = self._refused.get(entry, (0.0, ""))
@@ -132,11 +128,7 @@ def _snapshot(repository: Path) -> Path | None:
 
 
 def adapters_in(lora: LoRAConfig) -> dict[str, AdapterFolder]:
-    """The adapters of --lora-modules and --lora-dir, by name.
-
-    Raises:
-        ConfigError: an entry of --lora-modules is not an adapter.
-    """
+    """Return the adapters of --lora-modules and --lora-dir, by name."""
     folders = {}
     if lora.lora_dir is not None:
         found = (path.parent for path in Path(lora.lora_dir).glob(f"*/{CONFIG}"))

@@ -36,12 +36,7 @@ MOST_NAMED = 32  # models listed in an error message
 
 
 class ModelServers:
-    """The servers of all models of a folder.
-
-    Args:
-        config: options of every server.
-        folder: private folder for their sockets.
-    """
+    """The servers of all models of a folder. Their sockets are in `folder`, a private one."""
 
     def __init__(self, config: Config, folder: str) -> None:
         assert config.models.models_dir is not None
@@ -91,10 +86,8 @@ class ModelServers:
         return [server for server in self.servers.values() if server.model.is_there]
 
     async def find(self, name: str | None) -> ModelServer:
-        """The server of the model or adapter of this name; of no name, the last one used.
-
-        Raises:
-            UnknownModel: there is no such model or adapter.
+        """Return the server of the model or adapter of this name; of no name, the last one used.
+        Raises UnknownModel.
         """
         if name is None and (known := self.there):
             return max(known, key=lambda server: server.used_at)
@@ -138,15 +131,9 @@ class ModelServers:
 
     @contextlib.asynccontextmanager
     async def serving(self, server: ModelServer, keep_alive: float | None) -> AsyncIterator[Visit]:
-        """Wake up the model's server and keep it awake until the visit is answered. To make room,
-        others are put to sleep once their requests have ended; their later requests wait.
-
-        Args:
-            server: of the model.
-            keep_alive: idle seconds after which it is put to sleep; None: never.
-
-        Raises:
-            Unavailable: it cannot be started.
+        """Wake up the model's server and keep it awake until the visit is answered, and for
+        `keep_alive` idle seconds (None: for ever). To make room, others are put to sleep once their
+        requests have ended; their later requests wait. Raises Unavailable: it cannot be started.
         """
         try:
             while not server.may_serve:
@@ -236,11 +223,9 @@ class ModelServers:
             server.is_leaving = False
 
     async def _wake_up(self, server: ModelServer) -> None:
-        """Start a server, or have it load its weights again. This continues for the next request
-        if nobody waits for it any more.
-
-        Raises:
-            Unavailable: it ended before it was ready, or took too long.
+        """Start a server, or have it load its weights again. This continues for the next request if
+        nobody waits for it any more. Raises Unavailable: it ended before it was ready, or took too
+        long.
         """
         if not server.runs:
             if self._is_closed:

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 from urllib.parse import quote
 
 import httpx
@@ -34,6 +34,7 @@ from servd.api.context import json_response
 from servd.api.engine.fair_loop import FairLoop
 from servd.api.http.auth import OPEN_PATHS, ApiKeyAuth, Keys
 from servd.api.http.middleware import SINCE, RequestContext
+from servd.api.http.streaming import while_connected
 from servd.api.observability.tracer import Tracer
 from servd.api.protocol.models import ModelCard
 from servd.api.routes import load_routers
@@ -150,7 +151,8 @@ class Front:
             body = msgspec.json.encode(fields)
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            await until_client_leaves(receive, self._pass_on(request, body, visit, send))
+            async with while_connected(receive):
+                await self._pass_on(request, body, visit, send)
 
         return answer
 
@@ -248,25 +250,6 @@ class _Collected:
 def _card(server: ModelServer) -> Card:
     model = server.model
     return Card(model.name, model.created, model.name, model.max_model_len, state=server.state)
-
-
-async def until_client_leaves(receive: Receive, work: Any) -> None:
-    """Run `work`; cancel it if the client disconnects first."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            working.cancel()
-        await asyncio.gather(working, return_exceptions=leaving.done())
-    finally:
-        leaving.cancel()
-        working.cancel()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def create_front(config: Config, servers: ModelServers, keys: Keys) -> FastAPI:

@@ -27,10 +27,8 @@ class Named(msgspec.Struct):
 
 
 def read(request: Request, body: bytes) -> Named:
-    """The model named by a request's JSON body, its query, or X-Servd-Model.
-
-    Raises:
-        InvalidRequest: its JSON is malformed, so that no model need be loaded for it.
+    """Return the model named by a request's JSON body, its query, or X-Servd-Model. Raises
+    InvalidRequest: its JSON is malformed, so that no model need be loaded for it.
     """
     found = Named()
     if body[:1] in BEGINS_JSON:
@@ -46,9 +44,7 @@ def read(request: Request, body: bytes) -> Named:
 
 def seconds_of(keep_alive: msgspec.Raw) -> float | None:
     """Parse Ollama's `keep_alive`: seconds, or text such as "5m"; None (for ever) if negative.
-
-    Raises:
-        InvalidRequest: it is neither.
+    Raises InvalidRequest: it is neither.
     """
     seconds: float | None = None
     with suppress(ValueError):

@@ -31,11 +31,7 @@ logger = logging.getLogger("servd.api")
 
 
 def serve(read_config: Callable[[], Config], listener: socket.socket) -> int:
-    """Serve the models of a folder until a signal.
-
-    Raises:
-        ConfigError: the folder cannot be read.
-    """
+    """Serve the models of a folder until a signal."""
     config = read_config()
     folder = private_dir()
     try:
@@ -68,10 +64,8 @@ def check(config: Config) -> None:
 
 def link_models(config: Config, folder: Path) -> Config:
     """Make a folder of links to the entries of --models, if any, and return options for it. A model
-    of the hub keeps its name; others are named by their files.
-
-    Raises:
-        ConfigError: a model does not exist, or two have the same name.
+    of the hub keeps its name; others are named by their files. Raises ConfigError: a model does not
+    exist, or two have the same name.
     """
     for model in config.models.models:
         given = Path(model).expanduser()

@@ -46,11 +46,7 @@ def address(folder: Path | str, name: str) -> str:
 
 
 class UnreadableMessage(Exception):
-    """The received data is not a message of the type that the inbox expects.
-
-    Attributes:
-        data: as received.
-    """
+    """The received `data` is not a message of the type that the inbox expects."""
 
     def __init__(self, data: bytes, reason: str) -> None:
         super().__init__(reason)
@@ -71,21 +67,17 @@ class Inbox(Generic[T]):
         self.socket.bind(at)
 
     def recv(self, timeout: float | None = None) -> T | None:
-        """The next message; None if none arrives within `timeout` seconds (None: wait for ever).
-
-        Raises:
-            UnreadableMessage: the next message is dropped; those after it can be received.
+        """Return the next message; None if none arrives within `timeout` seconds (None: wait for
+        ever). An UnreadableMessage is dropped; those after it can be received.
         """
         if timeout is not None and not self.socket.poll(int(timeout * 1000)):
             return None
         return self._decode(self.socket.recv())
 
     def drain(self, most: int = 2**31) -> list[T]:
-        """At most `most` of the messages that have arrived, without waiting.
-
-        Raises:
-            UnreadableMessage: the next message is dropped; those before it were returned by the
-                call before, those after it can be drained.
+        """Return at most `most` of the messages that have arrived, without waiting. An
+        UnreadableMessage is dropped; those before it were returned by the call before, those after
+        it can be drained.
         """
         if self.unreadable is not None:
             error, self.unreadable = self.unreadable, None
@@ -120,15 +112,9 @@ class Inbox(Generic[T]):
 
 
 class Outbox:
-    """Sends messages to one inbox, which may start later. Sending never blocks. Belongs to one
-    thread.
-
-    Args:
-        to: address of the inbox.
-        must_exist: require that the inbox exists, now and at each `send`.
-
-    Raises:
-        ConnectionError: the address is invalid, or nothing listens there after CONNECT_TIMEOUT.
+    """Sends messages to one inbox, which may start later unless it `must_exist`, now and at each
+    `send`. Sending never blocks. Belongs to one thread. Raises ConnectionError: the address is
+    invalid, or nothing listens there after CONNECT_TIMEOUT.
     """
 
     def __init__(self, to: str, must_exist: bool = False) -> None:
@@ -146,10 +132,8 @@ class Outbox:
             raise ConnectionError(f"{to}: nobody is there")
 
     def send(self, message: msgspec.Struct | msgspec.Raw) -> None:
-        """Queue one message; order is kept.
-
-        Raises:
-            ConnectionError: the process of the bound inbox is gone.
+        """Queue one message; order is kept. Raises ConnectionError: the bound inbox's process is
+        gone.
         """
         try:
             self.socket.send(_encoder.encode(message), zmq.NOBLOCK)
@@ -174,9 +158,6 @@ class Keys:
     Without the token nobody can connect, eavesdrop or impersonate an end: each connection is
     encrypted with keys of its own, and each end must hold the key pair derived from the token.
     Derivation takes about 50 ms, which slows down guessing a weak token.
-
-    Raises:
-        ConfigError: this ZeroMQ cannot encrypt.
     """
 
     def __init__(self, token: str) -> None:
@@ -202,13 +183,8 @@ def tcp_address(host: str, port: int) -> str:
 
 
 class Link(Generic[T]):
-    """A connection to the Listener at a TCP address, which may start later. Sending never blocks.
-    Belongs to one thread.
-
-    Args:
-        to: address of the Listener.
-        kind: union of the messages that it sends.
-        keys: of the shared token.
+    """A connection to the Listener at a TCP address, which may start later and sends messages of
+    the union `kind`. Sending never blocks. Belongs to one thread.
     """
 
     kind_of_socket: int = zmq.DEALER
@@ -258,10 +234,8 @@ class Link(Generic[T]):
 
 
 class Listener(Link[T]):
-    """The listening end of Links. Only connections with the token's keys are accepted.
-
-    Raises:
-        ConfigError: it cannot listen at the address.
+    """The listening end of Links. Only connections with the token's keys are accepted. Raises
+    ConfigError: it cannot listen at the address.
     """
 
     kind_of_socket: int = zmq.ROUTER
@@ -354,16 +328,10 @@ class Publisher:
     """Publishes numbered batches to any number of subscribers, and replays missed ones on request.
     Batches are frames: topic, number (8 bytes, big-endian), data.
 
-    Args:
-        endpoint: of the batches, to bind or to connect to.
-        topic: of all batches.
-        limit: batches queued for each subscriber; a slower one loses some. A replay waits.
-        replay: endpoint of replay requests, which have the first number wanted; the replies are
-            (number, data), the last one END_OF_REPLAY. None: no replay.
-        kept: number of latest batches kept for replays.
-
-    Raises:
-        ConfigError: an endpoint cannot be bound or connected to.
+    A subscriber for which `limit` batches are queued loses some. Requests to the endpoint `replay`,
+    if any, have the first number wanted; the replies, of the `kept` latest batches, are (number,
+    data), the last one END_OF_REPLAY. Raises ConfigError: an endpoint cannot be bound or connected
+    to.
     """
 
     def __init__(

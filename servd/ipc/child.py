@@ -176,11 +176,8 @@ def import_ahead(modules: Sequence[str]) -> None:
 
 def read_start(kind: type[T], on_reload: Callable[[Config], None] = lambda config: None) -> T:
     """In the child: read the start message; from then on end when the parent is gone. For the main
-    thread.
-
-    Args:
-        kind: of the start message.
-        on_reload: called, from another thread, with each Config that the parent sends later.
+    thread. `on_reload` is called, from another thread, with each Config that the parent sends
+    later.
     """
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # `stty tostop` stops no log in the background
     if not (message := _read_message()):

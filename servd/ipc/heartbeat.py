@@ -18,10 +18,8 @@ LOADING_PATIENCE = 600.0  # seconds that an import from a slow disk may block al
 
 
 class Heartbeat:
-    """Memory that the engine writes and its parent reads.
-
-    Args:
-        descriptor: of a file of SIZE bytes; -1 if nobody is to read it.
+    """Memory that the engine writes and its parent reads: a file of SIZE bytes; -1 if nobody is
+    to.
     """
 
     def __init__(self, descriptor: int = -1) -> None:

@@ -36,10 +36,8 @@ ToHub = Hello | Forward
 
 
 class Hub:
-    """The listening end. Belongs to one thread.
-
-    Args:
-        host: address of this host that the others reach.
+    """The listening end, at the address of this host that the others reach. Belongs to one
+    thread.
     """
 
     def __init__(self, host: str) -> None:
@@ -124,11 +122,7 @@ class HubInbox(Generic[T]):
         self.arrived: deque[T | None] = deque()
 
     def recv(self, timeout: float | None = None) -> T | None:
-        """Wait for one message; see `Inbox.recv`.
-
-        Raises:
-            UnreadableMessage: the next message cannot be decoded.
-        """
+        """Wait for one message; see `Inbox.recv`."""
         if not self.arrived:
             wait([self.link], 3600.0 if timeout is None else timeout)
             self.arrived += [message for _, message in self.link.drain()]

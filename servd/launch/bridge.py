@@ -23,11 +23,8 @@ TICK = 0.1  # seconds between looks for engines and API servers that have come o
 
 
 class Bridge(threading.Thread):
-    """A thread that owns the sockets. Its methods may be called from other threads.
-
-    Args:
-        host: address of this host that the others reach.
-        on_failure: called from the thread with an error that ends it.
+    """A thread that owns the sockets. Its methods may be called from other threads. It calls
+    `on_failure` with an error that ends it. The others reach it at `host`.
     """
 
     def __init__(self, host: str, on_failure: Callable[[Exception], None]) -> None:

@@ -126,11 +126,7 @@ class ProcessTree:
             engine.start(self.started_at)
 
     def make_engines(self) -> None:
-        """Make the engines of this host, which come first, and those that Ray puts elsewhere.
-
-        Raises:
-            ConfigError: there is no cluster of Ray.
-        """
+        """Make the engines of this host, which come first, and those that Ray puts elsewhere."""
         num_here = self.config.parallel.num_engines_here
         for place, folder in enumerate(self.folders):
             os.makedirs(folder, mode=0o700, exist_ok=True)

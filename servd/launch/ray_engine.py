@@ -65,15 +65,7 @@ class EngineActor:
         return self.state
 
     def run(self, data: bytes, offset: int) -> bytes:
-        """Run an engine until it ends.
-
-        Args:
-            data: StartElsewhere.
-            offset: see `clock_offset`.
-
-        Returns:
-            Ended.
-        """
+        """Run an engine from StartElsewhere until it has Ended; see `clock_offset`."""
         start = msgspec.msgpack.decode(data, type=StartElsewhere)
         os.environ[CLOCK_OFFSET] = str(offset)
         engine = EngineSupervisor(
@@ -157,10 +149,8 @@ class RayEngine(EngineProcess):
 
 @dataclass(eq=False)
 class RayEngineSupervisor(EngineSupervisor):
-    """Has Ray place an engine, and place it again when it is lost.
-
-    Args:
-        bridge: carries its messages.
+    """Has Ray place an engine, and place it again when it is lost. The bridge carries its
+    messages.
     """
 
     bridge: Bridge = field(kw_only=True)
@@ -193,13 +183,8 @@ class RayEngineSupervisor(EngineSupervisor):
 
 
 def start_bridge(on_failure: Callable[[Exception], None]) -> Bridge:
-    """Connect to Ray, and start the bridge of this process.
-
-    Args:
-        on_failure: see Bridge.
-
-    Raises:
-        ConfigError: there is no cluster.
+    """Connect to Ray, and start the bridge of this process. Raises ConfigError: there is no
+    cluster.
     """
     ray = connect("--data-parallel-backend ray")
     bridge = Bridge(ray.util.get_node_ip_address(), on_failure)

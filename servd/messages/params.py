@@ -72,11 +72,7 @@ class RepetitionDetection(
     min_count: Count = 0  # consecutive repetitions; at least 2
 
     def verify(self) -> None:
-        """Check the bounds.
-
-        Raises:
-            InvalidRequest: with the field in `param`.
-        """
+        """Check the bounds. The InvalidRequest has the field in `param`."""
         param = "repetition_detection"
         bounds.verify(self, 0, param)
         largest, smallest = self.max_pattern_size, self.min_pattern_size

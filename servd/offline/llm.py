@@ -266,11 +266,10 @@ class LLM:
         each = [params] * len(prompts) if isinstance(params, Params) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(each)} parameters")
-        adapters = (
-            [lora_request] * len(prompts)
-            if lora_request is None or isinstance(lora_request, LoRARequest)
-            else list(lora_request)
-        )
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            adapters = [lora_request] * len(prompts)
+        else:
+            adapters = list(lora_request)
         if len(adapters) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(adapters)} lora_requests")
         ids = [str(next(self.request_ids)) for _ in prompts]
@@ -312,10 +311,8 @@ def _vector(output: RequestOutput) -> list[float]:
 
 
 def listed(prompts: OnePrompt | Sequence[OnePrompt]) -> list[TextOrIds]:
-    """One prompt or several as a list of texts and lists of ids.
-
-    Raises:
-        InvalidRequest: a mapping has neither text nor ids.
+    """Return one prompt or several as a list of texts and lists of ids. Raises InvalidRequest: a
+    mapping has neither text nor ids.
     """
     is_one = isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int))
     texts: list[TextOrIds] = []

@@ -72,15 +72,8 @@ Place = TypeVar("Place", Server, SimulatedEngine)
 
 
 class ClusterSim:
-    """Servers with engines, and requests on their way.
-
-    Args:
-        recorded: the engines of a recording.
-        costs: of steps.
-        options: what is different.
-
-    Raises:
-        ConfigError: an option is wrong, or it is not known how large a KV cache is.
+    """Servers with engines, and requests on their way; `options` are what differs from the
+    recording. Raises ConfigError: an option is wrong, or it is not known how large a KV cache is.
     """
 
     def __init__(self, recorded: ServerLine, costs: Costs, options: ClusterOptions) -> None:

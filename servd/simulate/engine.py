@@ -60,10 +60,8 @@ class SimulatedEngine:
         self.num_open = 0  # requests
 
     def end_step(self) -> tuple[list[EngineCoreOutput], int]:
-        """Collect the outputs of the step that ends now.
-
-        Returns:
-            outputs that are more than another token, and the number of the others.
+        """Collect the outputs of the step that ends now. Returns those that are more than another
+        token, and the number of the others.
         """
         step = self.launched
         assert step is not None

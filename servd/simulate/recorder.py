@@ -29,9 +29,6 @@ KEY_SIZE = 32  # bytes
 class Recorder(Observer):
     """Appends to a file, also with other API servers and over restarts. Blocks are known by hashes
     with a key, which is kept beside the file: who has the file alone cannot try out texts.
-
-    Raises:
-        ConfigError: the file cannot be written.
     """
 
     def __init__(self, path: str, config: Config) -> None:

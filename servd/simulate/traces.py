@@ -77,11 +77,7 @@ class Recording:
 
 
 def read(path: str) -> Recording:
-    """Read a file of --record-trace, or a trace with the same keys as those of Mooncake.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Read a file of --record-trace, or a trace with the same keys as those of Mooncake."""
     requests: list[RequestLine] = []
     steps: list[StepLine] = []
     server = None

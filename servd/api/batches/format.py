@@ -81,22 +81,14 @@ def lines_of(source: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def read_line(text: bytes) -> Line:
-    """Parse a line.
-
-    Raises:
-        ValueError: it is no JSON object with a custom_id.
-    """
+    """Parse a line. Raises ValueError: it is no JSON object with a custom_id."""
     if len(text) > MAX_LINE:
         raise ValueError(f"a line may have at most {MAX_LINE} bytes")
     return read_json(text, Line)
 
 
 def check(line: Line) -> None:
-    """Reject a line that cannot be part of a batch.
-
-    Raises:
-        ValueError: with the reason.
-    """
+    """Reject a line that cannot be part of a batch by a ValueError with the reason."""
     if line.method != "POST" or line.url not in ROUTES:
         raise ValueError(f"method must be POST and url one of {', '.join(ROUTES)}")
     try:
@@ -109,11 +101,8 @@ def check(line: Line) -> None:
 
 
 def inspect(source: Path, endpoint: str | None = None) -> Iterator[Problem | None]:
-    """Validate the lines, each one and against each other.
-
-    Args:
-        source: batch file.
-        endpoint: the url that all lines must have, if any.
+    """Validate the lines of a batch file, each one and against each other. All must have the
+    `endpoint` as url, if one is given.
     """
     first: dict[CustomId, int] = {}
     for number, text in lines_of(source):
@@ -138,13 +127,7 @@ def inspect(source: Path, endpoint: str | None = None) -> Iterator[Problem | Non
 
 class Results:
     """The answers so far, in a file that a later run goes on with: lines that are whole and tell of
-    no server failure are kept.
-
-    Attributes:
-        statuses: of those that were kept.
-
-    Raises:
-        OSError: the file cannot be read or written.
+    no server failure are kept, with their `statuses`.
     """
 
     def __init__(self, path: Path) -> None:

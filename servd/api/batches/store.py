@@ -54,11 +54,7 @@ class Shelf:
         return found
 
     def load(self, name: str, kind: type[T]) -> T:
-        """A FileObject or Batch by its id.
-
-        Raises:
-            NotFound: there is no such object.
-        """
+        """Return a FileObject or Batch by its id. Raises NotFound."""
         try:
             if not ID.fullmatch(name):
                 raise FileNotFoundError
@@ -88,10 +84,8 @@ class Shelf:
         return self.folder / f"{batch.id}.results"
 
     def check_room(self, num_bytes: int = 0) -> None:
-        """Check that the key may have one more batch, or file of so many bytes.
-
-        Raises:
-            InvalidRequest: it has too many objects or too many bytes.
+        """Check that the key may have one more batch, or file of so many bytes. Raises
+        InvalidRequest.
         """
         sizes = self._sizes()
         if (num := sum(name.endswith(".json") for name in sizes)) >= MAX_OBJECTS:
@@ -102,11 +96,7 @@ class Shelf:
         self.check_bytes(sum(sizes.values()) + num_bytes)
 
     def save_within_bounds(self, batch: Batch) -> None:
-        """Write a batch's progress, unless its results exceed the key's bound.
-
-        Raises:
-            InvalidRequest: see `check_bytes`.
-        """
+        """Write a batch's progress. Raises InvalidRequest: its results exceed the key's bound."""
         self.save(batch)
         self.check_bytes(sum(self._sizes().values()))
 
@@ -119,11 +109,7 @@ class Shelf:
         return sizes
 
     def check_bytes(self, total: int) -> None:
-        """Check that so many bytes are within the key's bound.
-
-        Raises:
-            InvalidRequest: they are not.
-        """
+        """Check that so many bytes are within the key's bound. Raises InvalidRequest."""
         if total > MAX_BYTES:
             raise InvalidRequest(
                 f"the files of this API key would have {total} bytes, at most {MAX_BYTES} are "
@@ -132,10 +118,8 @@ class Shelf:
 
     @contextmanager
     def uploading(self) -> Iterator[None]:
-        """Count an upload while it is received.
-
-        Raises:
-            Overloaded: the key has MAX_UPLOADS others.
+        """Count an upload while it is received. Raises Overloaded: the key has MAX_UPLOADS
+        others.
         """
         uploads = self.store.uploads
         if uploads[self.owner] >= MAX_UPLOADS:
@@ -147,11 +131,8 @@ class Shelf:
             uploads[self.owner] -= 1
 
     def add_file(self, content: IO[bytes], filename: str, seconds: int = RETENTION) -> FileObject:
-        """Store an upload for a number of seconds.
-
-        Raises:
-            InvalidRequest: see `check_room`.
-            OSError: such as a full disk; then nothing is left of it.
+        """Store an upload for a number of seconds. After an OSError, such as a full disk, nothing
+        is left of it.
         """
         self.folder.mkdir(mode=0o700, exist_ok=True)
         self.check_room(size := content.seek(0, os.SEEK_END))
@@ -170,11 +151,8 @@ class Shelf:
             path.unlink(missing_ok=True)
 
     def add_batch(self, body: BatchRequest) -> Batch:
-        """Store a new batch for some process to run.
-
-        Raises:
-            NotFound: there is no such file.
-            InvalidRequest: see `check_room`; or the file is the output of another batch.
+        """Store a new batch for some process to run. Raises NotFound: there is no such file;
+        InvalidRequest: there is no room, or the file is the output of another batch.
         """
         file = self.load(body.input_file_id, FileObject)
         if file.purpose != "batch":
@@ -198,11 +176,7 @@ class Shelf:
         return batch
 
     def cancel(self, batch: Batch) -> Batch:
-        """Request the cancellation of a batch.
-
-        Raises:
-            InvalidRequest: it has already ended.
-        """
+        """Request the cancellation of a batch. Raises InvalidRequest: it has already ended."""
         if batch.is_over:
             raise InvalidRequest(f"the batch is {batch.status}: nothing is left to cancel")
         (self.store.open / f"{batch.id}.cancel").touch()
@@ -227,11 +201,7 @@ class OpenBatch:
 
 
 class BatchStore:
-    """The objects of all keys.
-
-    Args:
-        folder: exists, and is accessible to this user only.
-    """
+    """The objects of all keys, in a folder that is accessible to this user only."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -244,10 +214,7 @@ class BatchStore:
 
     def take(self, running: Mapping[str, int], most: int) -> list[OpenBatch]:
         """Lock and return batches that no process runs, oldest first; closing the lock frees one.
-
-        Args:
-            running: number of batches of each owner that this process runs.
-            most: limit of that number.
+        This process may run at most `most` batches of each owner.
         """
         taken: list[OpenBatch] = []
         num_of = Counter(running)

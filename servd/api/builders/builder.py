@@ -38,25 +38,15 @@ class ResponseBuilder(ABC):
 
     Streams and whole responses are made of the same outputs, so a stream joined is the response.
 
-    Attributes:
-        keep_alive_frame: what a stream sends while there is no frame.
-        end: what a stream sends after the last frame.
-        request_type: what the metrics call it.
-        max_logprobs: how many log-probabilities an answer may have.
-        streams_logprobs: a stream shows those of each output token once, and keeps none.
-
-    Args:
-        request: whose body has been read.
-        asked: what is generated and how, for all prompts.
-        response_id: the `id` of the body and of all frames.
-        prompts: each gets the same number of choices.
+    `asked` says what is generated and how; each of the prompts gets the same number of choices.
+    `response_id` is the `id` of the body and of all frames.
     """
 
-    keep_alive_frame: ClassVar[bytes] = KEEP_ALIVE
-    end: ClassVar[bytes] = DONE
-    request_type: ClassVar[str] = "other"
-    max_logprobs: ClassVar[int] = MAX_LOGPROBS_HELD
-    streams_logprobs: ClassVar[bool] = True
+    keep_alive_frame: ClassVar[bytes] = KEEP_ALIVE  # sent while a stream has no frame
+    end: ClassVar[bytes] = DONE  # sent after a stream's last frame
+    request_type: ClassVar[str] = "other"  # for the metrics
+    max_logprobs: ClassVar[int] = MAX_LOGPROBS_HELD  # of an answer
+    streams_logprobs: ClassVar[bool] = True  # once, for each output token; and keeps none
 
     def __init__(
         self,
@@ -117,11 +107,7 @@ class ResponseBuilder(ABC):
         return 0
 
     def check_logprobs(self, num_tokens: int) -> None:
-        """Check the number of log-probabilities that the answer has with so many output tokens.
-
-        Raises:
-            InvalidRequest: there are too many.
-        """
+        """Check the number of log-probabilities that the answer has with so many output tokens."""
         of_prompts = self.num_prompt_logprobs
         is_whole = not (self.stream and self.streams_logprobs)
         of_output = num_tokens * self.num_logprobs_each if is_whole else 0
@@ -130,12 +116,15 @@ class ResponseBuilder(ABC):
         parts = [f"{of_prompts:,} of prompts"] if of_prompts else []
         if of_output:
             parts.append(f"{self.num_logprobs_each} for each of {num_tokens:,} output tokens")
+        param = "logprobs" if of_output else "prompt_logprobs"
+        if self.n > 1:
+            param = "n"
         way_out = ", or set `stream`: true" if of_output and self.streams_logprobs else ""
         raise InvalidRequest(
             f"the answer would have {of_prompts + of_output:,} log-probabilities "
             f"({' and '.join(parts)}), at most {self.max_logprobs:,} are possible: ask for fewer "
             f"prompts, choices, tokens or log-probabilities at once{way_out}",
-            param="n" if self.n > 1 else "logprobs" if of_output else "prompt_logprobs",
+            param=param,
         )
 
     def last_frame(self) -> bytes:
@@ -147,10 +136,8 @@ class ResponseBuilder(ABC):
         return event(reply.body)
 
     async def respond(self, headers: Mapping[str, str] | None = None) -> Response:
-        """Stream, or wait for all of it; the engine stops when the client leaves.
-
-        Raises:
-            ClientDisconnect: the client left before the whole body was there.
+        """Stream, or wait for all of it; the engine stops when the client leaves
+        (ClientDisconnect).
         """
         headers = {**(headers or {}), **self.call.ignored}
         if self.stream:
@@ -184,11 +171,6 @@ class ResponseBuilder(ABC):
     async def outputs(self) -> AsyncIterator[AsyncGenerator[CompletionOutput, None]]:
         """Admit the whole request for the duration of the block, prepare it, and generate the
         outputs of all choices; index = prompt number * n + i.
-
-        Raises:
-            Overloaded: see `AsyncLLM.admit`; nothing has been done.
-            EngineDead: the engine is gone.
-            InvalidRequest: see `AsyncLLM.prepare`.
         """
         async_llm, asked, deadline = self.async_llm, self.asked, self.call.deadline
         prompt_ids = [prompt.request_id for prompt in self.prompts]
@@ -214,11 +196,7 @@ class ResponseBuilder(ABC):
                 yield outputs
 
     def count(self, output: CompletionOutput) -> None:
-        """Count the tokens of an output.
-
-        Raises:
-            InvalidRequest: see `check_logprobs`.
-        """
+        """Count the tokens of an output, and check how many log-probabilities there are."""
         self.num_output_tokens += len(output.token_ids)
         if self.num_logprobs_each and self.params.max_tokens is None:
             self.check_logprobs(self.num_output_tokens)

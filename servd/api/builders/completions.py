@@ -64,6 +64,8 @@ class CompletionBuilder(ChunkBuilder):
         text = output.text
         if is_first and self.echo:
             text = self.prompt_text(prepared) + text
+        shows_prompt_ids = is_first and self.asked.return_token_ids
+        shows_prompt = is_first and self.asked.return_prompt_text
         return CompletionChoice(
             output.index,
             text,
@@ -71,12 +73,8 @@ class CompletionBuilder(ChunkBuilder):
             output.finish_reason,
             output.stop_reason,
             token_ids=output.token_ids if self.asked.return_token_ids else UNSET,
-            prompt_token_ids=prepared.prompt_token_ids
-            if self.asked.return_token_ids and is_first
-            else UNSET,
-            prompt_text=self.prompt_text(prepared)
-            if self.asked.return_prompt_text and is_first
-            else UNSET,
+            prompt_token_ids=prepared.prompt_token_ids if shows_prompt_ids else UNSET,
+            prompt_text=self.prompt_text(prepared) if shows_prompt else UNSET,
         )
 
     def _logprobs(self, state: RequestState, output: CompletionOutput) -> CompletionLogprobs | None:

@@ -63,12 +63,9 @@ def branches(options: list[list[int]]) -> list[Branch]:
 
 @dataclass(eq=False)
 class OptionScorer:
-    """Probabilities of options after prompts, for an admitted request.
-
-    Attributes:
-        num_prompt_tokens: those of all prompts.
-        num_cached_tokens: those among them that the prefix cache had.
-        num_output_tokens: one for each request to the engine.
+    """Probabilities of options after prompts, for an admitted request. Counts the tokens of all
+    prompts, those among them that the prefix cache had, and one output token for each request to
+    the engine.
     """
 
     async_llm: AsyncLLM
@@ -84,15 +81,10 @@ class OptionScorer:
     async def probabilities(
         self, prompt_token_ids: list[int], options: list[list[int]]
     ) -> list[float]:
-        """How likely each option is to follow the prompt, if one of them does; the sum is 1.
+        """Return how likely each option is to follow the prompt, if one of them does; the sum is 1.
+        No option may be the beginning of another, and the prompt may not be empty.
 
-        Args:
-            prompt_token_ids: at least one.
-            options: token ids; none is the beginning of another.
-
-        Raises:
-            ContextTooLong: the prompt with an option does not fit.
-            EngineError: the engine failed.
+        Raises ContextTooLong: the prompt with an option does not fit; EngineError.
         """
         self.num_prompt_tokens += len(prompt_token_ids)
         found = await asyncio.to_thread(branches, options)

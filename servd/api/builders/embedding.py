@@ -40,21 +40,11 @@ async def embed(
     options: RequestOptions,
     check: Callable[[int], None] = lambda num_tokens: None,
 ) -> Vectors:
-    """Validate all prompts, then compute all vectors; the engine stops when the client leaves.
+    """Validate all prompts, which get ids that begin with `prefix`, then compute all vectors; the
+    engine stops when the client leaves (ClientDisconnect).
 
-    Args:
-        request: whose body has been read.
-        prefix: what the ids of the engine's requests begin with.
-        prompts: at least one; they get their ids here.
-        params: for all of them.
-        options: for all of them.
-        check: gets the number of tokens of all prompts before anything is computed, and may refuse
-            them.
-
-    Raises:
-        Overloaded: see `AsyncLLM.admit`.
-        InvalidRequest: see `Processor.process`.
-        ClientDisconnect: the client left.
+    `check` gets the number of tokens of all prompts before anything is computed, and may refuse
+    them.
     """
     call = call_of(request)
     async_llm = call.context.async_llm
@@ -87,12 +77,11 @@ async def compare(
     seconds: Sequence[Prompt],
     body: SimilarityRequest,
 ) -> tuple[list[float], EmbeddingUsage]:
-    """Scores of texts, one with all others or pair by pair: those of the model's head, or without
-    one cosines of embeddings; with the arguments of `embed`.
+    """Score texts, one with all others or pair by pair: by the model's head, or without one by
+    cosines of embeddings.
 
-    Raises:
-        InvalidRequest: the model's head sorts into classes, or its files do not say how it scores;
-            and see `embed`.
+    Raises InvalidRequest: the model's head sorts into classes, or its files do not say how it
+    scores.
     """
     pooling = call_of(request).context.async_llm.processor.pooling
     pooling.check_scores()

@@ -7,11 +7,7 @@ from collections.abc import AsyncGenerator
 
 
 class EventLog:
-    """An append-only log of events.
-
-    Attributes:
-        num_bytes: total size of the events.
-    """
+    """An append-only log of events of `num_bytes` in total."""
 
     def __init__(self) -> None:
         self.num_bytes = 0

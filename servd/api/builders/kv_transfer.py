@@ -14,11 +14,8 @@ FIELD = "kv_transfer_params"
 
 
 def check(options: RequestOptions, config: Config, num_prompts: int) -> None:
-    """Whether this server takes part as a request asks that names another. It reads from nobody
-    whom it was not told of: a client could have it connect to any host.
-
-    Raises:
-        InvalidRequest: it does not.
+    """Check that this server takes part as a request asks that names another. It reads from nobody
+    whom it was not told of: a client could have it connect to any host. Raises InvalidRequest.
     """
     if (transfer := config.cache.kv_transfer_config) is None:
         raise InvalidRequest(f"`{FIELD}`: this server was started without {FLAG}", param=FIELD)
@@ -35,13 +32,8 @@ def check(options: RequestOptions, config: Config, num_prompts: int) -> None:
 
 
 def answer(config: Config, rank: int, request_id: str, num_tokens: int) -> KVTransferAnswer:
-    """What the engine that goes on with a prompt has to be sent.
-
-    Args:
-        config: of a server that gives blocks.
-        rank: of the engine that computed the prompt.
-        request_id: the prompt's.
-        num_tokens: the same.
+    """Return what to send to the engine that goes on with a prompt which engine `rank` has
+    computed.
     """
     assert config.cache.kv_transfer_config is not None
     transfer = config.cache.kv_transfer_config.of_rank(rank)

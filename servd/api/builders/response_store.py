@@ -60,10 +60,8 @@ class ResponseStore:
         return [stored for stored in self._stored.values() if stored.is_running]
 
     def check_room(self) -> None:
-        """Check that one more response may run.
-
-        Raises:
-            Overloaded: `max_responses` are running already.
+        """Check that one more response may run. Raises Overloaded: `max_responses` are running
+        already.
         """
         num_running = len(self.running)
         if num_running >= self.max_responses:
@@ -88,10 +86,8 @@ class ResponseStore:
     def get(
         self, response_id: str, missing: type[RequestError], param: str, code: str | None = None
     ) -> Stored:
-        """The response with this id or X-Request-Id, which becomes the most recently used.
-
-        Raises:
-            RequestError: it was never stored or was evicted; built from the other arguments.
+        """Return the response with this id or X-Request-Id, which becomes the most recently used.
+        An error made of the other arguments says that it was never stored or was evicted.
         """
         name = response_id if response_id in self._stored else self._name_of(response_id)
         if name is None:

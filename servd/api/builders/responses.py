@@ -39,18 +39,13 @@ from servd.messages.outputs import CompletionOutput
 from servd.messages.params import SamplingParams
 
 TEXT_EVENT = {MessageItem: "response.output_text", ReasoningItem: "response.reasoning_text"}
+NO_TOOL: dict[str, Any] = {"description": None, "parameters": None, "strict": None}
 
 
 class ResponsesBuilder(EventBuilder):
-    """At most one item is open, the last one of the output; each new one closes it.
-
-    Attributes:
-        keep: called when `response` is complete, before the client knows.
-
-    Args:
-        body: as the client sent it.
-        chat: what the body means.
-        is_stored: the response can be asked for later.
+    """At most one item is open, the last one of the output; each new one closes it. `keep` is
+    called when `response` is complete, before the client knows; `is_stored`: the response can be
+    asked for later.
     """
 
     names = CHAT_NAMES
@@ -251,12 +246,8 @@ def _blank(
         temperature=params.temperature,
         text={"format": (body.text or {}).get("format") or {"type": "text"}},
         tool_choice=body.tool_choice or "auto",
-        tools=[_tool(dict(tool)) for tool in body.tools or ()],
+        tools=[NO_TOOL | dict(tool) for tool in body.tools or ()],
         top_logprobs=body.top_logprobs or 0,
         top_p=params.top_p,
         user=body.user,
     )
-
-
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    return {"description": None, "parameters": None, "strict": None, **tool}

@@ -37,11 +37,7 @@ class Adapters:
         self.folder = None if config.lora_dir is None else Path(config.lora_dir).resolve()
 
     async def find(self, name: str) -> Adapter | None:
-        """The adapter of this name, loaded from --lora-dir if it is there.
-
-        Raises:
-            InvalidRequest, Unavailable: see `load`.
-        """
+        """Return the adapter of this name, loaded from --lora-dir if it is there."""
         if (adapter := self.store.use(name)) is not None:
             return adapter
         if self.folder is None or len(name) > MAX_NAME or not NAME.fullmatch(name):
@@ -76,17 +72,11 @@ class Adapters:
         return True
 
     async def load(self, name: str, path: str, in_place: bool) -> Adapter:
-        """Load an adapter for later requests; running ones keep theirs.
+        """Load an adapter from a folder in --lora-dir for later requests; running ones keep theirs.
+        With `in_place`, it may replace one of the same name.
 
-        Args:
-            name: for clients.
-            path: a folder in --lora-dir.
-            in_place: replace an adapter of the same name.
-
-        Raises:
-            Forbidden: the path is not inside --lora-dir, or there is none.
-            InvalidRequest: the name is invalid or taken, or the adapter cannot be served.
-            Unavailable: the model is still loading.
+        Raises Forbidden: the path is not inside --lora-dir; InvalidRequest: the name or the
+        adapter; Unavailable: the model is still loading.
         """
         if len(name) > MAX_NAME or not NAME.fullmatch(name):
             raise InvalidRequest(

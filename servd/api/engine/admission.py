@@ -44,11 +44,8 @@ class Admitted:
     headers: dict[str, str] = field(default_factory=dict)  # for its response
 
     def count_tokens(self, num_tokens: int) -> None:
-        """Set the number of tokens of its prompts, replacing an earlier one.
-
-        Raises:
-            InvalidRequest: more than --max-waiting-tokens.
-            Overloaded: too many are unfinished.
+        """Set the number of tokens of its prompts, replacing an earlier one. Raises InvalidRequest:
+        they exceed --max-waiting-tokens; Overloaded: too many are unfinished.
         """
         admission, limit = self.admission, self.admission.config.max_waiting_tokens
         if num_tokens > limit:
@@ -66,16 +63,12 @@ class Admitted:
 
 @dataclass(eq=False)
 class Admission:
-    """The limits of one API server, in total and per key.
+    """The limits of one API server, in total and per key. `prompts` and `tokens` count the
+    unfinished ones by owner.
 
     A full queue refuses owners who use their share of it; others are admitted up to twice the
-    limit.
-
-    Attributes:
-        prompts: unfinished prompts by owner.
-        tokens: their prompt tokens, by owner.
-        drained_at: when this server exits, on `clock`; None: it is not draining.
-        hands_over: while draining, serve old connections, as another server accepts new ones.
+    limit. While the server drains, until `drained_at` on `clock`, it serves old connections if it
+    `hands_over` to another server.
     """
 
     config: SchedulerConfig  # the limits
@@ -103,21 +96,12 @@ class Admission:
         lane: int = 0,
         timeout: float = math.inf,
     ) -> Iterator[Admitted]:
-        """Admit a request for the duration of the block.
+        """Admit a request for the duration of the block. Owners share the queue; `num_waiting`
+        counts the requests of all owners that wait in the engines, `timeout` is in seconds.
 
-        Args:
-            key: its limits apply.
-            owner: owners share the queue.
-            num_prompts: of the request.
-            num_waiting: requests of all owners that wait in the engines.
-            lane: see `RequestOptions`.
-            timeout: seconds to the request's deadline; infinite without one.
-
-        Raises:
-            InvalidRequest: more prompts than --max-waiting-requests.
-            Overloaded: too many are unfinished, or the deadline cannot be met.
-            RateLimited: the key has reached a limit.
-            Unavailable: the server is shutting down.
+        Raises InvalidRequest: more prompts than --max-waiting-requests; Overloaded: too many are
+        unfinished, or the deadline cannot be met; RateLimited: by the key; Unavailable: shutting
+        down.
         """
         if self.drained_at is not None and not self.hands_over:
             left = _whole(self.drained_at - self.clock())
@@ -152,10 +136,8 @@ class Admission:
         return error
 
     def check(self, reason: str, used: Counter[str], owner: str, more: int, limit: int) -> None:
-        """Check that `more` prompts or tokens fit in a limit.
-
-        Raises:
-            Overloaded: they do not; with the estimated time until they do.
+        """Check that `more` prompts or tokens fit in a limit. Raises Overloaded, with the estimated
+        time until they do.
         """
         total, mine = used.total(), used[owner] + more
         if total + more <= limit or (mine <= limit // len({*used, owner}) and total < 2 * limit):

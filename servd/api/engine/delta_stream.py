@@ -17,14 +17,10 @@ MAX_TAKEN = 8  # deltas that a consumer gets in one turn; writing one takes some
 
 @dataclass(slots=True)
 class DeltaStream:
-    """Deltas between the engine's channel and one consumer.
+    """Deltas between the engine's channel and one consumer, which `loop` gives its turns.
 
-    Deltas of a choice that wait for a slow consumer are merged, so the queue is bounded.
-
-    Args:
-        loop: gives the consumer its turns.
-        owner: of the request.
-        in_pieces: wake the consumer for every delta; else only for the last one of a choice.
+    Deltas of a choice that wait for a slow consumer are merged, so the queue is bounded. Without
+    `in_pieces`, only the last delta of a choice wakes the consumer.
     """
 
     loop: FairLoop

@@ -55,14 +55,9 @@ class EngineClient:
     """Receives an engine's messages, and passes the deltas of its requests to their streams.
     Belongs to one event loop.
 
-    Attributes:
-        status: last status: EngineStatus while it loads, EngineReady, or EngineDead.
-        stats: the scheduler's statistics as last reported.
-        loading_since: when the last start of the engine began; seconds of the monotonic clock.
-        running: those of `AsyncLLM.requests` that this engine computes, in order of arrival.
-        recovery: resends them when the engine is restarted.
-        audits: pending, by number.
-        cache_number: how often its prefix cache was emptied: by start, wake-up or reset.
+    `running` has those of `AsyncLLM.requests` that this engine computes, in order of arrival.
+    `loading_since` is in seconds of the monotonic clock. `cache_number` counts how often the prefix
+    cache was emptied: by start, wake-up or reset.
     """
 
     rank: int  # number of the engine

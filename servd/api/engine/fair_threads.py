@@ -15,13 +15,10 @@ T = TypeVar("T")
 
 
 class FairThreads:
-    """Runs work in threads, of clients in turn. One client may occupy all threads but one, so a
-    second client's work starts at once, however much the first has queued. Belongs to one event
-    loop.
+    """Runs work in at least 2 threads, of clients in turn. Belongs to one event loop.
 
-    Args:
-        num_threads: at least 2.
-        name: prefix of the threads' names.
+    One client may occupy all threads but one, so a second client's work starts at once, however
+    much the first has queued.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -34,15 +31,11 @@ class FairThreads:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def run(self, client: str, work: Callable[[], T], limit: int | None = None) -> T:
-        """Wait for a thread and for `work`. If cancelled while waiting, `work` is not started.
+        """Wait for a thread and for `work`, which must not touch what belongs to the loop. If
+        cancelled while waiting, `work` is not started.
 
-        Args:
-            client: an API key or an address.
-            work: must not touch what belongs to the loop.
-            limit: of waiting work; None: never refuse, e.g. for answers that are computed already.
-
-        Raises:
-            Overloaded: `limit` is reached, and this client has at least its share of it.
+        Raises Overloaded: `limit` calls wait, at least a client's share of them for this client.
+        None never refuses, e.g. answers that are computed already.
         """
         if limit is not None:
             self._check_room(client, limit)

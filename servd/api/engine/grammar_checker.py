@@ -62,10 +62,8 @@ class GrammarChecker:
             self._connect()
 
     def knows(self, output: StructuredOutput) -> bool:
-        """Whether the grammar is known to compile; never blocks.
-
-        Raises:
-            InvalidRequest: it is known not to compile.
+        """Return whether the grammar is known to compile, without blocking. Raises InvalidRequest:
+        it is known not to.
         """
         # A single lookup: another thread may evict the verdict between two.
         error = self._verdicts.get(_key(output), UNKNOWN)
@@ -76,16 +74,11 @@ class GrammarChecker:
         return True
 
     def check(self, output: StructuredOutput, client: str = "") -> None:
-        """Block until the grammar is known to compile.
+        """Block until the grammar is known to compile. Clients take turns.
 
-        Args:
-            output: the structured output of a request.
-            client: any name for the sender of the request; clients take turns.
-
-        Raises:
-            InvalidRequest: the grammar is malformed, not supported, too large or too complex.
-            Overloaded: too many others are being checked, this client's take too long, or the
-                process has died and will be restarted by the next call.
+        Raises InvalidRequest: it is malformed, not supported, too large or too complex; Overloaded:
+        too many others are checked, this client's take too long, or the process has died and the
+        next call restarts it.
         """
         if not self.knows(output) and (error := self._verdict(output, client)) is not None:
             raise InvalidRequest(f"{output.param}: {error}", param=output.param)
@@ -112,11 +105,9 @@ class GrammarChecker:
             return error
 
     def _compile(self, output: StructuredOutput) -> str | None:
-        """Have the process compile a grammar; returns the problem. A second attempt is made if the
-        process dies: it may have died earlier, or for another reason.
-
-        Raises:
-            Overloaded: the process does not start, or it gets no CPU time.
+        """Have the process compile a grammar, and return the problem. If the process dies, try once
+        more: the reason may be another one. Raises Overloaded: it does not start, or gets no CPU
+        time.
         """
         for _ in range(ATTEMPTS):
             try:
@@ -165,11 +156,7 @@ class GrammarChecker:
         )
 
     def _start_up(self) -> str | None:
-        """Wait until the process is ready; returns the reason if it never can be.
-
-        Raises:
-            OSError: it did not start.
-        """
+        """Wait until the process is ready; return the reason if it never can be. Raises OSError."""
         channel = self._connect()
         if self._is_ready:
             return None
@@ -179,10 +166,8 @@ class GrammarChecker:
         return error
 
     def _receive(self, channel: socket.socket) -> GrammarVerdict:
-        """Receive one line.
-
-        Raises:
-            OSError: it did not come within the channel's timeout, or the process has ended.
+        """Receive one line. Raises OSError: after the channel's timeout, or when the process has
+        ended.
         """
         line = b""
         while not line.endswith(b"\n"):
@@ -193,11 +178,7 @@ class GrammarChecker:
         return msgspec.json.decode(line, type=GrammarVerdict)
 
     def _connect(self) -> socket.socket:
-        """The channel to the process, which is started if there is none.
-
-        Raises:
-            OSError: it cannot be started.
-        """
+        """Return the channel to the process, which is started if there is none. Raises OSError."""
         if self._is_closed:
             raise ConnectionAbortedError("the server is stopping")
         if self._process is None:
@@ -226,9 +207,8 @@ class GrammarChecker:
 
 
 class FairLock:
-    """A lock that goes to the waiting client that has held it for the shortest time.
-
-    So a client that keeps it busy delays others by one turn, not by all that it has queued.
+    """A lock that goes to the waiting client that has held it for the shortest time, so a client
+    that keeps it busy delays others by one turn, not by all that it has queued.
     """
 
     def __init__(self) -> None:
@@ -240,11 +220,8 @@ class FairLock:
 
     @contextlib.contextmanager
     def take(self, client: str = "", timeout: float | None = None) -> Iterator[None]:
-        """Hold the lock.
-
-        Raises:
-            Overloaded: it was not this client's turn within `timeout` seconds, or the client has
-                used its SHARE and is waiting already.
+        """Hold the lock. Raises Overloaded: it was not this client's turn within `timeout` seconds,
+        or the client has used its SHARE and is waiting already.
         """
         with self._changed:
             if self._seconds.get(client, 0.0) > SHARE and client in self._waiting.values():

@@ -73,19 +73,14 @@ def make_file() -> int:
 
 
 class Router:
-    """Tracks what all API servers have sent to each engine, in shared memory.
+    """Tracks what all API servers have sent to each engine, in shared memory (`descriptor`, from
+    `make_file`; -1 if there is only one API server).
 
-    Each API server writes its own row of numbers. The table of blocks is written by all: an entry
-    has the checksum of a prompt up to the end of a block, and a bit for each engine that computed
-    it. An eviction is not recorded: it is noticed when the prompt is routed there and computed
-    again, which makes the entry true again.
-
-    Args:
-        num_engines: number of engines.
-        block_size: tokens per block; 0 if the engines have no prefix cache.
-        place: index of this API server.
-        descriptor: from `make_file`; -1 if there is only one API server.
-        num_servers: number of API servers.
+    Each API server writes its own row of numbers, that of its `place`. The table of blocks is
+    written by all: an entry has the checksum of a prompt up to the end of a block, and a bit for
+    each engine that computed it. An eviction is not recorded: it is noticed when the prompt is
+    routed there and computed again, which makes the entry true again. Without a prefix cache,
+    `block_size` is 0.
     """
 
     def __init__(
@@ -118,12 +113,7 @@ class Router:
         return cls(size, block_size, place, descriptor, num_servers) if size > 1 else None
 
     def route(self, request: EngineCoreRequest, serving: Sequence[int]) -> Routed:
-        """Choose an engine and add the request to its pending work.
-
-        Args:
-            request: may require an engine.
-            serving: ranks of the engines that are up.
-        """
+        """Choose one of the engines that are up, and add the request to its pending work."""
         sums, num_tokens = self._checksums(request), len(request.prompt_token_ids)
         cached = self._cached(sums, num_tokens)
         if isinstance(params := request.params, SamplingParams):

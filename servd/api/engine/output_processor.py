@@ -13,11 +13,7 @@ from servd.messages.outputs import CompletionOutput
 
 
 class OutputProcessor:
-    """Detokenizes the outputs of all running choices.
-
-    Args:
-        tokenizer: gives the bytes of tokens.
-    """
+    """Detokenizes the outputs of all running choices."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -25,16 +21,11 @@ class OutputProcessor:
     def process(
         self, outputs: list[EngineCoreOutput], requests: Mapping[str, RequestState]
     ) -> Iterator[tuple[RequestState, CompletionOutput, list[str]]]:
-        """Merge outputs of one or several steps to one delta for each choice. Outputs of requests
-        that have been aborted are dropped.
+        """Merge outputs of one or several steps to one delta for each choice; drop those of aborted
+        requests.
 
-        Args:
-            outputs: in order.
-            requests: the running ones, by id.
-
-        Yields:
-            A request, a delta of it, and the engine ids to abort: that of the choice, if a stop
-            string ended it, which the engine does not know.
+        Yields a request, a delta of it, and the engine ids to abort: that of the choice, if a stop
+        string ended it, which the engine does not know.
         """
         by_choice: dict[str, list[EngineCoreOutput]] = {}
         for output in outputs:

@@ -23,13 +23,8 @@ PINNED = RequestOptions(retention=1e9)  # longer than any request may ask for
 
 
 class PinnedPrefixes:
-    """Prompts that are computed whenever an engine's cache is empty.
-
-    Args:
-        files: of --pin-prefix.
-
-    Raises:
-        ConfigError: a file cannot be read.
+    """Prompts, of the files of --pin-prefix, that are computed whenever an engine's cache is empty.
+    Raises ConfigError: a file cannot be read.
     """
 
     def __init__(self, files: list[str]) -> None:

@@ -91,20 +91,11 @@ class Processor:
         options: RequestOptions = NO_OPTIONS,
         state: RequestState | None = None,
     ) -> RequestState:
-        """Render, tokenise and validate. The caller also has to call `check_structured_output`,
-        which may take seconds.
+        """Render, tokenise and validate a prompt, and return it in `state` or a new one. The caller
+        also has to call `check_structured_output`, which may take seconds.
 
-        Args:
-            prompt: as the client sent it.
-            params: `max_tokens` None means up to the end of the context.
-            options: how the request is served.
-            state: what gets the result; by default, a new one.
-
-        Raises:
-            InvalidRequest: the model has another task, a parameter is out of bounds, the template
-                refuses the chat, the structured output cannot be enforced, or the prompt is empty
-                or not in the vocabulary.
-            ContextTooLong: prompt and max_tokens together exceed `max_model_len`.
+        Raises InvalidRequest, or ContextTooLong: prompt and max_tokens together exceed
+        `max_model_len`. `max_tokens` None means up to the end of the context.
         """
         if isinstance(params, PoolingParams):
             prompt, params = self._complete_pooling(prompt, params, options)
@@ -168,21 +159,14 @@ class Processor:
         return min(found, self.max_model_len, *known)  # `process` refuses more than that
 
     def check_structured_output(self, state: RequestState) -> None:
-        """Block until the grammar of a structured output has been checked.
-
-        Raises:
-            InvalidRequest: it cannot be compiled.
-            Overloaded: see `GrammarChecker.check`.
+        """Block until the grammar of a structured output has been checked; see
+        `GrammarChecker.check`.
         """
         if state.params.structured_output is not None:
             self.grammars.check(state.params.structured_output, state.request.options.owner)
 
     def render(self, prompt: Prompt) -> str | list[int]:
-        """The text to tokenise, or the token ids of a prompt given as such.
-
-        Raises:
-            InvalidRequest: see `ChatTemplate.render`; or the model has no fill-in-the-middle.
-        """
+        """Return the text to tokenise, or the token ids of a prompt given as such."""
         content = prompt.content
         if isinstance(content, Chat):
             return self.chat_template.render(content)
@@ -201,21 +185,14 @@ class Processor:
         return self.fill_in_middle.prompt(content, prompt.suffix)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt, which need not fit into the context.
-
-        Raises:
-            InvalidRequest: the text is too long, or see `render` and `Tokenizer.encode`.
-        """
+        """Return the token ids of a prompt, which need not fit into the context."""
         return self._token_ids(prompt, self.render(prompt))
 
     def reasoning_tags(self, prompt_token_ids: list[int] | None) -> ReasoningTags:
-        """The tokens by which the engine recognises reasoning.
+        """Return the tokens by which the engine recognises reasoning. The prompt shows whether the
+        output begins inside it; without one, it does.
 
-        Args:
-            prompt_token_ids: show whether the output begins inside the reasoning; None: it does.
-
-        Raises:
-            InvalidRequest: the model does not reason, or its tags are not one token each.
+        Raises InvalidRequest: the model does not reason, or its tags are not one token each.
         """
         parser = self.model_format.reasoning_parser
         if parser is None:
@@ -236,11 +213,7 @@ class Processor:
         return ReasoningTags(end_id, None if last_tag == start_id else start_id)
 
     def check_logprobs(self, name: str, num_logprobs: int) -> None:
-        """Check a number of log-probabilities against --max-logprobs; `name` is the field.
-
-        Raises:
-            InvalidRequest: it is too high.
-        """
+        """Check a number of log-probabilities, of the field `name`, against --max-logprobs."""
         most = self.config.model.max_logprobs
         if num_logprobs > (MAX_CANDIDATES if most < 0 else most):
             raise InvalidRequest(
@@ -254,11 +227,7 @@ class Processor:
             raise InvalidRequest(f"not possible with --logprobs-mode {mode}: it takes logprobs")
 
     def check_token_ids(self, token_ids: list[int], param: str) -> None:
-        """Check that all ids are in the model's vocabulary.
-
-        Raises:
-            InvalidRequest: one is not.
-        """
+        """Check that all ids are in the model's vocabulary."""
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.spec.vocab_size):
             bad = next(i for i in token_ids if not 0 <= i < self.spec.vocab_size)
             raise InvalidRequest(

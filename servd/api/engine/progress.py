@@ -60,14 +60,9 @@ def progress(
     now_ns: int,
     num_others: int = 0,
 ) -> Progress:
-    """The progress of one engine.
-
-    Args:
-        unfinished: the oldest unfinished requests of this API process.
-        steps: the latest steps, in order.
-        budget: largest number of tokens in a step.
-        now_ns: current time on the steps' clock.
-        num_others: unfinished requests of other API processes, whose state is unknown.
+    """Return the progress of one engine, from its latest steps in order and the oldest unfinished
+    requests of this API process. `num_others` counts those of other API processes, whose state is
+    unknown.
     """
     requests = list(unfinished)
     found = Progress("ready", "idle", len(requests) + num_others)

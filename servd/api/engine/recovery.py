@@ -18,14 +18,11 @@ class Recovery:
 
     Requests whose prompts were being computed at a crash, and that have got no token since the
     crash before it, are suspects: they are sent after all others, newest first and one at a time,
-    so that at the next crash the one being tried is at fault.
+    so that at the next crash the one being tried is at fault. `is_trying`: a suspect runs, or is
+    still to be sent.
 
     With several engines, requests that cannot have caused the crash need not wait for the restart:
     see `movable`.
-
-    Attributes:
-        is_restarting: the engine has died, and the next one is not ready.
-        is_trying: a suspect runs, or is still to be sent.
     """
 
     client: EngineCoreClient  # the channel to the engine
@@ -40,11 +37,8 @@ class Recovery:
         self._tried: str | None = None  # suspect that was sent, and has got no token since
 
     def engine_died(self, incarnation: int, computing: Iterable[str]) -> RequestState | None:
-        """Attach to the next engine. Returns the request at fault, if that is known.
-
-        Args:
-            incarnation: of the next engine.
-            computing: engine ids of the prompts that were being computed at the crash.
+        """Attach to the next engine. Return the request at fault, if the engine ids of the prompts
+        that were being computed at the crash show it.
         """
         had_all = not self.is_restarting
         self.is_restarting = True

@@ -144,12 +144,7 @@ class RequestState(Timeline, kw_only=True, gc=True, eq=False):
         return self if self.whole is None else self.whole
 
     def start(self, arrival_ns: int, exemplar: dict[str, str] | None = None) -> None:
-        """Make its choices.
-
-        Args:
-            arrival_ns: when its request came.
-            exemplar: for OpenMetrics, the label of its trace.
-        """
+        """Make its choices. `exemplar` is the label of its trace, for OpenMetrics."""
         num_prompt_tokens = len(self.prompt_token_ids)
         self.choices = [
             Choice(

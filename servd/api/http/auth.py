@@ -48,10 +48,8 @@ class Keys:
         self.load(access)
 
     def load(self, access: AccessConfig) -> None:
-        """Read the keys, at start and on reload.
-
-        Raises:
-            ConfigError: see `read_keys`, or the server started without keys. The current keys stay.
+        """Read the keys, at start and on reload. After a ConfigError, which a server started
+        without keys raises too, the current keys stay.
         """
         known = read_keys(access)
         if known and not self.are_needed:
@@ -65,10 +63,8 @@ class Keys:
         return next((key for key in known if key.name == owner and not key.has_expired), None)
 
     def find(self, headers: Sequence[tuple[bytes, bytes]]) -> Key:
-        """The key that a request was sent with.
-
-        Raises:
-            Unauthorized: there is none, or it is wrong or has expired.
+        """Return the key that a request was sent with. Raises Unauthorized: there is none, or it is
+        wrong or has expired.
         """
         offered: bytes | None = None
         for name, value in headers:

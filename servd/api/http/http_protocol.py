@@ -63,11 +63,8 @@ CONNECTION = "servd.connection"  # a ConnectionState in the ASGI scope
 
 @dataclass(slots=True)
 class ConnectionState:
-    """What the application is told of the connection of a request.
-
-    Attributes:
-        blocked: marks of writes that waited for the client.
-        refusal: why the connection may send no requests.
+    """What the application is told of the connection of a request: the writes that waited for the
+    client, and why the connection may send no requests.
     """
 
     blocked: deque[Mark]
@@ -236,11 +233,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_body = True
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body was received.
-
-        Raises:
-            ValueError: there are too many small chunks; it stops the parser.
-        """
+        """Receive a part of the body. A ValueError, for too many small chunks, stops the parser."""
         self.num_unparsed = 0
         self.num_body_bytes += len(body)
         self.num_chunks += 1

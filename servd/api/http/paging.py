@@ -23,13 +23,8 @@ class Page(BaseModel):
         self, entries: Sequence[T], id_of: Callable[[T], str]
     ) -> tuple[list[T], str | None, str | None, bool]:
         """Return the page, the ids of its first and last entry, and whether there are more.
-
-        Args:
-            entries: all, the oldest first.
-            id_of: the id of one.
-
-        Raises:
-            InvalidRequest: there is nothing with the id `after`.
+        `entries` are all, the oldest first. Raises InvalidRequest: there is nothing with the id
+        `after`.
         """
         if self.order == "desc":
             entries = entries[::-1]

@@ -32,11 +32,7 @@ Responses = dict[int | str, Schema]
 
 
 async def read_parsed(request: Request) -> RequestBody:
-    """Read and validate the body of a request.
-
-    Raises:
-        RequestError: see `Call.read`.
-    """
+    """Read and validate the body of a request."""
     route: Route = request.scope["route"]
     return await call_of(request).read(request, route.kinds[0])
 
@@ -91,13 +87,11 @@ ANSWERS: dict[str, Schema] = {}
 
 
 class Route(APIRoute):
-    """The class of all routes.
+    """The class of all routes. An endpoint returns a Response and reads its parameter `body`, which
+    is `Parsed`.
 
-    Args:
-        path: as FastAPI has it.
-        endpoint: returns a Response. What it reads is its parameter `body`, which is `Parsed`.
-        response_model: msgspec type of the JSON in a 200, or a tuple of several.
-        options: FastAPI's. `responses` need not name the errors that all such routes have.
+    `response_model` is the msgspec type of the JSON in a 200, or a tuple of several. `responses`
+    need not name the errors that all such routes have.
     """
 
     def __init__(
@@ -182,12 +176,7 @@ def events(*kinds: Any) -> Responses:
 
 
 def refusals(*statuses: int, kind: Any = ErrorBody) -> Responses:
-    """Return the `responses` of errors with these statuses.
-
-    Args:
-        statuses: of `ERRORS`.
-        kind: msgspec type of the body.
-    """
+    """Return the `responses` of errors with these statuses of `ERRORS`."""
     found: Responses = {}
     for status in statuses:
         headers = ["X-Request-Id"]
@@ -216,11 +205,8 @@ def _bodies(routes: Iterable[Route]) -> dict[str, Schema]:
 
 
 def document(routers: Iterable[APIRouter], needs_key: bool) -> Schema:
-    """Return the OpenAPI document of all routes. Takes about a tenth of a second.
-
-    Args:
-        routers: whose routes are of the class `Route`.
-        needs_key: whether clients have to send an API key.
+    """Return the OpenAPI document of all routes, which are of the class `Route`. Takes about a
+    tenth of a second.
     """
     routes = [cast(Route, route) for router in routers for route in router.routes]
     found = get_openapi(

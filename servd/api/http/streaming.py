@@ -22,10 +22,8 @@ def event(payload: bytes) -> bytes:
 
 @asynccontextmanager
 async def while_connected(receive: Receive) -> AsyncIterator[None]:
-    """Cancel the block when the client disconnects. The request's body must have been read.
-
-    Raises:
-        ClientDisconnect: the client disconnected before the end of the block.
+    """Cancel the block, by a ClientDisconnect, when the client leaves. The request's body must have
+    been read.
     """
     task, has_left = asyncio.current_task(), False
     assert task is not None
@@ -49,20 +47,11 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
 
 
 class EventStream(Response):
-    """Sends frames as they are made, keep-alive frames while there are none, and a last frame;
-    stops when the client disconnects.
+    """Sends frames as they are made, `keep_alive_frame` after `keep_alive` seconds without one, and
+    the last frame `end`; stops when the client disconnects. The frames are closed in any case.
 
     The status line is sent with the first frame: an error before it is still an HTTP error, a later
     one becomes an error frame.
-
-    Args:
-        frames: closed in any case.
-        request_id: for errors.
-        keep_alive: seconds without a frame after which `keep_alive_frame` is sent.
-        headers: of the response.
-        keep_alive_frame: sent while there is no frame.
-        end: sent after the last frame.
-        error_frame: frames an error response.
     """
 
     media_type = "text/event-stream"

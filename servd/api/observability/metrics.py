@@ -136,15 +136,9 @@ class Families:
 class Metrics(Observer):
     """All metrics, with the labels `model_name` and `engine` filled in.
 
-    Args:
-        model_name: the first served model name.
-        max_model_len: largest bucket of the token-count histograms.
-        beside: metrics of the previous engine; /metrics renders all together.
-        first_rank: rank of this engine if there is no previous one.
-
-    Attributes:
-        engines: metrics of all engines by rank, including these.
-        labelled: counters of LABELLED, by name and label values.
+    `engines` has the metrics of all engines by rank: /metrics renders these together with those of
+    `beside`, the previous engine. `first_rank` is the rank if there is none. `max_model_len` is the
+    largest bucket of the token-count histograms.
     """
 
     def __init__(
@@ -344,12 +338,9 @@ class Metrics(Observer):
         return Report(os.getpid(), [each.state.stats for each in self.engines])
 
     def render(self, accept: str = "", reports: Sequence[Report] = ()) -> tuple[bytes, str]:
-        """Body and content type of GET /metrics.
-
-        Args:
-            accept: the Accept header, which selects the format.
-            reports: of the other API servers. An engine reports to one at a time, so the newest
-                report is current.
+        """Return body and content type of GET /metrics, in the format of the Accept header, with
+        the reports of the other API servers. An engine reports to one at a time, so the newest
+        report is current.
         """
         self.write()
         self.families.processes.others = [report.pid for report in reports]

@@ -77,12 +77,7 @@ def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 
 class Reader(msgspec.Struct):
-    """Text that arrives in pieces.
-
-    Attributes:
-        num_taken: characters consumed in all.
-        ended: no more text will come.
-    """
+    """Text that arrives in pieces, of which `num_taken` characters have been consumed."""
 
     num_taken: int = 0
     ended: bool = False
@@ -149,10 +144,8 @@ class Reader(msgspec.Struct):
         return (yield from self.run(_SPACE))
 
     def piece(self, *markers: str) -> Steps[tuple[str, str]]:
-        """Consume text before the next marker as soon as it is certain, or that marker.
-
-        Returns:
-            (text, "") or ("", marker); ("", "") at the end.
+        """Consume text before the next marker as soon as it is certain, or that marker. Returns
+        (text, "") or ("", marker); ("", "") at the end.
         """
         pattern = _any_of(markers)
         while True:
@@ -199,11 +192,9 @@ class Reader(msgspec.Struct):
 
     def json_value(self, emit: Callable[[str], None]) -> Steps[bool]:
         """Consume a JSON value and give its text to `emit` piece by piece, as it is written.
+        Returns False if there is no value here, or the end comes before its end.
 
         Objects and arrays end where their brackets are balanced; what is inside is not checked.
-
-        Returns:
-            False if there is no value here, or the end comes before its end.
         """
         first = yield from self.peek()
         if first == '"':

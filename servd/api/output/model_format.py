@@ -54,10 +54,8 @@ class ModelFormat:
 
     @classmethod
     def choose(cls, config: Config, template: ChatTemplate, tokenizer: Tokenizer) -> ModelFormat:
-        """What the options name, else what the chat template shows.
-
-        Raises:
-            ConfigError: no such parser.
+        """Return what the options name, else what the chat template shows. Raises ConfigError: no
+        such parser.
         """
         tools = _choose(TOOL_PARSERS, config.server.tool_call_parser, template.tool_source)
         reasoning = _choose(REASONING_PARSERS, config.server.reasoning_parser, template.source)
@@ -73,18 +71,11 @@ class ModelFormat:
         skip_special_tokens: bool = True,
         continued: str = "",
     ) -> ExpectedOutput:
-        """What to expect after `prompt`.
+        """Return what to expect after `prompt`, whose end tells whether the output begins with
+        reasoning. `continued` is content of the message that the output goes on with.
 
-        Args:
-            prompt: as rendered: its end tells whether the output begins with reasoning.
-            tool_options: None where the model may not call tools.
-            structured_output: what the content must look like, unless the model calls tools.
-            skip_special_tokens: as in the detokenizer.
-            continued: content of the message that the output goes on with.
-
-        Raises:
-            InvalidRequest: the form of the output cannot be held to begin after the reasoning, or
-                is no JSON.
+        Raises InvalidRequest: the form of the output cannot be held to begin after the reasoning,
+        or is no JSON.
         """
         tool_parser: type[ToolParser] | None = None
         if tool_options is not None:

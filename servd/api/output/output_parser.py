@@ -28,14 +28,8 @@ class ExpectedOutput(msgspec.Struct, frozen=True):
 
 
 class OutputParser:
-    """Splits the output of one choice, whole or piece by piece.
-
-    Attributes:
-        num_calls: tool calls that have begun.
-        looks_for_calls: whether there can be any.
-
-    Args:
-        expected: the request's.
+    """Splits the output of one choice, whole or piece by piece. Counts tool calls that have
+    begun.
     """
 
     def __init__(self, expected: ExpectedOutput) -> None:
@@ -57,11 +51,8 @@ class OutputParser:
         self._token_starts: list[int] = []
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
-        """Take more text; return what is certain now.
-
-        Args:
-            text: from the detokenizer, which may hold some of the tokens' text back.
-            token_ids: all tokens that came since the last call.
+        """Take more text and the tokens since the last call, whose text the detokenizer may hold
+        back; return what is certain now.
         """
         if self._reasoning is None:
             if self._tools is None:

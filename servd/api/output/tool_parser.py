@@ -128,11 +128,8 @@ class ToolParser(Parser):
         return joined
 
     def attempt(self, call: Steps[bool]) -> Steps[None]:
-        """Read what may be a call; what is none becomes content, also a rest that does not belong
-        to the call.
-
-        Args:
-            call: returns whether all of it was well formed.
+        """Read what may be a call; `call` returns whether it was well formed. What is none becomes
+        content, also a rest that does not belong to the call.
         """
         num_calls = self.num_calls
         is_call = yield from call
@@ -156,9 +153,7 @@ class ToolParser(Parser):
 
     def json_call(self, needs_arguments: bool = False) -> Steps[bool]:
         """Read `{"name": ..., "arguments": {...}}`, also with the key `parameters`, in any order.
-
-        Args:
-            needs_arguments: an object without arguments is no call.
+        With `needs_arguments`, an object without arguments is no call.
         """
         reader = self.reader
         if not (yield from reader.accept("{")):
@@ -178,6 +173,14 @@ class ToolParser(Parser):
             if not (yield from reader.accept(",")) and (yield from reader.peek()) != "}":
                 return False
         return call.end(needs_arguments)
+
+    def json_call_until(self, end: str) -> Steps[bool]:
+        """Read a JSON call up to `end`, with white space around it."""
+        yield from self.reader.space()
+        if not (yield from self.json_call()):
+            return False
+        yield from self.reader.space()
+        return (yield from self.reader.accept(end))
 
     def json_calls(self) -> Steps[bool]:
         """Read a JSON array of calls."""

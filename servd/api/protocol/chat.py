@@ -62,10 +62,8 @@ class RefusalPart(TypedDict):
 
 def check_parts(content: Any, *kinds: str) -> Any:
     """Check that a content is text, or parts that are text of one of `kinds`, or a refusal. A part
-    has its text under "text", but for refusals and thinking.
-
-    Raises:
-        PydanticCustomError: it is not; names the first of `kinds` as the one to send.
+    has its text under "text", but for refusals and thinking. The PydanticCustomError names the
+    first kind as the one to send.
     """
     if isinstance(content, str):
         return content
@@ -285,12 +283,8 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 def add_chat_fields(
     properties: dict[str, Schema], names: Iterable[str], handler: GetJsonSchemaHandler
 ) -> None:
-    """Add the JSON schemas of these fields of chats to those of another body.
-
-    Args:
-        properties: field -> JSON schema; fields that are there stay.
-        names: of fields of `ChatCompletionRequest`.
-        handler: pydantic's, of the other body.
+    """Add the JSON schemas of these fields of chats to the properties of another body; fields that
+    are there stay.
     """
     # Only inside of another schema is it made with its `complete_schema`.
     listed = handler(core_schema.list_schema(ChatCompletionRequest.__pydantic_core_schema__))

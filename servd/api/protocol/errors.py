@@ -123,10 +123,8 @@ def _anthropic(
 ) -> ErrorReply:
     if detail.type == Overloaded.type:
         status = 529  # Anthropic's own status, which its clients retry
-    kind = (
-        {"server_error": "api_error"}.get(detail.type, detail.type)
-        if status != 413
-        else "request_too_large"
-    )
+    kind = "api_error" if detail.type == "server_error" else detail.type
+    if status == 413:
+        kind = "request_too_large"
     body = AnthropicErrorBody(AnthropicErrorDetail(kind, detail.message), request_id)
     return ErrorReply(status, msgspec.json.encode(body), {**headers, "request-id": request_id})

@@ -307,15 +307,16 @@ class GenerationRequest(StructuredRequest):
         """The options that are not sampling parameters."""
         transfer = self.kv_transfer_params or {}
         peer = f"{transfer.get('remote_host')}:{transfer.get('remote_port')}"
+        retention = self.retention or 0.0
+        if self.retention is None and self.prompt_cache_retention == "24h":
+            retention = MAX_RETENTION
         return RequestOptions(
             self.priority or 0,
             self.cache_salt,
             self.truncate_prompt_tokens,
             owner=self.user or "",
             priority_class=int(self.service_tier == "flex"),
-            retention=MAX_RETENTION
-            if self.retention is None and self.prompt_cache_retention == "24h"
-            else self.retention or 0.0,
+            retention=retention,
             kv_source=peer if transfer.get("do_remote_prefill") else "",
             is_exported=bool(transfer.get("do_remote_decode")),
         )

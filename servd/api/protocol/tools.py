@@ -92,11 +92,9 @@ def _kind_of_choice(choice: Any) -> str:
 
 def idle_strict(functions: Iterable[Mapping[str, Any]], are_forced: bool) -> set[str]:
     """`strict`, if it has no effect: only calls that must be made are held to schemas."""
-    return (
-        {"tools.strict"}
-        if not are_forced and any(function.get("strict") for function in functions)
-        else set()
-    )
+    if are_forced or not any(function.get("strict") for function in functions):
+        return set()
+    return {"tools.strict"}
 
 
 Tools = Annotated[

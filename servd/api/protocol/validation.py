@@ -123,12 +123,7 @@ class RequestBody(BaseModel):
 
     @classmethod
     def complete_schema(cls, properties: dict[str, Schema], handler: GetJsonSchemaHandler) -> None:
-        """Add what the annotations of the fields do not say to their JSON schemas.
-
-        Args:
-            properties: field -> JSON schema.
-            handler: pydantic's, for schemas of other types.
-        """
+        """Add what the annotations of the fields do not say to their JSON schemas."""
         add_descriptions(properties, cls.descriptions())
 
     @classmethod
@@ -183,10 +178,7 @@ Body = TypeVar("Body", bound=RequestBody)
 
 def parse(kind: type[Body], data: bytes, max_values: int = MAX_VALUES) -> Body:
     """Parse and check a JSON body, which holds up all threads of the process for about 0.3 us a
-    value.
-
-    Raises:
-        InvalidRequest: with the first field at fault in `param`.
+    value. The InvalidRequest names the first field at fault in `param`.
     """
     if has_more_values(data, max_values):
         raise InvalidRequest(
@@ -212,11 +204,8 @@ def _explain(error: ValidationError, data: bytes) -> InvalidRequest:
 
 
 def explain_parameters(errors: Sequence[Any]) -> InvalidRequest:
-    """Return the error for parameters of the path or the query.
-
-    Args:
-        errors: of FastAPI's `RequestValidationError`; the first part of a `loc` is where the
-            parameter was.
+    """Return the error for parameters of the path or the query, from those of FastAPI's
+    `RequestValidationError`: the first part of a `loc` is where the parameter was.
     """
     details: list[Any] = [{**error, "loc": error["loc"][1:]} for error in errors]
     names = [str(name) for detail in details for name in detail["loc"][:1]]

@@ -101,7 +101,9 @@ async def kv_event_sources(request: Request) -> Response:
 def _host_of(request: Request) -> str:
     """Where it reached this machine; unknown of a Unix socket."""
     host, port = request.scope.get("server") or ("*", None)
-    return "*" if port is None else f"[{host}]" if ":" in host else host
+    if port is None:
+        return "*"
+    return f"[{host}]" if ":" in host else host
 
 
 @router.post("/reset_prefix_cache", response_model=dict[str, str])

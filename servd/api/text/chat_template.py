@@ -61,16 +61,10 @@ _CONTINUE_HERE = "\uf8ffcontinue\uf8ff"
 
 
 class ChatTemplate:
-    """A compiled chat template.
+    """A compiled chat template: Jinja text, with the extensions that Hugging Face templates use.
 
-    Args:
-        template: Jinja text, with the extensions that Hugging Face templates use.
-        tool_template: used instead when a request has tools.
-        special_tokens: variables for the template such as `bos_token`.
-        escaped: special tokens that stay text where a chat has them.
-
-    Raises:
-        ConfigError: not valid Jinja.
+    `tool_template` is used instead when a request has tools. `special_tokens` are variables such as
+    `bos_token`; the `escaped` ones stay text where a chat has them.
     """
 
     def __init__(
@@ -105,12 +99,8 @@ class ChatTemplate:
         escape: bool = True,
         defaults: dict[str, Any] | None = None,
     ) -> ChatTemplate:
-        """The template to use: `override` (--chat-template: a file or Jinja text), else the
-        model's, else the default.
-
-        Raises:
-            ConfigError: `override` is neither a file nor Jinja, the template is not valid, or
-                `defaults` (--default-chat-template-kwargs) has a reserved name.
+        """Return the template to use: `override` (--chat-template: a file or Jinja text), else the
+        model's, else the default. Raises ConfigError, also if `defaults` has a reserved name.
         """
         named = _read_override(override) if override else _read_model_templates(tokenizer)
         if not named:
@@ -124,11 +114,11 @@ class ChatTemplate:
         return cls(default, tools, tokenizer.special_tokens, [*escaped], defaults)
 
     def render(self, chat: Chat) -> str:
-        """The prompt, special tokens written out; those in the chat itself have a SPLIT_HERE.
+        """Return the prompt, special tokens written out; those in the chat itself have a
+        SPLIT_HERE.
 
-        Raises:
-            InvalidRequest: the template refuses the messages or fails on them, does not read the
-                documents, or `chat_template_kwargs` has a reserved name.
+        Raises InvalidRequest: the template refuses the messages or fails on them, does not read the
+        documents, or `chat_template_kwargs` has a reserved name.
         """
         variables, is_continued = chat.chat_template_kwargs, chat.continue_final_message
         if reserved := RESERVED & variables.keys():

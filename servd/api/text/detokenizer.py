@@ -19,18 +19,11 @@ class Detokenizer:
 
     The pieces together equal the text of all tokens at once, cut at the stop string that is
     complete first (of those complete at the same character, the longest), however the tokens were
-    split over calls.
+    split over calls. After a `stop_reason`, nothing may be pushed; `num_tokens` counts up to the
+    token that completes the stop string.
 
-    Attributes:
-        stop_reason: the stop string that ended the text; nothing may be pushed afterwards.
-        num_tokens: tokens so far, up to the one that completes a stop string.
-
-    Args:
-        tokenizer: has the bytes of tokens.
-        params: stop, include_stop_str_in_output, skip_special_tokens, min_tokens.
-        prompt_token_ids: if it has no text, the output is the beginning, where some tokenizers drop
-            a space.
-        visible_ids: special tokens that are shown even with skip_special_tokens.
+    Without text in `prompt_token_ids`, the output is the beginning, where some tokenizers drop a
+    space. `visible_ids` are special tokens that are shown even with skip_special_tokens.
     """
 
     def __init__(

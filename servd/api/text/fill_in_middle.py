@@ -26,15 +26,7 @@ SLOT = re.compile(r"\{(prefix|suffix)\}")
 
 
 class FillInMiddle:
-    """One model's way.
-
-    Args:
-        template: with `{prefix}` and `{suffix}`.
-        tokenizer: the model's.
-
-    Raises:
-        ConfigError: `template` does not have each of both once.
-    """
+    """One model's way: a template with `{prefix}` and `{suffix}` once each, else a ConfigError."""
 
     def __init__(self, template: str, tokenizer: Tokenizer) -> None:
         self._pieces = SLOT.split(template)  # text and the names of slots in turn
@@ -47,11 +39,8 @@ class FillInMiddle:
 
     @classmethod
     def choose(cls, tokenizer: Tokenizer, override: str | None = None) -> FillInMiddle | None:
-        """The one of `override` (--fim-template), or of the model's tokens; None if it has none
-        that are known.
-
-        Raises:
-            ConfigError: see above.
+        """Return the one of `override` (--fim-template), or of the model's tokens; None if it has
+        none that are known.
         """
         if override is not None:
             return cls(override, tokenizer)

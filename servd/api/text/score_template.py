@@ -15,11 +15,7 @@ ROLES = ("query", "document")  # as sentence-transformers and vLLM call them
 
 
 def check(template: ChatTemplate) -> None:
-    """Check that a template is for pairs.
-
-    Raises:
-        UnsupportedModel: another one would give scores of nonsense.
-    """
+    """Check that a template is for pairs: another one would give scores of nonsense."""
     messages = [{"role": role, "content": f"this {role}"} for role in ROLES]
     try:
         shown = template.render(Chat(messages=messages))
@@ -36,10 +32,8 @@ def check(template: ChatTemplate) -> None:
 def chat_of(
     prompt: Prompt, files: PoolingSpec, tokenizer: Tokenizer, options: RequestOptions
 ) -> Prompt:
-    """A pair as a chat: what the model's files say that pairs begin with, query, document.
-
-    Raises:
-        InvalidRequest: it is no pair, or to be cut through the template.
+    """Return a pair as a chat: what the model's files say that pairs begin with, query, document.
+    Raises InvalidRequest: it is no pair, or to be cut through the template.
     """
     pair = prompt.content
     if not isinstance(pair, Pair):

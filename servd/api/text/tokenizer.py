@@ -23,12 +23,8 @@ MAX_WORD_CHARS = 256
 
 
 class Tokenizer:
-    """Encodes text, and knows the exact bytes of every token.
-
-    Args:
-        backend: the loaded tokenizer; its truncation and padding are switched off.
-        config: tokenizer_config.json.
-        folder: of the tokenizer's files; "" for the byte tokenizer.
+    """Encodes text, and knows the exact bytes of every token. Switches the backend's truncation and
+    padding off. `folder` is "" for the byte tokenizer.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], folder: str) -> None:
@@ -59,11 +55,8 @@ class Tokenizer:
 
     @classmethod
     def of_model(cls, config: Config, spec: ModelSpec) -> Tokenizer:
-        """The tokenizer that the options name: --tokenizer, the model's own, or bytes for the fake
-        model.
-
-        Raises:
-            ModelNotFound: see `load`.
+        """Return the tokenizer that the options name: --tokenizer, the model's own, or bytes for
+        the fake model.
         """
         if config.model.tokenizer is not None:
             folder = str(find_model(config.model.tokenizer, download_dir=config.model.download_dir))
@@ -73,10 +66,7 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: str, trust_remote_code: bool = False) -> Tokenizer:
         """Read tokenizer.json and tokenizer_config.json; without the former, convert the slow
-        tokenizer's files, once.
-
-        Raises:
-            ModelNotFound: there is no tokenizer, or it is broken or cannot be converted.
+        tokenizer's files, once. Raises ModelNotFound: there is no tokenizer, or it is broken.
         """
         file = find_tokenizer(folder, trust_remote_code)
         try:
@@ -124,14 +114,11 @@ class Tokenizer:
         keep: tuple[int | None, int | None],
         limit: int | None,
     ) -> tuple[list[int], int]:
-        """Token ids of two texts with the special tokens around them, and where the second begins;
-        0 if the tokenizer has no token types.
+        """Return the token ids of two texts with the special tokens around them, and where the
+        second begins; 0 if the tokenizer has no token types.
 
-        Args:
-            first: from `encode`, without special tokens.
-            second: the same.
-            keep: tokens to which each is truncated.
-            limit: of all tokens; beyond it the longer text is truncated, as `tokenizers` does.
+        The texts, from `encode` without special tokens, are each truncated to `keep` tokens. Beyond
+        the `limit` of all tokens the longer text is truncated, as `tokenizers` does.
         """
         head, middle, tail, has_types = self._around_pairs
         first, second = list(first[: keep[0]]), list(second[: keep[1]])
@@ -161,15 +148,10 @@ class Tokenizer:
         return pair.ids[:begin], pair.ids[middle], pair.ids[end:], 1 in pair.type_ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, in which special tokens may be written out.
+        """Return the token ids of `text`, in which special tokens may be written out. Rendered chat
+        templates have those that `add_special_tokens` adds, e.g. BOS.
 
-        Args:
-            text: any string.
-            add_special_tokens: let the tokenizer add e.g. BOS. False for rendered chat templates,
-                which have it.
-
-        Raises:
-            InvalidRequest: `text` contains a lone surrogate, so it is not Unicode text.
+        Raises InvalidRequest: `text` contains a lone surrogate, so it is not Unicode text.
         """
         try:
             # `encode` holds the interpreter's lock, which would block all other requests.

@@ -47,10 +47,8 @@ class Executor(ABC):
 
     @abstractmethod
     def start(self) -> WorkerReady:
-        """Load the model and make the KV cache; afterwards steps can run.
-
-        Raises:
-            ConfigError: the model cannot be loaded here.
+        """Load the model and make the KV cache; afterwards steps can run. Raises ConfigError: the
+        model cannot be loaded here.
         """
 
     @abstractmethod

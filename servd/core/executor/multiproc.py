@@ -174,11 +174,7 @@ class MultiProcExecutor(executor.Executor):
             has_ended = not self.ended.empty()
             message = self.inbox.recv(LAST_WORDS if has_ended else POLL_INTERVAL)
             if isinstance(message, WorkerFailed):
-                raise (
-                    ConfigError(message.reason)
-                    if message.is_config_error
-                    else EngineDead(message.reason)
-                )
+                raise (ConfigError if message.is_config_error else EngineDead)(message.reason)
             if message is not None:
                 return message
             if has_ended:

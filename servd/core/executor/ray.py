@@ -31,11 +31,7 @@ PLACEMENT_TIMEOUT = 60.0  # seconds in which bundles become free, or nodes are a
 
 
 def library(name: str = "ray") -> Any:
-    """A module of Ray.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Return a module of Ray. Raises ConfigError: it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -43,14 +39,7 @@ def library(name: str = "ray") -> Any:
 
 
 def connect(option: str) -> Any:
-    """Ray, connected to its cluster.
-
-    Args:
-        option: the one that asks for it, for errors.
-
-    Raises:
-        ConfigError: it is not installed, or there is no cluster.
-    """
+    """Return Ray, connected to its cluster. The ConfigError names the option that asks for it."""
     ray = library()
     if not ray.is_initialized():
         try:
@@ -69,11 +58,7 @@ def resource_of(config: Config) -> str:
 
 
 def find_spec(config: Config) -> hf.ModelSpec:
-    """The model on this host.
-
-    Raises:
-        ModelNotFound: it is not here, and cannot be downloaded.
-    """
+    """Return the model on this host. Raises ModelNotFound: it cannot be downloaded."""
     model = config.model
     if model.model is None:
         return hf.FAKE_SPEC
@@ -104,12 +89,8 @@ class WorkerActor:
         return time.monotonic_ns()
 
     def run(self, data: bytes, num_here: int, offset: int) -> int:
-        """Run a worker until it ends; returns its exit code.
-
-        Args:
-            data: StartWorker.
-            num_here: workers of this host, which share its CPUs.
-            offset: see `clock_offset`.
+        """Run a worker from StartWorker until it ends; return its exit code. `num_here` workers
+        share the CPUs of this host; see `clock_offset`.
         """
         start = msgspec.msgpack.decode(data, type=StartWorker)
         start = msgspec.structs.replace(start, spec=find_spec(start.config))
@@ -140,10 +121,8 @@ class RayExecutor(MultiProcExecutor):
         return self.ray.get(self.actors[0].meeting_point.remote())
 
     def start(self) -> WorkerReady:
-        """Place the workers.
-
-        Raises:
-            ConfigError: there is no cluster, or it has not as much free.
+        """Place the workers. Raises ConfigError: there is no cluster, or it has not as much
+        free.
         """
         self.ray = connect("--executor ray")
         self.hosts = self._place()

@@ -14,13 +14,8 @@ REVIEW_INTERVAL = 16  # steps
 
 
 class AdapterQueue:
-    """Defers requests whose adapter has no slot until the last request of another adapter ends.
-
-    A policy queues the others: it has `enqueue` and `dequeue`.
-
-    Args:
-        max_adapters: adapters that may have running requests.
-        clock: for the marks of requests.
+    """Defers requests whose adapter has none of the `max_adapters` slots until the last request of
+    another adapter ends. A policy queues the others: it has `enqueue` and `dequeue`.
     """
 
     def __init__(self, max_adapters: int, clock: Clock) -> None:

@@ -17,12 +17,8 @@ by_order = attrgetter("order")
 
 
 class WaitingQueue(AdapterQueue):
-    """Waiting requests, and which is next. A preempted one returns to its old place.
-
-    Args:
-        long_prompt: tokens beyond which a prompt is long, where that matters.
-        max_adapters: adapters whose requests run at once, at most; those of others are deferred.
-        clock: for the marks of requests.
+    """Waiting requests, and which is next. A preempted one returns to its old place. Beyond
+    `long_prompt` tokens a prompt is long, where that matters.
     """
 
     by_owner: ClassVar[bool] = False  # whether the owner of a request matters

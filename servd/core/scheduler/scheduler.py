@@ -39,14 +39,8 @@ NO_TOKENS: GrammarTokens = {}
 
 
 class Scheduler:
-    """Continuous batching under a token budget.
-
-    Args:
-        config: resolved; the budget must hold one token of every running request.
-        max_model_len: limit of prompt and output together, in tokens.
-        max_drafts: draft tokens per request and step, at most.
-        max_adapters: LoRA adapters that the workers can hold at once.
-        clock: tells when something happens, for marks and records.
+    """Continuous batching under a token budget, which must hold one token of every running request.
+    `max_model_len` limits prompt and output together; the clock is that of marks and records.
     """
 
     def __init__(

@@ -19,11 +19,9 @@ def load_vocabulary(config: Config, spec: ModelSpec) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper  # here: only grammars need it
 
     model = config.model
-    folder = (
-        str(find_model(model.tokenizer, download_dir=model.download_dir))
-        if model.tokenizer
-        else spec.folder
-    )
+    folder = spec.folder
+    if model.tokenizer:
+        folder = str(find_model(model.tokenizer, download_dir=model.download_dir))
     if not folder:
         return LLTokenizer(TokenizerWrapper(ByteVocabulary(spec.eos_token_ids[0])))
     file = str(find_tokenizer(folder, model.trust_remote_code))

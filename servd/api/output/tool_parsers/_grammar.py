@@ -51,14 +51,12 @@ def calls_grammar(
     added_id: Callable[[str], int | None],
     content_schema: str | None = None,
 ) -> str:
-    """The grammar of one or more calls of these tools (exactly one unless `parallel`). Raises
-    NotExpressible: the format has no way to hold calls to these schemas.
+    """Return the grammar of one or more calls of these tools (exactly one unless `parallel`), in
+    one of the `syntaxes`. Raises NotExpressible: the format has no way to hold calls to these
+    schemas.
 
-    Args:
-        syntaxes: those of the model's family; the model takes one of them.
-        parallel: more than one call is allowed.
-        added_id: id of a marker that is an added token; None for plain text.
-        content_schema: JSON schema, as text, of content that may come instead.
+    `added_id` returns the id of a marker that is an added token; None for plain text.
+    `content_schema` is a JSON schema, as text, of content that may come instead.
     """
 
     def literal(text: str) -> str:

@@ -16,30 +16,20 @@ from servd.api.output.tool_parsers._grammar import (
 )
 from servd.api.output.tool_parsers._text_values import texts_of, types_of
 
-LITERALS = {
-    "True": "true",
-    "False": "false",
-    "None": "null",
-}  # Python's words, which the model likes
+# Python's words, which models like.
+LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
 class ParametersParser(ToolParser):
-    """Reads values, which are text, by the tools' schemas. The opening tag may be missing.
-
-    Attributes:
-        markers: two of them: what is around a call, or several.
-        function: before and after the name of a function.
-        function_end: after its arguments.
-        parameter: before and after the name of an argument.
-        parameter_end: after its value.
-        line: after `parameter` and before `parameter_end`; no part of the value.
+    """Reads values, which are text, by the tools' schemas. The first two `markers` are around a
+    call or several; the opening one may be missing.
     """
 
-    function: ClassVar[tuple[str, str]] = ("<function=", ">")
-    function_end: ClassVar[str] = "</function>"
-    parameter: ClassVar[tuple[str, str]] = ("<parameter=", ">")
-    parameter_end: ClassVar[str] = "</parameter>"
-    line: ClassVar[str] = ""
+    function: ClassVar[tuple[str, str]] = ("<function=", ">")  # around the name
+    function_end: ClassVar[str] = "</function>"  # after its arguments
+    parameter: ClassVar[tuple[str, str]] = ("<parameter=", ">")  # around the name
+    parameter_end: ClassVar[str] = "</parameter>"  # after its value
+    line: ClassVar[str] = ""  # at both ends of a value, but no part of it
 
     @classmethod
     def matches(cls, template: str) -> bool:

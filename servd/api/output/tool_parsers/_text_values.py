@@ -6,6 +6,8 @@ from typing import Any
 
 from servd.api.output.tool_parsers._grammar import ANNOTATIONS, NotExpressible, quoted
 
+OF_VALUES = {"type", "enum", "const"}  # keywords that texts can obey
+OF_TEXTS = OF_VALUES | {"minLength", "maxLength"}
 NULLS = ("null", "None")  # texts that stand for null where a schema allows it
 
 
@@ -40,18 +42,13 @@ def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
 
 
 def texts_of(schema: Any, root: Any, end: str, line: str = "\n") -> list[str]:
-    r"""Lark, literals and regular expressions, for the texts that obey a schema which allows
-    strings.
+    r"""Return Lark, literals and regular expressions, for the texts that obey a schema which allows
+    strings. `root` is what its references speak of.
 
-    Each goes from after the opening tag and `line` to the end of `end`. `line` before that does not
-    count. All are strings; null too, where the schema allows it. Regular expressions are to be
-    matched as lazily as possible. Raises NotExpressible: no text does, or the texts cannot be told
-    from others in this way.
-
-    Args:
-        root: what its references speak of.
-        end: closing tag.
-        line: a line break, or nothing.
+    Each goes from after the opening tag and `line` (a line break, or nothing) to the end of `end`,
+    the closing tag. `line` before that does not count. All are strings; null too, where the schema
+    allows it. Regular expressions are to be matched as lazily as possible. Raises NotExpressible:
+    no text does, or the texts cannot be told from others in this way.
     """
     found = _Texts(root, end, line)
     found.add(schema)
@@ -89,11 +86,7 @@ class _Texts:
             self.texts.append(self.null)
         if not types & {"string", "any"}:
             return None
-        if (
-            keywords
-            - {"type", "enum", "const"}
-            - ({"minLength", "maxLength"} if values is None else set())
-        ):
+        if keywords - (OF_TEXTS if values is None else OF_VALUES):
             raise NotExpressible("keywords of strings")
         if values is None:
             self.texts.append(self._free(schema.get("minLength", 0), schema.get("maxLength")))

@@ -27,8 +27,4 @@ class Parser(ToolParser):
         yield from self.rest(OPEN, call=self._call)
 
     def _call(self) -> Steps[bool]:
-        yield from self.reader.space()
-        if not (yield from self.json_call()):
-            return False
-        yield from self.reader.space()
-        return (yield from self.reader.accept(CLOSE))
+        return (yield from self.json_call_until(CLOSE))

@@ -26,8 +26,4 @@ class Parser(ToolParser):
         yield from self.reader.space()
         if not (yield from self.reader.accept(PLUGIN)):
             return False
-        yield from self.reader.space()
-        if not (yield from self.json_call()):
-            return False
-        yield from self.reader.space()
-        return (yield from self.reader.accept(CLOSE))
+        return (yield from self.json_call_until(CLOSE))

@@ -27,11 +27,4 @@ class Parser(ToolParser):
         yield from self.rest(OPEN, call=self._calls)
 
     def _calls(self) -> Steps[bool]:
-        has_call = False
-        while True:
-            yield from self.reader.space()
-            if has_call and (yield from self.reader.accept(CLOSE)):
-                return True
-            if not (yield from self.json_call()):
-                return False
-            has_call = True
+        return (yield from self.calls_until(CLOSE, "", self.json_call))

@@ -130,14 +130,9 @@ def _arguments(parenthesis: str) -> str | None:
         if not isinstance(call, ast.Call) or call.args:
             return None
         values = {item.arg: _literal(item.value, MAX_DEPTH) for item in call.keywords}
-        is_plain = (
-            len(values) == len(call.keywords) and None not in values
-        )  # no keyword twice, no `**x`
-        return (
-            without_surrogates(json.dumps(values, ensure_ascii=False, allow_nan=False))
-            if is_plain
-            else None
-        )
+        if len(values) < len(call.keywords) or None in values:  # a keyword twice, or `**x`
+            return None
+        return without_surrogates(json.dumps(values, ensure_ascii=False, allow_nan=False))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
