@@ -12,7 +12,7 @@ import torch
 
 from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
-from servd.messages.engine import GrammarBitmask, SchedulerOutput, WorkerReady
+from servd.messages.engine import GrammarBitmask, ModelRunnerOutput, SchedulerOutput, WorkerReady
 from servd.worker.device.device import (
     count_gpus,
     keep_compiled_kernels,
@@ -82,7 +82,7 @@ class Worker:
         cannot run here.
         """
         start = time.monotonic()
-        self.self_check = SelfCheck(self)
+        self.self_check = SelfCheck(self.runner)
         planned = None
         if self.parallel.rank == 0 and self.runner.spec.folder not in self.compared:
             self.compared.add(self.runner.spec.folder)
@@ -124,7 +124,7 @@ class Worker:
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Allocate the cache, of as many blocks as all workers have; afterwards steps can run."""
         self.runner.allocate_kv_cache(num_blocks)
-        self.self_check.run()
+        self.self_check.run(self.run_step)
         self.runner.warm_up(lambda fraction: self.progress("warming up", fraction))
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
@@ -136,6 +136,11 @@ class Worker:
         tokens. Raises RuntimeError: there is no such step.
         """
         return self.steps.sample_tokens(bitmask)
+
+    def run_step(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """Run a step and wait for its output."""
+        self.execute_model(scheduled)
+        return self.sample_tokens().result()
 
     def take_tokens(self, sampled: list[list[int]]) -> None:
         """Give the sampled tokens of the oldest step in flight to a stage that has no head."""

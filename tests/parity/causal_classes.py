@@ -57,6 +57,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "layer_types": TWO_KINDS * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
         "vocab_size_per_layer_input": 199, "hidden_size_per_layer_input": 8, "global_head_dim": 32,
     },
+    "dory": dict.fromkeys(("n_input_layers", "n_recurrent_layers", "n_output_layers"), 1),
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 7},
     "emu3_text_model": dict.fromkeys(IDS, 0),
     "longcat_flash": {"head_dim": 8, "num_layers": 1},

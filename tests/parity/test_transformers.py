@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from servd.base.errors import UnsupportedModel
@@ -83,6 +83,27 @@ def check(folder: Path, **options: object) -> None:
 @pytest.mark.parametrize("model_type", CLASSES)
 def test_tokens_and_logits_equal_transformers(tmp_path: Path, model_type: str):
     check(make(tmp_path, model_type, CLASSES[model_type]))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [("dory", "DoryForCausalLM"), ("sarvam_moe", "Glm4MoeForCausalLM")],
+)
+def test_layers_that_run_twice_and_parts_that_a_checkpoint_has_fused(
+    tmp_path: Path, model_type: str, architecture: str
+):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    check(make(tmp_path, model_type, architecture))
+
+
+def test_a_cache_that_makes_tokens_depend_on_steps_is_refused(tmp_path: Path):
+    folder = make(tmp_path, "olmo2", CLASSES["olmo2"])
+    config = json.loads((folder / "config.json").read_text())
+    config["recurrent_kv_cache_mode"] = "last_loop"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="recurrent_kv_cache_mode 'last_loop'"):
+        Driver(config_for(folder, model_impl="transformers"))
 
 
 def test_with_the_kernels_of_a_cpu_and_16_bits(tmp_path: Path):

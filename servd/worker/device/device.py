@@ -6,6 +6,8 @@ import ctypes
 import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +162,15 @@ def sent(array: np.ndarray, device: torch.device) -> Any:
 
 def name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+@contextmanager
+def defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Within it, new tensors have this type and are on this device."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)

@@ -16,7 +16,7 @@ from servd.config import Config
 from servd.config.kv_layout import KVLayout
 from servd.worker.attention import Backend
 from servd.worker.layers.attention import num_caches
-from servd.worker.loading.model_loader import Loadable
+from servd.worker.layers.weight import Loadable
 
 log = logging.getLogger("servd.worker")
 

@@ -7,15 +7,13 @@ the same size in every group, and can be used by any.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
 from servd.worker.attention import Backend
 from servd.worker.layers.attention import attention_layers
-
-if TYPE_CHECKING:
-    from servd.worker.loading.model_loader import Loadable
+from servd.worker.layers.weight import Loadable
 
 log = logging.getLogger("servd.worker")
 

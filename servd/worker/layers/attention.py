@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from servd.base.errors import UnsupportedModel
 from servd.worker.attention import AttentionBatch, AttentionSpec, Backend, Norms
 from servd.worker.layers.rotary import Rotation
-
-if TYPE_CHECKING:
-    from servd.worker.loading.model_loader import Loadable
+from servd.worker.layers.weight import Loadable
 
 
 class ForwardContext:

@@ -14,7 +14,7 @@ from servd.base.errors import ConfigError
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers import packed
 from servd.worker.layers._matrix import MakeForm, Matrix
-from servd.worker.layers.activation import Gate
+from servd.worker.layers.activation import Activation, Gate
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.layers.quantized import Quantized
 from servd.worker.layers.weight import Copy, Weight
@@ -142,7 +142,7 @@ class SparseMoE(nn.Module):
         num_experts: int,
         top_k: int,
         renormalize: bool,
-        activation: str | Gate,
+        activation: str | Activation,
         parallel: Parallel,
         bias: bool = False,
     ) -> None:
@@ -165,7 +165,9 @@ class SparseMoE(nn.Module):
             [expert.down_proj for expert in experts.values()],
         )
         self.own, self.has_all = slice(own.start, own.stop + 1), len(own) == num_experts
-        self.activation = Gate(activation) if isinstance(activation, str) else activation
+        self.activation: Activation = (
+            Gate(activation) if isinstance(activation, str) else activation
+        )
         self.top_k, self.renormalize, self.parallel = top_k, renormalize, parallel
 
     @cached_property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -127,6 +127,10 @@ def stack(parts: Sequence[Quantized]) -> Quantized:
         if first.offset is None
         else torch.cat([part.offset for part in parts if part.offset is not None]),
     )
+
+
+NamedTensors = Iterator[tuple[str, Tensor | Quantized]]
+"""The tensors of a checkpoint, each with its name."""
 
 
 class QuantizedMatrix:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from servd.worker.layers.attention import ForwardContext
-
-if TYPE_CHECKING:
-    from servd.worker.loading.model_loader import Loadable
+from servd.worker.layers.weight import Loadable
 
 
 class State(nn.Module):

@@ -1,9 +1,9 @@
-"""Weight: a parameter that loads its rank's shard of checkpoint tensors."""
+"""Weight: a parameter that loads its rank's shard of checkpoint tensors; Loadable: its model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -118,3 +118,18 @@ def _sharing(
     parallel: Parallel, parts: Sequence[int] | None, copies: Sequence[int]
 ) -> list[Parallel]:
     return [parallel.sharing(count) for count in copies or [1] * len(parts or [0])]
+
+
+class Loadable(Protocol):
+    """The part of a model's interface that the loader uses."""
+
+    packed: ClassVar[dict[str, tuple[str, int]]]
+    ignored: ClassVar[tuple[str, ...]]
+    # Prefix of all names but the head's; checkpoints of the bare model lack it.
+    base_prefix: ClassVar[str]
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Every parameter once; tied ones under their first name."""
+        ...
+
+    def named_modules(self) -> Iterator[tuple[str, Any]]: ...

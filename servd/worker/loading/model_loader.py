@@ -7,11 +7,10 @@ import math
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from msgspec.structs import replace
@@ -23,13 +22,15 @@ from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
 from servd.checkpoint.hf import ModelSpec, quantization_of, read_json, weight_files
 from servd.checkpoint.pooling import is_encoder, is_encoder_as_decoder
 from servd.checkpoint.text_part import is_part, text_name
+from servd.worker.compat import without_function_modes
+from servd.worker.device.device import defaults
 from servd.worker.device.parallel import Parallel
 from servd.worker.device.staging import Staging
 from servd.worker.layers import packed
 from servd.worker.layers._matrix import Form, MakeForm, Matrix
 from servd.worker.layers.attention import Attention, ForwardContext
-from servd.worker.layers.quantized import Quantized
-from servd.worker.layers.weight import Weight
+from servd.worker.layers.quantized import NamedTensors, Quantized
+from servd.worker.layers.weight import Loadable, Weight
 from servd.worker.loading.pipeline_model import cut
 from servd.worker.ops import native
 from servd.worker.quantization import _imatrix
@@ -44,21 +45,6 @@ MAX_NAMED = 8  # parameters
 MAX_PICKLE = 1 << 26  # bytes of the pickled metadata of a .bin file
 # In a calibrated checkpoint, beside the projections or below one of them.
 KV_SCALE = re.compile(r"(.+?)\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
-
-
-class Loadable(Protocol):
-    """The part of a model's interface that the loader uses."""
-
-    packed: ClassVar[dict[str, tuple[str, int]]]
-    ignored: ClassVar[tuple[str, ...]]
-    # Prefix of all names but the head's; checkpoints of the bare model lack it.
-    base_prefix: ClassVar[str]
-
-    def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Every parameter once; tied ones under their first name."""
-        ...
-
-    def named_modules(self) -> Iterator[tuple[str, Any]]: ...
 
 
 class Model(Loadable, Protocol):
@@ -108,17 +94,6 @@ def build_model(
         if is_other or is_encoder(spec) or parallel.size * parallel.num_stages > 1:
             raise
         raise UnsupportedModel(f"{error}: try --model-impl transformers") from None
-
-
-@contextmanager
-def defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def tensor_shapes(folder: str) -> dict[str, torch.Size]:
@@ -218,16 +193,14 @@ def _check(files: list[Path]) -> None:
         )
 
 
-def _checkpoint(files: list[Path], weight: Tensor) -> Iterator[tuple[str, Tensor | Quantized]]:
+def _checkpoint(files: list[Path], weight: Tensor) -> NamedTensors:
     """Tensors of the checkpoint in its own format; `weight` is on the model's device."""
     tensors, folder = _quantized(files, weight), files[0].parent
     config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
     return _of_text(tensors, not weight.is_meta) if is_part(config) else tensors
 
 
-def _of_text(
-    tensors: Iterator[tuple[str, Tensor | Quantized]], is_told: bool
-) -> Iterator[tuple[str, Tensor | Quantized]]:
+def _of_text(tensors: NamedTensors, is_told: bool) -> NamedTensors:
     """The tensors of a multimodal checkpoint's language model, under their text-only names."""
     num_others, others = 0, set[str]()
     for name, tensor in tensors:
@@ -243,7 +216,7 @@ def _of_text(
         )  # fmt: skip
 
 
-def _quantized(files: list[Path], weight: Tensor) -> Iterator[tuple[str, Tensor | Quantized]]:
+def _quantized(files: list[Path], weight: Tensor) -> NamedTensors:
     stated = quantization_of(files[0].parent)
     if stated is None:
         return read_tensors(files)
@@ -284,7 +257,7 @@ def _unpickle(path: Path) -> dict[str, Tensor]:
     """Unpickle tensors by name; anything else in the file is rejected."""
     _check_archive(path)
     # These have storage in a dry run, too.
-    with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+    with without_function_modes():
         try:
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # broken bytes may raise anything

@@ -1,33 +1,26 @@
 """Decoders that have no file here: transformers builds them and computes what is between their
 products; attention (`_transformers_attention.py`), linear layers, tables and loading are servd's.
 """
-# pyright: reportPrivateUsage=false
-# What transformers and torch have no public names for.
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from servd.base.errors import DifferentTokens, UnsupportedModel
 from servd.checkpoint.hf import ModelSpec, read_json
+from servd.worker import compat
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.attention import ForwardContext
-from servd.worker.layers.quantized import Quantized
+from servd.worker.layers.quantized import NamedTensors, Quantized
 from servd.worker.layers.weight import Weight
 from servd.worker.models._transformers_attention import (
     NOTED,
@@ -93,23 +86,6 @@ class Given(nn.Module):
         return self if name == "decoder" else super().__getattr__(name)
 
 
-@contextmanager
-def without_weights() -> Iterator[None]:
-    """Within it, parameters have no storage and are not initialised; buffers are as ever, on a
-    CPU whatever function modes say.
-    """
-    register = nn.Module.register_parameter
-
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
-        register(module, name, parameter)
-
-    register_as = patch.object(nn.Module, "register_parameter", on_meta)
-    with no_init_weights(), register_as, torch._C.DisableTorchFunction():
-        yield
-
-
 class TransformersForCausalLM(nn.Module):
     """Any causal model of transformers whose tokens meet in attention layers only."""
 
@@ -121,6 +97,8 @@ class TransformersForCausalLM(nn.Module):
         super().__init__()
         try:
             self.hf = build(spec)
+            # Not what nn.Module would list as its own: the names and whole shapes of a checkpoint.
+            self.__dict__["state"] = self.hf.state_dict()
             if spec.num_kv_heads % parallel.size:
                 raise UnsupportedModel(
                     f"--tensor-parallel-size {parallel.size} must divide its {spec.num_kv_heads} "
@@ -139,11 +117,9 @@ class TransformersForCausalLM(nn.Module):
         # Not what nn.Module would list as its own.
         self.__dict__["attentions"] = [self.hf.get_submodule(name) for name in layers]
         self.hf.tie_weights()
-        self.__dict__["state"] = self.hf.state_dict()  # with the names that transformers knows
         fuse(self.hf, self.__dict__["attentions"], linears, parallel)
         exchange_weights(self.hf, spec.vocab_size, linears, parallel)
-        head = copy.copy(self.hf)
-        head._modules = {**self.hf._modules, self.hf.base_model_prefix: Given()}
+        head = compat.copy_with(self.hf, **{self.hf.base_model_prefix: Given()})
         self.__dict__["head"] = head  # no module of its own: it shares all that it has
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
@@ -159,19 +135,17 @@ class TransformersForCausalLM(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab]
         return self.__dict__["head"](inputs_embeds=hidden[None], use_cache=False).logits[0]
 
-    def convert(
-        self, tensors: Iterator[tuple[str, Tensor | Quantized]]
-    ) -> Iterator[tuple[str, Tensor | Quantized]]:
+    def convert(self, tensors: NamedTensors) -> NamedTensors:
         """A checkpoint's tensors under the names, and in the shapes, that the model has today."""
-        rules = get_model_conversion_mapping(self.hf)
-        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        renamings, converters = compat.conversion_rules(self.hf)
         by_pattern = {p: rule for rule in converters for p in rule.source_patterns}
-        unneeded = [*(self.hf._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+        unneeded = [*compat.unneeded_patterns(self.hf), r"rotary_emb\.inv_freq"]
         state, prefix = self.__dict__["state"], self.hf.base_model_prefix
-        pending: dict[str, tuple[WeightConverter, list[tuple[str, str, Tensor]]]] = {}
+        original = copy.copy(self.hf)
+        original.get_parameter = state.__getitem__  # converters ask for those before `fuse`
+        pending: dict[str, tuple[Any, list[tuple[str, str, Tensor]]]] = {}
         for source, tensor in tensors:
-            name, pattern = rename_source_key(source, renamings, converters, prefix, state)
+            name, pattern = compat.rename_tensor(source, renamings, converters, prefix, state)
             if name not in state and source in state:
                 name, pattern = source, None
             is_unneeded = name not in state and any(re.search(each, name) for each in unneeded)
@@ -189,8 +163,8 @@ class TransformersForCausalLM(nn.Module):
                 found[1].append((source, pattern, tensor))
         for name, (converter, parts) in pending.items():
             for source, pattern, tensor in sorted(parts, key=lambda part: natural(part[0])):
-                converter.add_tensor(name, source, pattern, tensor)  # type: ignore[arg-type]
-            made = converter.convert(name, model=self.hf, config=self.hf.config)
+                converter.add_tensor(name, source, pattern, tensor)
+            made = converter.convert(name, model=original, config=self.hf.config)
             yield from ((n, t[0] if isinstance(t, list) else t) for n, t in made.items())
 
 
@@ -209,11 +183,16 @@ def build(spec: ModelSpec) -> Any:
             config = CONFIG_MAPPING[spec.model_type].from_dict(spec.config)
         if config.is_encoder_decoder:
             raise UnsupportedModel("encoder-decoders are not supported")
+        if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":
+            raise UnsupportedModel(
+                "recurrent_kv_cache_mode 'last_loop': how a prompt is cut into steps would change "
+                "its tokens"
+            )
         for each in (config, config.get_text_config()):
             each.return_dict = True  # some checkpoints of old say otherwise
         if config.model_type in OLDER:
             teach(config.model_type)
-        with without_weights():
+        with compat.without_weights():
             model = AutoModelForCausalLM.from_config(
                 config,
                 dtype=torch.get_default_dtype(),
@@ -232,9 +211,8 @@ def build(spec: ModelSpec) -> Any:
     if type(model).__name__ in DIFFERENT:
         raise DifferentTokens("its tokens are not those of transformers, for an unknown cause")
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device=torch.get_default_device())
+        for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
+            setattr(module, name, buffer.to(device=torch.get_default_device()))
     return model.requires_grad_(False).eval()  # in training, OPT leaves out layers by chance
 
 
@@ -244,7 +222,7 @@ def split(model: Any, size: int) -> None:
     what servd does not.
     """
     parts = {**dict(model.named_parameters()), **dict(model.named_modules())}
-    plan: dict[str, str] = model._tp_plan or {}
+    plan = compat.parallel_plan(model)
     if not SPLIT.keys() & plan.values():
         raise UnsupportedModel("transformers has no plan for it: leave --tensor-parallel-size at 1")
     for pattern, style in plan.items():
@@ -273,8 +251,7 @@ def exchange_weights(model: Any, vocab_size: int, linears: set[str], parallel: P
     products in these linear layers.
     """
     made: dict[int, Weight] = {}
-    # Such as biases of routers, where 16 bits choose other experts.
-    precise = "|".join(model._keep_in_fp32_modules_strict or ()) or "$^"
+    precise = "|".join(compat.precise_modules(model)) or "$^"
     for path, module in list(model.named_modules()):
         is_linear = path in linears
         is_table = isinstance(module, nn.Embedding) and module.num_embeddings == vocab_size
@@ -289,17 +266,9 @@ def exchange_weights(model: Any, vocab_size: int, linears: set[str], parallel: P
             kind = type(module)
             bases = (Table,) if kind is nn.Embedding else (kind, Table)
             module.__class__ = type(kind.__name__, bases, {})
-        stored = {
-            name: parameter
-            for name, parameter in module._parameters.items()
-            if parameter is not None and not isinstance(parameter, Weight)
-        }
-        stored |= {
-            name: buffer
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
-        }
-        for name, old in stored.items():
+        for name, old in compat.stored_tensors(module).items():
+            if isinstance(old, Weight):
+                continue
             if id(old) not in made:
                 is_matrix = name == "weight" and (is_linear or is_table)
                 shape, shard_dim = [*old.shape] or [1], dim if is_matrix or dim == 0 else None
@@ -312,5 +281,4 @@ def exchange_weights(model: Any, vocab_size: int, linears: set[str], parallel: P
                     dtype = torch.float32 if is_precise else old.dtype
                     weight.data = torch.empty(weight.shape, dtype=dtype)
                 made[id(old)] = weight
-            module._buffers.pop(name, None)
-            module._parameters[name] = made[id(old)]
+            compat.replace_stored_tensor(module, name, made[id(old)])

@@ -3,8 +3,6 @@
 Once, without weights, it runs with an attention that only notes down what each layer asks of it:
 heads, scale, window, and whatever servd could not do, which is refused by the layer's name.
 """
-# pyright: reportPrivateUsage=false
-# What transformers and torch have no public names for.
 
 from __future__ import annotations
 
@@ -14,19 +12,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from importlib import import_module
 from inspect import signature
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sliding_window_causal_mask_function
 
 from servd.base.errors import UnsupportedModel
+from servd.worker import compat
 from servd.worker.layers.attention import Attention, ForwardContext
 
 OLDER = ("falcon", "gptj", "gpt_neo")  # these have a class for flash attention
@@ -120,19 +115,15 @@ class Probe:
         return q.transpose(1, 2)
 
 
-class Watch(TorchDispatchMode):
+class Watch(compat.DispatchMode):
     """Which of these tensors anything is computed from."""
 
     def __init__(self, *tensors: Tensor) -> None:
         super().__init__()
         self.unused = {id(tensor) for tensor in tensors}
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # see program_runner.OnlyViews
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.unused -= {id(each) for each in tree_iter((args, kwargs))}
+        self.unused -= {id(each) for each in compat.leaves((args, kwargs))}
         return func(*args, **(kwargs or {}))
 
 
@@ -220,8 +211,6 @@ AttentionMaskInterface.register(NOTED, mask_of_rule)
 
 def teach(model_type: str) -> None:
     """Let classes from before the interface call `attend` where they would call flash attention."""
-    modeling: Any = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    table = next(t for name, t in vars(modeling).items() if name.endswith("_ATTENTION_CLASSES"))
 
     def flash(
         module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, _: int, **options: Any
@@ -231,16 +220,11 @@ def teach(model_type: str) -> None:
         window = None
         if getattr(module, "attention_type", None) == "local":  # which GPT-Neo forgets here
             window = module.config.window_size
-            mask = mask_of_rule(mask_function=sliding_window_causal_mask_function(window))
+            mask = mask_of_rule(mask_function=compat.sliding_window_rule(window))
         scale = options.get("softmax_scale")
         return attend(module, q, k, v, mask, scaling=scale, sliding_window=window)[0]
 
-    class Flash(table["flash_attention_2"]):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            modeling._flash_attention_forward = partial(flash, self)
-            return super().forward(*args, **kwargs)
-
-    table[NOTED] = Flash
+    compat.teach_attention(model_type, NOTED, flash)
 
 
 def inspect(
@@ -251,7 +235,7 @@ def inspect(
     way that servd's attention has not.
     """
     layer = _state_of(model)  # not all classes with one say that they have
-    if model._is_stateful or layer:
+    if compat.is_stateful(model) or layer:
         raise UnsupportedModel(f"{layer or 'a layer'} keeps a state that is no KV cache")
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv1d | nn.RNNBase):
@@ -276,7 +260,7 @@ def inspect(
         raise UnsupportedModel("its attention is not called through the interface")
     for module in model.modules():
         if hasattr(module, "config"):
-            module.config._attn_implementation = ATTENTION
+            compat.set_attention(module.config, ATTENTION)
     return found, linears
 
 
@@ -336,8 +320,7 @@ def _note(model: Any) -> tuple[dict[str, list[Attention]], set[str]]:
         module.register_forward_pre_hook(lambda *_, name=name: inside_of.append(name))
         module.register_forward_hook(leave)
     try:
-        # A dry run, which is a function mode, lies about devices.
-        inside = context(notes, placed), torch.inference_mode(), torch._C.DisableTorchFunction()
+        inside = context(notes, placed), torch.inference_mode(), compat.without_function_modes()
         with inside[0], inside[1], inside[2], watch:
             model.base_model(
                 input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False

@@ -3,11 +3,9 @@ place: q, k and v in one product, rotation inside of attention, gate and up in o
 
 What a part computes is found by running it, small and on random numbers: names alone prove nothing.
 """
-# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -16,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from servd.worker import ops
+from servd.worker import compat, ops
+from servd.worker.device.device import defaults
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Gate
 from servd.worker.layers.attention import Attention
 from servd.worker.layers.linear import ColumnParallelLinear
 from servd.worker.layers.rotary import Rotation, rotate
-from servd.worker.loading.model_loader import defaults
 from servd.worker.models._transformers_attention import CONTEXT, Probe, context, first_line
 from servd.worker.ops import reference
 
@@ -106,8 +104,7 @@ def fuse(model: Any, attentions: list[nn.Module], linears: set[str], parallel: P
     rotaries = [m for _, m in modules if type(m).__name__.endswith("RotaryEmbedding")]
     exact = defaults(torch.float32, torch.device("cpu"))
     fused = attentions
-    # A dry run, which is a function mode, has no numbers.
-    with torch.random.fork_rng(devices=[]), exact, torch._C.DisableTorchFunction():
+    with torch.random.fork_rng(devices=[]), exact, compat.without_function_modes():
         if reason := _why_not_fused(attentions, rotaries, names, linears):
             log.warning(
                 "%s runs slower than it could, since its attention is transformers': %s",
@@ -154,20 +151,14 @@ def _why_not_fused(
 
 
 def _stack(module: Any, name: str, parts: tuple[str, ...], parallel: Parallel) -> None:
-    first = module._modules[parts[0]]
+    first = module.get_submodule(parts[0])
     if getattr(first, "servd_split", None) is None:  # all ranks have all of it
         parallel = Parallel()
-    sizes = [module._modules[part].out_features * parallel.size for part in parts]
+    sizes = [module.get_submodule(part).out_features * parallel.size for part in parts]
     for part in parts:
         delattr(module, part)
     has_bias = first.bias is not None
     setattr(module, name, ColumnParallelLinear(first.in_features, sizes, parallel, bias=has_bias))
-
-
-def _trial(module: nn.Module, **children: nn.Module) -> Any:
-    trial = copy.copy(module)
-    trial._modules = {**module._modules, **children}
-    return trial
 
 
 def _linear(like: nn.Module, num_inputs: int, num_outputs: int) -> nn.Linear:
@@ -199,7 +190,8 @@ def _why_not_attention(module: Any, head_dim: int) -> str | None:
     num_heads, num_kv_heads = layer.shape["num_heads"], layer.shape["num_kv_heads"]
     sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
     projections = [module.q_proj, module.k_proj, module.v_proj]
-    others = set(module._modules) - {"q_proj", "k_proj", "v_proj", "o_proj", "servd_attention"}
+    known = {"q_proj", "k_proj", "v_proj", "o_proj", "servd_attention"}
+    others = dict(module.named_children()).keys() - known
     if (
         len(module.servd_attention) > 1
         or layer.shape["head_dim"] != head_dim
@@ -211,7 +203,7 @@ def _why_not_attention(module: Any, head_dim: int) -> str | None:
         return "its parts or their sizes are not those of Llama or Qwen3"
     stubs = [_linear(linear, SIZE, linear.out_features) for linear in projections]
     o_proj = _linear(module.o_proj, num_heads * head_dim, SIZE)
-    trial = _trial(
+    trial = compat.copy_with(
         module, **dict(zip(("q_proj", "k_proj", "v_proj"), stubs, strict=True)), o_proj=o_proj
     )
     x, probe = torch.randn(1, NUM_TOKENS, SIZE), Probe()
@@ -220,9 +212,8 @@ def _why_not_attention(module: Any, head_dim: int) -> str | None:
     q, k, v = (linear(x[0]).unflatten(1, (-1, head_dim)) for linear in stubs)
     try:
         for name in others:
-            norm = _trial(getattr(module, name))
-            norm._parameters = {"weight": torch.rand(head_dim) + 0.5}
-            trial._modules[name] = norm
+            weight = torch.rand(head_dim) + 0.5
+            setattr(trial, name, compat.copy_with(getattr(module, name), weight=weight))
         if others:
             q, k = trial.q_norm(q), trial.k_norm(k)
         with context(probe, torch.arange(NUM_TOKENS)):
@@ -249,10 +240,12 @@ def _why_not_attention(module: Any, head_dim: int) -> str | None:
 def _activation_of(module: Any) -> str | None:
     """That of FusedMLP's gate, which then computes what the module does; None: it is another."""
     gate, up, down = module.gate_proj, module.up_proj, module.down_proj
-    if len(module._modules) > 4 or module._parameters or (gate.bias is None) != (up.bias is None):
+    children = [*module.children()]
+    weights = [*module.parameters(recurse=False)]
+    if len(children) > 4 or weights or (gate.bias is None) != (up.bias is None):
         return None
     stubs = [_linear(linear, SIZE, SIZE) for linear in (gate, up, down)]
-    trial = _trial(module, gate_proj=stubs[0], up_proj=stubs[1], down_proj=stubs[2])
+    trial = compat.copy_with(module, gate_proj=stubs[0], up_proj=stubs[1], down_proj=stubs[2])
     x = 3 * torch.randn(1, NUM_TOKENS, SIZE)
     try:
         got = trial(x)
@@ -270,11 +263,11 @@ def _eps_of(module: Any) -> float | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float):
         return None
-    if list(module._parameters) != ["weight"] or module.weight is None or module._modules:
+    weights = dict(module.named_parameters(recurse=False))
+    if weights.keys() != {"weight"} or len([*module.children()]) > 0:
         return None
     x = torch.randn(1, NUM_TOKENS, *module.weight.shape) * eps**0.5
-    trial = _trial(module)
-    trial._parameters = {"weight": torch.rand(module.weight.shape) + 0.5}
+    trial = compat.copy_with(module, weight=torch.rand(module.weight.shape) + 0.5)
     try:
         is_equal = _are_close(trial(x), F.rms_norm(x, x.shape[2:], trial.weight, eps))
     except Exception:  # others wrote this code

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from servd.base.errors import UnsupportedModel
 from servd.checkpoint.hf import ModelSpec
-from servd.checkpoint.pooling import SECOND_TEXT, num_labels
+from servd.checkpoint.pooling import SECOND_TEXT, first_position, num_labels
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Activation
 from servd.worker.layers.attention import Attention, ForwardContext
@@ -110,19 +110,16 @@ class BertModel(nn.Module):
         "pooler.dense.bias",
     )
     base_prefix: ClassVar[str] = ""
+    # Row of the position table for the first token; None without a table.
+    first_position: ClassVar[Callable[[ModelSpec], int | None]] = staticmethod(first_position)
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
         for key, only in self.only.items():
             if spec.config.get(key, only) != only:
                 raise UnsupportedModel(f"{key} {spec.config[key]!r} is not supported in encoders")
-        self.embeddings = BertEmbeddings(spec, parallel, self.first_position(spec))
+        self.embeddings = BertEmbeddings(spec, parallel, type(self).first_position(spec))
         self.layers = nn.ModuleList(self.layer(spec, parallel) for _ in range(spec.num_layers))
-
-    @staticmethod
-    def first_position(spec: ModelSpec) -> int | None:
-        """Row of the position table for the first token; None without a table."""
-        return 0
 
     def rotation(self, positions: Tensor) -> Rotation | None:
         """Of [num_tokens]; None without rotary positions."""
@@ -147,20 +144,30 @@ class BertModel(nn.Module):
         return hidden.new_zeros(len(hidden), 1)
 
 
-class BertForMaskedLM(BertModel):
-    """Embeds without its head."""
+BertForMaskedLM = BertModel  # embeds without its head
 
 
-class BertForSequenceClassification(BertModel):
-    """The pooler and a head on the first token."""
+class BertForSequenceClassification(nn.Module):
+    """An encoder, and the pooler and a head on the first token."""
 
+    encoder_class: ClassVar[type[BertModel]] = BertModel
     ignored: ClassVar[tuple[str, ...]] = ("position_ids",)
+    base_prefix: ClassVar[str] = "encoder."
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
-        super().__init__(spec, parallel)
-        size, labels = spec.hidden_size, num_labels(spec.config)
+        super().__init__()
+        self.encoder = self.encoder_class(spec, parallel)
+        self.packed = self.encoder.packed
+        self.convert = self.encoder.convert
+        self.make_head(spec.hidden_size, num_labels(spec.config), parallel)
+
+    def make_head(self, size: int, num_labels: int, parallel: Parallel) -> None:
         self.pooler = nn.ModuleDict({"dense": ReplicatedLinear(size, size, parallel, bias=True)})
-        self.classifier = ReplicatedLinear(size, labels, parallel, bias=True)
+        self.classifier: Any = ReplicatedLinear(size, num_labels, parallel, bias=True)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """[num_tokens] each -> hidden states [num_tokens, hidden]."""
+        return self.encoder(input_ids, positions, ctx)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """First tokens' [n, hidden] -> [n, num_labels]."""

@@ -5,9 +5,9 @@ shared feed-forward.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -17,13 +17,13 @@ from servd.checkpoint.hf import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.attention import Attention, ForwardContext
-from servd.worker.layers.experts import GroupedForm, SparseMoE, grouped_form
+from servd.worker.layers.experts import GroupedForm, Router, SparseMoE, grouped_form
 from servd.worker.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from servd.worker.layers.norm import RMSNorm
-from servd.worker.layers.quantized import Quantized
-from servd.worker.layers.rotary import Rotation, rope_parameters
+from servd.worker.layers.quantized import NamedTensors, Quantized
+from servd.worker.layers.rotary import Rotary, Rotation, rope_parameters
 from servd.worker.loading.pipeline_model import LAYER
-from servd.worker.models.llama import LlamaForCausalLM, LlamaLayer, LlamaMLP
+from servd.worker.models.llama import LlamaForCausalLM, LlamaMLP
 from servd.worker.ops.reference import Routing, placed
 
 NORM_EPS = 1e-6  # of the norms of latents, whatever config.json says
@@ -117,9 +117,7 @@ class DeepseekV2Attention(nn.Module):
         queries = "q_b_proj" if self.has_short_queries else "q_proj"
         return {queries: (firsts + query).flatten(), "kv_a_proj_with_mqa": key}
 
-    def convert(
-        self, name: str, tensor: Tensor | Quantized
-    ) -> Iterator[tuple[str, Tensor | Quantized]]:
+    def convert(self, name: str, tensor: Tensor | Quantized) -> NamedTensors:
         layer, own = name.partition(".")[0], self.sizes[1]
         if layer == "kv_b_proj":
             whole = tensor.dequantize() if isinstance(tensor, Quantized) else tensor
@@ -146,41 +144,43 @@ def scale_of(spec: ModelSpec, size: int) -> float:
     return scale
 
 
-class DeepseekV2MoE(SparseMoE):
-    """Experts chosen within the best groups of experts, and shared experts for all tokens."""
+Score = Callable[[Router, Tensor, int], tuple[Tensor, Tensor, Tensor]]
+"""Of a router, tokens [num_tokens, hidden] and the number of groups: the weights of experts, the
+scores by which they are chosen, [num_tokens, num_experts], and those of groups, [num_tokens,
+num_groups]; all float32.
+"""
 
-    is_biased: ClassVar[bool] = False  # see DeepSeek V3
 
-    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+def softmax_score(gate: Router, x: Tensor, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Groups count by their best expert."""
+    weights = gate(x).float().softmax(dim=-1)
+    return weights, weights, weights.unflatten(1, (num_groups, -1)).amax(dim=2)
+
+
+class DeepseekMoE(SparseMoE):
+    """Experts chosen within the best groups of experts, and shared experts for all tokens. `score`:
+    None if there are no groups.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, parallel: Parallel, score: Score | None, renormalize: bool
+    ) -> None:
         config, size = spec.config, spec.config["moe_intermediate_size"]
-        super().__init__(
-            spec.hidden_size,
-            size,
-            config["n_routed_experts"],
-            config["num_experts_per_tok"],
-            renormalize=self.is_biased and config.get("norm_topk_prob", True),
-            activation=config.get("hidden_act", "silu"),
-            parallel=parallel,
-        )
-        self.num_experts = config["n_routed_experts"]
+        num_experts, top_k = config["n_routed_experts"], config["num_experts_per_tok"]
+        act = config.get("hidden_act", "silu")
+        super().__init__(spec.hidden_size, size, num_experts, top_k, renormalize, act, parallel)
+        self.num_experts: int = num_experts
+        self.score = score
         self.num_groups: int = config.get("n_group") or 1
         self.num_chosen: int = config.get("topk_group") or 1
-        self.is_grouped = self.is_biased or config.get("topk_method") == "group_limited_greedy"
         self.factor = config.get("routed_scaling_factor", 1.0)
         shared = config | {"intermediate_size": size * config["n_shared_experts"]}
         self.shared_experts = LlamaMLP(replace(spec, config=shared), parallel)
 
-    def score(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """From logits [num_tokens, num_experts]: the experts' weights, the scores by which they are
-        chosen, and the scores of groups, [num_tokens, groups].
-        """
-        weights = logits.softmax(dim=-1)
-        return weights, weights, weights.unflatten(1, (self.num_groups, -1)).amax(dim=2)
-
     def route(self, x: Tensor) -> Routing:
-        if not self.is_grouped:
+        if self.score is None:
             return super().route(x)
-        weights, scores, of_groups = self.score(self.gate(x).float())
+        weights, scores, of_groups = self.score(self.gate, x, self.num_groups)
         others = torch.ones_like(of_groups, dtype=torch.bool)
         others.scatter_(1, of_groups.topk(self.num_chosen).indices, False)
         scores = scores.unflatten(1, (self.num_groups, -1))
@@ -196,35 +196,41 @@ class DeepseekV2MoE(SparseMoE):
         return self.activation.ops.scale(super().forward(x), self.factor, shared)
 
 
-class DeepseekV2Layer(LlamaLayer):
-    """Has experts from one layer on."""
+class DeepseekRotary(Rotary):
+    """Turns a part of its own of each head."""
 
-    attention = DeepseekV2Attention
-    experts: ClassVar[type[DeepseekV2MoE]] = DeepseekV2MoE
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(replace(spec, head_dim=spec.config["qk_rope_head_dim"]))
 
-    def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        if layer < spec.config.get("first_k_dense_replace", 0):
-            return super().feed_forward(spec, layer, parallel)
-        return self.experts(spec, parallel)
+
+def is_dense(spec: ModelSpec, layer: int) -> bool:
+    """Whether a layer is one of the first, which have no experts."""
+    return layer < spec.config.get("first_k_dense_replace", 0)
+
+
+def convert_latent(model: LlamaForCausalLM, tensors: NamedTensors) -> NamedTensors:
+    layers: dict[str, Any] = dict(model.get_submodule("model.layers").named_children())
+    for name, tensor in tensors:
+        number = LAYER.search(name)
+        prefix, _, rest = name.rpartition(".self_attn.")
+        if number is None:
+            yield name, tensor
+        elif number[1] in layers and prefix:
+            for found, part in layers[number[1]].self_attn.convert(rest, tensor):
+                yield f"{prefix}.self_attn.{found}", part
+        elif number[1] in layers:
+            yield name, tensor
 
 
 class DeepseekV2ForCausalLM(LlamaForCausalLM):
-    layer = DeepseekV2Layer
+    attention_class = DeepseekV2Attention
+    rotary_class = DeepseekRotary
+    convert = convert_latent
 
-    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
-        super().__init__(replace(spec, head_dim=spec.config["qk_rope_head_dim"]), parallel)
-
-    def convert(
-        self, tensors: Iterator[tuple[str, Tensor | Quantized]]
-    ) -> Iterator[tuple[str, Tensor | Quantized]]:
-        layers: dict[str, Any] = dict(self.model.layers.named_children())
-        for name, tensor in tensors:
-            number = LAYER.search(name)
-            prefix, _, rest = name.rpartition(".self_attn.")
-            if number is None:
-                yield name, tensor
-            elif number[1] in layers and prefix:
-                for found, part in layers[number[1]].self_attn.convert(rest, tensor):
-                    yield f"{prefix}.self_attn.{found}", part
-            elif number[1] in layers:
-                yield name, tensor
+    @classmethod
+    def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+        if is_dense(spec, layer):
+            return LlamaMLP(spec, parallel)
+        is_grouped = spec.config.get("topk_method") == "group_limited_greedy"
+        score = softmax_score if is_grouped else None
+        return DeepseekMoE(spec, parallel, score, renormalize=False)

@@ -4,39 +4,43 @@ itself, and chosen with a bias that keeps them equally busy.
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from servd.checkpoint.hf import ModelSpec
 from servd.worker.device.parallel import Parallel
+from servd.worker.layers.experts import Router
 from servd.worker.layers.weight import Weight
 from servd.worker.models.deepseek_v2 import (
-    DeepseekV2ForCausalLM,
-    DeepseekV2Layer,
-    DeepseekV2MoE,
+    DeepseekMoE,
+    DeepseekRotary,
+    DeepseekV2Attention,
+    convert_latent,
+    is_dense,
 )
+from servd.worker.models.llama import LlamaForCausalLM, LlamaMLP
+
+BIAS = "e_score_correction_bias"
 
 
-class DeepseekV3MoE(DeepseekV2MoE):
+def biased_score(gate: Router, x: Tensor, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """Groups count by their two best experts."""
+    weights = gate(x).float().sigmoid()
+    scores = weights + gate.get_parameter(BIAS)
+    return weights, scores, scores.unflatten(1, (num_groups, -1)).topk(2).values.sum(dim=2)
 
-    is_biased = True
 
-    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
-        super().__init__(spec, parallel)
-        bias = Weight((self.num_experts,), parallel)
+class DeepseekV3ForCausalLM(LlamaForCausalLM):
+    attention_class = DeepseekV2Attention
+    rotary_class = DeepseekRotary
+    convert = convert_latent
+
+    @classmethod
+    def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+        if is_dense(spec, layer):
+            return LlamaMLP(spec, parallel)
+        renormalize = spec.config.get("norm_topk_prob", True)
+        moe = DeepseekMoE(spec, parallel, biased_score, renormalize)
+        bias = Weight((moe.num_experts,), parallel)
         bias.data = bias.data.float()  # 16 bits would choose other experts
-        self.gate.register_parameter("e_score_correction_bias", bias)
-
-    def score(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        weights = logits.sigmoid()
-        scores = weights + self.gate.get_parameter("e_score_correction_bias")
-        groups = scores.unflatten(1, (self.num_groups, -1))
-        return weights, scores, groups.topk(2).values.sum(dim=2)
-
-
-class DeepseekV3Layer(DeepseekV2Layer):
-    experts = DeepseekV3MoE
-
-
-class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
-    layer = DeepseekV3Layer
+        moe.gate.register_parameter(BIAS, bias)
+        return moe

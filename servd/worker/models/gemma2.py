@@ -4,16 +4,17 @@ soft caps, a sliding window in every other layer.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from servd.base.errors import UnsupportedModel
 from servd.checkpoint.hf import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
-from servd.worker.layers.norm import OffsetRMSNorm
+from servd.worker.layers.norm import OffsetRMSNorm, RMSNorm
 from servd.worker.layers.rotary import Rotation
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
 
@@ -40,15 +41,12 @@ class Gemma2Attention(LlamaAttention):
 class Gemma2Layer(LlamaLayer):
     """Also normalises the outputs of attention and feed-forward."""
 
-    attention = Gemma2Attention
-
-    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
-        super().__init__(spec, layer, parallel)
-        size, eps = spec.hidden_size, spec.config.get("rms_norm_eps", 1e-6)
-        self.input_layernorm = OffsetRMSNorm(size, eps, parallel)
-        self.post_attention_layernorm = OffsetRMSNorm(size, eps, parallel)
-        self.pre_feedforward_layernorm = OffsetRMSNorm(size, eps, parallel)
-        self.post_feedforward_layernorm = OffsetRMSNorm(size, eps, parallel)
+    def __init__(
+        self, spec: ModelSpec, norm: Callable[[], RMSNorm], attention: nn.Module, mlp: nn.Module
+    ) -> None:
+        super().__init__(spec, norm, attention, mlp)
+        self.pre_feedforward_layernorm = norm()
+        self.post_feedforward_layernorm = norm()
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
@@ -59,24 +57,27 @@ class Gemma2Layer(LlamaLayer):
         return self.post_feedforward_layernorm(self.mlp(x)), residual
 
 
+def refuse_bidirectional(spec: ModelSpec) -> None:
+    if spec.config.get("use_bidirectional_attention"):
+        raise UnsupportedModel("use_bidirectional_attention: it predicts no next token")
+
+
+def embedding_factor(spec: ModelSpec) -> float:
+    """Return the factor, rounded to the weights' type, as in training."""
+    dtype = getattr(torch, spec.dtype)
+    return torch.tensor(spec.hidden_size**0.5, dtype=dtype, device="cpu").item()
+
+
 class Gemma2ForCausalLM(LlamaForCausalLM):
     """Embeddings are scaled, logits are capped."""
 
-    layer: ClassVar[type[LlamaLayer]] = Gemma2Layer
+    layer_class = Gemma2Layer
+    attention_class = Gemma2Attention
+    norm_class = OffsetRMSNorm
     is_tied = True
-    logit_cap: ClassVar[float | None] = 30.0  # default of final_logit_softcapping
+    check_spec = staticmethod(refuse_bidirectional)
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
-        if spec.config.get("use_bidirectional_attention"):
-            raise UnsupportedModel("use_bidirectional_attention: it predicts no next token")
         super().__init__(spec, parallel)
-        model, eps = self.model, spec.config.get("rms_norm_eps", 1e-6)
-        model.norm = OffsetRMSNorm(spec.hidden_size, eps, parallel)
-        # Rounded to the weights' type, as in training.
-        factor = torch.tensor(spec.hidden_size**0.5, dtype=getattr(torch, spec.dtype), device="cpu")
-        model.embed_tokens.factor = factor.item()
-        self.cap = spec.config.get("final_logit_softcapping", self.logit_cap)
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab]
-        logits = super().compute_logits(hidden)
-        return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
+        self.model.embed_tokens.factor = embedding_factor(spec)
+        self.logit_cap = spec.config.get("final_logit_softcapping", 30.0)

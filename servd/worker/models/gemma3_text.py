@@ -10,13 +10,17 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from servd.checkpoint.hf import ModelSpec
-from servd.worker.attention import Norms
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.norm import OffsetRMSNorm
 from servd.worker.layers.rotary import Rotary, Rotation
-from servd.worker.models.gemma2 import Gemma2ForCausalLM, Gemma2Layer, is_sliding
-from servd.worker.models.llama import LlamaAttention
+from servd.worker.models.gemma2 import (
+    Gemma2Layer,
+    embedding_factor,
+    is_sliding,
+    refuse_bidirectional,
+)
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
 class Gemma3Rotary(nn.Module):
@@ -40,13 +44,7 @@ class Gemma3Rotary(nn.Module):
 
 
 class Gemma3Attention(LlamaAttention):
-    """Norms each head of q and k before the rotation."""
-
-    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
-        super().__init__(spec, layer, parallel)
-        eps = spec.config.get("rms_norm_eps", 1e-6)
-        self.q_norm = OffsetRMSNorm(spec.head_dim, eps, parallel)
-        self.k_norm = OffsetRMSNorm(spec.head_dim, eps, parallel)
+    head_norm_class = OffsetRMSNorm
 
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
@@ -56,10 +54,6 @@ class Gemma3Attention(LlamaAttention):
             "sliding_window": config.get("sliding_window", 4096) if sliding else None,
         }
 
-    @property
-    def norms(self) -> Norms:
-        return self.q_norm, self.k_norm
-
     def forward(self, x: Tensor, rotation: Any, ctx: ForwardContext) -> Tensor:
         """`rotation` is that of Gemma3Rotary."""
         full, local = rotation
@@ -67,13 +61,15 @@ class Gemma3Attention(LlamaAttention):
         return super().forward(x, local if is_local else full, ctx)
 
 
-class Gemma3Layer(Gemma2Layer):
-    attention = Gemma3Attention
+class Gemma3ForCausalLM(LlamaForCausalLM):
+    layer_class = Gemma2Layer
+    attention_class = Gemma3Attention
+    norm_class = OffsetRMSNorm
+    rotary_class = Gemma3Rotary
+    is_tied = True
+    check_spec = staticmethod(refuse_bidirectional)
 
-
-class Gemma3ForCausalLM(Gemma2ForCausalLM):
-    """Logits are not capped."""
-
-    layer = Gemma3Layer
-    rotary = Gemma3Rotary
-    logit_cap = None
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        super().__init__(spec, parallel)
+        self.model.embed_tokens.factor = embedding_factor(spec)
+        self.logit_cap = spec.config.get("final_logit_softcapping")

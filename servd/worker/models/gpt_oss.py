@@ -4,21 +4,20 @@ sinks, a sliding window in every other layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from servd.checkpoint.hf import ModelSpec
 from servd.worker.device.parallel import Parallel
-from servd.worker.layers.activation import Gate
+from servd.worker.layers.activation import Activation
 from servd.worker.layers.experts import SparseMoE
-from servd.worker.layers.quantized import Quantized
+from servd.worker.layers.quantized import NamedTensors, Quantized
 from servd.worker.layers.weight import Weight
 from servd.worker.models.gemma2 import is_sliding
-from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
-from servd.worker.models.mixtral import experts_of
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
+from servd.worker.models.mixtral import make_experts
 
 
 class GptOssAttention(LlamaAttention):
@@ -39,7 +38,7 @@ class GptOssAttention(LlamaAttention):
         return {"sliding_window": window, "has_sinks": True}
 
 
-class ClampedGate(Gate):
+class ClampedGate(Activation):
     """SwiGLU with clamped inputs, times the other half plus one."""
 
     def __init__(self, alpha: float, limit: float) -> None:
@@ -52,21 +51,16 @@ class ClampedGate(Gate):
         return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
 
 
-class GptOssLayer(LlamaLayer):
-    attention = GptOssAttention
-
-    def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> SparseMoE:
-        config = spec.config
-        alpha, limit = config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0)
-        return experts_of(spec, parallel, ClampedGate(alpha, limit), bias=True)
-
-
 class GptOssForCausalLM(LlamaForCausalLM):
-    layer: ClassVar[type[LlamaLayer]] = GptOssLayer
+    attention_class = GptOssAttention
 
-    def convert(
-        self, tensors: Iterator[tuple[str, Tensor | Quantized]]
-    ) -> Iterator[tuple[str, Tensor | Quantized]]:
+    @classmethod
+    def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> SparseMoE:
+        alpha = spec.config.get("swiglu_alpha", 1.702)
+        limit = spec.config.get("swiglu_limit", 7.0)
+        return make_experts(spec, parallel, ClampedGate(alpha, limit), bias=True)
+
+    def convert(self, tensors: NamedTensors) -> NamedTensors:
         """Split the experts, whose rows of gate and up are interleaved, and which are [in, out]
         unless they are quantized.
         """

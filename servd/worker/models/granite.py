@@ -22,10 +22,8 @@ class GraniteAttention(LlamaAttention):
 class GraniteLayer(LlamaLayer):
     """What attention and feed-forward yield is added with a factor."""
 
-    attention = GraniteAttention
-
-    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
-        super().__init__(spec, layer, parallel)
+    def __init__(self, spec: ModelSpec, *parts: Any) -> None:
+        super().__init__(spec, *parts)
         self.factor = spec.config.get("residual_multiplier", 1.0)
         self.scale = self.input_layernorm.ops.scale
 
@@ -41,7 +39,8 @@ class GraniteLayer(LlamaLayer):
 class GraniteForCausalLM(LlamaForCausalLM):
     """Embeddings and logits have factors, too."""
 
-    layer = GraniteLayer
+    layer_class = GraniteLayer
+    attention_class = GraniteAttention
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__(spec, parallel)

@@ -78,9 +78,8 @@ class GteModel(BertModel):
                 yield name.replace("up_gate_proj", part), half
 
 
-class GteForMaskedLM(GteModel):
-    """Embeds without its head."""
+GteForMaskedLM = GteModel  # embeds without its head
 
 
-class GteForSequenceClassification(BertForSequenceClassification, GteModel):
-    """The pooler and a head on the first token."""
+class GteForSequenceClassification(BertForSequenceClassification):
+    encoder_class = GteModel

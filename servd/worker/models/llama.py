@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ class LlamaAttention(nn.Module):
     """Grouped-query self-attention with rotary positions."""
 
     query_parts: ClassVar[int] = 1  # outputs of q_proj per element of a query; 2: with a gate
+    head_norm_class: ClassVar[type[RMSNorm] | None] = None  # of q and k, before the rotation
 
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__()
@@ -37,6 +40,12 @@ class LlamaAttention(nn.Module):
             spec.head_dim,
             **{"scale": spec.head_dim**-0.5} | self.options(spec.config, layer),
         )
+        self.norms: Norms | None = None
+        if self.head_norm_class is not None:
+            eps = spec.config.get("rms_norm_eps", 1e-6)
+            self.q_norm = self.head_norm_class(spec.head_dim, eps, parallel)
+            self.k_norm = self.head_norm_class(spec.head_dim, eps, parallel)
+            self.norms = self.q_norm, self.k_norm
 
     @classmethod
     def qkv(
@@ -62,11 +71,6 @@ class LlamaAttention(nn.Module):
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
         """Arguments of `Attention`, for layer number `layer`."""
         return {}
-
-    @property
-    def norms(self) -> Norms | None:
-        """Norms of query and key heads before the rotation; None in Llama."""
-        return None
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Applied to q and k before `norms`; nothing here. [num_tokens, heads, head_dim] each."""
@@ -100,18 +104,14 @@ class LlamaMLP(nn.Module):
 class LlamaLayer(nn.Module):
     """Attention and feed-forward; their outputs are added to the residual by the next norm."""
 
-    attention: ClassVar[type[Any]] = LlamaAttention
-
-    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
+    def __init__(
+        self, spec: ModelSpec, norm: Callable[[], RMSNorm], attention: nn.Module, mlp: nn.Module
+    ) -> None:
         super().__init__()
-        eps = spec.config.get("rms_norm_eps", 1e-6)
-        self.input_layernorm = RMSNorm(spec.hidden_size, eps, parallel)
-        self.self_attn = self.attention(spec, layer, parallel)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, eps, parallel)
-        self.mlp = self.feed_forward(spec, layer, parallel)
-
-    def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        return LlamaMLP(spec, parallel)
+        self.input_layernorm = norm()
+        self.self_attn = attention
+        self.post_attention_layernorm = norm()
+        self.mlp = mlp
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
@@ -123,14 +123,14 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    def __init__(
-        self, spec: ModelSpec, layer: type[LlamaLayer], rotary: nn.Module, parallel: Parallel
-    ) -> None:
+    def __init__(self, spec: ModelSpec, parts: type[LlamaForCausalLM], parallel: Parallel) -> None:
         super().__init__()
         self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
-        self.rotary = rotary
-        self.layers = parallel.layers(spec.num_layers, lambda number: layer(spec, number, parallel))
-        self.norm = RMSNorm(spec.hidden_size, spec.config.get("rms_norm_eps", 1e-6), parallel)
+        self.rotary = parts.rotary_class(spec)
+        self.layers = parallel.layers(
+            spec.num_layers, lambda number: parts.make_layer(spec, number, parallel)
+        )
+        self.norm = parts.make_norm(spec, parallel)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """[num_tokens] each -> [num_tokens, hidden]."""
@@ -142,8 +142,12 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    layer: ClassVar[type[LlamaLayer]] = LlamaLayer
-    rotary: ClassVar[type[Any]] = Rotary
+    """Llama's language model. Other models name the parts that are not Llama's."""
+
+    layer_class: ClassVar[type[Any]] = LlamaLayer
+    attention_class: ClassVar[type[nn.Module]] = LlamaAttention
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+    rotary_class: ClassVar[type[nn.Module]] = Rotary
     packed: ClassVar[dict[str, tuple[str, int]]] = {
         "q_proj": ("qkv_proj", 0),
         "k_proj": ("qkv_proj", 1),
@@ -157,14 +161,43 @@ class LlamaForCausalLM(nn.Module):
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
-        self.model = LlamaModel(spec, self.layer, self.rotary(spec), parallel)
+        self.check_spec(spec)
+        self.hidden_size = spec.hidden_size
+        self.logit_cap: float | None = None
+        self.model = LlamaModel(spec, type(self), parallel)
         self.lm_head = self.model.embed_tokens
         if not spec.config.get("tie_word_embeddings", self.is_tied):
             self.lm_head = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
+
+    @staticmethod
+    def check_spec(spec: ModelSpec) -> None:
+        """Raise UnsupportedModel if config.json asks for what the model would compute wrongly."""
+
+    @classmethod
+    def make_layer(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+        """Make layer number `layer` of its parts."""
+        attention = cls.make_attention(spec, layer, parallel)
+        mlp = cls.make_mlp(spec, layer, parallel)
+        return cls.layer_class(spec, partial(cls.make_norm, spec, parallel), attention, mlp)
+
+    @classmethod
+    def make_norm(cls, spec: ModelSpec, parallel: Parallel) -> RMSNorm:
+        return cls.norm_class(spec.hidden_size, spec.config.get("rms_norm_eps", 1e-6), parallel)
+
+    @classmethod
+    def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+        return cls.attention_class(spec, layer, parallel)
+
+    @classmethod
+    def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+        return LlamaMLP(spec, parallel)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """[num_tokens] each -> hidden states [num_tokens, hidden]."""
         return self.model(input_ids, positions, ctx)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab]
-        return self.lm_head.logits(hidden)
+        logits = self.lm_head.logits(hidden)
+        if self.logit_cap is None:
+            return logits
+        return (logits / self.logit_cap).tanh() * self.logit_cap

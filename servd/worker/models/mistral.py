@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
 class MistralAttention(LlamaAttention):
@@ -16,9 +16,5 @@ class MistralAttention(LlamaAttention):
         return {"sliding_window": config.get("sliding_window", 4096)}
 
 
-class MistralLayer(LlamaLayer):
-    attention = MistralAttention
-
-
 class MistralForCausalLM(LlamaForCausalLM):
-    layer = MistralLayer
+    attention_class = MistralAttention

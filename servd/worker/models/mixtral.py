@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
-
-from torch import Tensor
 
 from servd.checkpoint.hf import ModelSpec
 from servd.worker.device.parallel import Parallel
-from servd.worker.layers.activation import Gate
+from servd.worker.layers.activation import Activation
 from servd.worker.layers.experts import SparseMoE
-from servd.worker.layers.quantized import Quantized
-from servd.worker.models.llama import LlamaForCausalLM
-from servd.worker.models.mistral import MistralAttention, MistralLayer
+from servd.worker.layers.quantized import NamedTensors
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
-class MixtralAttention(MistralAttention):
+class MixtralAttention(LlamaAttention):
     """Has no sliding window by default."""
 
     @staticmethod
@@ -24,8 +20,8 @@ class MixtralAttention(MistralAttention):
         return {"sliding_window": config.get("sliding_window")}
 
 
-def experts_of(
-    spec: ModelSpec, parallel: Parallel, activation: str | Gate, bias: bool = False
+def make_experts(
+    spec: ModelSpec, parallel: Parallel, activation: str | Activation, bias: bool = False
 ) -> SparseMoE:
     config = spec.config
     return SparseMoE(
@@ -40,23 +36,18 @@ def experts_of(
     )
 
 
-class MixtralLayer(MistralLayer):
-    attention = MixtralAttention
-
-    def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> SparseMoE:
-        return experts_of(spec, parallel, spec.config.get("hidden_act", "silu"))
-
-
 class MixtralForCausalLM(LlamaForCausalLM):
-    layer = MixtralLayer
+    attention_class = MixtralAttention
     packed: ClassVar[dict[str, tuple[str, int]]] = LlamaForCausalLM.packed | {
         "w1": ("gate_up_proj", 0),
         "w3": ("gate_up_proj", 1),
         "w2": ("down_proj", 0),
     }
 
-    def convert(
-        self, tensors: Iterator[tuple[str, Tensor | Quantized]]
-    ) -> Iterator[tuple[str, Tensor | Quantized]]:
+    @classmethod
+    def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> SparseMoE:
+        return make_experts(spec, parallel, spec.config.get("hidden_act", "silu"))
+
+    def convert(self, tensors: NamedTensors) -> NamedTensors:
         for name, tensor in tensors:
             yield name.replace(".block_sparse_moe.", ".mlp."), tensor

@@ -4,7 +4,9 @@ of all queries and all keys.
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Callable
+
+from torch import Tensor, nn
 
 from servd.checkpoint.hf import ModelSpec
 from servd.worker.device.parallel import Parallel
@@ -40,13 +42,12 @@ class Olmo2Attention(LlamaAttention):
 class Olmo2Layer(LlamaLayer):
     """Norms what attention and feed-forward yield, and not what they are given."""
 
-    attention = Olmo2Attention
-
-    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
-        super().__init__(spec, layer, parallel)
+    def __init__(
+        self, spec: ModelSpec, norm: Callable[[], RMSNorm], attention: nn.Module, mlp: nn.Module
+    ) -> None:
+        super().__init__(spec, norm, attention, mlp)
         del self.input_layernorm
-        eps = spec.config.get("rms_norm_eps", 1e-6)
-        self.post_feedforward_layernorm = RMSNorm(spec.hidden_size, eps, parallel)
+        self.post_feedforward_layernorm = norm()
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
@@ -59,4 +60,5 @@ class Olmo2Layer(LlamaLayer):
 
 
 class Olmo2ForCausalLM(LlamaForCausalLM):
-    layer = Olmo2Layer
+    layer_class = Olmo2Layer
+    attention_class = Olmo2Attention

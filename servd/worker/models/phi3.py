@@ -8,7 +8,7 @@ from typing import Any
 
 from servd.checkpoint.hf import ModelSpec
 from servd.worker.layers.rotary import Rotary, rope_parameters
-from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
 class Phi3Rotary(Rotary):
@@ -33,10 +33,6 @@ class Phi3Attention(LlamaAttention):
         return {"sliding_window": config.get("sliding_window")}
 
 
-class Phi3Layer(LlamaLayer):
-    attention = Phi3Attention
-
-
 class Phi3ForCausalLM(LlamaForCausalLM):
-    layer = Phi3Layer
-    rotary = Phi3Rotary
+    attention_class = Phi3Attention
+    rotary_class = Phi3Rotary

@@ -6,8 +6,7 @@ from typing import Any
 
 from servd.base.errors import UnsupportedModel
 from servd.checkpoint.hf import ModelSpec
-from servd.worker.device.parallel import Parallel
-from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
 class Qwen2Attention(LlamaAttention):
@@ -16,18 +15,6 @@ class Qwen2Attention(LlamaAttention):
     @staticmethod
     def biases(config: dict[str, Any]) -> tuple[bool, bool]:
         return True, False
-
-
-class Qwen2Layer(LlamaLayer):
-    attention = Qwen2Attention
-
-
-class Qwen2ForCausalLM(LlamaForCausalLM):
-    layer = Qwen2Layer
-
-    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
-        refuse_mixed_windows(spec)
-        super().__init__(spec, parallel)
 
 
 def refuse_mixed_windows(spec: ModelSpec) -> None:
@@ -42,3 +29,8 @@ def refuse_mixed_windows(spec: ModelSpec) -> None:
         "layer_types", ["sliding_attention"] if has_window else []
     ):
         raise UnsupportedModel("a sliding window in some of the layers is not supported")
+
+
+class Qwen2ForCausalLM(LlamaForCausalLM):
+    attention_class = Qwen2Attention
+    check_spec = staticmethod(refuse_mixed_windows)

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from msgspec.structs import replace
-from torch import Tensor, nn
+from torch import nn
 
 from servd.checkpoint.hf import ModelSpec
 from servd.worker.device.parallel import Parallel
-from servd.worker.layers.quantized import Quantized
+from servd.worker.layers.norm import OffsetRMSNorm
+from servd.worker.layers.quantized import NamedTensors
+from servd.worker.models.llama import LlamaForCausalLM
 from servd.worker.models.qwen3_5_text import Qwen3_5DeltaNet
 from servd.worker.models.qwen3_moe import one_by_one
-from servd.worker.models.qwen3_next import Qwen3NextForCausalLM, Qwen3NextLayer
+from servd.worker.models.qwen3_next import (
+    Qwen3NextLayer,
+    Qwen3NextRotary,
+    SharedMoE,
+    convert_text,
+    make_mixer,
+)
 
 
-class Qwen3_5MoeLayer(Qwen3NextLayer):
+class Qwen3_5MoeForCausalLM(LlamaForCausalLM):
     """Experts in every layer; their weights add up to 1."""
 
-    linear = Qwen3_5DeltaNet
+    layer_class = Qwen3NextLayer
+    norm_class = OffsetRMSNorm
+    rotary_class = Qwen3NextRotary
 
-    def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+    @classmethod
+    def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+        return make_mixer(spec, layer, parallel, Qwen3_5DeltaNet)
+
+    @classmethod
+    def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> SharedMoE:
         config = spec.config | {"norm_topk_prob": True}
-        return super().feed_forward(replace(spec, config=config), layer, parallel)
+        return SharedMoE(replace(spec, config=config), parallel)
 
-
-class Qwen3_5MoeForCausalLM(Qwen3NextForCausalLM):
-    layer = Qwen3_5MoeLayer
-
-    def convert(
-        self, tensors: Iterator[tuple[str, Tensor | Quantized]]
-    ) -> Iterator[tuple[str, Tensor | Quantized]]:
-        return one_by_one(super().convert(tensors))
+    def convert(self, tensors: NamedTensors) -> NamedTensors:
+        return one_by_one(convert_text(tensors))

@@ -9,8 +9,15 @@ from torch import Tensor, nn
 from servd.checkpoint.hf import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.linear import ColumnParallelLinear
-from servd.worker.models.llama import LlamaMLP
-from servd.worker.models.qwen3_next import GatedDeltaNet, Qwen3NextForCausalLM, Qwen3NextLayer
+from servd.worker.layers.norm import OffsetRMSNorm
+from servd.worker.models.llama import LlamaForCausalLM
+from servd.worker.models.qwen3_next import (
+    GatedDeltaNet,
+    Qwen3NextLayer,
+    Qwen3NextRotary,
+    convert_text,
+    make_mixer,
+)
 
 
 class Qwen3_5DeltaNet(GatedDeltaNet):
@@ -27,12 +34,12 @@ class Qwen3_5DeltaNet(GatedDeltaNet):
         return self.in_proj_qkv(x), gate, self.in_proj_b(x), self.in_proj_a(x)
 
 
-class Qwen3_5Layer(Qwen3NextLayer):
-    linear = Qwen3_5DeltaNet
+class Qwen3_5ForCausalLM(LlamaForCausalLM):
+    layer_class = Qwen3NextLayer
+    norm_class = OffsetRMSNorm
+    rotary_class = Qwen3NextRotary
+    convert = staticmethod(convert_text)
 
-    def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        return LlamaMLP(spec, parallel)
-
-
-class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
-    layer = Qwen3_5Layer
+    @classmethod
+    def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+        return make_mixer(spec, layer, parallel, Qwen3_5DeltaNet)

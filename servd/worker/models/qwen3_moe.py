@@ -2,55 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from servd.checkpoint.hf import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.experts import SparseMoE
-from servd.worker.layers.quantized import Quantized
-from servd.worker.models.qwen3 import Qwen3ForCausalLM, Qwen3Layer
+from servd.worker.layers.quantized import NamedTensors, Quantized
+from servd.worker.models.llama import LlamaForCausalLM, LlamaMLP
+from servd.worker.models.qwen2 import refuse_mixed_windows
+from servd.worker.models.qwen3 import Qwen3Attention
 
 
-class Qwen3MoeLayer(Qwen3Layer):
-    """Has experts in all layers, or in those that config.json says."""
-
-    experts: ClassVar[type[SparseMoE]] = SparseMoE
-
-    def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        config = spec.config
-        is_dense = layer in (config.get("mlp_only_layers") or ())
-        if is_dense or (layer + 1) % config.get("decoder_sparse_step", 1):
-            return super().feed_forward(spec, layer, parallel)
-        return self.experts(
-            spec.hidden_size,
-            config["moe_intermediate_size"],
-            config.get("num_experts") or config["num_local_experts"],
-            config["num_experts_per_tok"],
-            renormalize=config.get("norm_topk_prob", False),
-            activation=config.get("hidden_act", "silu"),
-            parallel=parallel,
-        )
+def has_experts(config: dict[str, Any], layer: int) -> bool:
+    """All layers have, or those that config.json says."""
+    is_dense = layer in (config.get("mlp_only_layers") or ())
+    return not is_dense and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
 
 
-class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
-    layer = Qwen3MoeLayer
+def expert_options(spec: ModelSpec) -> dict[str, Any]:
+    """Arguments of `SparseMoE`."""
+    config = spec.config
+    return {
+        "hidden_size": spec.hidden_size,
+        "size": config["moe_intermediate_size"],
+        "num_experts": config.get("num_experts") or config["num_local_experts"],
+        "top_k": config["num_experts_per_tok"],
+        "renormalize": config.get("norm_topk_prob", False),
+        "activation": config.get("hidden_act", "silu"),
+    }
 
-    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
-        super().__init__(spec, parallel)
-        self.hidden_size = spec.hidden_size
 
-    def convert(
-        self, tensors: Iterator[tuple[str, Tensor | Quantized]]
-    ) -> Iterator[tuple[str, Tensor | Quantized]]:
+class Qwen3MoeForCausalLM(LlamaForCausalLM):
+    attention_class = Qwen3Attention
+    check_spec = staticmethod(refuse_mixed_windows)
+
+    @classmethod
+    def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+        if has_experts(spec.config, layer):
+            return SparseMoE(**expert_options(spec), parallel=parallel)
+        return LlamaMLP(spec, parallel)
+
+    def convert(self, tensors: NamedTensors) -> NamedTensors:
         return one_by_one(tensors, self.hidden_size)
 
 
-def one_by_one(
-    tensors: Iterator[tuple[str, Tensor | Quantized]], turned: int | None = None
-) -> Iterator[tuple[str, Tensor | Quantized]]:
+def one_by_one(tensors: NamedTensors, turned: int | None = None) -> NamedTensors:
     """Where a tensor is that of all experts, [num_experts, out, in], those of each. `tensors`: of a
     checkpoint, by name; `turned`: the size of hidden states, where it may be [num_experts, in,
     out]: so has Qwen 3-VL.

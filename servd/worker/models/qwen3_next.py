@@ -4,8 +4,8 @@ recurrent state in place of a KV cache; the others have attention with an output
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +22,12 @@ from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.experts import Router, SparseMoE
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.layers.norm import OffsetRMSNorm, RMSNorm
-from servd.worker.layers.quantized import Quantized
+from servd.worker.layers.quantized import NamedTensors
 from servd.worker.layers.rotary import Rotary, Rotation, rope_parameters
 from servd.worker.layers.state import State
 from servd.worker.layers.weight import Weight
-from servd.worker.models.llama import LlamaForCausalLM, LlamaMLP
-from servd.worker.models.qwen3 import Qwen3Attention
-from servd.worker.models.qwen3_moe import Qwen3MoeLayer
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
+from servd.worker.models.qwen3_moe import expert_options, has_experts
 
 CHUNK = 64  # tokens per chunk of the parallel scan of prompts
 
@@ -44,10 +43,11 @@ class Qwen3NextRotary(Rotary):
         return {"partial_rotary_factor": share} | rope_parameters(spec)
 
 
-class Qwen3NextAttention(Qwen3Attention):
+class Qwen3NextAttention(LlamaAttention):
     """q_proj has an output gate for each head; q and k are normalised."""
 
-    query_parts, norm = 2, OffsetRMSNorm
+    query_parts = 2
+    head_norm_class = OffsetRMSNorm
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
@@ -223,37 +223,33 @@ class GatedDeltaNet(nn.Module):
 class SharedMoE(SparseMoE):
     """Experts and a gated shared expert for all tokens."""
 
-    def share(self, spec: ModelSpec, parallel: Parallel) -> SharedMoE:
+    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
+        super().__init__(**expert_options(spec), parallel=parallel)
         size = spec.config["shared_expert_intermediate_size"]
         spec = replace(spec, config=spec.config | {"intermediate_size": size})
         self.shared_expert = LlamaMLP(spec, parallel)
         self.shared_expert_gate = Router(spec.hidden_size, 1, parallel, bias=False)
-        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden], the same on every rank."""
         return super().forward(x) + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
 
 
-class Qwen3NextLayer(Qwen3MoeLayer):
-    experts = SharedMoE
-    linear: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
+class Qwen3NextLayer(nn.Module):
+    """Tokens meet in attention, or in a gated delta net."""
 
-    def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
-        nn.Module.__init__(self)
-        eps, is_linear = spec.config.get("rms_norm_eps", 1e-6), linear_layers(spec)
-        self.input_layernorm = OffsetRMSNorm(spec.hidden_size, eps, parallel)
-        if is_linear[layer]:
-            self.linear_attn = self.linear(spec, parallel)
-        else:  # numbered by KV cache
-            self.self_attn = Qwen3NextAttention(spec, is_linear[:layer].count(False), parallel)
-        self.post_attention_layernorm = OffsetRMSNorm(spec.hidden_size, eps, parallel)
-        self.mlp = self.feed_forward(spec, layer, parallel)
-        self.is_linear = is_linear[layer]
-
-    def feed_forward(self, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        made = super().feed_forward(spec, layer, parallel)
-        return made.share(spec, parallel) if isinstance(made, SharedMoE) else made
+    def __init__(
+        self, spec: ModelSpec, norm: Callable[[], RMSNorm], mixer: nn.Module, mlp: nn.Module
+    ) -> None:
+        super().__init__()
+        self.is_linear = isinstance(mixer, GatedDeltaNet)
+        self.input_layernorm = norm()
+        if self.is_linear:
+            self.linear_attn = mixer
+        else:
+            self.self_attn = mixer
+        self.post_attention_layernorm = norm()
+        self.mlp = mlp
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
@@ -276,21 +272,39 @@ def linear_layers(spec: ModelSpec) -> list[bool]:
     return found
 
 
+def make_mixer(
+    spec: ModelSpec, layer: int, parallel: Parallel, linear_class: type[GatedDeltaNet]
+) -> nn.Module:
+    is_linear = linear_layers(spec)
+    if is_linear[layer]:
+        return linear_class(spec, parallel)
+    # Layers with attention are numbered by KV cache.
+    return Qwen3NextAttention(spec, is_linear[:layer].count(False), parallel)
+
+
+def convert_text(
+    tensors: NamedTensors,
+) -> NamedTensors:
+    """Drop the tensors of the multi-token-prediction layer, and of the vision encoder."""
+    for name, tensor in tensors:
+        if not name.startswith(("mtp.", "model.visual.")):
+            yield name.replace("model.language_model.", "model."), tensor
+
+
 class Qwen3NextForCausalLM(LlamaForCausalLM):
     """Its norms have weights around 0."""
 
-    layer = Qwen3NextLayer
-    rotary = Qwen3NextRotary
+    layer_class = Qwen3NextLayer
+    norm_class = OffsetRMSNorm
+    rotary_class = Qwen3NextRotary
+    convert = staticmethod(convert_text)
 
-    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
-        super().__init__(spec, parallel)
-        eps = spec.config.get("rms_norm_eps", 1e-6)
-        self.model.norm = OffsetRMSNorm(spec.hidden_size, eps, parallel)
+    @classmethod
+    def make_attention(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+        return make_mixer(spec, layer, parallel, GatedDeltaNet)
 
-    def convert(
-        self, tensors: Iterator[tuple[str, Tensor | Quantized]]
-    ) -> Iterator[tuple[str, Tensor | Quantized]]:
-        """Drop the tensors of the multi-token-prediction layer, and of the vision encoder."""
-        for name, tensor in tensors:
-            if not name.startswith(("mtp.", "model.visual.")):
-                yield name.replace("model.language_model.", "model."), tensor
+    @classmethod
+    def make_mlp(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
+        if has_experts(spec.config, layer):
+            return SharedMoE(spec, parallel)
+        return LlamaMLP(spec, parallel)

@@ -10,7 +10,7 @@ from servd.checkpoint.hf import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.layers.rotary import Rotation
-from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
 def has_positions(config: dict[str, Any], layer: int) -> bool:
@@ -39,10 +39,6 @@ class SmolLM3Attention(LlamaAttention):
         return super().forward(x, rotation if self.has_positions else None, ctx)
 
 
-class SmolLM3Layer(LlamaLayer):
-    attention = SmolLM3Attention
-
-
 class SmolLM3ForCausalLM(LlamaForCausalLM):
-    layer = SmolLM3Layer
+    attention_class = SmolLM3Attention
     is_tied = True

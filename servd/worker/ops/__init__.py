@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -10,25 +9,7 @@ import torch
 from torch import Tensor
 
 from servd.worker.ops import native, reference
-from servd.worker.ops.reference import Routing
-
-
-@dataclass(frozen=True)
-class LowRank:
-    """Small matrices beside one of a model, for each place that an adapter may have.
-
-    Args:
-        a: [places, in, width]; column `part * max_rank + j` is the j-th of a part of the outputs,
-            and those beyond are zero.
-        b: [places, max_rank, out]; rows beyond an adapter's rank are zero.
-        ranks: int64 [places, parts], on the host.
-        part_ends: int64 [parts], on the host: where the outputs of each part end.
-    """
-
-    a: Tensor
-    b: Tensor
-    ranks: Tensor
-    part_ends: Tensor
+from servd.worker.ops.reference import LowRank, Routing
 
 
 class Ops(Protocol):

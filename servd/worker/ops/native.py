@@ -12,7 +12,7 @@ from ctypes import c_char, c_char_p, c_int, c_int64
 from functools import cache
 from pathlib import Path
 from struct import Struct
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from servd.base.errors import ConfigError
 from servd.worker.ops import reference
-from servd.worker.ops.reference import Routing
-
-if TYPE_CHECKING:
-    from servd.worker.ops import LowRank
+from servd.worker.ops.reference import LowRank, Routing
 
 log = logging.getLogger("servd.worker")
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from servd.worker.batch.decode_inputs import KV_SLOT, NEXT_COLUMN, NUM_GIVEN, TOKEN_ID
-
-if TYPE_CHECKING:
-    from servd.worker.ops import LowRank
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -22,6 +20,24 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
 }
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Small matrices beside one of a model, for each place that an adapter may have.
+
+    Args:
+        a: [places, in, width]; column `part * max_rank + j` is the j-th of a part of the outputs,
+            and those beyond are zero.
+        b: [places, max_rank, out]; rows beyond an adapter's rank are zero.
+        ranks: int64 [places, parts], on the host.
+        part_ends: int64 [parts], on the host: where the outputs of each part end.
+    """
+
+    a: Tensor
+    b: Tensor
+    ranks: Tensor
+    part_ends: Tensor
 
 
 def begin_decode(

@@ -4,7 +4,7 @@ words, zero points.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from servd.base.errors import ModelNotFound, UnsupportedModel
-from servd.worker.layers.quantized import Quantized
+from servd.worker.layers.quantized import NamedTensors, Quantized
 
 Module = dict[str, Tensor]
 """Tensors of a module by their last name: "qweight", "scales", "weight.absmax"."""
@@ -24,7 +24,7 @@ UNSIGNED = tuple(map(float, range(16)))
 
 def read_modules(
     files: list[Path], decode: Callable[[str, Module], Quantized | None]
-) -> Iterator[tuple[str, Tensor | Quantized]]:
+) -> NamedTensors:
     """Every tensor of the files, mapped, by its name. Those that `decode` takes out of a module
     become the module's weight; None: it takes none. Parts of a module may be in several files.
     Raises ModelNotFound: a file is broken; UnsupportedModel: a module is no matrix of this format.

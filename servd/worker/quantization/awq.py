@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,13 @@ import torch
 from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
-from servd.worker.layers.quantized import Quantized
+from servd.worker.layers.quantized import NamedTensors, Quantized
 from servd.worker.quantization._packed import Module, affine, read_modules, take, unpack
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word the codes of 8 columns are
 
 
-def read(
-    files: list[Path], config: dict[str, Any], device: torch.device
-) -> Iterator[tuple[str, Tensor | Quantized]]:
+def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
     """Raises UnsupportedModel: in another layout than "gemm", or not of 4 bits."""
     layout = str(config.get("version", "gemm")).lower()
     bits = config.get("bits", config.get("w_bit", 4))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,13 @@ import torch
 from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
-from servd.worker.layers.quantized import Quantized
+from servd.worker.layers.quantized import NamedTensors, Quantized
 from servd.worker.quantization._packed import Module, read_modules
 
 STATE = "weight.quant_state.bitsandbytes__nf4"  # JSON: shape, sizes of blocks, an offset
 
 
-def read(
-    files: list[Path], config: dict[str, Any], device: torch.device
-) -> Iterator[tuple[str, Tensor | Quantized]]:
+def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
     """Raises UnsupportedModel: other kinds than NF4: what their products are is
     not defined exactly.
     """

@@ -5,16 +5,14 @@ Activations are not rounded to 8 bits: that is for speed on other devices, and l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
-from servd.worker.layers.quantized import Quantized
+from servd.worker.layers.quantized import NamedTensors, Quantized
 from servd.worker.quantization._packed import (
     Module,
     affine,
@@ -33,9 +31,7 @@ FORMATS = (
 UNUSED = ("input_scale", "input_zero_point")  # scales of activations
 
 
-def read(
-    files: list[Path], config: dict[str, Any], device: torch.device
-) -> Iterator[tuple[str, Tensor | Quantized]]:
+def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
     """Which layers are quantized, and how, is seen from their tensors. Raises
     UnsupportedModel: there is more to be done than to dequantize.
     """

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from servd.base.errors import ConfigError, UnsupportedModel
 from servd.worker.layers._matrix import Form
-from servd.worker.layers.quantized import Quantized
+from servd.worker.layers.quantized import NamedTensors, Quantized
 from servd.worker.quantization._packed import Module, floats, read_modules, take
 
 log = logging.getLogger("servd.worker")
@@ -99,9 +98,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale).to(torch.float8_e4m3fn), scale
 
 
-def read(
-    files: list[Path], config: dict[str, Any], device: torch.device
-) -> Iterator[tuple[str, Tensor | Quantized]]:
+def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
     """Activations stay as they are."""
     block = config.get("weight_block_size")
     return read_modules(files, functools.partial(_weight, block, device))

@@ -6,7 +6,7 @@ https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h has the layouts o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
 from servd.checkpoint.gguf import open_file
-from servd.worker.layers.quantized import Quantized, stack
+from servd.worker.layers.quantized import NamedTensors, Quantized, stack
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
@@ -44,9 +44,7 @@ IQ4_NL = (-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89,
 MXFP4 = (0.0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers
 
 
-def read(
-    files: list[Path], config: dict[str, Any], device: torch.device
-) -> Iterator[tuple[str, Tensor | Quantized]]:
+def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
     """Every tensor of the file, mapped, under the name that Hugging Face gives it. Raises
     ModelNotFound: the file is damaged; UnsupportedModel: a tensor of a type that is not known.
     """

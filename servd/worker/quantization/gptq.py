@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
-from servd.worker.layers.quantized import Quantized
+from servd.worker.layers.quantized import NamedTensors, Quantized
 from servd.worker.quantization._packed import (
     Module,
     affine,
@@ -26,9 +24,7 @@ from servd.worker.quantization._packed import (
 MISSING = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 
 
-def read(
-    files: list[Path], config: dict[str, Any], device: torch.device
-) -> Iterator[tuple[str, Tensor | Quantized]]:
+def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
     """Bits and groups of each layer follow from its shapes, so that `dynamic` need
     not be read. Raises UnsupportedModel: in another layout than those of AutoGPTQ and GPTQModel.
     """

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from servd.worker.compat import multiply_int8
 from servd.worker.layers import packed
 from servd.worker.layers._matrix import Form
 from servd.worker.ops import native
@@ -43,7 +44,7 @@ class Int8Matrix:
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if x.device.type == "cpu" and len(x) <= MAX_PACKED_ROWS:
-            out = torch.ops.aten._weight_int8pack_mm(x, self.weight, self.scale)
+            out = multiply_int8(x, self.weight, self.scale)
         else:
             out = F.linear(x, self.weight.to(x.dtype)) * self.scale
         return out if bias is None else out + bias

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
-from servd.worker.layers.quantized import Quantized
+from servd.worker.layers.quantized import NamedTensors, Quantized
 from servd.worker.loading.model_loader import read_tensors
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -19,9 +19,7 @@ GROUP_SIZE = 32
 BIAS = 127  # of exponents; 255 is no number
 
 
-def read(
-    files: list[Path], config: dict[str, Any], device: torch.device
-) -> Iterator[tuple[str, Tensor | Quantized]]:
+def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
     """`experts.NAME_blocks` and `experts.NAME_scales`, of all experts, become
     `experts.NUMBER.NAME`.
     """

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx.experimental import _config as symbols
 
+from servd.worker import compat
 from servd.worker.layers.attention import Attention
 from servd.worker.loading.model_loader import Model
 from servd.worker.ops import reference
@@ -27,7 +27,7 @@ def compile_layers(model: Model, backend: str | Callable[..., Any] = "inductor")
     torch.compile; tests use others.
     """
     # Else a first step with as many tokens as head_dim would make the two sizes one symbol.
-    symbols.use_duck_shape = False
+    compat.use_a_symbol_per_size()
     # One function for all layers, else each would be compiled again.
     attend = torch.compiler.disable(Attention.forward)
     layers: list[Any] = [

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from servd.worker.attention import AttentionBatch
 from servd.worker.batch.draft_chain import Chain, Pass
 from servd.worker.batch.input_batch import Forward
+from servd.worker.compat import DispatchMode
 from servd.worker.ops import native
 
 log = logging.getLogger("servd.worker")
@@ -259,12 +259,8 @@ class NotRecordable(Exception):
     """A forward pass used an operation that is not of the native library."""
 
 
-class OnlyViews(TorchDispatchMode):
+class OnlyViews(DispatchMode):
     """Within it, torch may make views of tensors, but no new ones, and change none."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # True, the default, imports torch's compiler at the first call, for seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view:

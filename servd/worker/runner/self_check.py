@@ -14,8 +14,9 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,12 +27,10 @@ from servd.base.errors import UnsupportedModel
 from servd.checkpoint import pooling, published
 from servd.checkpoint.hf import ModelSpec, quantization_of, read_json, read_spec, weight_files
 from servd.checkpoint.pooling import PoolingSpec
-from servd.messages.engine import NewRequest, ScheduledRequest, SchedulerOutput
+from servd.messages.engine import ModelRunnerOutput, NewRequest, ScheduledRequest, SchedulerOutput
 from servd.messages.params import PoolingParams
 from servd.worker.device.device import cache_folder
-
-if TYPE_CHECKING:
-    from servd.worker.worker import Worker
+from servd.worker.runner.model_runner import ModelRunner
 
 log = logging.getLogger("servd.worker")
 
@@ -55,13 +54,14 @@ def prompts(spec: ModelSpec, limit: int) -> list[list[int]]:
 
 
 class SelfCheck:
-    """Starts computing the reference; `run` waits for it and compares. `worker`: of the model to
+    """Starts computing the reference; `run` waits for it and compares. `runner`: of the model to
     check, whose weights need not be loaded yet.
     """
 
-    def __init__(self, worker: Worker) -> None:
-        self.worker, runner = worker, worker.runner
-        spec, config = runner.spec, runner.config
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        spec = runner.spec
+        config = runner.config
         self.process: subprocess.Popen[bytes] | None = None
         self.files = pooling.read(spec)
         longest = min(max(LENGTHS), runner.max_model_len)
@@ -78,7 +78,7 @@ class SelfCheck:
         self.cached = (
             _cached(spec, config.model.load_format, len(self.prompts[-1])) if self.is_on else Path()
         )
-        if self.is_on and worker.parallel.rank == 0 and not self.cached.exists():
+        if self.is_on and runner.parallel.rank == 0 and not self.cached.exists():
             module = "servd.worker.runner.self_check"
             command = [sys.executable, "-m", module, spec.folder, str(limit)]
             command.append(str(self.cached))
@@ -86,14 +86,14 @@ class SelfCheck:
                 command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
             )
 
-    def run(self) -> None:
-        """Compare, once the worker can run steps. Raises UnsupportedModel: the model's vectors
-        differ from the reference.
+    def run(self, run_step: Callable[[SchedulerOutput], ModelRunnerOutput]) -> None:
+        """Compare, once steps can run. Raises UnsupportedModel: the model's vectors differ from the
+        reference.
         """
         if not self.is_on:
             return
-        found = self._compute()
-        if self.worker.parallel.rank != 0:
+        found = self._compute(run_step)
+        if self.runner.parallel.rank != 0:
             return
         if self.process is not None:
             try:
@@ -108,7 +108,7 @@ class SelfCheck:
         self._compare(found, json.loads(self.cached.read_text()))
 
     def _compare(self, found: list[np.ndarray], reference: list[list[float]]) -> None:
-        runner = self.worker.runner
+        runner = self.runner
         margin = QUANTIZED_MARGIN if runner.config.model.quantization else MARGINS[runner.dtype]
         # A difference of two logits may be near zero, but its rounding error is that of the logits.
         least = LEAST_LOGIT if self.files.score_tokens else 1e-6
@@ -128,8 +128,11 @@ class SelfCheck:
             "vectors as the model's files define them, within %s (at most %g)", numbers, margin
         )
 
-    def _compute(self) -> list[np.ndarray]:
-        runner, params = self.worker.runner, _params(self.files)
+    def _compute(
+        self, run_step: Callable[[SchedulerOutput], ModelRunnerOutput]
+    ) -> list[np.ndarray]:
+        runner = self.runner
+        params = _params(self.files)
         new, scheduled, block, size = [], [], 0, runner.config.cache.block_size
         for slot, ids in enumerate(self.prompts):
             end = block - (-len(ids) // size) * len(runner.kv_windows)
@@ -137,10 +140,8 @@ class SelfCheck:
             row = params if not self.files.has_token_types else _pair(params, ids)
             new.append(NewRequest(slot, ids, len(ids), 0, [], row, []))
             scheduled.append(ScheduledRequest(slot, len(ids), blocks, True, 0))
-        self.worker.execute_model(SchedulerOutput(0, scheduled, new, []))
-        pooled = self.worker.sample_tokens().result().pooled
-        self.worker.execute_model(SchedulerOutput(0, [], [], [*range(len(new))]))
-        self.worker.sample_tokens().result()
+        pooled = run_step(SchedulerOutput(0, scheduled, new, [])).pooled
+        run_step(SchedulerOutput(0, [], [], [*range(len(new))]))
         return [np.frombuffer(pooled[row], np.float32) for row in range(len(new))]
 
 

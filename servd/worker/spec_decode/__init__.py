@@ -29,11 +29,12 @@ from servd.worker.batch.draft_chain import Chain, Drafter
 from servd.worker.batch.draft_tree import DraftTree, Path
 from servd.worker.batch.input_batch import InputBatch
 from servd.worker.batch.request_states import RequestStates
-from servd.worker.device.device import upload
+from servd.worker.device.device import defaults, upload
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import spec_of
+from servd.worker.layers.weight import Loadable
 from servd.worker.loading import model_loader
-from servd.worker.loading.model_loader import Loadable, Model
+from servd.worker.loading.model_loader import Model
 
 log = logging.getLogger("servd.worker")
 
@@ -79,7 +80,7 @@ class Target:
     ) -> Draft:
         spec, speculative = self.backend.spec, self.config.model.speculative_config
         assert speculative is not None
-        with model_loader.defaults(spec.dtype, spec.device):
+        with defaults(spec.dtype, spec.device):
             draft = make()
         dtype = getattr(torch, self.config.model.dtype)
         make_form = model_loader.form_maker(dtype, speculative.quantization, folder)

@@ -27,7 +27,7 @@ from servd.worker.layers.embedding import VocabEmbedding
 from servd.worker.layers.linear import ReplicatedLinear
 from servd.worker.layers.rotary import Rotary
 from servd.worker.loading.model_loader import tensor_shapes
-from servd.worker.models.llama import LlamaForCausalLM, LlamaLayer
+from servd.worker.models.llama import LlamaForCausalLM
 from servd.worker.sample import ops
 from servd.worker.sample.shift import Shift
 from servd.worker.spec_decode import Proposer, Target
@@ -84,7 +84,7 @@ class EagleHead(nn.Module):
         size, parallel = spec.hidden_size, target.parallel
         self.fc = ReplicatedLinear(2 * size, size, parallel, bias="fc.bias" in names)
         self.layers = nn.ModuleList(
-            LlamaLayer(spec, layer, parallel) for layer in range(spec.num_layers)
+            LlamaForCausalLM.make_layer(spec, layer, parallel) for layer in range(spec.num_layers)
         )
         self.layers[0].input_layernorm = Unnormed()
 

@@ -22,7 +22,7 @@ from servd.worker.layers.linear import ReplicatedLinear
 from servd.worker.layers.norm import RMSNorm
 from servd.worker.layers.rotary import Rotation
 from servd.worker.layers.weight import Weight
-from servd.worker.models.llama import LlamaAttention, LlamaLayer
+from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer, LlamaMLP
 from servd.worker.ops import native
 from servd.worker.spec_decode import Target
 from servd.worker.spec_decode.eagle import EagleHead, EagleProposer
@@ -74,12 +74,10 @@ class Eagle3Attention(LlamaAttention):
 
 
 class Eagle3Layer(LlamaLayer):
-    attention = Eagle3Attention
-
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
-        super().__init__(spec, 0, parallel)
-        eps = spec.config.get("rms_norm_eps", 1e-6)
-        self.hidden_norm = RMSNorm(spec.hidden_size, eps, parallel)
+        norm = partial(LlamaForCausalLM.make_norm, spec, parallel)
+        super().__init__(spec, norm, Eagle3Attention(spec, 0, parallel), LlamaMLP(spec, parallel))
+        self.hidden_norm = norm()
         self.norm_before_residual = spec.config.get("norm_before_residual", False)
 
     def forward(
@@ -119,7 +117,7 @@ class Eagle3Head(EagleHead):
             )
         self.layers = nn.ModuleList([Eagle3Layer(spec, parallel)])
         for layer in range(1, spec.num_layers):
-            self.layers.append(LlamaLayer(spec, layer, parallel))
+            self.layers.append(LlamaForCausalLM.make_layer(spec, layer, parallel))
         self.norm = RMSNorm(size, eps, parallel)
         self.norm_output = config.get("norm_output", False)
         self.d2t: Weight | None = None

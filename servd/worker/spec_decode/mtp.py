@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from servd.base.errors import ConfigError
 from servd.checkpoint.hf import ModelSpec
 from servd.worker.layers.attention import attention_layers
 from servd.worker.layers.linear import ReplicatedLinear
-from servd.worker.layers.quantized import Quantized
+from servd.worker.layers.quantized import NamedTensors
 from servd.worker.loading.model_loader import tensor_shapes
 from servd.worker.models.llama import LlamaForCausalLM
 from servd.worker.spec_decode import Target
@@ -55,13 +55,11 @@ class MtpHead(EagleHead):
             norm(size, model.model.norm.eps, parallel) for _ in range(3)
         )
         self.number = spec.num_layers
-        self.layers = nn.ModuleList([model.layer(spec, self.number, parallel)])
+        self.layers = nn.ModuleList([model.make_layer(spec, self.number, parallel)])
         for layer in attention_layers(self):
             layer.layer = 0  # of its own cache
 
-    def convert(
-        self, tensors: Iterator[tuple[str, Tensor | Quantized]]
-    ) -> Iterator[tuple[str, Tensor | Quantized]]:
+    def convert(self, tensors: NamedTensors) -> NamedTensors:
         for name, tensor in tensors:
             if (found := rename(name, self.number)) is None:
                 continue

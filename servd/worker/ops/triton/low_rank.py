@@ -5,15 +5,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from servd.worker.ops import LowRank
+from servd.worker.ops.reference import LowRank
 
 ROWS, COLUMNS, DEPTH = 16, 64, 64  # a tile's
 

@@ -1,0 +1,177 @@
+"""What servd uses of torch and transformers that they do not promise to keep, each with its reason.
+
+All of it was tried with torch 2.11 to 2.13 and transformers 5.17 to 5.24: look here first when a
+newer one fails. What takes long to import is imported inside of functions.
+"""
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+# ---- torch ----
+
+
+class DispatchMode(TorchDispatchMode):
+    """Sees each operation below autograd. torch has no public class for that."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True, the default, imports torch's compiler at the first call, for seconds
+
+
+def leaves(values: Any) -> Iterable[Any]:
+    """Iterate over what nested arguments of an operation hold. torch has no public function."""
+    return tree_iter(values)
+
+
+def without_function_modes() -> AbstractContextManager[Any]:
+    """Suspend function modes: a dry run is one, and lies about devices. torch has no public way."""
+    return torch._C.DisableTorchFunction()
+
+
+def use_a_symbol_per_size() -> None:
+    """Let torch.compile tell sizes apart that are equal by chance. No public option does it."""
+    from torch.fx.experimental import _config as symbols
+
+    symbols.use_duck_shape = False
+
+
+def multiply_int8(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """torch's product by 8-bit weights on a CPU, which has no public name."""
+    return torch.ops.aten._weight_int8pack_mm(x, weight, scale)
+
+
+def copy_with(module: nn.Module, **parts: nn.Module | Tensor) -> Any:
+    """Copy a module but for what it holds, and exchange some parts: `copy.copy` alone shares the
+    tables of parts, and assigning a part would change the original, too. If a part is a tensor, the
+    copy has no parameters but these.
+    """
+    made = copy.copy(module)
+    modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    made._modules = {**module._modules, **modules}
+    if len(modules) < len(parts):
+        made._parameters = {k: v for k, v in parts.items() if k not in modules}  # type: ignore[assignment]
+    return made
+
+
+def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the module's own parameters and those of its buffers that checkpoints have. Public
+    functions do not tell these from others, nor leave a tensor that two modules share in both.
+    """
+    transient = module._non_persistent_buffers_set
+    buffers = {name: each for name, each in module._buffers.items() if name not in transient}
+    return {k: v for k, v in {**module._parameters, **buffers}.items() if v is not None}
+
+
+def replace_stored_tensor(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put a parameter in the place of a parameter or buffer, without the checks of the class."""
+    module._buffers.pop(name, None)
+    module._parameters[name] = parameter
+
+
+# ---- transformers ----
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Within it, parameters have no storage and are not initialised; buffers are as ever, on a
+    CPU whatever function modes say. transformers' own way has no storage for buffers either.
+    """
+    from transformers.initialization import no_init_weights
+
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None:
+            param = nn.Parameter(param.to("meta"), requires_grad=False)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        with no_init_weights(), without_function_modes():
+            yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def conversion_rules(model: Any) -> tuple[list[Any], list[Any]]:
+    """Return the renamings and the converters by which transformers reads old checkpoints of this
+    model. They are public in no form that takes tensors one by one.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    return renamings, [rule for rule in rules if isinstance(rule, WeightConverter)]
+
+
+def rename_tensor(
+    name: str, renamings: list[Any], converters: list[Any], prefix: str, state: Mapping[str, Any]
+) -> tuple[str, str | None]:
+    """Return a tensor's name in the model, and the pattern of the converter that makes it."""
+    from transformers.core_model_loading import rename_source_key
+
+    return rename_source_key(name, renamings, converters, prefix, state)  # type: ignore[arg-type]
+
+
+def unneeded_patterns(model: Any) -> list[str]:
+    """Patterns of tensors that checkpoints may have and the model does not use."""
+    return [*(model._keys_to_ignore_on_load_unexpected or ())]
+
+
+def precise_modules(model: Any) -> list[str]:
+    """Parts that stay in float32, such as biases of routers: 16 bits choose other experts."""
+    return [*(model._keep_in_fp32_modules_strict or ())]
+
+
+def parallel_plan(model: Any) -> dict[str, str]:
+    """Return how ranks share each linear layer, by patterns of names. Only a model's loading has
+    it in public, and that would split the model itself.
+    """
+    return model._tp_plan or {}
+
+
+def is_stateful(model: Any) -> bool:
+    """Whether the model says that it keeps a state that is no KV cache."""
+    return model._is_stateful
+
+
+def set_attention(config: Any, name: str) -> None:
+    """Let layers with this config call a registered attention: the public setter checks the whole
+    model again, and refuses what `teach_attention` taught.
+    """
+    config._attn_implementation = name
+
+
+def sliding_window_rule(window: int) -> Callable[..., Any]:
+    from transformers.masking_utils import sliding_window_causal_mask_function
+
+    return sliding_window_causal_mask_function(window)
+
+
+def teach_attention(model_type: str, name: str, flash: Callable[..., Tensor]) -> None:
+    """Let classes from before the interface of attention call `flash`, with the module first, where
+    they would call flash attention, under the `name` of an implementation.
+    """
+    modeling: Any = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    table = next(t for key, t in vars(modeling).items() if key.endswith("_ATTENTION_CLASSES"))
+
+    class Flash(table["flash_attention_2"]):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            modeling._flash_attention_forward = lambda *given, **options: flash(
+                self, *given, **options
+            )
+            return super().forward(*args, **kwargs)
+
+    table[name] = Flash
