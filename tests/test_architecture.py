@@ -32,7 +32,7 @@ PLUGINS = {
     "servd/api/routes": "router",
     "servd/api/routes/compat": "router",
     "servd/api/output/tool_parsers": "Parser",
-    "servd/cli": "run",
+    "servd/cli": "add_options",
     "servd/bench": "run",
     "servd/core/executor": "Executor",
     "servd/core/queues": "WaitingQueue",
@@ -139,7 +139,7 @@ def wrong_shapes(source: Source) -> list[str]:
     """Imports of templates, parsers and grammars by the shapes of the wire."""
     if not source.path.startswith("servd/api/protocol/"):
         return []
-    allowed = ("servd.api.protocol.", "servd.api.text.prompt.")
+    allowed = ("servd.api.protocol.", "servd.api.text.prompt.", "servd.api.batches.format.")
     return [
         name
         for name in source.imports
@@ -251,3 +251,21 @@ def test_api_and_core_load_neither_torch_nor_transformers():
         check=True,
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_classes_of_models_are_at_most_two_deep():
+    """A model file reads like its paper: what it shares with others are parts of it."""
+    bases = {
+        (source.module, node.name): [ast.unparse(base) for base in node.bases]
+        for source in SOURCES
+        if source.module.startswith("servd.worker.")
+        for node in source.tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+    known = {name: found for (_, name), found in bases.items()}
+
+    def depth(name: str) -> int:
+        return 1 + max((depth(base) for base in known.get(name, []) if base in known), default=0)
+
+    models = [name for module, name in bases if module.startswith("servd.worker.models.")]
+    assert {name: depth(name) for name in models if depth(name) > 2} == {}

@@ -17,8 +17,13 @@ from tests.limits import WAIT_SECONDS
 
 
 @pytest.fixture
-def hub():
-    hub = Hub("127.0.0.1")
+def lost():
+    return []
+
+
+@pytest.fixture
+def hub(lost):
+    hub = Hub("127.0.0.1", lost.append)
     yield hub
     hub.close()
 
@@ -44,10 +49,10 @@ def test_messages_pass_in_order_also_those_that_came_before_their_receiver(hub):
 
     def process() -> None:
         inbox: HubInbox = HubInbox(hub.uplink("engine-1"), ToEngine)
-        outbox = HubOutbox(hub.uplink("engine-1"), "client")
-        outbox.send(EngineDead("hello"))
+        outbox = HubOutbox(hub.uplink("engine-1"))
+        outbox.send("client", EngineDead("hello"))
         arrived.extend(inbox.recv() for _ in sent)
-        outbox.send(EngineDead("bye"))
+        outbox.send("client", EngineDead("bye"))
         inbox.close()
         outbox.close()
 
@@ -75,14 +80,14 @@ def test_a_process_that_is_forgotten_gets_nothing_more(hub):
 def test_another_token_lets_nobody_in(hub):
     stranger = Uplink(hub.listener.at, "0" * 64, "engine-1")
     inbox: HubInbox = HubInbox(stranger, ToEngine)
-    outbox = HubOutbox(stranger, "client")
-    outbox.send(EngineDead("from a stranger"))
+    outbox = HubOutbox(stranger)
+    outbox.send("client", EngineDead("from a stranger"))
     plain = zmq.Context.instance().socket(zmq.DEALER)
     plain.connect(hub.listener.at)
     plain.send(msgspec.msgpack.encode(EngineDead("from a stranger")))
     hub.send("engine-1", ResetPrefixCache())
-    known = HubOutbox(hub.uplink("engine-2"), "client")
-    known.send(EngineDead("from one of us"))
+    known = HubOutbox(hub.uplink("engine-2"))
+    known.send("client", EngineDead("from one of us"))
     found: list = []
     while not found:
         found = hub.drain()
@@ -105,3 +110,16 @@ def test_what_cannot_be_read_fails_alone(hub):
         inbox.recv()
     assert inbox.recv() == ResetPrefixCache()
     inbox.close()
+
+
+def test_a_process_whose_connection_breaks_is_lost(hub, lost):
+    inbox: HubInbox = HubInbox(hub.uplink("engine-1"), ToEngine)
+    while not hub.peers:
+        hub.drain()
+    inbox.close()
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not lost:
+        assert time.monotonic() < deadline
+        hub.send("engine-1", ResetPrefixCache())
+        time.sleep(0.01)
+    assert lost == ["engine-1"]

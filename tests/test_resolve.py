@@ -252,7 +252,7 @@ def test_impossible_settings_are_refused_with_numbers(machine, options, parts):
 
 
 def test_every_decision_is_logged(caplog):
-    caplog.set_level("INFO", "servd.config.resolve")
+    caplog.set_level("INFO", "servd.resolve")
     config = decide(model="m")
     for name in (
         "device",

@@ -22,7 +22,7 @@ from servd.checkpoint.overrides import override, reach
 from servd.checkpoint.published import as_today
 from servd.checkpoint.text_part import TEXT, text_of
 
-log = logging.getLogger("servd.checkpoint.hf")
+log = logging.getLogger("servd.hf")
 
 DEMO_MODEL = "demo"  # the default MODEL
 DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"

@@ -100,5 +100,10 @@ def _check(config: Config, has_balancer: bool, local: int, size: int) -> None:
         raise ConfigError(
             "--data-parallel-backend ray has each engine on one host: leave out --executor ray"
         )
+    if config.cache.kv_transfer_config is not None:
+        raise ConfigError(
+            "--kv-transfer-config names an address of one host: leave it out with "
+            "--data-parallel-backend ray"
+        )
     if config.lora.enable_lora:
         raise ConfigError("--enable-lora: engines of other hosts do not get adapters; leave it out")

@@ -22,7 +22,7 @@ from servd.config import Config, LoRAConfig, choices, data_parallel, flag_of, op
 from servd.config.data_parallel import Decision
 from servd.config.keys import read_token
 
-log = logging.getLogger("servd.config.resolve")
+log = logging.getLogger("servd.resolve")
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 OTLP_EXPORTER = "opentelemetry-exporter-otlp-proto-http"

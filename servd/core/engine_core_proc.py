@@ -35,7 +35,7 @@ from servd.core.structured_output.manager import Compiled
 from servd.ipc.channels import Inbox, Outbox, UnreadableMessage
 from servd.ipc.child import SHOW_STACKS, read_start
 from servd.ipc.heartbeat import BEAT_INTERVAL, Heartbeat
-from servd.ipc.hub import HubInbox, HubOutbox
+from servd.ipc.hub import HubClient, HubInbox, HubOutbox
 from servd.ipc.start_messages import StartEngine
 from servd.messages.engine import (
     AbortRequests,
@@ -88,7 +88,7 @@ class ClientGone(msgspec.Struct):
 
 class Attached(NamedTuple):
     client: Attach
-    outbox: Outbox | HubOutbox
+    outbox: Outbox | HubClient
 
 
 class EngineCoreProc:
@@ -102,6 +102,8 @@ class EngineCoreProc:
         self.outputs: queue.SimpleQueue[
             tuple[int | None, FromEngine] | Attached | Detach | None
         ] = queue.SimpleQueue()
+        # On another host than the API servers; the output thread uses it.
+        self.hub_outbox = None if start.uplink is None else HubOutbox(start.uplink)
         self.attaching = ThreadPoolExecutor(thread_name_prefix="attach")
         self.input_thread = threading.Thread(
             target=self.guard, args=[self.receive_inputs], name="input", daemon=True
@@ -317,9 +319,8 @@ class EngineCoreProc:
 
     def attach(self, client: Attach) -> None:
         """Connect to a client, in a thread: it may have died, which takes time to find out."""
-        uplink = self.start.uplink
-        if uplink is not None:
-            self.outputs.put(Attached(client, HubOutbox(uplink, client.inbox)))
+        if self.hub_outbox is not None:
+            self.outputs.put(Attached(client, HubClient(self.hub_outbox, client.inbox)))
             return
         try:
             self.outputs.put(Attached(client, Outbox(client.inbox, must_exist=True)))
@@ -329,26 +330,19 @@ class EngineCoreProc:
 
     def send_outputs(self) -> None:
         """Output thread: queue -> sockets. Messages are encoded here, not in the busy loop."""
-        outboxes: dict[int, Outbox | HubOutbox] = {}
+        outboxes: dict[int, Outbox | HubClient] = {}
         latest: FromEngine | None = None  # last message to all, for clients that attach later
         line = StatsLine()
-        own = self.start.identity or identity(self.start.config, self.start.spec)
         while (item := self.outputs.get()) is not None:
             if isinstance(item, Attached):
-                attach, outbox = item
-                if attach.identity != own:
-                    reason = f"the engine is {own}, not {attach.identity or 'of that version'}"
-                    with contextlib.suppress(ConnectionError):
-                        outbox.send(EngineDead(reason))
-                    outbox.close()
+                if not self.accept(*item):
                     continue
-                outboxes[attach.client] = outbox
+                outboxes[item.client.client] = item.outbox
                 if latest is None:
                     continue
-                item = attach.client, latest
+                item = item.client.client, latest
             if isinstance(item, Detach):
-                if outbox := outboxes.pop(item.client, None):
-                    outbox.close()
+                outboxes.pop(item.client, None)
                 continue
             client, message = item
             if client is None:
@@ -361,9 +355,22 @@ class EngineCoreProc:
                 self.deliver(receiver, message, outboxes)
         for outbox in outboxes.values():
             outbox.close()
+        if self.hub_outbox is not None:
+            self.hub_outbox.close()
+
+    def accept(self, client: Attach, outbox: Outbox | HubClient) -> bool:
+        """Whether a client is of the same version and model; another one is told so."""
+        own = self.start.identity or identity(self.start.config, self.start.spec)
+        if client.identity == own:
+            return True
+        reason = f"the engine is {own}, not {client.identity or 'of that version'}"
+        with contextlib.suppress(ConnectionError):
+            outbox.send(EngineDead(reason))
+        outbox.close()
+        return False
 
     def deliver(
-        self, receiver: int, message: FromEngine, outboxes: dict[int, Outbox | HubOutbox]
+        self, receiver: int, message: FromEngine, outboxes: dict[int, Outbox | HubClient]
     ) -> None:
         """Send a message to a client, which may be gone."""
         try:

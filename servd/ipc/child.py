@@ -22,7 +22,7 @@ from servd.config import Config
 
 T = TypeVar("T")
 
-log = logging.getLogger("servd.ipc.child")
+log = logging.getLogger("servd.child")
 
 STANDBY_NICE = 10  # niceness of imports ahead of their need
 

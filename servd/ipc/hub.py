@@ -1,13 +1,15 @@
 """Hub: the channel to processes that Ray has put on other hosts, over one encrypted port.
 
 A process connects two Links: it says who it is on one, and receives there; it sends on the other.
-Only the hub listens, so that the other hosts need no open port.
+Only the hub listens, so that the other hosts need no open port. A process whose connection breaks
+is lost, as messages may be: it is not known again.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -37,10 +39,11 @@ ToHub = Hello | Forward
 
 class Hub:
     """The listening end, at the address of this host that the others reach. Belongs to one
-    thread.
+    thread; `on_lost` is called from it with the name of a process whose connection broke.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, on_lost: Callable[[str], None]) -> None:
+        self.on_lost = on_lost
         self.token = secrets.token_hex(32)
         self.listener: Listener[ToHub] = Listener(tcp_address(host, 0), ToHub, Keys(self.token))
         self.peers: dict[str, bytes] = {}  # connections of the processes that are there, by name
@@ -51,10 +54,10 @@ class Hub:
 
     def send(self, name: str, message: msgspec.Struct | msgspec.Raw) -> None:
         """Queue a message to a process, which may connect later."""
-        if name in self.peers:
-            self.listener.send_to(self.peers[name], message)
-        else:
+        if name not in self.peers:
             self.waiting.setdefault(name, []).append(message)
+        elif not self.listener.send_to(self.peers[name], message):
+            self.on_lost(name)
 
     def drain(self) -> list[Forward]:
         """Return what has arrived."""
@@ -117,36 +120,53 @@ class HubInbox(Generic[T]):
     """An Inbox of messages of the union `kind` from the hub, for a process on another host."""
 
     def __init__(self, uplink: Uplink, kind: Any) -> None:
-        self.link: Link[T] = Link(uplink.at, kind, Keys(uplink.token))
+        self.link: Link[msgspec.Raw] = Link(uplink.at, msgspec.Raw, Keys(uplink.token))
         self.link.send(Hello(uplink.name))
-        self.arrived: deque[T | None] = deque()
+        self.decoder = msgspec.msgpack.Decoder(kind)
+        self.arrived: deque[bytes] = deque()
 
     def recv(self, timeout: float | None = None) -> T | None:
         """Wait for one message; see `Inbox.recv`."""
-        if not self.arrived:
+        while not self.arrived:
             wait([self.link], 3600.0 if timeout is None else timeout)
-            self.arrived += [message for _, message in self.link.drain()]
+            self.arrived += [bytes(message or b"") for _, message in self.link.drain()]
+            if timeout is not None:
+                break
         if not self.arrived:
-            return None if timeout is not None else self.recv()
-        message = self.arrived.popleft()
-        if message is None:
-            raise UnreadableMessage(b"", "another version of servd, or another program, sent it")
-        return message
+            return None
+        data = self.arrived.popleft()
+        try:
+            return self.decoder.decode(data)
+        except (ValueError, RecursionError) as error:
+            raise UnreadableMessage(data, str(error)) from None
 
     def close(self) -> None:
         self.link.close()
 
 
 class HubOutbox:
-    """An Outbox to a receiver on the hub's host."""
+    """Sends to receivers on the hub's host, for a process on another one."""
 
-    def __init__(self, uplink: Uplink, receiver: str) -> None:
+    def __init__(self, uplink: Uplink) -> None:
         self.link: Link[Hello] = Link(uplink.at, Hello, Keys(uplink.token))
-        self.receiver = receiver
 
-    def send(self, message: msgspec.Struct) -> None:
+    def send(self, receiver: str, message: msgspec.Struct) -> None:
         """Queue one message; order is kept."""
-        self.link.send(Forward(self.receiver, msgspec.Raw(msgspec.msgpack.encode(message))))
+        self.link.send(Forward(receiver, msgspec.Raw(msgspec.msgpack.encode(message))))
 
     def close(self) -> None:
         self.link.close(linger=0.5)
+
+
+class HubClient:
+    """An Outbox to one of those receivers; they share the HubOutbox, which is closed once."""
+
+    def __init__(self, outbox: HubOutbox, receiver: str) -> None:
+        self.outbox = outbox
+        self.receiver = receiver
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.outbox.send(self.receiver, message)
+
+    def close(self) -> None:
+        """Nothing: others use the connection."""

@@ -30,20 +30,27 @@ class Bridge(threading.Thread):
     def __init__(self, host: str, on_failure: Callable[[Exception], None]) -> None:
         super().__init__(name="bridge", daemon=True)
         self.on_failure = on_failure
-        self.hub = Hub(host)
+        self.hub = Hub(host, self.lose)
+        # By local address of an engine: called, from the thread, when its connection breaks.
+        self.on_lost: dict[str, Callable[[], None]] = {}
         # An engine's local address: one that is opened (True) or closed.
         self.changes: SimpleQueue[tuple[str, bool]] = SimpleQueue()
         self.ended: SimpleQueue[tuple[int, str]] = SimpleQueue()  # API servers, and their sockets
+        self.gone: set[str] = set()  # their sockets; numbers of clients are never used again
         self.closing = threading.Event()
 
-    def open(self, address: str) -> Uplink:
+    def open(self, address: str, on_lost: Callable[[], None]) -> Uplink:
         """Listen at the local address of an engine; returns how the engine connects."""
+        self.on_lost[address] = on_lost
         self.changes.put((address, True))
         return self.hub.uplink(address)
 
     def forget(self, address: str) -> None:
         """Stop listening for an engine that has ended."""
         self.changes.put((address, False))
+
+    def lose(self, address: str) -> None:
+        self.on_lost.pop(address, lambda: None)()
 
     def detach(self, client: int, address: str) -> None:
         """An API server with a socket at this address has ended: engines drop its requests."""
@@ -68,6 +75,8 @@ class Bridge(threading.Thread):
             self.update(inboxes, outboxes)
             wait([self.hub.listener, *inboxes.values()], TICK)
             for forward in self.hub.drain():
+                if forward.receiver in self.gone:
+                    continue
                 if forward.receiver not in outboxes:
                     outboxes[forward.receiver] = Outbox(forward.receiver)
                 outboxes[forward.receiver].send(forward.message)
@@ -92,6 +101,7 @@ class Bridge(threading.Thread):
                 self.hub.forget(address)
         while not self.ended.empty():
             client, at = self.ended.get()
+            self.gone.add(at)
             if at in outboxes:
                 outboxes.pop(at).close()
             for address in inboxes:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from servd.base.errors import ServdError
 from servd.base.private_dir import private_dir
 from servd.base.tracing import CLOCK_OFFSET
 from servd.config import Config
@@ -28,6 +29,7 @@ from servd.launch.engine_supervisor import LOOK_INTERVAL, EngineProcess, EngineS
 log = logging.getLogger("servd.launch")
 
 PLACEMENT_PATIENCE = 30.0  # seconds until the log says that Ray has no host yet
+CONFIG_ERROR = 2  # exit code
 LOST = -9  # exit code of an engine whose actor or host is gone
 
 
@@ -68,8 +70,13 @@ class EngineActor:
         """Run an engine from StartElsewhere until it has Ended; see `clock_offset`."""
         start = msgspec.msgpack.decode(data, type=StartElsewhere)
         os.environ[CLOCK_OFFSET] = str(offset)
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray's is 1; the engine divides this host's CPUs
+        try:
+            spec = find_spec(start.config)
+        except ServdError as error:
+            return msgspec.msgpack.encode(Ended(CONFIG_ERROR, reason=str(error)))
         engine = EngineSupervisor(
-            start.config, find_spec(start.config), str(private_dir()), lambda _: None,
+            start.config, spec, str(private_dir()), lambda _: None,
             uplink=start.uplink, identity=start.identity,
         )  # fmt: skip
         engine.set_incarnation(start.incarnation)
@@ -112,8 +119,10 @@ class RayEngine(EngineProcess):
             try:
                 self.ended = msgspec.msgpack.decode(self._run(), type=Ended)
             except Exception as error:  # the actor is gone, or its host
-                why = str(error).strip().splitlines()[0]
+                lines = str(getattr(error, "cause", None) or error).split("\n")
+                why = f"{type(error).__name__}: {lines[0]}"
                 self.ended = Ended(was_ready=self.is_ready, reason=f"{self.name} is lost: {why}")
+            self.ray.kill(self.actor)  # else it keeps what it has of its host
             callback(self)
 
         threading.Thread(target=watch, name=f"watch-{self.name}", daemon=True).start()
@@ -140,6 +149,7 @@ class RayEngine(EngineProcess):
         """Nothing: new options are for processes of this host."""
 
     def terminate(self) -> None:
+        """End its actor; see `on_exit`."""
         if self.ended is None:
             self.ray.kill(self.actor)
 
@@ -155,18 +165,24 @@ class RayEngineSupervisor(EngineSupervisor):
 
     bridge: Bridge = field(kw_only=True)
 
+    def __post_init__(self) -> None:
+        self.given = self.config  # the actor's supervisor adds the rank to it
+        super().__post_init__()
+
     def start(self, started_at: float) -> None:
         if self.child is not None:
             self.was_asleep = self.child.heartbeat.is_asleep
         address = engine_address(self.ipc_dir, self.number)
-        config = self.config.replace(
-            data_parallel_backend="mp", data_parallel_start_rank=self.rank,
-            data_parallel_size_local=1, max_engine_restarts=0,
+        num_nodes = sum(node["Alive"] for node in library().nodes())
+        config = self.given.replace(
+            api_key=[], data_parallel_backend="mp", data_parallel_start_rank=self.rank,
+            data_parallel_size_local=-(-self.config.parallel.data_parallel_size // num_nodes),
+            max_engine_restarts=0,
         )  # fmt: skip
+        uplink = self.bridge.open(address, self.terminate)
         start = StartElsewhere(
-            config, self.bridge.open(address), identity(self.config, self.spec), self.number,
-            self.was_asleep,
-        )  # fmt: skip
+            config, uplink, identity(self.config, self.spec), self.number, self.was_asleep
+        )
         self.reason = ""
         self.child = RayEngine(self.name, self.config, start)
         self.child.on_exit(self.on_exit)
@@ -177,7 +193,8 @@ class RayEngineSupervisor(EngineSupervisor):
     def handle_exit(self) -> str | None:
         assert isinstance(self.child, RayEngine) and self.child.ended is not None
         self.bridge.forget(engine_address(self.ipc_dir, self.number))
-        self.child.is_ready = self.child.ended.was_ready
+        # A host that is lost says nothing about the model: only the number of deaths is bounded.
+        self.child.is_ready = self.child.ended.was_ready or self.child.exit_code == LOST
         self.reason = self.child.ended.reason
         return super().handle_exit()
 

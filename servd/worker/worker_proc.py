@@ -18,7 +18,7 @@ from servd.base import log
 from servd.base.errors import ConfigError
 from servd.ipc.channels import Inbox, Outbox
 from servd.ipc.child import SHOW_STACKS, import_ahead, read_start
-from servd.ipc.hub import HubInbox, HubOutbox
+from servd.ipc.hub import HubClient, HubInbox, HubOutbox
 from servd.ipc.start_messages import StartWorker
 from servd.messages import engine as messages
 
@@ -99,18 +99,19 @@ class WorkerProc:
 
     def send_answers(self) -> None:
         """Second thread: owns the outbox. After a failure it ends; the executor sends Shutdown."""
-        outbox: Outbox | HubOutbox = (
-            Outbox(self.start.outbox)
-            if self.start.uplink is None
-            else HubOutbox(self.start.uplink, self.start.outbox)
-        )
+        outbox: Outbox | HubClient
+        if self.start.uplink is None:
+            outbox = shared = Outbox(self.start.outbox)
+        else:
+            shared = HubOutbox(self.start.uplink)
+            outbox = HubClient(shared, self.start.outbox)
         try:
             while (answer := self.answers.get()) is not None:
                 outbox.send(answer())
         except Exception as error:
             outbox.send(describe(error))
         finally:
-            outbox.close()
+            shared.close()
 
 
 def describe(error: Exception) -> messages.WorkerFailed:

@@ -702,7 +702,7 @@ async def test_pages_of_allowed_origins_reach_the_models(tmp_path: Path):
 async def test_each_answer_has_one_line_in_the_access_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    caplog.set_level("INFO", "servd.config.keys")
+    caplog.set_level("INFO", "servd.access")
     async with front(tmp_path, "one", access_log="requests") as (http, servers):
         servers.options = {"access_log": "requests"}
         http.headers["x-forwarded-for"] = "192.0.2.1"

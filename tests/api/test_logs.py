@@ -88,7 +88,7 @@ async def test_the_access_log(lines, access_log, logged):
         await served.http.get("/health")
         await served.http.get("/metrics")
         await served.http.get("/nowhere")
-    found = [line for line in lines() if line["logger"] == "servd.config.keys"]
+    found = [line for line in lines() if line["logger"] == "servd.access"]
     assert [line["path"] for line in found] == logged
     assert "secret" not in json.dumps(found)
     if found:

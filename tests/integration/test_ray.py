@@ -179,6 +179,12 @@ def test_engines_of_two_nodes_answer_as_one_though_a_node_is_killed(cluster, sta
     assert [complete(server, rank, **bodies[1]) for rank in (0, 1)] == [alone, alone]
     server.check_audit()
 
+    # Its actor gives the engine's share of a full cluster back.
+    engines()[0].kill()
+    wait_until(lambda: "restarting" in states(server), "nobody notices")
+    wait_until(lambda: states(server) == ["idle", "idle"], "it is not started again")
+    assert [complete(server, rank, **bodies[1]) for rank in (0, 1)] == [alone, alone]
+
     with httpx.stream("POST", f"{server.url}/v1/completions", json=ENDLESS) as stream:
         next(stream.iter_lines())
         server.children()["api"].kill()

@@ -41,7 +41,7 @@ from servd.messages.engine import FinishReason
 if TYPE_CHECKING:
     from servd.api.observability.otel import SpanExporter  # an extra
 
-log = logging.getLogger("servd.config.keys")
+log = logging.getLogger("servd.access")
 
 SINCE = "x-servd-since"  # header: nanoseconds of the host's clock
 MONITORING = {"/health", "/ping", "/metrics", "/load", "/version"}

@@ -97,11 +97,8 @@ class WorkerActor:
         model = start.config.model
         if model.model is not None and model.load_format != "dummy":
             hf.download_weights(model.model, model.revision, model.download_dir, model.load_format)
-        num_threads = str(max((os.cpu_count() or 1) // num_here, 1))
-        env = {
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", num_threads),
-            CLOCK_OFFSET: str(offset),
-        }
+        num_threads = max((os.cpu_count() or 1) // num_here, 1)
+        env = {"OMP_NUM_THREADS": str(num_threads), CLOCK_OFFSET: str(offset)}  # Ray's is 1
         module = MultiProcExecutor.worker_module
         return Child(f"worker-{start.rank}", module, start, env=env).process.wait()
 
@@ -127,7 +124,10 @@ class RayExecutor(MultiProcExecutor):
         self.ray = connect("--executor ray")
         self.hosts = self._place()
         self.inbox.close()
-        self.hub = Hub(self.ray.util.get_node_ip_address())
+        self.hub = Hub(
+            self.ray.util.get_node_ip_address(),
+            lambda name: self.lose(f"the connection to {name} broke"),
+        )
         self.inbox = HubReceiver(self.hub, FromWorker)
         return super().start()
 
@@ -136,7 +136,7 @@ class RayExecutor(MultiProcExecutor):
         runs: list[Any] = []
         for rank, actor in enumerate(self.actors):
             start = StartWorker(
-                self.config, self.spec, rank, "", self.inbox.at, meeting_point,
+                self.config.replace(api_key=[]), self.spec, rank, "", self.inbox.at, meeting_point,
                 self.hub.uplink(f"worker-{rank}"),
             )  # fmt: skip
             num_here = self.hosts.count(self.hosts[rank])
