@@ -72,6 +72,7 @@ def tables() -> dict[str, list[Row]]:
         ],
         "Bodies": [
             ("body", size(middleware.MAX_BODY), "413"),
+            ("bodies that are still arriving, together", size(middleware.MAX_ARRIVING), "429"),
             ("elements, keys and containers of its JSON", f"{validation.MAX_VALUES:,}", "400"),
             ("keys of `metadata`", f"{validation.MAX_KEYS}", "400"),
             ("prompts of a request", f"{completions.MAX_PROMPTS:,}", "400"),

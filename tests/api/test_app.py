@@ -8,6 +8,7 @@ import logging
 import httpx
 import pytest
 
+from servd.api.http import middleware
 from servd.api.http.middleware import MAX_BODY
 from tests.api.harness import Served, listening, serve, user
 
@@ -114,3 +115,29 @@ async def test_one_connection_serves_many_requests():
             assert (
                 await client.post("/v1/completions", json={"prompt": "a", "n": 0})
             ).status_code == 400
+
+
+async def test_bodies_that_are_still_arriving_are_limited_together(http, monkeypatch):
+    monkeypatch.setattr(middleware, "MAX_ARRIVING", 1000)
+    rest = asyncio.Event()
+
+    async def slowly(size: int):
+        yield b'{"prompt": "'
+        yield b"a" * size
+        await rest.wait()
+        yield b'", "max_tokens": 1}'
+
+    async def send(size: int) -> httpx.Response:
+        headers = {"Content-Type": "application/json"}
+        return await http.post("/v1/completions", content=slowly(size), headers=headers)
+
+    first = asyncio.create_task(send(900))
+    await asyncio.sleep(0)
+    refused = await send(900)
+    assert refused.status_code == 429 and refused.headers["retry-after"]
+    whole = await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+    assert whole.status_code == 200
+    rest.set()
+    assert (await first).status_code == 200
+    again = await asyncio.gather(send(900))
+    assert again[0].status_code == 200

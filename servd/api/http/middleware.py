@@ -33,7 +33,7 @@ from servd.api.observability.tracer import Tracer
 from servd.api.protocol.errors import error_reply
 from servd.api.protocol.validation import REQUEST_ID
 from servd.base.bounds import MAX_TIMEOUT
-from servd.base.errors import Forbidden, InvalidRequest
+from servd.base.errors import Forbidden, InvalidRequest, Overloaded
 from servd.base.log import MODEL, current_request
 from servd.base.tracing import Mark, now_ns
 from servd.messages.engine import FinishReason
@@ -49,6 +49,7 @@ TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{1
 LENGTH = re.compile("[0-9]{1,18}")  # a Content-Length
 LEFT = 499  # status where the client left before it got one
 MAX_BODY = 32 * 1024 * 1024  # bytes; a million tokens of text are about 5 MB
+MAX_ARRIVING = 16 * MAX_BODY  # bytes of all bodies that are not whole yet
 
 
 @dataclass(eq=False)
@@ -69,26 +70,16 @@ class RequestContext:
 
     def __post_init__(self) -> None:
         self.is_behind_front = MODEL in os.environ  # then only the front can reach this server
+        self.num_arriving = 0  # bytes of bodies that are not whole yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
         call = scope[CALL] = self._begin(scope, headers)
-        length = LENGTH.fullmatch(headers.get("content-length", "0"))
-        announced = int(length[0]) if length else 0
-        most = MAX_BODY if scope["path"] != "/v1/files" else MAX_UPLOAD
-        num_received, status, written = 0, 0, False
+        body = Body(self, scope, headers, receive)
+        status, written = 0, False
         begin = time.perf_counter()
-
-        async def receive_some() -> Message:
-            nonlocal num_received
-            if announced <= most:
-                message = await receive()
-                num_received += len(message.get("body", b""))
-                if num_received <= most:
-                    return message
-            raise HTTPException(413, f"the body may have at most {most} bytes")
 
         async def send_on(message: Message) -> None:
             nonlocal status, written
@@ -102,7 +93,7 @@ class RequestContext:
 
         try:
             self._check(call, headers)
-            await self.app(scope, receive_some, send_on)
+            await self.app(scope, body.receive, send_on)
         except ClientDisconnect:
             pass  # nobody to answer
         except Exception as error:
@@ -113,6 +104,7 @@ class RequestContext:
             answer = Response(reply.body, reply.status, reply.headers, "application/json")
             await answer(scope, receive, send_on)
         finally:
+            body.release()
             self._observe(call, status, time.perf_counter() - begin)
             self._end(call, status, written)
 
@@ -205,6 +197,54 @@ class RequestContext:
         done = self.loop.each(call.client, requests, finish)
         if span is not None:
             done.add_done_callback(lambda _: span.end(status or LEFT))
+
+
+@dataclass(eq=False)
+class Body:
+    """The body of a request as it arrives, within the limits of one and of all together."""
+
+    context: RequestContext
+    scope: Scope
+    headers: Headers
+    receive_part: Receive
+    num_received: int = 0  # bytes
+    num_held: int = 0  # bytes in memory, until it is whole
+
+    def __post_init__(self) -> None:
+        length = LENGTH.fullmatch(self.headers.get("content-length", "0"))
+        self.announced = int(length[0]) if length else 0
+        self.is_file = self.scope["path"] == "/v1/files"
+        self.most = MAX_UPLOAD if self.is_file else MAX_BODY
+
+    async def receive(self) -> Message:
+        """Return its next part.
+
+        Raises:
+            HTTPException: 413, it is too large.
+            Overloaded: too much of all bodies is in memory.
+        """
+        message = await self.receive_part() if self.announced <= self.most else {}
+        num_new = len(message.get("body", b""))
+        self.num_received += num_new
+        if max(self.announced, self.num_received) > self.most:
+            raise HTTPException(413, f"the body may have at most {self.most} bytes")
+        if self.is_file:
+            return message
+        self.num_held += num_new
+        self.context.num_arriving += num_new
+        if not message.get("more_body", False):
+            self.release()
+        elif self.context.num_arriving > MAX_ARRIVING:
+            raise Overloaded(
+                f"bodies that are still arriving have {self.context.num_arriving} bytes, at most "
+                f"{MAX_ARRIVING} are kept: retry later"
+            )
+        return message
+
+    def release(self) -> None:
+        """Count it no longer: it is whole, or given up."""
+        self.context.num_arriving -= self.num_held
+        self.num_held = 0
 
 
 def _outcome(state: RequestState, status: int, written: bool) -> str:
