@@ -137,7 +137,8 @@ async def test_an_event_loop_misses_nothing_on_the_edge_triggered_descriptor(at,
 
 def test_messages_cross_processes(at, inbox):
     code = (
-        "import sys; from servd import ipc; from servd.messages.engine import AbortRequests\n"
+        "import sys; from servd.ipc import channels as ipc\n"
+        "from servd.messages.engine import AbortRequests\n"
         "outbox = ipc.Outbox(sys.argv[1]); outbox.send(AbortRequests(['other process'])); "
         "outbox.close()\n"
         "import zmq; zmq.Context.instance().term()"
