@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from servd.ipc.heartbeat import STOPPED_PATIENCE, Heartbeat, Watchdog, make_file
+from servd.ipc.heartbeat import STOPPED_TIMEOUT, Heartbeat, Watchdog, make_file
 
 
 def looks(watch: Watchdog, count: int) -> list[str | None]:
@@ -47,7 +47,7 @@ def test_the_prompts_of_the_steps_in_flight_outlive_the_engine():
 
 def test_an_engine_without_a_beat_is_hung():
     heartbeat = Heartbeat()
-    watch = Watchdog(heartbeat, interval=0.5, patience=2.0)
+    watch = Watchdog(heartbeat, interval=0.5, timeout=2.0)
     assert not any(looks(watch, 1200)), "it is not ready, and imports hold up everything"
     assert watch.look() == "it has shown no sign of life for 600 s"
     heartbeat.get_ready()
@@ -58,7 +58,7 @@ def test_an_engine_without_a_beat_is_hung():
 
 def test_a_step_is_hung_only_beyond_its_own_limit():
     heartbeat = Heartbeat()
-    watch = Watchdog(heartbeat, interval=1.0, patience=1000.0)
+    watch = Watchdog(heartbeat, interval=1.0, timeout=1000.0)
     heartbeat.get_ready()
     heartbeat.work(3.0)
     assert looks(watch, 4) == [None] * 4
@@ -72,10 +72,10 @@ def test_a_step_is_hung_only_beyond_its_own_limit():
 def test_a_process_is_hung_as_soon_as_a_signal_keeps_it_stopped_whatever_it_does():
     """Even while it loads, and long before a missing beat would tell."""
     is_stopped = False
-    watch = Watchdog(Heartbeat(), 0.2, patience=1000.0, is_stopped=lambda: is_stopped)
+    watch = Watchdog(Heartbeat(), 0.2, timeout=1000.0, is_stopped=lambda: is_stopped)
     for _ in range(5):  # a shell that stops and continues a job: never for so long
         is_stopped = True
-        assert looks(watch, round(STOPPED_PATIENCE / 0.2) - 1) == [None, None]
+        assert looks(watch, round(STOPPED_TIMEOUT / 0.2) - 1) == [None, None]
         is_stopped = False
         assert watch.look() is None
     is_stopped = True

@@ -175,8 +175,8 @@ class Call:
         timeout = math.inf
         if self.deadline is not None:
             timeout = max(self.deadline - asyncio.get_running_loop().time(), 0)
-        lane = options.priority_class
-        with async_llm.admit(num_prompts, key, self.client, lane, timeout) as admitted:
+        priority_class = options.priority_class
+        with async_llm.admit(num_prompts, key, self.client, priority_class, timeout) as admitted:
             self.headers = admitted.headers
             yield admitted, options
 

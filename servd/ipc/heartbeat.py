@@ -13,8 +13,8 @@ SIZE = 16384  # bytes
 TEXT = 64  # offset of the length and text of what it computes
 STEPS_IN_FLIGHT = 2
 BEAT_INTERVAL = 0.5  # seconds
-STOPPED_PATIENCE = 0.6  # seconds that a process may be stopped by a signal
-LOADING_PATIENCE = 600.0  # seconds that an import from a slow disk may block all threads
+STOPPED_TIMEOUT = 0.6  # seconds that a process may be stopped by a signal
+LOADING_TIMEOUT = 600.0  # seconds that an import from a slow disk may block all threads
 
 
 class Heartbeat:
@@ -85,7 +85,7 @@ class Watchdog:
 
     heartbeat: Heartbeat  # of the process
     interval: float  # seconds between readings
-    patience: float  # seconds without a beat that are allowed
+    timeout: float  # seconds without a beat that are allowed
     is_stopped: Callable[[], bool] = lambda: False  # by a signal, whatever it should do
 
     def __post_init__(self) -> None:
@@ -106,10 +106,10 @@ class Watchdog:
         self.seen = beat, step
         self.ready += self.heartbeat.is_ready
         self.stopped = self.stopped + 1 if self.is_stopped() else 0
-        if self.stopped * self.interval >= STOPPED_PATIENCE:
+        if self.stopped * self.interval >= STOPPED_TIMEOUT:
             return "a signal has stopped it (SIGSTOP)"
-        patience = self.patience if self.ready else max(self.patience, LOADING_PATIENCE)
-        if (seconds := self.without_beat * self.interval) > patience:
+        timeout = self.timeout if self.ready else max(self.timeout, LOADING_TIMEOUT)
+        if (seconds := self.without_beat * self.interval) > timeout:
             return f"it has shown no sign of life for {seconds:.0f} s"
         if (seconds := self.without_step * self.interval) > limit > 0:
             return f"a step has taken {seconds:.0f} s, more than {limit:.0f} s"

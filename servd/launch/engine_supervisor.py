@@ -151,10 +151,10 @@ class EngineSupervisor:
             self.config, self.spec, started_at, self.number, self.was_asleep, self.uplink,
             self.identity,
         )  # fmt: skip
-        patience = self.config.server.engine_hang_timeout
+        timeout = self.config.server.engine_hang_timeout
         has_workers = self.config.parallel.num_workers > 1
         is_stopped = partial(self.child.is_stopped, has_workers)
-        self.watch = Watchdog(self.child.heartbeat, LOOK_INTERVAL, patience, is_stopped)
+        self.watch = Watchdog(self.child.heartbeat, LOOK_INTERVAL, timeout, is_stopped)
         self.reason = ""
         self.child.on_exit(self.on_exit)
 

@@ -49,9 +49,11 @@ def entered() -> Iterator[ExitStack]:
 
 def enter(
     admission: Admission, stack: ExitStack, owner: str = "", num_prompts: int = 1,
-    key: Key = ANYONE, num_waiting: int = 0, lane: int = 0, timeout: float = math.inf,
+    key: Key = ANYONE, num_waiting: int = 0, priority_class: int = 0, timeout: float = math.inf,
 ):  # fmt: skip
-    return stack.enter_context(admission.enter(key, owner, num_prompts, num_waiting, lane, timeout))
+    return stack.enter_context(
+        admission.enter(key, owner, num_prompts, num_waiting, priority_class, timeout)
+    )
 
 
 def serve_some(admission: Admission, clock: Clock, count: int, seconds: float) -> None:
@@ -152,9 +154,9 @@ async def test_prompts_that_fit_are_not_refused_for_their_length():
 def test_the_background_leaves_half_of_the_queue(clock, entered):
     admission = make(clock, max_waiting_requests=8)
     for _ in range(4):
-        enter(admission, entered, "a", lane=1)
+        enter(admission, entered, "a", priority_class=1)
     with pytest.raises(Overloaded, match="background"):
-        enter(admission, entered, "a", lane=1)
+        enter(admission, entered, "a", priority_class=1)
     for _ in range(4):
         enter(admission, entered, "a")
     entered.close()

@@ -70,7 +70,7 @@ def test_a_hang_up_does_not_cut_a_drain_short(tree):
     tree.had_terminal = False
     server = Open()
     tree.api_servers = [server]
-    tree.watches["api-0"] = Watchdog(Heartbeat(), interval=1.0, patience=600.0)
+    tree.watches["api-0"] = Watchdog(Heartbeat(), interval=1.0, timeout=600.0)
 
     def finish() -> None:
         server.exit_code = 0
@@ -137,7 +137,7 @@ def test_who_has_ended_in_a_drain_is_not_hung(tree, monkeypatch):
     for child in tree.api_servers:
         heartbeat = Heartbeat()
         heartbeat.get_ready()
-        tree.watches[child.name] = Watchdog(heartbeat, interval=1.0, patience=3.0)
+        tree.watches[child.name] = Watchdog(heartbeat, interval=1.0, timeout=3.0)
     tree.wait_for_api_servers(0.1)
     assert killed and {*killed} == {"api-1"}
 
@@ -207,7 +207,7 @@ def test_an_api_server_whose_loop_stands_still_is_killed_and_one_that_works_is_n
         def __init__(self, name: str) -> None:
             self.name, self.heartbeat, self.exit_code = name, Heartbeat(), None
             self.heartbeat.get_ready()
-            tree.watches[name] = Watchdog(self.heartbeat, interval=1.0, patience=3.0)
+            tree.watches[name] = Watchdog(self.heartbeat, interval=1.0, timeout=3.0)
 
         def kill_hung(self) -> None:
             tree.events.put(self)

@@ -93,7 +93,7 @@ class Admission:
         owner: str,
         num_prompts: int,
         num_waiting: int = 0,
-        lane: int = 0,
+        priority_class: int = 0,
         timeout: float = math.inf,
     ) -> Iterator[Admitted]:
         """Admit a request for the duration of the block. Owners share the queue; `num_waiting`
@@ -115,7 +115,7 @@ class Admission:
                 param="prompt",
             )
         self.check("max_waiting_requests", self.prompts, owner, num_prompts, limit)
-        if lane:
+        if priority_class:
             self._check_background(num_prompts)
         if timeout < math.inf:
             self._check_deadline(owner, num_waiting, timeout)
@@ -124,11 +124,11 @@ class Admission:
             self._check_concurrency(key, key.max_concurrency, admitted)
         if key.requests_per_minute is not None:
             self._check_rate(key, key.requests_per_minute, admitted)
-        self._count(admitted, num_prompts, lane)
+        self._count(admitted, num_prompts, priority_class)
         try:
             yield admitted
         finally:
-            self._count(admitted, -num_prompts, lane)
+            self._count(admitted, -num_prompts, priority_class)
 
     def refuse(self, reason: str, error: RequestError) -> RequestError:
         """Count a refusal; returns the error to raise."""
@@ -153,7 +153,7 @@ class Admission:
             ),
         )
 
-    def _count(self, admitted: Admitted, num_prompts: int, lane: int) -> None:
+    def _count(self, admitted: Admitted, num_prompts: int, priority_class: int) -> None:
         """Count the prompts of a request when it starts, and again, negative, when it ends."""
         now = self.clock()
         if self.prompts.total():
@@ -163,7 +163,7 @@ class Admission:
         self._counted_at = now
         self._num_served += max(-num_prompts, 0)
         self.prompts[admitted.owner] += num_prompts
-        self.num_background += num_prompts if lane else 0
+        self.num_background += num_prompts if priority_class else 0
         self.tokens[admitted.owner] -= admitted.num_tokens
         if not self.prompts[admitted.owner]:
             del self.prompts[admitted.owner], self.tokens[admitted.owner]

@@ -162,7 +162,7 @@ class AsyncLLM:
         num_prompts: int = 1,
         key: Key = ANYONE,
         owner: str = "",
-        lane: int = 0,
+        priority_class: int = 0,
         timeout: float = math.inf,
     ) -> AbstractContextManager[Admitted]:
         """Admit a request with all its prompts before any work is done for it, for the duration of
@@ -183,7 +183,7 @@ class AsyncLLM:
                 )
                 raise self.admission.refuse("loading", error)
         num_waiting = sum(engine.stats.num_waiting for engine in self.engines)
-        return self.admission.enter(key, owner, num_prompts, num_waiting, lane, timeout)
+        return self.admission.enter(key, owner, num_prompts, num_waiting, priority_class, timeout)
 
     async def prepare(
         self,

@@ -135,7 +135,7 @@ class EagleProposer(Proposer):
     before any later token reads them.
 
     It follows rows that verify drafts or want some, and prompts, unless there have hardly been any
-    drafts of late. Other tokens are skipped: the head's cache goes on without them, so that a row
+    drafts recently. Other tokens are skipped: the head's cache goes on without them, so that a row
     has as many places in its blocks as tokens were followed, and a step that has nothing to do with
     drafts costs nothing. Blocks that the prefix cache lends may lack such tokens, or were made with
     the next token of another request: drafts after them may be worse.
@@ -157,7 +157,7 @@ class EagleProposer(Proposer):
         # Tokens of each slot that the head has: int64 [slots], on the device, as only that knows
         # how many drafts were kept.
         self.num_followed = torch.zeros_like(self.states.num_computed)
-        # Steps of late that wanted drafts; old ones count less.
+        # Recent steps that wanted drafts; old ones count less.
         self.interest = MOST_INTEREST
 
     def find_folder(self, target: Target) -> str:
