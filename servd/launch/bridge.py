@@ -46,7 +46,8 @@ class Bridge(threading.Thread):
         return self.hub.uplink(address)
 
     def forget(self, address: str) -> None:
-        """Stop listening for an engine that has ended."""
+        """Stop listening for an engine that has ended; its connection may break from now on."""
+        self.on_lost.pop(address, None)
         self.changes.put((address, False))
 
     def lose(self, address: str) -> None:

@@ -28,7 +28,7 @@ from servd.launch.engine_supervisor import LOOK_INTERVAL, EngineProcess, EngineS
 
 log = logging.getLogger("servd.launch")
 
-PLACEMENT_PATIENCE = 30.0  # seconds until the log says that Ray has no host yet
+WARN_INTERVAL = 30.0  # seconds between warnings that Ray has no host yet
 CONFIG_ERROR = 2  # exit code
 LOST = -9  # exit code of an engine whose actor or host is gone
 
@@ -45,7 +45,7 @@ class Ended(msgspec.Struct):
 class StartElsewhere(msgspec.Struct):
     """What an actor starts an engine with."""
 
-    config: Config  # as resolved on the head, with the engine's rank
+    config: Config  # as resolved here
     uplink: Uplink
     identity: str
     incarnation: int
@@ -130,7 +130,7 @@ class RayEngine(EngineProcess):
     def _run(self) -> bytes:
         ray = self.ray
         here = self.actor.now_ns.remote()
-        while not ray.wait([here], timeout=PLACEMENT_PATIENCE)[0]:
+        while not ray.wait([here], timeout=WARN_INTERVAL)[0]:
             free = ray.available_resources()
             log.warning("%s waits for Ray: it needs %s, free are %s", self.name, self.needs, free)
         run = self.actor.run.remote(self.message, clock_offset(ray, self.actor))
