@@ -1,7 +1,7 @@
 """What servd uses of torch and transformers that they do not promise to keep, each with its reason.
 
-All of it was tried with torch 2.11 to 2.13 and transformers 5.17 to 5.24: look here first when a
-newer one fails. What takes long to import is imported inside of functions.
+The tests run it with torch 2.13 and transformers 5.24, `make test-oldest` with 2.11 and 5.17. Look
+here first when a newer one fails. What takes long to import is imported inside of functions.
 """
 # pyright: reportPrivateUsage=false
 
