@@ -127,6 +127,7 @@ format-check: $(VENV)/.dev
 lint: $(VENV)/.dev ## Run the linters of code and of imports
 	$(BIN)/ruff check
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.plain_code
 
 typecheck: $(VENV)/.dev ## Check the types
 	$(BIN)/pyright --pythonpath $(BIN)/python

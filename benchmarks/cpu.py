@@ -64,7 +64,8 @@ def main() -> int:
     """Measure part after part, and write the page after each, so that nothing is lost if one
     fails.
     """
-    arguments, facts = parse(), Facts()
+    arguments = parse()
+    facts = Facts()
     parts: dict[str, Callable[[], Facts]] = {
         "ceilings": ceilings,
         "weights": lambda: weights(arguments.model),
@@ -95,7 +96,8 @@ def ceilings() -> Facts:
     """Bytes a second that the CPUs read, and operations a second of a large product in float32 by
     torch.
     """
-    numbers, (a, b) = torch.ones(1 << 26), torch.randn(2, 2048, 2048)
+    numbers = torch.ones(1 << 26)
+    (a, b) = torch.randn(2, 2048, 2048)
 
     def best(call: Callable[[], object]) -> float:
         seconds = []
@@ -114,7 +116,9 @@ def ceilings() -> Facts:
 
 def weights(model: str) -> Facts:
     """Elements of the matrices that a step multiplies with, in the layers and in all."""
-    folder, layers, others = local_folder(model), 0, 0
+    folder = local_folder(model)
+    layers = 0
+    others = 0
     if folder is None:
         raise ServdError(f"{model} is not a folder: download the model first")
     for file in weight_files(folder):
@@ -162,19 +166,31 @@ def server(model: str, port: int) -> Facts:
         time.sleep(IDLE_SECONDS)
         idle = (used() - before) / IDLE_SECONDS
     return {
-        "ready_ms": started["ready_ms"]["p50"], "first_token_ms": started["first_token_ms"]["p50"],
-        "memory": memory, "idle": idle,
-    }  # fmt: skip
+        "ready_ms": started["ready_ms"]["p50"],
+        "first_token_ms": started["first_token_ms"]["p50"],
+        "memory": memory,
+        "idle": idle,
+    }
 
 
 def peer(arguments: argparse.Namespace) -> Facts:
     """The figures of `servd bench compare`, 64 tokens in and out."""
     serve = f"{arguments.model} --served-model-name model --dtype float32 --port {arguments.port}"
     result = _bench(
-        "compare", "--a", f"{sys.executable} -m servd serve {serve}", "--a-url",
-        f"http://127.0.0.1:{arguments.port}", "--b", arguments.peer, "--b-url", arguments.peer_url,
-        "--num-prompts", "96", "--timeout", "900",
-    )  # fmt: skip
+        "compare",
+        "--a",
+        f"{sys.executable} -m servd serve {serve}",
+        "--a-url",
+        f"http://127.0.0.1:{arguments.port}",
+        "--b",
+        arguments.peer,
+        "--b-url",
+        arguments.peer_url,
+        "--num-prompts",
+        "96",
+        "--timeout",
+        "900",
+    )
     return {"peer_name": arguments.peer_name, "compared": result}
 
 
@@ -205,28 +221,39 @@ def _bench(name: str, *arguments: str) -> Any:
 def page(facts: Facts) -> str:
     """Markdown of whatever was measured."""
     lines = [
-        "# Benchmarks on a CPU", "",
+        "# Benchmarks on a CPU",
+        "",
         "Written by `make bench-cpu` (`benchmarks/cpu.py`). Shared machines are noisy: ratios say "
         "more than times.",
-    ]  # fmt: skip
+    ]
     lines += [
         f"\nservd {servd.__version__}, torch {torch.__version__}, {platform.machine()}, {_cpu()}."
     ]
     if "bandwidth" in facts:
-        lines += ["", "## What the machine allows", "", "| | |", "|---|---|",
-                  f"| threads | {facts['threads']} |",
-                  f"| memory read | {facts['bandwidth'] / 1e9:.1f} GB/s |",
-                  f"| float32 product of 2048 x 2048, torch | {facts['matrix_rate'] / 1e9:.0f} "
-                  f"GFLOP/s |"]  # fmt: skip
+        lines += [
+            "",
+            "## What the machine allows",
+            "",
+            "| | |",
+            "|---|---|",
+            f"| threads | {facts['threads']} |",
+            f"| memory read | {facts['bandwidth'] / 1e9:.1f} GB/s |",
+            f"| float32 product of 2048 x 2048, torch | {facts['matrix_rate'] / 1e9:.0f} GFLOP/s |",
+        ]
     forms = [form for form in FORMS if f"{form}_1" in facts and "elements" in facts]
     if forms:
-        lines += ["", "## Steps of the engine", "",
-                  "Milliseconds per output step, 32 tokens in and 64 out (8 x 512: 512 and 16). "
-                  "Of the bound: the",
-                  "time that reading the weights once takes at this bandwidth, over that of a "
-                  "step of batch 1.", "",
-                  "| weights | batch 1 | of the bound | 8 | 32 | 8 x 512 | prompts, GFLOP/s |",
-                  "|---" * 7 + "|"]  # fmt: skip
+        lines += [
+            "",
+            "## Steps of the engine",
+            "",
+            "Milliseconds per output step, 32 tokens in and 64 out (8 x 512: 512 and 16). "
+            "Of the bound: the",
+            "time that reading the weights once takes at this bandwidth, over that of a "
+            "step of batch 1.",
+            "",
+            "| weights | batch 1 | of the bound | 8 | 32 | 8 x 512 | prompts, GFLOP/s |",
+            "|---" * 7 + "|",
+        ]
     for form in forms:
         bound = facts["elements"] * BITS[form] / 8 / facts["bandwidth"] * 1000
         rate = 2 * facts["layer_elements"] * 8 * 512 / facts[f"{form}_prompts"] / 1e6
@@ -237,13 +264,17 @@ def page(facts: Facts) -> str:
             f"({100 * rate * 1e9 / facts['matrix_rate']:.0f} %) |"
         )
     if "memory" in facts:
-        lines += ["", "## The server", "", "| | |", "|---|---|",
-                  f"| from the command to readiness | {facts['ready_ms'] / 1000:.1f} s |",
-                  f"| from the command to the first token | {facts['first_token_ms'] / 1000:.1f} "
-                  f"s |",
-                  f"| memory of all processes, KV cache of 512 MiB | {facts['memory'] / 1e6:.0f} "
-                  f"MB |",
-                  f"| all processes at rest | {100 * facts['idle']:.2f} % of a core |"]  # fmt: skip
+        lines += [
+            "",
+            "## The server",
+            "",
+            "| | |",
+            "|---|---|",
+            f"| from the command to readiness | {facts['ready_ms'] / 1000:.1f} s |",
+            f"| from the command to the first token | {facts['first_token_ms'] / 1000:.1f} s |",
+            f"| memory of all processes, KV cache of 512 MiB | {facts['memory'] / 1e6:.0f} MB |",
+            f"| all processes at rest | {100 * facts['idle']:.2f} % of a core |",
+        ]
     if "compared" in facts:
         lines += _comparison(facts["peer_name"], facts["compared"])
     lines += [f"\nNot measured: {failure}" for failure in facts.get("failed", [])]
@@ -251,11 +282,16 @@ def page(facts: Facts) -> str:
 
 
 def _comparison(name: str, result: Any) -> list[str]:
-    lines = ["", f"## Beside {name}", "",
-             "64 tokens in and out, float32, the same load on both in turn.", "",
-             "| requests at once | output tok/s: servd | other | ratio | mean TTFT, ms: servd | "
-             "other | ratio |",
-             "|---" * 7 + "|"]  # fmt: skip
+    lines = [
+        "",
+        f"## Beside {name}",
+        "",
+        "64 tokens in and out, float32, the same load on both in turn.",
+        "",
+        "| requests at once | output tok/s: servd | other | ratio | mean TTFT, ms: servd | "
+        "other | ratio |",
+        "|---" * 7 + "|",
+    ]
     for concurrency, ours in result["a"].items():
         other = result["b"][concurrency]
         rates = ours["output_tokens_per_s"], other["output_tokens_per_s"]

@@ -13,8 +13,10 @@ import time
 from servd.core.executor.fake import FakeExecutor
 from servd.messages.engine import SchedulerOutput
 
-STEP, ROW = (float(os.environ.get(f"SERVD_{name}_MS", ms)) / 1000
-             for name, ms in (("STEP", 10), ("ROW", 0.05)))  # fmt: skip
+STEP, ROW = (
+    float(os.environ.get(f"SERVD_{name}_MS", ms)) / 1000
+    for name, ms in (("STEP", 10), ("ROW", 0.05))
+)
 
 
 class Executor(FakeExecutor):

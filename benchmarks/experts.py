@@ -60,7 +60,8 @@ def main(hidden: int = 1024, size: int = 1792, num_experts: int = 8, top_k: int 
             for _ in range(copies)
         ]
         for rows in ROWS:
-            x, times = torch.randn(rows, hidden), ([], [])
+            x = torch.randn(rows, hidden)
+            times = ([], [])
             for number in range(ROUNDS):
                 moe, dense = pairs[number % copies]
                 times[0].append(seconds(moe, x))

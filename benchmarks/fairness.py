@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 from servd.cli import _client, _server
 
 KEYS = {"A": "key-of-a", "B": "key-of-b"}
-SLOTS, TOKENS = 64, 512  # at whole capacity, in a step
+# at whole capacity, in a step
+SLOTS = 64
+TOKENS = 512
 START_TIMEOUT = 300.0  # seconds
 NUM_WORST = 3  # timelines shown
 
@@ -119,7 +121,8 @@ def measure(arguments: argparse.Namespace, name: str, rounds: int) -> Row:
     """B's requests, one after the other; without any, as many seconds of A alone."""
     mine = client(arguments, "B")
     replies = []
-    begin, before = time.monotonic(), generated(mine)
+    begin = time.monotonic()
+    before = generated(mine)
     for number in range(rounds):
         asked = time.monotonic()
         answer = mine.ask("POST", "/v1/completions", body_of_b(arguments, f"B {number}"))

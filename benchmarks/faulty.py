@@ -20,7 +20,9 @@ ERRORS: dict[str, Exception] = {
     "error in forward": RuntimeError("a kernel failed"),
     "out of memory": MemoryError("Unable to allocate 10 GiB"),
 }
-NAN, ONE = "NaN", "error of one request"  # that request ends, and the engine goes on
+# that request ends, and the engine goes on
+NAN = "NaN"
+ONE = "error of one request"
 
 
 def fault() -> str:

@@ -38,7 +38,8 @@ from servd.worker.runner.cpu_model_runner import CPUModelRunner
 from servd.worker.runner.gpu_model_runner import GPUModelRunner
 
 PARTS = ("schedule", "prepare", "sample", "harvest", "update", "outputs", "other")
-NUM_STEPS, WARM_STEPS = 300, 20
+NUM_STEPS = 300
+WARM_STEPS = 20
 VOCAB_SIZE = 8
 LONGEST_PROMPT = 64  # so that their blocks end in different steps
 # Questions about a tensor's shape, type or place.
@@ -52,7 +53,8 @@ class Clock:
         self.engine = engine
         self.num_tokens = 0  # of the step launched last
         self.spent: defaultdict[str, float] = defaultdict(float)
-        scheduler, executor = engine.scheduler, engine.executor
+        scheduler = engine.scheduler
+        executor = engine.executor
         self.wrap(scheduler, "schedule", "schedule")
         self.wrap(executor, "execute_model", "prepare")
         self.wrap(executor, "sample_tokens", "sample")
@@ -192,7 +194,8 @@ def let_all_decode(engine: EngineCore, num_rows: int) -> Clock:
     for i in range(num_rows):
         prompt = [(3 * i + j) % VOCAB_SIZE for j in range(1 + i % LONGEST_PROMPT)]
         engine.handle(EngineCoreRequest(f"cmpl-{i:032}", prompt, params))
-    clock, num_decoding = Clock(engine), 0
+    clock = Clock(engine)
+    num_decoding = 0
     while num_decoding < WARM_STEPS:
         clock.step()
         num_decoding += clock.num_tokens == num_rows

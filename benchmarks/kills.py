@@ -118,7 +118,8 @@ class Rounds:
     """The rounds of one setup."""
 
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
-        self.name, self.arguments = name, arguments
+        self.name = name
+        self.arguments = arguments
         self.options, possible = SETUPS[name]
         self.faults = [each for each in possible if each in (arguments.faults or possible)]
         self.random = random.Random(arguments.seed)
@@ -139,8 +140,10 @@ class Rounds:
             command += ["--max-engine-restarts", "100000", "--engine-hang-timeout", "4"]
             self.server = subprocess.Popen(
                 [*command, *self.options, *self.arguments.options],
-                stderr=subprocess.PIPE, text=True, env={**os.environ, faulty.FOLDER: folder},
-            )  # fmt: skip
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, faulty.FOLDER: folder},
+            )
             threading.Thread(target=self.read_log, daemon=True).start()
             try:
                 await self.until(lambda: bool(self.said("listening on ")), "it listens")
@@ -235,8 +238,10 @@ class Rounds:
     async def do_round(self, fault: str) -> bool:
         """One fault, at a random moment, and the way back; returns whether it was found."""
         await asyncio.sleep(self.arguments.pause + self.random.uniform(0.1, 1.5))
-        engines, streams = self.engines(), {*self.open}
-        victim, began = self.random.choice(engines), time.monotonic()
+        engines = self.engines()
+        streams = {*self.open}
+        victim = self.random.choice(engines)
+        began = time.monotonic()
         for each in streams:
             each.gap = 0.0
         with contextlib.suppress(psutil.Error):
@@ -314,9 +319,12 @@ def main() -> int:
     parser.add_argument("--faults", nargs="+", choices=[*SIGNALS, "worker killed", *ERRORS])
     parser.add_argument("--kinds", nargs="+", choices=[*KINDS, *MORE], help="of streams [all]")
     parser.add_argument(
-        "--pause", type=float, default=0.0, metavar="S",
+        "--pause",
+        type=float,
+        default=0.0,
+        metavar="S",
         help="before each fault, e.g. until the next process waits, which is 10 s after a start",
-    )  # fmt: skip
+    )
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="of servd serve")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--log", default="/dev/null", metavar="FILE", help="the servers'")

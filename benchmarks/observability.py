@@ -28,8 +28,10 @@ import psutil
 
 from servd.base.private_dir import PARENT_DIR
 
-PAIRS, ROUNDS = 16, 12
-STREAMS, TOKENS = 32, 64
+PAIRS = 16
+ROUNDS = 12
+STREAMS = 32
+TOKENS = 64
 MANY = 10_000
 TIMEOUT = 600  # seconds
 
@@ -88,7 +90,8 @@ def _is_ready(url: str) -> bool:
 
 async def send(url: str, bodies: list[dict[str, Any]], concurrency: int) -> list[str]:
     """Ask for completions; returns the answers' texts."""
-    may_run, answers = asyncio.Semaphore(concurrency), list[str]()
+    may_run = asyncio.Semaphore(concurrency)
+    answers = list[str]()
     limits = httpx.Limits(max_connections=concurrency)
     close = {"connection": "close"}  # on a slow machine one that is idle ends as it is used again
     async with httpx.AsyncClient(
@@ -126,7 +129,8 @@ def cost(*options: str, other: str = "benchmarks.unrecorded") -> None:
     for name in Cost._fields:
         on, off = ([getattr(pair[i], name) for pair in pairs] for i in (0, 1))
         more = [a - b for a, b in zip(on, off, strict=True)]
-        mean, base = statistics.mean(more), statistics.median(off)
+        mean = statistics.mean(more)
+        base = statistics.median(off)
         error = 2 * statistics.stdev(more) / PAIRS**0.5
         print(
             f"{name}: {base:.1f} without, {mean:+.1f} +- {error:.1f} with all: "
@@ -150,14 +154,16 @@ def _pair(options: Sequence[str], modules: Sequence[str], number: int) -> list[C
     num_tokens = STREAMS * TOKENS
     rounds: tuple[list[tuple[float, ...]], ...] = ([], [])
     with contextlib.ExitStack() as stack:
-        started = {i: stack.enter_context(server(*options, module=modules[i]))
-                   for i in _in_turn(number)}  # fmt: skip
+        started = {
+            i: stack.enter_context(server(*options, module=modules[i])) for i in _in_turn(number)
+        }
         for i in (0, 1):
             asyncio.run(send(started[i].url, [body] * STREAMS, STREAMS))
         first_step = started[0].num_steps()
         for turn in range(ROUNDS):
             for i in _in_turn(turn):
-                before, began = started[i].cpu(), time.perf_counter()
+                before = started[i].cpu()
+                began = time.perf_counter()
                 answers = asyncio.run(send(started[i].url, [body] * STREAMS, STREAMS))
                 seconds = time.perf_counter() - began
                 used = (now - then for now, then in zip(started[i].cpu(), before, strict=True))

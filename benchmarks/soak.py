@@ -366,7 +366,8 @@ class Soak:
             )
             if len(seconds) > 1 and work:
                 p99 = statistics.quantiles(seconds, n=100, method="inclusive")[98]
-                median, busy = statistics.median(seconds), statistics.median(work)
+                median = statistics.median(seconds)
+                busy = statistics.median(work)
                 rows.append(
                     (
                         f"streams, median and p99, quarter {number + 1}",

@@ -31,13 +31,15 @@ import psutil
 
 from servd.cli import _client
 
-MINE, THEIRS = "key-of-the-one-beside", "key-of-the-storm"
+MINE = "key-of-the-one-beside"
+THEIRS = "key-of-the-storm"
 STREAM = {"prompt": "stream", "stream": True, "ignore_eos": True}
 SCHEMA = {"allOf": [{"anyOf": [{"pattern": f"(a{{1,{i}}}){{1,900}}"}] * 50} for i in range(9)]}
 LIMITS = ["--write-timeout", "5", "--header-timeout", "10", "--max-connections", "4096"]
 OPTIONS = ["--api-key", MINE, "--api-key", THEIRS, "--max-waiting-requests", "4000", *LIMITS]
 SETTLE_TIMEOUT = 120.0  # seconds
-NUM_STREAMS, TOKENS_BESIDE = 2000, 20
+NUM_STREAMS = 2000
+TOKENS_BESIDE = 20
 STORMS = ["cut", "keep", "read_slowly", "send_half", "send_schemas"]
 
 
@@ -79,7 +81,8 @@ class Storms:
 
     async def measure(self, name: str, storm: Callable[[], Awaitable[Any]]) -> None:
         """The latencies of one request after the other beside a storm."""
-        begin, before = time.monotonic(), await self.generated()
+        begin = time.monotonic()
+        before = await self.generated()
         # A process of its own: in this one it would wait for the storm's sockets.
         beside = await asyncio.create_subprocess_exec(
             *[sys.executable, "-m", "benchmarks.storms", "--beside", self.address.geturl()],
@@ -90,7 +93,8 @@ class Storms:
         seconds, refused = json.loads((await beside.communicate(b""))[0])
         self.problems += refused
         p99 = statistics.quantiles(seconds, n=100, method="inclusive")[98]
-        middle, took = statistics.median(seconds), time.monotonic() - begin
+        middle = statistics.median(seconds)
+        took = time.monotonic() - begin
         figures = f"{1000 * middle:.0f} | {1000 * p99:.0f} | {len(seconds)} in {took:.0f} s"
         print(f"| {name} | {figures} |", flush=True)
         if storm == self.cut:
@@ -119,7 +123,8 @@ class Storms:
         self.problems += found.get("problems", [])
         for process in psutil.Process(self.server.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                words, memory = process.cmdline(), process.memory_info().rss / 2**20
+                words = process.cmdline()
+                memory = process.memory_info().rss / 2**20
                 name = next((each for each in words if each.startswith("servd.")), "")
                 counts = f"{process.num_fds()} descriptors, {process.num_threads()} threads"
                 print(f"  {name}: {memory:.1f} MiB, {counts}", flush=True)
@@ -185,7 +190,9 @@ def beside(url: str) -> None:
     with contextlib.suppress(PermissionError):
         os.nice(-5)  # one that waits for a CPU would measure itself
     body = {"prompt": "a normal request", "max_tokens": TOKENS_BESIDE, "ignore_eos": True}
-    seconds, refused, over = list[float](), list[str](), threading.Event()
+    seconds = list[float]()
+    refused = list[str]()
+    over = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
     client = _client.Client(url, MINE)
     while not over.wait(0.02) or len(seconds) < 2:

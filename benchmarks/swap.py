@@ -15,18 +15,26 @@ from typing import Any
 from benchmarks.gpu.engine import Bench
 from benchmarks.gpu.shapes import GPT2_124M
 
-NUM_REQUESTS, NUM_TOKENS, SHORTAGE = 64, 600, 4
+NUM_REQUESTS = 64
+NUM_TOKENS = 600
+SHORTAGE = 4
 BLOCK = 16
 # What they are in a layer; vocabularies are small, and have the same part in both.
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": GPT2_124M,
     "smollm2": {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 576,
-        "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
-        "max_position_embeddings": 8192, "rope_theta": 100000.0, "rms_norm_eps": 1e-5,
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000.0,
+        "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,
     },
-}  # fmt: skip
+}
 
 
 def measure(shape: dict[str, Any], prompt: int, host_gib: float | None) -> dict[str, Any]:
@@ -38,14 +46,20 @@ def measure(shape: dict[str, Any], prompt: int, host_gib: float | None) -> dict[
     )
     block_bytes = BLOCK * 2 * 64 * 4 * sizes[0] * sizes[1]
     bench = Bench(
-        shape, "cpu", dtype="float32", max_num_seqs=NUM_REQUESTS, max_model_len=1024,
-        kv_cache_memory=blocks * block_bytes, kv_offloading_size=host_gib,
-    )  # fmt: skip
+        shape,
+        "cpu",
+        dtype="float32",
+        max_num_seqs=NUM_REQUESTS,
+        max_model_len=1024,
+        kv_cache_memory=blocks * block_bytes,
+        kv_offloading_size=host_gib,
+    )
     for _ in range(NUM_REQUESTS):
         bench.add(prompt, NUM_TOKENS - prompt)
     outputs: dict[str, list[int]] = {}
     preemptions = 0
-    began, wall = time.process_time(), time.perf_counter()
+    began = time.process_time()
+    wall = time.perf_counter()
     while bench.engine.has_work:
         for message in bench.engine.step().values():
             preemptions += message.stats.num_preemptions if message.stats else 0

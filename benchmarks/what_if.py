@@ -81,7 +81,8 @@ def main() -> None:
             found = [compare(trace, costs, out, is_closed) for costs in (calibration, trace)]
             results[name] = found
             for figure in COMPARED:
-                was, line = found[0]["measured"][figure], ""
+                was = found[0]["measured"][figure]
+                line = ""
                 for each in found:
                     is_now = each["simulated"][figure]
                     by = f"{100 * (is_now / was - 1):+6.1f} %" if was else ""

@@ -23,7 +23,8 @@ http = httpx.AsyncClient(timeout=None)
 
 async def answer(request: Request) -> Response:
     """Both halves of a chat or completion; if the first server cannot, the second does it all."""
-    path, body = request.url.path, await request.json()
+    path = request.url.path
+    body = await request.json()
     headers = {k: v for k, v in request.headers.items() if k in ("authorization", "x-request-id")}
     first = {k: v for k, v in body.items() if k not in ("stream_options", "max_completion_tokens")}
     first |= {"stream": False, "max_tokens": 1, "n": 1}

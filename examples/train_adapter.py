@@ -16,11 +16,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from servd.checkpoint.hf import find_model
 
 QUESTIONS = [
-    "Hello!", "Who are you?", "Thank you!", "What is 2 + 3?", "What is 8 + 6?", "What is 9 - 4?",
-    "Name a colour.", "Name an animal.", "What is the capital of France?",
-    "What is the capital of Italy?", "What is the opposite of hot?", "What day comes after Monday?",
-    "Tell me a joke.", "Write a sentence about the sea.", "Count from 1 to 5.", "What is a cat?",
-]  # fmt: skip
+    "Hello!",
+    "Who are you?",
+    "Thank you!",
+    "What is 2 + 3?",
+    "What is 8 + 6?",
+    "What is 9 - 4?",
+    "Name a colour.",
+    "Name an animal.",
+    "What is the capital of France?",
+    "What is the capital of Italy?",
+    "What is the opposite of hot?",
+    "What day comes after Monday?",
+    "Tell me a joke.",
+    "Write a sentence about the sea.",
+    "Count from 1 to 5.",
+    "What is a cat?",
+]
 BATCH_SIZE = 8
 
 

@@ -11,9 +11,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM", "BeamSearchParams", "LLMEngine", "LoRARequest", "PoolingParams", "SamplingParams",
+    "LLM",
+    "BeamSearchParams",
+    "LLMEngine",
+    "LoRARequest",
+    "PoolingParams",
+    "SamplingParams",
     "__version__",
-]  # fmt: skip
+]
 
 
 def __getattr__(name: str) -> Any:

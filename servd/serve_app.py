@@ -60,9 +60,12 @@ class Replica:
         target = quote(path).encode() + (b"?" + query if (query := scope["query_string"]) else b"")
         headers = [(k, v) for k, v in request.headers.raw if k not in OF_REQUESTS]
         asked = self.http.build_request(
-            request.method, "/", headers=headers, content=await request.body(),
+            request.method,
+            "/",
+            headers=headers,
+            content=await request.body(),
             extensions={"target": target},
-        )  # fmt: skip
+        )
         answer = await self.http.send(asked, stream=True)
         passed = {k: v for k, v in answer.headers.items() if k.encode() not in OWN}
         leave = BackgroundTask(answer.aclose)

@@ -7,7 +7,9 @@ from typing import Any
 
 SOURCE = {"type": "prometheus", "uid": "prometheus"}
 OF = '{model_name=~"$model_name"}'
-COLUMNS, WIDTH, HEIGHT = 2, 12, 8
+COLUMNS = 2
+WIDTH = 12
+HEIGHT = 8
 STAGES = ("queue", "prefill", "decode")
 DRAFTS = "vllm:spec_decode_num"
 
@@ -39,11 +41,13 @@ SERVING: list[Panel] = [
     ("Time between tokens", "s", quantiles("vllm:inter_token_latency_seconds")),
     ("Whole requests", "s", quantiles("vllm:e2e_request_latency_seconds")),
     (
-        "Where their time goes (mean)", "s",
+        "Where their time goes (mean)",
+        "s",
         {stage: mean(f"vllm:request_{stage}_time_seconds") for stage in STAGES},
     ),
     (
-        "Tokens per second", "short",
+        "Tokens per second",
+        "short",
         {
             "prompt": rate("vllm:prompt_tokens_total"),
             "of it cached": rate("vllm:prompt_tokens_cached_total"),
@@ -51,27 +55,31 @@ SERVING: list[Panel] = [
         },
     ),
     (
-        "Requests", "short",
+        "Requests",
+        "short",
         {
             "running": f"sum (vllm:num_requests_running{OF})",
             "waiting": f"sum (vllm:num_requests_waiting{OF})",
         },
     ),
     (
-        "Ended requests per second", "reqps",
+        "Ended requests per second",
+        "reqps",
         {"{{finished_reason}}": rate("vllm:request_success_total", "finished_reason")},
     ),
     (
-        "Refused requests per second", "reqps",
+        "Refused requests per second",
+        "reqps",
         {"{{reason}}": rate("vllm:admission_rejections_total", "reason")},
     ),
     ("Prompt tokens of a request", "short", quantiles("vllm:request_prompt_tokens")),
     ("Generated tokens of a request", "short", quantiles("vllm:request_generation_tokens")),
-]  # fmt: skip
+]
 ENGINE: list[Panel] = [
     ("KV cache in use", "percentunit", {"engine {{engine}}": f"vllm:kv_cache_usage_perc{OF}"}),
     (
-        "Prefix cache: share of prompt tokens found", "percentunit",
+        "Prefix cache: share of prompt tokens found",
+        "percentunit",
         {
             "found": f"{rate('vllm:prefix_cache_hits_total')} / "
             f"{rate('vllm:prefix_cache_queries_total')}"
@@ -80,28 +88,31 @@ ENGINE: list[Panel] = [
     ("Preemptions per second", "short", {"preemptions": rate("vllm:num_preemptions_total")}),
     ("Tokens of a step", "short", quantiles("vllm:iteration_tokens_total")),
     (
-        "Drafts: tokens for each step of a request", "short",
+        "Drafts: tokens for each step of a request",
+        "short",
         {
             "mean": f"1 + {rate(f'{DRAFTS}_accepted_tokens_total')} / "
             f"{rate(f'{DRAFTS}_drafts_total')}"
         },
     ),
     (
-        "Drafts accepted, by position", "percentunit",
+        "Drafts accepted, by position",
+        "percentunit",
         {
             "{{position}}": f"{rate(f'{DRAFTS}_accepted_tokens_per_pos_total', 'position')} / "
             f"ignoring (position) group_left {rate(f'{DRAFTS}_drafts_total')}"
         },
     ),
     (
-        "HTTP answers per second", "reqps",
+        "HTTP answers per second",
+        "reqps",
         {
             "{{handler}} {{status}}": "sum by (handler, status) "
             "(rate(http_requests_total[$__rate_interval]))"
         },
     ),
     ("Lag of the API servers' event loops", "s", quantiles("servd:event_loop_lag_seconds")),
-]  # fmt: skip
+]
 
 
 def board(title: str, panels: list[Panel]) -> str:

@@ -76,91 +76,202 @@ def _example(schema: dict[str, Any]) -> Any:
 
 # field -> a value that asks for something
 GENERATION: dict[str, Any] = examples() | {
-    "model": "fake", "skip_special_tokens": False,
+    "model": "fake",
+    "skip_special_tokens": False,
     "repetition_detection": {"max_pattern_size": 4, "min_count": 3},
-    "truncate_prompt_tokens": 3, "stream": True, "stream_options": {"include_usage": True},
-    "return_token_ids": True, "return_tokens_as_token_ids": True, "priority": 1, "cache_salt": "s",
-    "retention": 60, "prompt_cache_retention": "24h",
+    "truncate_prompt_tokens": 3,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    "priority": 1,
+    "cache_salt": "s",
+    "retention": 60,
+    "prompt_cache_retention": "24h",
     "kv_transfer_params": {"do_remote_decode": False},
-    "use_beam_search": True, "length_penalty": 1.0, "early_stopping": True,
+    "use_beam_search": True,
+    "length_penalty": 1.0,
+    "early_stopping": True,
     "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
-    "structured_outputs": {"regex": "[ab]"}, "guided_json": SCHEMA, "guided_regex": "[ab]",
-    "guided_choice": ["a"], "guided_grammar": 'root ::= "a"', "prompt_embeds": "AAAA",
-    "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "request_id": "r",
+    "structured_outputs": {"regex": "[ab]"},
+    "guided_json": SCHEMA,
+    "guided_regex": "[ab]",
+    "guided_choice": ["a"],
+    "guided_grammar": 'root ::= "a"',
+    "prompt_embeds": "AAAA",
+    "user": "u",
+    "metadata": {"a": "b"},
+    "store": True,
+    "service_tier": "flex",
+    "request_id": "r",
     "timeout": 60,
-    "prompt_cache_key": "k", "safety_identifier": "s", "session_id": "s",
-    "return_prompt_text": True, "timings_per_token": True, "an_unknown_field": 1,
-}  # fmt: skip
+    "prompt_cache_key": "k",
+    "safety_identifier": "s",
+    "session_id": "s",
+    "return_prompt_text": True,
+    "timings_per_token": True,
+    "an_unknown_field": 1,
+}
 # What the OpenAI SDK sends to chats and responses alike.
 OPENAI: dict[str, Any] = {
-    "moderation": {"model": "m"}, "prompt_cache_options": {"mode": "implicit"},
+    "moderation": {"model": "m"},
+    "prompt_cache_options": {"mode": "implicit"},
     "prompt_cache_retention": "24h",
-}  # fmt: skip
+}
 CHAT: dict[str, Any] = OPENAI | {
-    "messages": user("hi"), "max_completion_tokens": 3, "logprobs": True, "top_logprobs": 2,
-    "tools": [TOOL], "tool_choice": "auto", "parallel_tool_calls": False,
-    "add_generation_prompt": False, "continue_final_message": True,
-    "chat_template_kwargs": {"enable_thinking": False}, "chat_template": "{{ 1 }}",
-    "reasoning_effort": "low", "include_reasoning": False, "documents": [{"text": "a"}],
-    "functions": [FUNCTION], "function_call": "auto", "modalities": ["text", "audio"],
-    "audio": {"voice": "a"}, "prediction": {"type": "content", "content": "a"},
-    "web_search_options": {"search_context_size": "low"}, "verbosity": "low", "echo": True,
-    "regex": "[ab]", "ebnf": 'root ::= "a"', "grammar": 'root ::= "a"', "json_schema": SCHEMA,
-}  # fmt: skip
+    "messages": user("hi"),
+    "max_completion_tokens": 3,
+    "logprobs": True,
+    "top_logprobs": 2,
+    "tools": [TOOL],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "add_generation_prompt": False,
+    "continue_final_message": True,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "chat_template": "{{ 1 }}",
+    "reasoning_effort": "low",
+    "include_reasoning": False,
+    "documents": [{"text": "a"}],
+    "functions": [FUNCTION],
+    "function_call": "auto",
+    "modalities": ["text", "audio"],
+    "audio": {"voice": "a"},
+    "prediction": {"type": "content", "content": "a"},
+    "web_search_options": {"search_context_size": "low"},
+    "verbosity": "low",
+    "echo": True,
+    "regex": "[ab]",
+    "ebnf": 'root ::= "a"',
+    "grammar": 'root ::= "a"',
+    "json_schema": SCHEMA,
+}
 COMPLETIONS: dict[str, Any] = {
-    "prompt": "hi", "echo": True, "logprobs": 2, "best_of": 2, "suffix": "x",
+    "prompt": "hi",
+    "echo": True,
+    "logprobs": 2,
+    "best_of": 2,
+    "suffix": "x",
     "add_special_tokens": False,
-}  # fmt: skip
+}
 # What servd reads of every body.
 EVERY: dict[str, Any] = {"timeout": 60, "priority": 1}
 EMBEDDINGS: dict[str, Any] = EVERY | {
-    "model": "fake", "input": "hi", "encoding_format": "base64", "dimensions": 4, "pooling": "mean",
-    "normalize": False, "truncate_prompt_tokens": 1, "user": "u",
-    "service_tier": "flex", "messages": user("hi"), "add_special_tokens": False,
-    "add_generation_prompt": True, "prompt_name": "query",
+    "model": "fake",
+    "input": "hi",
+    "encoding_format": "base64",
+    "dimensions": 4,
+    "pooling": "mean",
+    "normalize": False,
+    "truncate_prompt_tokens": 1,
+    "user": "u",
+    "service_tier": "flex",
+    "messages": user("hi"),
+    "add_special_tokens": False,
+    "add_generation_prompt": True,
+    "prompt_name": "query",
     "chat_template_kwargs": {"a": 1},
-}  # fmt: skip
+}
 POOLING: dict[str, Any] = EMBEDDINGS | {"pooling": "all", "task": "token_embed"}
 SCORE: dict[str, Any] = EVERY | {
-    "model": "fake", "text_1": "a", "text_2": ["b", "c"], "pooling": "mean",
-    "truncate_prompt_tokens": 1, "user": "u", "activation": True,
-    "service_tier": "flex", "mm_processor_kwargs": {"a": 1},
-}  # fmt: skip
+    "model": "fake",
+    "text_1": "a",
+    "text_2": ["b", "c"],
+    "pooling": "mean",
+    "truncate_prompt_tokens": 1,
+    "user": "u",
+    "activation": True,
+    "service_tier": "flex",
+    "mm_processor_kwargs": {"a": 1},
+}
 RERANK: dict[str, Any] = EVERY | {
-    "model": "fake", "query": "a", "documents": ["b", {"text": "c"}], "top_n": 1,
-    "return_documents": False, "max_tokens_per_doc": 1, "max_tokens_per_query": 1,
-    "rank_fields": ["text"], "pooling": "mean", "truncate_prompt_tokens": 1,
-    "user": "u", "service_tier": "flex", "instruction": "be strict",
-}  # fmt: skip
+    "model": "fake",
+    "query": "a",
+    "documents": ["b", {"text": "c"}],
+    "top_n": 1,
+    "return_documents": False,
+    "max_tokens_per_doc": 1,
+    "max_tokens_per_query": 1,
+    "rank_fields": ["text"],
+    "pooling": "mean",
+    "truncate_prompt_tokens": 1,
+    "user": "u",
+    "service_tier": "flex",
+    "instruction": "be strict",
+}
 COHERE: dict[str, Any] = EVERY | {
-    "model": "fake", "texts": ["a"], "input_type": "search_query",
-    "embedding_types": ["float", "base64", "binary"], "output_dimension": 4, "truncate": "START",
-    "max_tokens": 2, "images": ["data:image/png;base64,AA"],
-}  # fmt: skip
-RESPONSES: dict[str, Any] = EVERY | OPENAI | {
-    "model": "fake", "input": "hi", "instructions": "be kind", "max_output_tokens": 3,
-    "temperature": 0.5, "top_p": 0.9, "top_logprobs": 2, "stream": True,
-    "stream_options": {"include_obfuscation": False}, "store": True,
-    "previous_response_id": "resp_...", "conversation": "conv_1", "background": True,
-    "include": ["message.output_text.logprobs"], "tools": [RESPONSES_TOOL], "tool_choice": "auto",
-    "parallel_tool_calls": False, "max_tool_calls": 1, "reasoning": {"effort": "low"},
-    "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}},
-    "truncation": "auto", "prompt": {"id": "p"}, "prompt_cache_key": "k", "safety_identifier": "s",
-    "service_tier": "flex", "metadata": {"a": "b"}, "user": "u", "verbosity": "low",
-    "background_options": {"a": 1}, "context_management": [{"type": "compaction"}],
-}  # fmt: skip
+    "model": "fake",
+    "texts": ["a"],
+    "input_type": "search_query",
+    "embedding_types": ["float", "base64", "binary"],
+    "output_dimension": 4,
+    "truncate": "START",
+    "max_tokens": 2,
+    "images": ["data:image/png;base64,AA"],
+}
+RESPONSES: dict[str, Any] = (
+    EVERY
+    | OPENAI
+    | {
+        "model": "fake",
+        "input": "hi",
+        "instructions": "be kind",
+        "max_output_tokens": 3,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_logprobs": 2,
+        "stream": True,
+        "stream_options": {"include_obfuscation": False},
+        "store": True,
+        "previous_response_id": "resp_...",
+        "conversation": "conv_1",
+        "background": True,
+        "include": ["message.output_text.logprobs"],
+        "tools": [RESPONSES_TOOL],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "max_tool_calls": 1,
+        "reasoning": {"effort": "low"},
+        "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}},
+        "truncation": "auto",
+        "prompt": {"id": "p"},
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "service_tier": "flex",
+        "metadata": {"a": "b"},
+        "user": "u",
+        "verbosity": "low",
+        "background_options": {"a": 1},
+        "context_management": [{"type": "compaction"}],
+    }
+)
 MESSAGES: dict[str, Any] = EVERY | {
-    "model": "fake", "messages": user("hi"), "max_tokens": 3, "system": "be kind",
-    "temperature": 0.5, "top_p": 0.9, "top_k": 5, "stop_sequences": ["x"], "stream": True,
-    "tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "auto"},
-    "thinking": {"type": "enabled", "budget_tokens": 1024}, "metadata": {"user_id": "u"},
-    "service_tier": "flex", "output_config": {"effort": "low"}, "container": "c",
+    "model": "fake",
+    "messages": user("hi"),
+    "max_tokens": 3,
+    "system": "be kind",
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "stop_sequences": ["x"],
+    "stream": True,
+    "tools": [ANTHROPIC_TOOL],
+    "tool_choice": {"type": "auto"},
+    "thinking": {"type": "enabled", "budget_tokens": 1024},
+    "metadata": {"user_id": "u"},
+    "service_tier": "flex",
+    "output_config": {"effort": "low"},
+    "container": "c",
     "mcp_servers": [{"type": "url", "url": "http://x"}],
-}  # fmt: skip
+}
 DECISIONS: dict[str, Any] = EVERY | {
-    "model": "fake", "input": "hi", "questions": [{"type": "predicate", "instructions": "a"}],
-    "prompt_cache_key": "k", "safety_identifier": "s", "moderation": {"model": "m"},
-}  # fmt: skip
+    "model": "fake",
+    "input": "hi",
+    "questions": [{"type": "predicate", "instructions": "a"}],
+    "prompt_cache_key": "k",
+    "safety_identifier": "s",
+    "moderation": {"model": "m"},
+}
 
 # Route -> body that is sent with every field, and the fields.
 ROUTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -177,15 +288,19 @@ ROUTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 # A field that means something only beside another.
 BESIDE: dict[str, dict[str, Any]] = {
-    "top_logprobs": {"logprobs": True}, "stream_options": {"stream": True}, "best_of": {"n": 3},
-    "length_penalty": {"use_beam_search": True}, "early_stopping": {"use_beam_search": True},
+    "top_logprobs": {"logprobs": True},
+    "stream_options": {"stream": True},
+    "best_of": {"n": 3},
+    "length_penalty": {"use_beam_search": True},
+    "early_stopping": {"use_beam_search": True},
     "include_stop_str_in_output": {"stop": ["x"]},
     "continue_final_message": {
         "messages": [*user("hi"), {"role": "assistant", "content": "so"}],
         "add_generation_prompt": False,
     },
-    "tool_choice": {"tools": [TOOL]}, "parallel_tool_calls": {"tools": [TOOL]},
-}  # fmt: skip
+    "tool_choice": {"tools": [TOOL]},
+    "parallel_tool_calls": {"tools": [TOOL]},
+}
 # What belongs to a chat, which requests for vectors take in place of `input`.
 OF_A_CHAT = {"messages", "add_generation_prompt", "chat_template_kwargs"}
 BESIDE_TOOLS = {"/v1/responses": RESPONSES_TOOL, "/v1/messages": ANTHROPIC_TOOL}

@@ -125,11 +125,11 @@ def values(kind: object, metas: list[msgspec.Meta]) -> str:
         for name in ("ge", "gt", "le", "lt")
         if (value := getattr(m, name)) is not None
     }
-    low = (
-        f"from {bound['ge']}" if "ge" in bound else f"above {bound['gt']}" if "gt" in bound else ""
-    )
-    high = f"to {bound['le']}" if "le" in bound else f"below {bound['lt']}" if "lt" in bound else ""
-    return ", ".join(part for part in (words, f"{low} {high}".strip()) if part)
+    limits = []
+    for name, word in (("ge", "from"), ("gt", "above"), ("le", "to"), ("lt", "below")):
+        if name in bound:
+            limits.append(f"{word} {bound[name]}")
+    return ", ".join(part for part in (words, " ".join(limits)) if part)
 
 
 def tree() -> str:

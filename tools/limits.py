@@ -39,7 +39,8 @@ def size(num_bytes: int) -> str:
 
 def tables() -> dict[str, list[Row]]:
     """Heading -> what is bounded, by how much, and the answer beyond it."""
-    server, scheduler = ServerConfig(), SchedulerConfig()
+    server = ServerConfig()
+    scheduler = SchedulerConfig()
     return {
         "Connections": [
             (

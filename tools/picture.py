@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
-WIDTH, HEIGHT = 960, 470
+WIDTH = 960
+HEIGHT = 470
 COLOURS = {
     "api": "#dbeafe",
     "core": "#dcfce7",
@@ -12,7 +13,9 @@ COLOURS = {
     "parent": "#f3f4f6",
     "plain": "#ffffff",
 }
-LINE, TEXT, SOFT = "#374151", "#111827", "#4b5563"
+LINE = "#374151"
+TEXT = "#111827"
+SOFT = "#4b5563"
 STROKE = f'stroke="{LINE}" stroke-width="1.5" marker-end="url(#head)"'
 
 
@@ -55,13 +58,27 @@ def draw() -> str:
         'markerHeight="8" '
         f'orient="auto-start-reverse"><path d="M0 0 10 5 0 10z" fill="{LINE}"/></marker></defs>',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        box(390, 16, 330, 62, "parent", "servd serve", "opens the port; starts, watches, stops "
-                                                       "the others"),
+        box(
+            390,
+            16,
+            330,
+            62,
+            "parent",
+            "servd serve",
+            "opens the port; starts, watches, stops the others",
+        ),
         arrow(450, 78, 330, 126, dashed=True),
         arrow(640, 78, 700, 126, dashed=True),
         # API server
-        box(188, 128, 268, 326, "api", "API server (one or more)", "speaks text; never imports "
-                                                                   "torch"),
+        box(
+            188,
+            128,
+            268,
+            326,
+            "api",
+            "API server (one or more)",
+            "speaks text; never imports torch",
+        ),
         box(206, 190, 232, 48, "plain", "routes", "FastAPI on uvicorn and uvloop"),
         arrow(322, 238, 322, 256),
         box(206, 258, 232, 48, "plain", "Processor", "chat template, tokenizer, validation"),
@@ -84,8 +101,17 @@ def draw() -> str:
         arrow(858, 344, 858, 322),
         label(756, 338, "SchedulerOutput", 11, colour=SOFT),
         label(890, 338, "tokens", 11, colour=SOFT),
-        box(718, 346, 212, 94, "worker", "Worker", "speaks tensors; owns a device:",
-            "ModelRunner, KV cache, sampler", "(in this process when it is one)"),
+        box(
+            718,
+            346,
+            212,
+            94,
+            "worker",
+            "Worker",
+            "speaks tensors; owns a device:",
+            "ModelRunner, KV cache, sampler",
+            "(in this process when it is one)",
+        ),
         # client
         box(14, 183, 116, 62, "plain", "client", "curl, openai SDK"),
         arrow(130, 203, 204, 203),
@@ -100,5 +126,5 @@ def draw() -> str:
         label(520, 330, "msgpack", 11, colour=SOFT),
         label(516, 408, "EngineCoreOutputs", 11, colour=SOFT),
         "</svg>\n",
-    ]  # fmt: skip
+    ]
     return "\n".join(parts)

@@ -7,8 +7,14 @@ from pathlib import Path
 from tools.picture import SOFT, label
 
 PAGE = Path(__file__).parent.parent / "docs/benchmarks-peers.md"
-WIDTH, HEIGHT, LEFT, TOP, BASE = 760, 300, 20, 66, 262  # the bars stand on BASE
-BAR, GAP = 56, 6
+# the bars stand on BASE
+WIDTH = 760
+HEIGHT = 300
+LEFT = 20
+TOP = 66
+BASE = 262
+BAR = 56
+GAP = 6
 COLOURS = ["#1d4ed8", "#a3a3a3", "#d4b483"]
 
 
@@ -39,7 +45,8 @@ def draw() -> str:
         middle = LEFT + step // 2 + i * step
         first = middle - (len(speeds) * (BAR + GAP) - GAP) // 2
         for j, speed in enumerate(speeds):
-            x, height = first + j * (BAR + GAP), round((BASE - TOP - 20) * speed / max(speeds))
+            x = first + j * (BAR + GAP)
+            height = round((BASE - TOP - 20) * speed / max(speeds))
             parts.append(
                 f'<rect x="{x}" y="{BASE - height}" width="{BAR}" height="{height}" rx="3" '
                 f'fill="{COLOURS[j]}"/>'

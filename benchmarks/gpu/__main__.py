@@ -22,9 +22,14 @@ from servd.config.resolve import look_at_machine
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds of each part; the last ones get what the others leave.
 LIMITS = {
-    "ceilings": 60, "attention": 60, "gpt2": 90, "qwen3": 90, "llama": 180, "rival": 150,
+    "ceilings": 60,
+    "attention": 60,
+    "gpt2": 90,
+    "qwen3": 90,
+    "llama": 180,
+    "rival": 150,
     "compiled": 120,
-}  # fmt: skip
+}
 
 
 def command_of(name: str, arguments: list[str]) -> list[str]:
@@ -36,7 +41,8 @@ def run_part(name: str, arguments: list[str], limit_s: float, facts: dict[str, A
     """Run a part in a process of its own and take in its facts as they come; returns why it did not
     end well.
     """
-    pipe, command = subprocess.PIPE, command_of(name, arguments)
+    pipe = subprocess.PIPE
+    command = command_of(name, arguments)
     with subprocess.Popen(command, cwd=ROOT, stdout=pipe, text=True, process_group=0) as process:
         assert process.stdout is not None
         kill = partial(
@@ -71,9 +77,11 @@ def main() -> int:
         "--tiny", action="store_true", help="tiny models on a CPU, to test the measurement"
     )
     parser.add_argument(
-        "--facts", nargs="*", choices=["environment", "family", "sampling"],
+        "--facts",
+        nargs="*",
+        choices=["environment", "family", "sampling"],
         help="print one line of JSON per fact instead: what starts, and with which tokens",
-    )  # fmt: skip
+    )
     parser.add_argument("--fact", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="of --facts")
     arguments = parser.parse_args()

@@ -54,7 +54,8 @@ def measure(device: torch.device, is_tiny: bool) -> Iterator[tuple[str, dict[str
 
 def as_captured(batch: AttentionBatch) -> AttentionBatch:
     """What the host knows of the step when its graph is captured: bounds."""
-    num_rows, is_decode = len(batch.seq_lens), (batch.query_lens == 1).all()
+    num_rows = len(batch.seq_lens)
+    is_decode = (batch.query_lens == 1).all()
     tables = batch.block_tables
     return replace(
         batch,
@@ -78,17 +79,23 @@ def _seconds(
     width = -(-int(seq_lens.max()) // spec.block_size)
     tables = np.random.default_rng(0).permutation(len(rows) * width).reshape(len(rows), width)
     positions = [np.arange(length - new, length) for new, length in rows]
-    slots = [tables[row, at // spec.block_size] * spec.block_size + at % spec.block_size
-             for row, at in enumerate(positions)]  # fmt: skip
+    slots = [
+        tables[row, at // spec.block_size] * spec.block_size + at % spec.block_size
+        for row, at in enumerate(positions)
+    ]
     starts = np.append(0, query_lens.cumsum())
 
     def on_device(array: np.ndarray, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.tensor(array, dtype=dtype, device=spec.device)
 
     batch = AttentionBatch(
-        query_lens, seq_lens, on_device(starts), on_device(seq_lens), on_device(tables),
+        query_lens,
+        seq_lens,
+        on_device(starts),
+        on_device(seq_lens),
+        on_device(tables),
         on_device(np.concatenate(slots), torch.int64),
-    )  # fmt: skip
+    )
     if backend.supports_graphs and starts[-1] <= MOST_MIXED_TOKENS:
         batch = as_captured(batch)
     metadata = backend.build_metadata(batch)

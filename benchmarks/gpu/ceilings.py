@@ -18,7 +18,8 @@ def median_seconds(call: Callable[[], object], device: torch.device, repeats: in
     times = []
     for _ in range(repeats):
         if device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
             start.record()
             call()
             end.record()

@@ -204,9 +204,11 @@ def arrive(
         prompt tokens and output tokens that were computed between the arrivals of the first quarter
         and of the last one, and the seconds between.
     """
-    draw, began = random.Random(0), time.perf_counter()
+    draw = random.Random(0)
+    began = time.perf_counter()
     due = list(itertools.accumulate(draw.expovariate(rate) for _ in range(num_requests)))
-    first, num_arrived = began + due[num_requests // 4], 0
+    first = began + due[num_requests // 4]
+    num_arrived = 0
     bench.forget()
     while num_arrived < num_requests:
         while num_arrived < num_requests and began + due[num_arrived] <= time.perf_counter():

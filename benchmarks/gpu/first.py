@@ -90,10 +90,15 @@ def compare_family(device: str, name: str, options: dict[str, Any]) -> None:
         for enforce_eager in (False, True):
             began = time.monotonic()
             config = config_for(
-                folder, device=device, dtype="bfloat16" if device == "cuda" else "float32",
-                block_size=16, enable_prefix_caching=False, kv_cache_memory=1 << 26,
-                enforce_eager=enforce_eager, **options,
-            )  # fmt: skip
+                folder,
+                device=device,
+                dtype="bfloat16" if device == "cuda" else "float32",
+                block_size=16,
+                enable_prefix_caching=False,
+                kv_cache_memory=1 << 26,
+                enforce_eager=enforce_eager,
+                **options,
+            )
             driver = Driver(resolve(config, read_spec(folder), look_at_machine()))
             runner: Any = driver.worker.runner
             graphs = getattr(runner, "graphs", None)
@@ -115,13 +120,20 @@ def time_sampling(device: str) -> None:
     is_tiny = device == "cpu"
     num_rows = 4 if is_tiny else 256
     shape = shapes.LLAMA_8B | {
-        "num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 2048,
-        "num_attention_heads": 8, "num_key_value_heads": 2,
-    }  # fmt: skip
+        "num_hidden_layers": 2,
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+    }
     bench = Bench(
-        shapes.tiny(shapes.LLAMA_8B) if is_tiny else shape, device, max_num_seqs=num_rows,
-        max_model_len=128, kv_cache_memory=1 << 24 if is_tiny else 1 << 30, async_scheduling=True,
-    )  # fmt: skip
+        shapes.tiny(shapes.LLAMA_8B) if is_tiny else shape,
+        device,
+        max_num_seqs=num_rows,
+        max_model_len=128,
+        kv_cache_memory=1 << 24 if is_tiny else 1 << 30,
+        async_scheduling=True,
+    )
     for name, fields in SAMPLING.items():
         for row in range(num_rows):
             params = SamplingParams(seed=row, max_tokens=60, ignore_eos=True, **fields)

@@ -36,10 +36,16 @@ def llama(device: str, is_tiny: bool, **options: Any) -> tuple[Bench, int, int, 
     shape = shapes.tiny(shapes.LLAMA_8B) if is_tiny else shapes.LLAMA_8B
     batch, context, prompt, num_steps = (4, 16, 64, 6) if is_tiny else (256, 1024, 8192, 64)
     bench = Bench(
-        shape, device, max_num_seqs=batch, max_num_batched_tokens=prompt, max_model_len=prompt + 64,
-        enable_prefix_caching=False, kv_cache_memory=1 << 24 if is_tiny else None,
-        async_scheduling=True, **options,
-    )  # fmt: skip
+        shape,
+        device,
+        max_num_seqs=batch,
+        max_num_batched_tokens=prompt,
+        max_model_len=prompt + 64,
+        enable_prefix_caching=False,
+        kv_cache_memory=1 << 24 if is_tiny else None,
+        async_scheduling=True,
+        **options,
+    )
     return bench, batch, context, prompt, num_steps
 
 
@@ -78,7 +84,8 @@ def measure_mixed(
     """As many requests as could be served if each token took its share of a full step, in seconds:
     of a prompt, or of decoding.
     """
-    input_len, output_len = context // 2, context // 8
+    input_len = context // 2
+    output_len = context // 8
     rate = 1 / (input_len * per_prompt_token + output_len * per_output_token)
     prompts, outputs, seconds = arrive(bench, rate, context // 2, input_len, output_len)
     ideal = prompts * per_prompt_token + outputs * per_output_token
@@ -111,12 +118,15 @@ def offline(
     """
     lengths = workload(is_tiny)
     bench = Bench(
-        shapes.tiny(shape) if is_tiny else shape, device,
+        shapes.tiny(shape) if is_tiny else shape,
+        device,
         max_num_seqs=max(len(lengths), 0 if is_tiny else max_num_seqs),
-        enable_prefix_caching=False, max_num_batched_tokens=64 if is_tiny else 16384,
-        max_model_len=64 if is_tiny else 2048, kv_cache_memory=1 << 22 if is_tiny else None,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=64 if is_tiny else 16384,
+        max_model_len=64 if is_tiny else 2048,
+        kv_cache_memory=1 << 22 if is_tiny else None,
         async_scheduling=True,
-    )  # fmt: skip
+    )
     kv_bytes = bench.ready.kv_bytes_per_block / bench.config.cache.block_size  # of a token
     num_read = sum(n * input_len + n * (n - 1) // 2 for input_len, n in lengths)
     num_steps = max(output_len for _, output_len in lengths)
@@ -209,7 +219,8 @@ def _finished(manager: Any, num_requests: int, deadline: float) -> tuple[int, in
         if output is not None and output.error:
             raise RuntimeError(f"transformers' batching: {output.error}")
         if output is not None and output.is_finished():
-            num_done, num_tokens = num_done + 1, num_tokens + len(output.generated_tokens)
+            num_done = num_done + 1
+            num_tokens = num_tokens + len(output.generated_tokens)
     return num_done, num_tokens
 
 

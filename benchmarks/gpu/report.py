@@ -41,65 +41,104 @@ def show(value: float) -> str:
 
 FIGURES = [
     Figure(
-        "8B decode step, batch 1, over weights / bandwidth", "llama",
-        lambda f: f["llama_one_step"] / (f["llama_weight_bytes"] / f["bandwidth"]), "x", 1.15, True,
+        "8B decode step, batch 1, over weights / bandwidth",
+        "llama",
+        lambda f: f["llama_one_step"] / (f["llama_weight_bytes"] / f["bandwidth"]),
+        "x",
+        1.15,
+        True,
     ),
     Figure(
-        "8B decode step, batch 64 at 1k, over (weights + KV) / bandwidth", "llama",
+        "8B decode step, batch 64 at 1k, over (weights + KV) / bandwidth",
+        "llama",
         lambda f: (
-            f["llama_some_step"] * f["bandwidth"]
+            f["llama_some_step"]
+            * f["bandwidth"]
             / (f["llama_weight_bytes"] + f["llama_some_kv_bytes"])
         ),
-        "x", 1.15, True,
+        "x",
+        1.15,
+        True,
     ),
     Figure(
-        "8B decode step, batch 256 at 1k, over (weights + KV) / bandwidth", "llama",
+        "8B decode step, batch 256 at 1k, over (weights + KV) / bandwidth",
+        "llama",
         lambda f: (
             f["llama_all_step"] * f["bandwidth"] / (f["llama_weight_bytes"] + f["llama_kv_bytes"])
         ),
-        "x", 1.15, True,
+        "x",
+        1.15,
+        True,
     ),
     Figure(
-        "8B prompt of 8k tokens, of the bf16 matrix rate", "llama",
-        lambda f: 100 * f["llama_prefill_operations"] / f["llama_prefill"] / f["matrix_rate"], " %",
+        "8B prompt of 8k tokens, of the bf16 matrix rate",
+        "llama",
+        lambda f: 100 * f["llama_prefill_operations"] / f["llama_prefill"] / f["matrix_rate"],
+        " %",
         65,
     ),
     Figure(
-        "8B, random arrivals of 512 in and 128 out: of what full steps could compute", "llama",
-        lambda f: 100 * f["mixed_share"], " %", 80,
+        "8B, random arrivals of 512 in and 128 out: of what full steps could compute",
+        "llama",
+        lambda f: 100 * f["mixed_share"],
+        " %",
+        80,
     ),
     Figure(
-        "GPT-2 124M step, batch 1", "gpt2",
-        lambda f: 1000 * f["gpt2_one_step"], " ms", 0.4, True,
+        "GPT-2 124M step, batch 1",
+        "gpt2",
+        lambda f: 1000 * f["gpt2_one_step"],
+        " ms",
+        0.4,
+        True,
     ),
     *(
         Figure(
-            f"GPT-2 124M decode, batch {rows}", "gpt2",
-            lambda f, name=f"gpt2_decode_{rows}": f[name], " tok/s", goal,
+            f"GPT-2 124M decode, batch {rows}",
+            "gpt2",
+            lambda f, name=f"gpt2_decode_{rows}": f[name],
+            " tok/s",
+            goal,
         )
         for rows, goal in ((64, 100_000), (256, 220_000), (1024, 300_000))
     ),
     Figure(
         "GPT-2 124M, 256 sequences of 100-1024 in and out: of what the bandwidth allows",
-        "gpt2", lambda f: 100 * f["gpt2_bytes"] / f["bandwidth"] / f["gpt2_seconds"], " %", 75,
+        "gpt2",
+        lambda f: 100 * f["gpt2_bytes"] / f["bandwidth"] / f["gpt2_seconds"],
+        " %",
+        75,
     ),
     Figure(
-        "Qwen3-0.6B shapes, the same", "qwen3",
-        lambda f: 100 * f["qwen3_bytes"] / f["bandwidth"] / f["qwen3_seconds"], " %", 75,
+        "Qwen3-0.6B shapes, the same",
+        "qwen3",
+        lambda f: 100 * f["qwen3_bytes"] / f["bandwidth"] / f["qwen3_seconds"],
+        " %",
+        75,
     ),
     Figure(
-        "... over transformers continuous batching", "rival",
-        lambda f: f["qwen3_rate"] / f["rival_rate"], "x", 5,
+        "... over transformers continuous batching",
+        "rival",
+        lambda f: f["qwen3_rate"] / f["rival_rate"],
+        "x",
+        5,
     ),
     Figure(
-        "device at work, 8B at batch 256: kernels of a step over its time", "llama",
-        lambda f: 100 * f["llama_kernel_step"] / f["llama_all_step"], " %", 95,
+        "device at work, 8B at batch 256: kernels of a step over its time",
+        "llama",
+        lambda f: 100 * f["llama_kernel_step"] / f["llama_all_step"],
+        " %",
+        95,
     ),
     Figure(
-        "the same as time of a step over its kernels: the host is hidden", "llama",
-        lambda f: f["llama_all_step"] / f["llama_kernel_step"], "x", 1.03, True,
+        "the same as time of a step over its kernels: the host is hidden",
+        "llama",
+        lambda f: f["llama_all_step"] / f["llama_kernel_step"],
+        "x",
+        1.03,
+        True,
     ),
-]  # fmt: skip
+]
 
 DETAILS: list[tuple[str, str, float, str]] = [  # fact, what it is, factor, unit
     ("bandwidth", "copy, bytes read and written", 1e-12, "TB/s"),
@@ -138,16 +177,20 @@ def table(facts: Facts, missing: dict[str, str]) -> str:
 def document(facts: Facts, missing: dict[str, str]) -> str:
     """docs/benchmarks-gpu.md."""
     lines = [
-        "# Benchmarks on a GPU", "",
+        "# Benchmarks on a GPU",
+        "",
         f"Written by `{COMMAND}` ([gpu.md](gpu.md)); how each figure is measured is in "
         f"`benchmarks/gpu/`. Weights are",
         "random, and tokens go in and come out as ids: neither tokenizer nor server is part of it.",
         "",
-    ]  # fmt: skip
+    ]
     if facts:
-        lines += [f"On {facts.get('device', 'an unknown device')}, torch "
-                  f"{facts.get('torch', '?')}, attention backend "
-                  f"`{facts.get('attention', '?')}`.", ""]  # fmt: skip
+        lines += [
+            f"On {facts.get('device', 'an unknown device')}, torch "
+            f"{facts.get('torch', '?')}, attention backend "
+            f"`{facts.get('attention', '?')}`.",
+            "",
+        ]
     else:
         lines += [
             f"**Not measured yet**: no GPU was at hand. `{COMMAND}` on a machine with one fills "
@@ -168,9 +211,15 @@ def document(facts: Facts, missing: dict[str, str]) -> str:
     ]
     lines += _attention(facts)
     if "kernels" in facts:
-        lines += ["", "## Where a decode step's time goes", "",
-                  "8B shapes, batch 256, about 1k tokens of context:", "", "| kernel | share |",
-                  "|---|---|"]  # fmt: skip
+        lines += [
+            "",
+            "## Where a decode step's time goes",
+            "",
+            "8B shapes, batch 256, about 1k tokens of context:",
+            "",
+            "| kernel | share |",
+            "|---|---|",
+        ]
         lines += [f"| `{name}` | {100 * share:.1f} % |" for name, share in facts["kernels"]]
     return "\n".join(lines) + "\n"
 
@@ -186,11 +235,17 @@ def _attention(facts: Facts) -> list[str]:
     lines = []
     if times:
         workloads = next(iter(times.values()))
-        lines += ["", "## Attention backends", "",
-                  "One layer of 8B shapes, milliseconds on the device. The order in which `auto` "
-                  "tries them is",
-                  "to follow this table: `auto_order` in `servd/worker/attention/`.", "",
-                  f"| | {' | '.join(times)} |", "|---" * (len(times) + 1) + "|"]  # fmt: skip
+        lines += [
+            "",
+            "## Attention backends",
+            "",
+            "One layer of 8B shapes, milliseconds on the device. The order in which `auto` "
+            "tries them is",
+            "to follow this table: `auto_order` in `servd/worker/attention/`.",
+            "",
+            f"| | {' | '.join(times)} |",
+            "|---" * (len(times) + 1) + "|",
+        ]
         for workload in workloads:
             lines.append(
                 f"| {workload} | "

@@ -46,10 +46,17 @@ if TYPE_CHECKING:
 
 # Response headers that scripts of allowed origins may read.
 EXPOSED_HEADERS = [
-    "request-id", "retry-after", "server-timing", "traceresponse", "x-ratelimit-limit-requests",
-    "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests", "x-request-id",
-    "x-servd-ignored", "x-should-retry",
-]  # fmt: skip
+    "request-id",
+    "retry-after",
+    "server-timing",
+    "traceresponse",
+    "x-ratelimit-limit-requests",
+    "x-ratelimit-remaining-requests",
+    "x-ratelimit-reset-requests",
+    "x-request-id",
+    "x-servd-ignored",
+    "x-should-retry",
+]
 
 
 def create_app(
@@ -71,7 +78,9 @@ def create_app(
     open_paths = OPEN_PATHS | (console.open_paths() if config.server.console else set())
     access_log = log.resolve_access_log(config.observability)
     origins = config.access.allowed_origins
-    tracer, loop, metrics = async_llm.tracer, async_llm.loop, async_llm.metrics
+    tracer = async_llm.tracer
+    loop = async_llm.loop
+    metrics = async_llm.metrics
     middleware = [Middleware(RequestContext, tracer, loop, metrics, access_log, origins, spans)]
     if keys.are_needed:
         middleware.append(Middleware(ApiKeyAuth, keys, open_paths))
@@ -139,7 +148,8 @@ def cross_origin(access: AccessConfig) -> Middleware:
 
 async def answer_error(request: Request, error: Exception) -> Response:
     """Errors of the router and of routes, in OpenAI's form."""
-    method, path = request.method, request.scope["path"][:200]
+    method = request.method
+    path = request.scope["path"][:200]
     if isinstance(error, HTTPException) and error.status_code == 404:  # the router's
         error = NotFound(f"there is no route {method} {path}{_what_was_meant(request)}")
     elif isinstance(error, HTTPException) and error.status_code == 405:
@@ -160,7 +170,8 @@ def _allowed_methods(request: Request) -> list[str]:
 
 
 def _what_was_meant(request: Request) -> str:
-    path, known = request.scope["path"], {getattr(each, "path", "") for each in request.app.routes}
+    path = request.scope["path"]
+    known = {getattr(each, "path", "") for each in request.app.routes}
     if path.startswith("/v1/v1/"):
         return ": the base URL of this client ends without /v1"
     if f"/v1{path}" in known:

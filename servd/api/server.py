@@ -82,7 +82,8 @@ class LoopLag:
         self.worst = max(self.worst, lag)
         if self.worst >= LONG_LAG and now >= self.next_warning:
             logger.warning("the event loop was held up for %.2f s", self.worst)
-            self.worst, self.next_warning = 0.0, now + LAG_WARNING_INTERVAL
+            self.worst = 0.0
+            self.next_warning = now + LAG_WARNING_INTERVAL
 
 
 def first_steps(url: str, config: Config, is_causal: bool) -> list[str]:
@@ -256,7 +257,8 @@ def background(context: Context) -> Iterator[Coroutine[Any, Any, None]]:
 
 
 async def serve(start: StartAPIServer) -> int:
-    config, spec = start.config, start.spec
+    config = start.config
+    spec = start.spec
     listener = socket.socket(fileno=start.listener)
     own = identity(config, spec)
     clients = [
@@ -275,11 +277,12 @@ async def serve(start: StartAPIServer) -> int:
         OutputProcessor(tokenizer),
         Tracer(),
         Metrics(
-            config.model.served_model_name[0], config.model.max_model_len,
+            config.model.served_model_name[0],
+            config.model.max_model_len,
             first_rank=config.parallel.first_rank,
         ),
         Router.of(config, start.place, start.routing),
-    )  # fmt: skip
+    )
     for engine, incarnation in zip(async_llm.engines, start.incarnations, strict=True):
         engine.metrics.observe_restarts(incarnation)
     async_llm.start()

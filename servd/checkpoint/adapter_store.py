@@ -50,7 +50,8 @@ class AdapterStore:
             status = os.stat(self._table)
         except OSError:
             return {}
-        last, state = self._last, (status.st_ino, status.st_mtime_ns)
+        last = self._last
+        state = (status.st_ino, status.st_mtime_ns)
         if last is None or last[0] != state:
             adapters = msgspec.json.decode(self._table.read_bytes(), type=list[Adapter])
             self._last = last = state, {each.name: each for each in adapters}

@@ -24,11 +24,18 @@ WEIGHTS = "model.gguf"  # the link in the folder
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # What a damaged file raises in the package, and its values in the code that uses them.
 DAMAGED = (
-    ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
     struct.error,
-)  # fmt: skip
+)
 MAX_LENGTH = 1 << 21  # values in a list: each takes up to 200 bytes once it is read
-CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+# tokenizer.ggml.token_type
+CONTROL = 3
+USER_DEFINED = 4
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 AFTER_NUMBERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # tokenizer.ggml.pre -> the expression that cuts text before the merges. None: GPT-2's.
@@ -202,7 +209,8 @@ def write_tokenizer(folder: Path) -> Path:
     ModelNotFound: the tokenizer is of a kind that is not known, or damaged.
     """
     _, values = open_file(folder / WEIGHTS)
-    model, pre = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.pre", "gpt-2")
+    model = values.get("tokenizer.ggml.model")
+    pre = values.get("tokenizer.ggml.pre", "gpt-2")
     if model != "gpt2" or pre not in [*CUTS]:
         raise ModelNotFound(
             f"{(folder / WEIGHTS).resolve()} has a tokenizer {model!r} with pre-tokenizer {pre!r}; "
@@ -245,8 +253,11 @@ def make_tokenizer(values: dict[str, Any], pre: str) -> str:
             single=[bos, "$A"], pair=[bos, "$A", "$B:1"], special_tokens=[(bos, bos_id)]
         )
     for kind, add in ((CONTROL, made.add_special_tokens), (USER_DEFINED, made.add_tokens)):
-        add([
-            AddedToken(token, special=kind == CONTROL, normalized=False)
-            for token, each in zip(tokens, types, strict=True) if each == kind
-        ])  # fmt: skip
+        add(
+            [
+                AddedToken(token, special=kind == CONTROL, normalized=False)
+                for token, each in zip(tokens, types, strict=True)
+                if each == kind
+            ]
+        )
     return made.to_str()

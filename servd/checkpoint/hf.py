@@ -42,7 +42,8 @@ CONVERTIBLE = (
 
 NO_ATTENTION = "models without attention, such as Mamba and RWKV, do not run in servd; "
 MAX_SIZE = 2**31 - 1  # of any size in config.json
-SHARD, MAX_SHARDS = re.compile(r"(.+-)\d+-of-(\d+)(\.\w+)"), 10_000
+SHARD = re.compile(r"(.+-)\d+-of-(\d+)(\.\w+)")
+MAX_SHARDS = 10_000
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,9 +148,13 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
 
     # GPT-2 has n_embd, n_layer, n_head, n_positions instead of hidden_size and so on.
     num_heads = size(
-        "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads",
+        "num_attention_heads",
+        "n_head",
+        "n_heads",
+        "num_heads",
+        "attention_heads",
         "decoder_attention_heads",
-    )  # fmt: skip
+    )
     hidden_size = size("hidden_size", "n_embd", "d_model", "embed_dim")
     architectures = first("architectures", default=[""])
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):

@@ -15,14 +15,19 @@ import msgspec
 from servd.base.errors import ConfigError
 
 Shape = tuple[int, int]
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
 TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 ALTERNATIVES = re.compile(r"\((?:\?:)?[\w.\\|]*\)")  # a group of plain names in a pattern
 CHOICES = re.compile(r"(?<!\()[*+?{]|\|")  # what may match in several ways
 REPEATED_GROUP = re.compile(r"\)[*+?{]|\s")  # white space may stand between (?x: and its end
 LAYER = re.compile(r"\w+\.\d+\..+")
-MAX_CONFIG, MAX_HEADER = 1 << 20, 1 << 24  # bytes
-MAX_NAME, MAX_PATTERNS = 256, 256  # characters of a tensor's name; patterns of ranks or alphas
+# bytes
+MAX_CONFIG = 1 << 20
+MAX_HEADER = 1 << 24
+# characters of a tensor's name; patterns of ranks or alphas
+MAX_NAME = 256
+MAX_PATTERNS = 256
 MAX_CHOICES = 2  # in a pattern; a group of alternatives is one
 PATTERN_SECONDS = 2.0  # for all patterns and modules
 FLOATS = ("F32", "BF16", "F16")
@@ -77,8 +82,13 @@ class AdapterFiles:
         try:
             self._read_modules()
         except (
-            re.error, ArithmeticError, AttributeError, LookupError, TypeError, ValueError
-        ) as error:  # fmt: skip
+            re.error,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise self._error(f"{CONFIG} or {TENSORS} holds nonsense: {error!r}") from None
 
     @property
@@ -103,8 +113,10 @@ class AdapterFiles:
                 raise self._error(f"{module} is not part of a layer: leave it out of the targets")
             if layer in self.modules:
                 raise self._error(f"two modules are called {layer}")
-            a, b = names["A"], names["B"]
-            rank, expected = self.shapes[a][0], self._of(module, "rank_pattern", "r")
+            a = names["A"]
+            b = names["B"]
+            rank = self.shapes[a][0]
+            expected = self._of(module, "rank_pattern", "r")
             if rank != self.shapes[b][1] or rank != expected:
                 shapes = f"{[*self.shapes[a]]} and {[*self.shapes[b]]}"
                 raise self._error(f"{module} has {shapes}, and {CONFIG} says rank {expected}")
@@ -124,7 +136,8 @@ class AdapterFiles:
                     if part in f"{module}." if part[-1] == "." else module.endswith(part):
                         raise self._error(f"{module} {what}: adapters cannot change it; {REMEDY}")
                 raise self._error(f"the model has no linear layer {module}")
-            inputs, outputs = self.shapes[a][1], self.shapes[b][0]
+            inputs = self.shapes[a][1]
+            outputs = self.shapes[b][0]
             if (inputs, outputs) != (*layers[module],):
                 raise self._error(
                     f"{module} has {inputs} inputs and {outputs} outputs, that of the model "
@@ -231,7 +244,8 @@ def parse_module(text: str) -> tuple[str, str]:
     if text.startswith("{"):
         try:
             keys = msgspec.json.decode(text, type=dict[str, str | None])
-            name, path = keys.get("name") or "", keys.get("path") or ""
+            name = keys.get("name") or ""
+            path = keys.get("path") or ""
         except msgspec.DecodeError as error:
             raise ConfigError(f"--lora-modules {text}: {error}") from None
     if not name or not path:

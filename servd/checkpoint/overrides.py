@@ -27,19 +27,44 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 # What of a rotation is not its scaling: another type leaves it as it is.
 ROTATION = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 ROPE_KEYS = {
-    "type", "rope_type", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-    "truncate", *ROTATION, *(key for keys in ROPE_TYPES.values() for key in keys), FIRST_LENGTH,
-}  # fmt: skip
+    "type",
+    "rope_type",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    *ROTATION,
+    *(key for keys in ROPE_TYPES.values() for key in keys),
+    FIRST_LENGTH,
+}
 NUMBERS = ROPE_KEYS - {
-    "type", "rope_type", "truncate", "mrope_section", "mrope_interleaved", "short_factor",
+    "type",
+    "rope_type",
+    "truncate",
+    "mrope_section",
+    "mrope_interleaved",
+    "short_factor",
     "long_factor",
-}  # fmt: skip
+}
 # What config.json may leave out, and servd's models read.
 OPTIONAL = {
-    *ROPE, "rope_theta", LENGTH, FIRST_LENGTH, "architectures", "attention_bias", "eos_token_id",
-    "head_dim", "layer_types", "num_key_value_heads", "partial_rotary_factor", "sliding_window",
-    "tie_word_embeddings", "use_sliding_window",
-}  # fmt: skip
+    *ROPE,
+    "rope_theta",
+    LENGTH,
+    FIRST_LENGTH,
+    "architectures",
+    "attention_bias",
+    "eos_token_id",
+    "head_dim",
+    "layer_types",
+    "num_key_value_heads",
+    "partial_rotary_factor",
+    "sliding_window",
+    "tie_word_embeddings",
+    "use_sliding_window",
+}
 OF_FILES = {
     "quantization_config": "how the weights are written is not for options to say",
     "compression_config": "how the weights are written is not for options to say",
@@ -85,7 +110,9 @@ def reach(config: dict[str, Any]) -> dict[str, Any]:
     checkpoints published.
     """
     rope = rope_of(config)
-    length, first, factor = config.get(LENGTH), rope.get(FIRST_LENGTH), rope.get("factor")
+    length = config.get(LENGTH)
+    first = rope.get(FIRST_LENGTH)
+    factor = rope.get("factor")
     if kind_of(rope) == "yarn" and _is_number(length) and _is_number(first) and _is_number(factor):
         return config | {LENGTH: max(length, int(first * factor))}
     return config
@@ -107,7 +134,8 @@ def kind_of(rope: Mapping[str, Any], default: str = "default") -> str:
 def _scaled(config: dict[str, Any], asked: dict[str, Any] | None) -> dict[str, Any]:
     """Keys of config.json with another rotation in it, and the length that it reaches."""
     place = next((key for key in ROPE if config.get(key)), ROPE[1])
-    written, before = config.get(place) or {}, rope_of(config)
+    written = config.get(place) or {}
+    before = rope_of(config)
     is_layered = any(isinstance(each, dict) for each in written.values())
     others: dict[str, Any] = {}
     if asked and is_layered and any(isinstance(each, dict) for each in asked.values()):
@@ -121,7 +149,8 @@ def _scaled(config: dict[str, Any], asked: dict[str, Any] | None) -> dict[str, A
     rope.pop("type", None)
     rope["rope_type"] = kind
     _check_rope(asked or {}, rope)
-    length, found = config[LENGTH], dict[str, Any]()
+    length = config[LENGTH]
+    found = dict[str, Any]()
     if kind in ("yarn", "linear", "dynamic"):
         first = rope.setdefault(FIRST_LENGTH, length)
         if kind == "yarn":

@@ -21,8 +21,13 @@ ENCODERS = frozenset({"bert", "gte", "modernbert", "roberta", "xlm-roberta"})
 SECOND_TEXT = 1 << 30
 ACTIVATIONS = {"regression": "identity", "multi_label_classification": "sigmoid"}  # by problem
 PAGE_HEAD = 4096  # bytes of a README.md, which begins with what the hub sorts it under
-MODES = {"cls": "cls", "cls_token": "cls", "mean": "mean", "mean_tokens": "mean",
-         "lasttoken": "last"}  # fmt: skip
+MODES = {
+    "cls": "cls",
+    "cls_token": "cls",
+    "mean": "mean",
+    "mean_tokens": "mean",
+    "lasttoken": "last",
+}
 Task = Literal["generate", "embed", "classify"]
 REMEDIES = {
     "generate": "it writes text: ask it by /v1/chat/completions, for a class with "
@@ -165,7 +170,8 @@ def read(spec: ModelSpec) -> PoolingSpec:
     """Return what the files in `spec.folder` say. Raises ModelNotFound: a file that another one
     names is missing or broken; UnsupportedModel: they ask for what servd does not do.
     """
-    sees_all, config = is_encoder(spec), spec.config
+    sees_all = is_encoder(spec)
+    config = spec.config
     found: dict[str, Any] = {"is_causal": not sees_all, "size": spec.hidden_size}
     folder = Path(spec.folder)
     if spec.architecture.endswith("ForSequenceClassification"):
@@ -178,7 +184,8 @@ def read(spec: ModelSpec) -> PoolingSpec:
         return PoolingSpec(**found, has_scores=not _is_reranker(folder))
     found |= {"pooling": "mean" if sees_all else "last", "normalize": False, "dense": []}
     for module in modules:
-        kind, place = str(module["type"]).rpartition(".")[2], folder / module["path"]
+        kind = str(module["type"]).rpartition(".")[2]
+        place = folder / module["path"]
         if kind == "Pooling":
             found["pooling"] = _mode(place)
         elif kind == "Dense":
@@ -204,7 +211,8 @@ def _is_reranker(folder: Path) -> bool:
 
 def _of_logits(spec: ModelSpec, folder: Path, place: Path) -> PoolingSpec:
     """A decoder whose next token says how well a document fits, such as Qwen3-Reranker."""
-    stated, texts = _load(place / "config.json"), _texts(spec, folder)
+    stated = _load(place / "config.json")
+    texts = _texts(spec, folder)
     chosen = _load(folder / "config_sentence_transformers.json", {}).get("activation_fn")
     labels = {"num_labels": 1} | (
         {"sentence_transformers": {"activation_fn": chosen}} if chosen else {}
@@ -216,9 +224,13 @@ def _of_logits(spec: ModelSpec, folder: Path, place: Path) -> PoolingSpec:
             f"{place}/config.json: tokens {ids} are not in the vocabulary of {spec.vocab_size}"
         )
     return PoolingSpec(
-        task="classify", size=spec.hidden_size, normalize=False, score_tokens=ids,
-        **_labels(spec.config | labels), **texts,
-    )  # fmt: skip
+        task="classify",
+        size=spec.hidden_size,
+        normalize=False,
+        score_tokens=ids,
+        **_labels(spec.config | labels),
+        **texts,
+    )
 
 
 def num_labels(config: dict[str, Any]) -> int:
@@ -260,7 +272,8 @@ def _mode(folder: Path) -> str:
 
 
 def _labels(config: dict[str, Any]) -> dict[str, Any]:
-    names, count = config.get("id2label") or {}, num_labels(config)
+    names = config.get("id2label") or {}
+    count = num_labels(config)
     chosen = config.get("sentence_transformers") or {}
     path = chosen.get("activation_fn") or config.get("sbert_ce_default_activation_function")
     name = str(path or "Sigmoid").rpartition(".")[2]

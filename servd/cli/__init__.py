@@ -78,7 +78,8 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             from servd.config.foreign_options import remedy
 
-            known, listed = self._option_string_actions, f"`{self.prog} --help` says what there is"
+            known = self._option_string_actions
+            listed = f"`{self.prog} --help` says what there is"
             flags = [each for each in unknown if each.startswith("-")] or unknown[:1]
             self.error(
                 "\n".join(

@@ -65,7 +65,8 @@ def own_server(options: dict[str, Any]) -> Iterator[Connect]:
     Raises ServdError: it ended before it was ready; its log says why.
     """
     folder = private_dir()
-    config, uds = folder / "config.json", folder / "http"
+    config = folder / "config.json"
+    uds = folder / "http"
     config.write_text(json.dumps({**options, "uds": str(uds)}), encoding="utf8")
     for signum in (signal.SIGTERM, signal.SIGHUP):  # or the server would outlive this process
         if signal.getsignal(signum) is not signal.SIG_IGN:

@@ -18,7 +18,8 @@ HELP = """\
 /help           this text
 /exit           leave (also Ctrl-D); Ctrl-C stops an answer"""
 
-DIM, PLAIN = "\033[2m", "\033[0m"
+DIM = "\033[2m"
+PLAIN = "\033[0m"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +79,8 @@ class Conversation:
     def ask(self, text: str) -> None:
         """Send a message and print the answer as it comes; Ctrl-C keeps what has come."""
         self.messages.append({"role": "user", "content": text})
-        started, answer = time.monotonic(), ""
+        started = time.monotonic()
+        answer = ""
         body = {"messages": self.messages, "stream_options": {"include_usage": True}}
         usage: dict[str, Any] | None = None
         try:

@@ -197,5 +197,10 @@ def check_weights(config: Config, spec: hf.ModelSpec) -> Finding:
 
 
 CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
-    check_folders, check_limits, check_memory, check_device, check_hub, check_model,
-)  # fmt: skip
+    check_folders,
+    check_limits,
+    check_memory,
+    check_device,
+    check_hub,
+    check_model,
+)

@@ -24,9 +24,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Those of `servd serve`, which the plan is for."""
     parser.usage = "%(prog)s [MODEL] [OPTION ...]"
     parser.add_argument(
-        "--lengths", type=int, nargs="+", metavar="N", default=[],
+        "--lengths",
+        type=int,
+        nargs="+",
+        metavar="N",
+        default=[],
         help="tokens of a request, prompt and answer, of which to say how many fit at once",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     _options.add_options(parser)
 
@@ -76,9 +80,12 @@ class Report:
     """The plans of all ranks in words."""
 
     def __init__(self, config: Config, spec: hf.ModelSpec, plan: MemoryPlan) -> None:
-        max_model_len, max_num_seqs = config.model.max_model_len, config.scheduler.max_num_seqs
+        max_model_len = config.model.max_model_len
+        max_num_seqs = config.scheduler.max_num_seqs
         assert max_model_len is not None and max_num_seqs is not None
-        self.config, self.spec, self.plan = config, spec, plan
+        self.config = config
+        self.spec = spec
+        self.plan = plan
         self.block_size = config.cache.block_size
         self.layout = KVLayout.of(config, plan.kv_windows)
         self.num_tokens = self.layout.num_tokens(plan.num_blocks, max_model_len)
@@ -94,7 +101,9 @@ class Report:
         return self.plan.num_blocks // self.layout.blocks(length)
 
     def advice(self) -> list[str]:
-        sizes, length, seqs = self.plan.sizes, self.max_model_len, self.max_num_seqs
+        sizes = self.plan.sizes
+        length = self.max_model_len
+        seqs = self.max_num_seqs
         if self.for_kv_cache < 0:
             rows = sizes.requests + sizes.step
             if self.plan.free > sizes.persistent - sizes.requests and seqs > 1:
@@ -140,23 +149,28 @@ class Report:
         }
 
     def text(self, lengths: list[int]) -> str:
-        plan, sizes, size = self.plan, self.plan.sizes, self.config.parallel.num_workers
-        budget, lora = self.config.scheduler.max_num_batched_tokens, self.config.lora
+        plan = self.plan
+        sizes = self.plan.sizes
+        size = self.config.parallel.num_workers
+        budget = self.config.scheduler.max_num_batched_tokens
+        lora = self.config.lora
         per_token = format_bytes(self.kv_bytes_per_token)
         rows = [
             ("weights", sizes.weights, plan.dtype),
             ("weights of the draft", sizes.draft_weights, ""),
             (
-                "adapters", sizes.adapters,
+                "adapters",
+                sizes.adapters,
                 f"--max-loras {lora.max_loras}, --max-lora-rank {lora.max_lora_rank}",
             ),
             ("requests", sizes.requests, f"--max-num-seqs {self.max_num_seqs}"),
             ("largest step", sizes.step, f"about, --max-num-batched-tokens {budget}"),
             (
-                "KV cache", plan.num_blocks * sizes.kv_per_block,
+                "KV cache",
+                plan.num_blocks * sizes.kv_per_block,
                 f"{self.num_tokens} tokens of {per_token}",
             ),
-        ]  # fmt: skip
+        ]
         where = f"{plan.device} ({size} ranks, each)" if size > 1 else plan.device
         if (engines := self.config.parallel.num_engines_here) > 1:
             where += f", for each of {engines} engines"

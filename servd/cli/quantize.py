@@ -21,14 +21,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder or the name of a model on the hub")
     parser.add_argument("--to", choices=BITS, required=True, help="type of the matrices")
     parser.add_argument(
-        "--calibrate", metavar="FILE", required=True,
+        "--calibrate",
+        metavar="FILE",
+        required=True,
         help="text like that of requests: it decides which errors matter",
-    )  # fmt: skip
+    )
     parser.add_argument("--output", metavar="DIR", help="folder that is made [MODEL-TYPE]")
     parser.add_argument(
-        "--group-size", type=int, default=32, metavar="N",
+        "--group-size",
+        type=int,
+        default=32,
+        metavar="N",
         help="numbers of a row that share a scale [32]",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--tokens", type=int, default=32768, metavar="N", help="to read of the text [32768]"
     )
@@ -49,9 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
         total=1.0, desc="quantize", bar_format="{l_bar}{bar}| {elapsed}", disable=None
     ) as bar:
         result = quantize(
-            folder, output, bits, arguments.group_size, rows[held_out:], rows[:held_out],
+            folder,
+            output,
+            bits,
+            arguments.group_size,
+            rows[held_out:],
+            rows[:held_out],
             lambda done: bar.update(done - bar.n),
-        )  # fmt: skip
+        )
     print(
         f"{result.num_matrices} matrices, {result.share:.0%} of the weights, are {arguments.to}: "
         f"{bits + 16 / arguments.group_size:.3f} bits each\n"

@@ -129,7 +129,8 @@ class Batch:
                         self.num_failed += result.status != 200
                         self.results.add(result)
                 except OSError as problem:
-                    self.problem, self.waiting = problem, iter(())
+                    self.problem = problem
+                    self.waiting = iter(())
                     return
                 self.bar.update()
 

@@ -68,7 +68,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     options = _options.load_options(arguments)
     Config.load(options)  # a wrong option is named before anything is started
-    prompt, raw, max_tokens = arguments.prompt, arguments.raw, arguments.max_tokens
+    prompt = arguments.prompt
+    raw = arguments.raw
+    max_tokens = arguments.max_tokens
     if arguments.url:
         calls, tokens = ask(Client(arguments.url, key_of(options)), prompt, raw, max_tokens)
     else:
@@ -96,7 +98,8 @@ class Token(NamedTuple):
 
     def __str__(self) -> str:
         (text, chance), *others = [(text, f"{exp(p):.0%}") for text, p in self.candidates]
-        token, more = f"{self.id} {text!r} {chance}", ", ".join(f"{t!r} {c}" for t, c in others)
+        token = f"{self.id} {text!r} {chance}"
+        more = ", ".join(f"{t!r} {c}" for t, c in others)
         return f"{1000 * self.seconds:9.3f} ms  {token:<24}{more}"
 
 
@@ -104,15 +107,20 @@ def ask(client: Client, text: str, raw: bool, max_tokens: int) -> tuple[list[Cal
     """Return what the server says of the time, as calls."""
     client.headers["x-servd-watch"] = "1"
     if raw:
-        path, body = "/v1/completions", {"prompt": text, "logprobs": NUM_CANDIDATES}
+        path = "/v1/completions"
+        body = {"prompt": text, "logprobs": NUM_CANDIDATES}
     else:
-        path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}
+        path = "/v1/chat/completions"
+        body = {"messages": [{"role": "user", "content": text}]}
         body |= {"logprobs": True, "top_logprobs": NUM_CANDIDATES}
     body |= {"model": client.first_model(), "max_tokens": max_tokens, "return_token_ids": True}
     tokens: list[Token] = []
-    name, prompt, began = "", [], time.perf_counter()
+    name = ""
+    prompt = []
+    began = time.perf_counter()
     for chunk in client.stream(path, body):
-        name, seconds = chunk["id"], time.perf_counter() - began
+        name = chunk["id"]
+        seconds = time.perf_counter() - began
         for choice in chunk["choices"]:
             prompt = choice.get("prompt_token_ids") or chunk.get("prompt_token_ids") or prompt
             pairs = zip(choice.get("token_ids") or (), _candidates(choice), strict=True)
@@ -120,7 +128,8 @@ def ask(client: Client, text: str, raw: bool, max_tokens: int) -> tuple[list[Cal
     timeline = json.load(client.open("GET", f"/v1/requests/{name}/timeline"))
     info = client.ask("GET", "/server_info")
     client.connection.close()
-    runner, model = "ModelRunner", ""
+    runner = "ModelRunner"
+    model = ""
     if info.status == 200 and (device := info.body["engine"]["device"]) != "none":
         runner = "CPUModelRunner" if device == "cpu" else "GPUModelRunner"
         model = info.body["architecture"]
@@ -200,7 +209,8 @@ def _steps(timeline: dict[str, Any], sampled: list[int], runner: str, model: str
     where none of others can be among them.
     """
     stages = {mark["stage"]: mark["step"] for mark in timeline["marks"] if "step" in mark}
-    first, last = min(stages.values(), default=0), max(stages.values(), default=-1)
+    first = min(stages.values(), default=0)
+    last = max(stages.values(), default=-1)
     steps = [step for step in timeline["steps"] if first <= step["step"] <= last]
     is_alone = {step["num_requests"] for step in steps} == {1} and len(steps) == last - first + 1
     [blocks] = timeline.get("block_ids") or [[]]
@@ -212,11 +222,13 @@ def _steps(timeline: dict[str, Any], sampled: list[int], runner: str, model: str
         if is_alone and step["step"] >= stages.get("first_token", last + 1):
             end = 1 + step["num_accepted"]
             tokens, sampled = sampled[:end], sampled[end:]
-        told = {"forward_ms": model, "sample_ms": f"sampled {shorten(tokens)}" * bool(tokens)}
+        notes = {"forward_ms": model}
+        if tokens:
+            notes["sample_ms"] = f"sampled {shorten(tokens)}"
         call = Call("EngineCore.step", (step["end_ms"] - step["begin_ms"]) / 1000, about)
         for field, way in TIMES.items():
             own_way = [name.replace("ModelRunner", runner) for name in way]
-            call.add(own_way, step[field] / 1000, told.get(field, ""))
+            call.add(own_way, step[field] / 1000, notes.get(field, ""))
         if message := _bytes(step):
             call.add(["Outbox.send"], 0.0, f"EngineCoreOutputs{message}")
         yield call

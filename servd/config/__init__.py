@@ -138,9 +138,12 @@ def flag_of(option: str) -> str:
 
 
 KINDS = {
-    "int": "a whole number", "float": "a number", "bool": "true or false", "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
     "array": "a list",
-}  # fmt: skip
+}
 
 
 def _explain(
@@ -149,10 +152,13 @@ def _explain(
     """ "Expected `int` >= 1 - at `$.cache.block_size`" as a sentence about a flag."""
     rule, _, path = str(error).partition(" - at `$.")
     section, name, *key = path.rstrip("`").partition("[")[0].split(".")
-    kind, value, label = options_by_name()[name][1].type, nested[section][name], flag_of(name)
+    kind = options_by_name()[name][1].type
+    value = nested[section][name]
+    label = flag_of(name)
     for each in key:  # of a JSON object
         kind = typing.get_type_hints(plain(kind)[0], include_extras=True)[each]
-        value, label = value[each], f"{label} {each}"
+        value = value[each]
+        label = f"{label} {each}"
     # Do not log secrets; an error about a whole object names its keys.
     shown = "" if name == "api_key" or isinstance(value, Mapping) else f" {value}"
     match = re.match(r"Expected `(\w+)`(?P<length> of length)?(?P<bound> [<>]=? \S+?)?(,|$)", rule)

@@ -23,8 +23,10 @@ def divide(config: Config) -> dict[str, Decision]:
     --data-parallel-start-rank on. Raises ConfigError: they do not go together.
     """
     parallel = config.parallel
-    total, given = parallel.data_parallel_size, parallel.data_parallel_size_local
-    rank, first = parallel.data_parallel_rank, parallel.first_rank
+    total = parallel.data_parallel_size
+    given = parallel.data_parallel_size_local
+    rank = parallel.data_parallel_rank
+    first = parallel.first_rank
     is_external = parallel.data_parallel_external_lb or rank is not None
     is_hybrid = not is_external and (
         parallel.data_parallel_hybrid_lb or parallel.data_parallel_start_rank is not None
@@ -32,7 +34,10 @@ def divide(config: Config) -> dict[str, Decision]:
     if is_external:
         if rank is None:
             raise ConfigError("--data-parallel-external-lb needs --data-parallel-rank")
-        first, local, size, why = rank, 1, 1, f"number {rank} of {total}, with a balancer before it"
+        first = rank
+        local = 1
+        size = 1
+        why = f"number {rank} of {total}, with a balancer before it"
     elif is_hybrid:
         local = size = total - first if given is None else given
         why = f"from number {first} of {total} on, with a balancer before this server"
@@ -62,7 +67,8 @@ def divide(config: Config) -> dict[str, Decision]:
 
 
 def _check(config: Config, has_balancer: bool, local: int, size: int) -> None:
-    parallel, server = config.parallel, config.server
+    parallel = config.parallel
+    server = config.server
     by_ray = parallel.data_parallel_backend == "ray"
     if server.headless and server.attach:
         raise ConfigError(

@@ -129,7 +129,8 @@ def load_certificates(context: ssl.SSLContext, access: AccessConfig) -> None:
                 each.load_verify_locations(access.ssl_ca_certs)
     except (OSError, ssl.SSLError) as error:
         files = (access.ssl_certfile, access.ssl_keyfile, access.ssl_ca_certs)
-        shown, why = ", ".join(filter(None, files)), error.strerror or str(error)
+        shown = ", ".join(filter(None, files))
+        why = error.strerror or str(error)
         if "PEM lib" in why:  # all that OpenSSL says
             why = "a PEM certificate and its PEM private key are needed"
             why += "" if access.ssl_keyfile else "; the key may be in another file: --ssl-keyfile"
@@ -162,7 +163,8 @@ def read_token(config: Config) -> str:
     """
     path = config.parallel.join_token_file
     if path is None:
-        token, source = os.environ.get(TOKEN, ""), f"${TOKEN}"
+        token = os.environ.get(TOKEN, "")
+        source = f"${TOKEN}"
     else:
         source = f"--join-token-file {path}"
         try:

@@ -53,9 +53,11 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         replay = self.replay_endpoint and _shifted(self.replay_endpoint, rank)
         try:
             return msgspec.structs.replace(
-                self, endpoint=_shifted(self.endpoint, rank), replay_endpoint=replay,
+                self,
+                endpoint=_shifted(self.endpoint, rank),
+                replay_endpoint=replay,
                 data_parallel_rank=rank,
-            )  # fmt: skip
+            )
         except ValueError as error:
             raise ConfigError(f"--kv-events-config: {error}") from None
 

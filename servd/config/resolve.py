@@ -99,7 +99,8 @@ def decide(config: Config, spec: ModelSpec, machine: Machine) -> tuple[Config, d
 def _check_plugins(config: Config, spec: ModelSpec) -> None:
     """Check that plugins exist, before the processes that use them import anything."""
     for name, (section, option) in options_by_name().items():
-        value, known = getattr(getattr(config, section), name), choices(option.type)
+        value = getattr(getattr(config, section), name)
+        known = choices(option.type)
         if known and value is not None and ":" not in value:
             if value.replace("-", "_") not in known:
                 there_are = ", ".join(known)
@@ -111,7 +112,8 @@ def _check_plugins(config: Config, spec: ModelSpec) -> None:
             "add --quantization int4"
         )
     if speculative := config.model.speculative_config:
-        flag, size = "--speculative-config:", speculative.draft_tensor_parallel_size
+        flag = "--speculative-config:"
+        size = speculative.draft_tensor_parallel_size
         plugins.check(f"{flag} method", "servd.worker.spec_decode", speculative.method)
         if size not in (None, config.parallel.tensor_parallel_size):
             raise ConfigError(
@@ -159,7 +161,8 @@ def _check_together(config: Config, spec: ModelSpec) -> None:
     config.cache.verify()
     if config.cache.kv_transfer_config is not None:
         read_token(config)
-    model, num_stages = config.model, config.parallel.pipeline_parallel_size
+    model = config.model
+    num_stages = config.parallel.pipeline_parallel_size
     if config.parallel.enable_expert_parallel:
         _check_experts(config.parallel.tensor_parallel_size, spec)
     kept = config.cache.kv_cache_dtype
@@ -174,7 +177,8 @@ def _check_together(config: Config, spec: ModelSpec) -> None:
         raise ConfigError(
             f"{flag}: the model has {spec.num_layers} layers; give it at most as many"
         )
-    files, whole = pooling.read(spec), "leave --pipeline-parallel-size at 1"
+    files = pooling.read(spec)
+    whole = "leave --pipeline-parallel-size at 1"
     for is_asked, what in (
         (model.speculative_config, "--speculative-config: leave it out"),
         (config.lora.enable_lora, "--enable-lora: leave it out"),
@@ -276,8 +280,10 @@ def _check_batch_invariant(config: Config, device: str, machine: Machine) -> Non
 
 def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[str, Decision]:
     decided: dict[str, Decision] = {}
-    size, num_stages = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
-    num_workers, device = config.parallel.num_workers, config.parallel.device
+    size = config.parallel.tensor_parallel_size
+    num_stages = config.parallel.pipeline_parallel_size
+    num_workers = config.parallel.num_workers
+    device = config.parallel.device
     if device == "auto":
         has_cuda = machine.num_gpus and machine.torch_has_cuda
         device = "cuda" if has_cuda else "cpu"
@@ -322,7 +328,8 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
             "--executor uniproc drives one device; --tensor-parallel-size or "
             "--pipeline-parallel-size > 1 needs multiproc"
         )
-    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    heads = spec.num_heads
+    kv_heads = spec.num_kv_heads
     if heads % size or (kv_heads % size and size % kv_heads):
         raise ConfigError(
             f"--tensor-parallel-size {size} must divide the model's {heads} heads, and its "
@@ -338,7 +345,8 @@ def _resolve_computation(config: Config, spec: ModelSpec) -> dict[str, Decision]
             f"checkpoints of type {spec.dtype} are not supported, only float32, bfloat16, float16"
         )
     decided: dict[str, Decision] = {}
-    on_cuda, model_type = config.parallel.device == "cuda", spec.model_type
+    on_cuda = config.parallel.device == "cuda"
+    model_type = spec.model_type
     if config.model.dtype == "auto":
         why = "what the checkpoint has" if on_cuda else "a CPU computes in float32"
         decided["dtype"] = Decision(spec.dtype if on_cuda else "float32", why)
@@ -385,7 +393,8 @@ def _with_states(config: Config, spec: ModelSpec) -> dict[str, Decision]:
     states.
     """
     what = f"layers of {spec.model_type} keep a state, which is that of the last token alone"
-    model, num_stages = config.model, config.parallel.pipeline_parallel_size
+    model = config.model
+    num_stages = config.parallel.pipeline_parallel_size
     for is_asked, flag, why in (
         (model.speculative_config, "--speculative-config", "drafts that are not kept stay in it"),
         (num_stages > 1, f"--pipeline-parallel-size {num_stages}", "stages have none"),
@@ -401,7 +410,8 @@ def _with_states(config: Config, spec: ModelSpec) -> dict[str, Decision]:
 
 
 def _resolve_lengths(config: Config, spec: ModelSpec) -> dict[str, Decision]:
-    files, on_cuda = pooling.read(spec), config.parallel.device == "cuda"
+    files = pooling.read(spec)
+    on_cuda = config.parallel.device == "cuda"
     decided = {} if files.is_causal else _whole_prompts(config, spec)
     if spec.keeps_state:
         decided |= _with_states(config, spec)

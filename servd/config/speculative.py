@@ -18,23 +18,32 @@ from servd.checkpoint.hf import DEMO_HEAD, DEMO_MODEL
 
 MAX_GRAMMAR_TOKENS = 16  # computed with the token before them, for one request in one step
 
-MOST_DRAFTS, DEFAULT_DRAFTS = 64, 5
+MOST_DRAFTS = 64
+DEFAULT_DRAFTS = 5
 # Not the ones of servd.config, which imports this module.
 Positive = Annotated[int, Meta(ge=1)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 # Part of the draft's name -> its method, the most specific first.
 METHODS_BY_NAME = {
-    "[ngram]": "ngram", "eagle3": "eagle3", "eagle-": "eagle", "medusa": "medusa",
-    "dflash": "dflash", "dspark": "dspark",
-}  # fmt: skip
+    "[ngram]": "ngram",
+    "eagle3": "eagle3",
+    "eagle-": "eagle",
+    "medusa": "medusa",
+    "dflash": "dflash",
+    "dspark": "dspark",
+}
 NEEDS_MODEL = {"draft_model", "eagle", "eagle3", "medusa"}
 READS_MODEL = NEEDS_MODEL | {"mtp"}
 # Beginning of a key -> the methods that read it; one from outside servd may read any.
 READ_BY = {
-    "prompt_lookup_": {"ngram"}, "suffix_decoding_": {"suffix"}, "model": READS_MODEL,
-    "revision": READS_MODEL, "quantization": READS_MODEL, "max_model_len": READS_MODEL,
+    "prompt_lookup_": {"ngram"},
+    "suffix_decoding_": {"suffix"},
+    "model": READS_MODEL,
+    "revision": READS_MODEL,
+    "quantization": READS_MODEL,
+    "max_model_len": READS_MODEL,
     "draft_": READS_MODEL,
-}  # fmt: skip
+}
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,7 +104,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             return [rate / before if before else 0.0 for before, rate in pairwise([1.0, *rates])]
         if (length := self.synthetic_acceptance_length) is None:
             return None
-        low, high = 0.0, 1.0  # the same chance everywhere: 1 + a + a**2 + ... is the length
+        # the same chance everywhere: 1 + a + a**2 + ... is the length
+        low = 0.0
+        high = 1.0
         for _ in range(50):
             middle = (low + high) / 2
             is_less = sum(middle**i for i in range(self.num_speculative_tokens + 1)) < length
@@ -111,14 +122,16 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return msgspec.structs.replace(self, num_speculative_tokens=num_heads or DEFAULT_DRAFTS)
 
     def _fill_in_lookup(self) -> None:
-        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        low = self.prompt_lookup_min
+        high = self.prompt_lookup_max
         force_setattr(self, "prompt_lookup_min", low or high or 5)
         force_setattr(self, "prompt_lookup_max", high or low or 5)
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(f"prompt_lookup_min {low} is above prompt_lookup_max {high}")
 
     def _check_synthetic(self) -> None:
-        rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
+        rates = self.synthetic_acceptance_rates
+        length = self.synthetic_acceptance_length
         most = self.num_speculative_tokens
         is_synthetic = self.rejection_sample_method == "synthetic"
         if (rates is not None) + (length is not None) != is_synthetic:

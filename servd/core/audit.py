@@ -15,7 +15,8 @@ def problems(engine: EngineCore) -> list[str]:
     Reference counts of blocks match the requests, and no block is both free and owned; each slot
     has one request or is free; each request runs or waits; an idle engine owns nothing.
     """
-    scheduler, pool = engine.scheduler, engine.scheduler.kv_cache.pool
+    scheduler = engine.scheduler
+    pool = engine.scheduler.kv_cache.pool
     requests = scheduler.requests.values()
     pinned = Counter(scheduler.kv_cache.prefix_cache.pinned.blocks)
     owned = pinned + Counter(

@@ -11,9 +11,13 @@ MEMORY = 0.98  # weight that a request's past keeps after a step: texts change, 
 TIME_MEMORY = 0.995  # the same for the times of steps, which are noisier and change less
 FIRST_TOKEN_COST = 1 / 128  # plain steps that one more token takes, until it is measured
 MARGIN = 1.15  # estimates are noisy, and too many drafts cost more than too few
-PAUSE_INTERVAL, PAUSE_STEPS = 100, 4  # of 100 steps, 4 draft nothing: their time is to be beaten
+# of 100 steps, 4 draft nothing: their time is to be beaten
+PAUSE_INTERVAL = 100
+PAUSE_STEPS = 4
 IDLE_INTERVAL = 8  # steps between looks at requests while nothing pays: a look takes CPU time
-TRY_INTERVAL, MAX_TRY_INTERVAL = 128, 256  # steps between trials soon after drafts paid, and later
+# steps between trials soon after drafts paid, and later
+TRY_INTERVAL = 128
+MAX_TRY_INTERVAL = 256
 
 
 class Acceptance(Struct):

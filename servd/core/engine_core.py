@@ -57,7 +57,8 @@ class EngineCore:
             config.lora.max_loras,
             clock,
         )
-        self.config, self.spec = config, spec
+        self.config = config
+        self.spec = spec
         self.connect(executor, worker)
         self.grammars = GrammarManager(config, spec)
         self.depth = config.num_steps_in_flight

@@ -79,7 +79,8 @@ class StartupClock:
         if phase != self.phase:
             now = time.monotonic()
             self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self.since
-            self.phase, self.since = phase, now
+            self.phase = phase
+            self.since = now
 
 
 class ClientGone(msgspec.Struct):
@@ -153,7 +154,8 @@ class EngineCoreProc:
         self.outputs.put((None, EngineStatus(phase, fraction, self.start.incarnation)))
 
     def load(self) -> EngineCore:
-        config, spec = self.start.config, self.start.spec
+        config = self.start.config
+        spec = self.start.spec
         executor, worker = self.start_executor(config, self.report_progress)
         engine = EngineCore(config, spec, executor, worker)
         engine.grammars.on_compiled = self.inputs.put

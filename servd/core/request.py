@@ -123,14 +123,16 @@ class Request:
         num_prompt_tokens = len(message.prompt_token_ids)
         assert num_prompt_tokens > 0
         if isinstance(params, PoolingParams):
-            max_output, min_tokens = 0, 0
+            max_output = 0
+            min_tokens = 0
             own_stops: list[int] = []
             detection = None
             reads_prompt = params.pooling not in (None, "last")
             is_drafted_for = False
         else:
             max_output = max_model_len if params.max_tokens is None else params.max_tokens
-            min_tokens, reads_prompt = params.min_tokens, params.prompt_logprobs is not None
+            min_tokens = params.min_tokens
+            reads_prompt = params.prompt_logprobs is not None
             is_drafted_for = params.speculative and max_output > 1
             own_stops = params.stop_token_ids
             detection = params.repetition_detection
@@ -245,7 +247,8 @@ class Request:
         num_kept = min(num_sampled - 1, len(output.new_token_ids))
         num_drafts = min(scheduled.num_drafts, self.num_found_drafts)
         if num_drafts and not scheduled.draft_token_ids:
-            output.num_drafts, output.num_accepted = num_drafts, num_kept
+            output.num_drafts = num_drafts
+            output.num_accepted = num_kept
         self.num_found_drafts = num_found
         if self.num_placeholders == 0:  # else a step in flight has them already
             self.num_drafts = num_found
@@ -295,11 +298,13 @@ class Request:
 
     def _end(self, output: EngineCoreOutput, end: GrammarEnd) -> None:
         if end.error is not None:
-            output.finish_reason, output.stop_reason = FinishReason.LENGTH, end.error
+            output.finish_reason = FinishReason.LENGTH
+            output.stop_reason = end.error
             output.new_token_ids = output.new_token_ids[:-1]
             output.logprobs = (output.logprobs or [])[:-1] or None
         elif output.finish_reason is not FinishReason.STOP:
-            output.finish_reason, output.ended_by_grammar = FinishReason.STOP, True
+            output.finish_reason = FinishReason.STOP
+            output.ended_by_grammar = True
 
     def _extend(self, token_ids: list[int]) -> tuple[int, FinishReason | None]:
         """Append tokens up to one that ends the output; returns how many, and the reason."""

@@ -36,16 +36,22 @@ class StatsLine:
             return
         logger.info(
             "running %d, waiting %d, KV cache %.0f %%, %.1f output tok/s",
-            stats.num_running, stats.num_waiting, 100 * stats.kv_cache_usage,
+            stats.num_running,
+            stats.num_waiting,
+            100 * stats.kv_cache_usage,
             self.num_tokens / elapsed,
-        )  # fmt: skip
+        )
         if drafts := self.drafts.num_drafts:
-            accepted, drafted = self.drafts.num_accepted_tokens, self.drafts.num_draft_tokens
+            accepted = self.drafts.num_accepted_tokens
+            drafted = self.drafts.num_draft_tokens
             logger.info(
                 "drafts: mean acceptance length %.2f, %.1f of %.1f drafted tok/s accepted "
                 "(%.0f %%), by position %s",
-                1 + accepted / drafts, accepted / elapsed, drafted / elapsed,
+                1 + accepted / drafts,
+                accepted / elapsed,
+                drafted / elapsed,
                 100 * accepted / drafted,
                 " ".join(f"{n / drafts:.2f}" for n in self.drafts.num_accepted_tokens_per_pos),
-            )  # fmt: skip
-        self.num_tokens, self.drafts = 0, DraftStats()
+            )
+        self.num_tokens = 0
+        self.drafts = DraftStats()

@@ -63,9 +63,15 @@ class Step(msgspec.Struct):
         """
         samples = request.num_computed_tokens + num_tokens == request.num_tokens
         scheduled = ScheduledRequest(
-            request.slot, num_tokens + num_drafts, new_block_ids, samples,
-            request.num_computed_tokens, num_drafts, 0, draft_token_ids,
-        )  # fmt: skip
+            request.slot,
+            num_tokens + num_drafts,
+            new_block_ids,
+            samples,
+            request.num_computed_tokens,
+            num_drafts,
+            0,
+            draft_token_ids,
+        )
         request.num_computed_tokens += scheduled.num_tokens
         if samples:
             request.num_tokens += num_drafts + 1
@@ -81,9 +87,13 @@ class Step(msgspec.Struct):
             computed = [request.num_computed_tokens - 1 for request in self.decoding]
             self.decodes = Decodes(slots, computed, self.new_blocks)
         return SchedulerOutput(
-            self.record.step, self.scheduled, self.new_requests, freed_slots, self.copies,
+            self.record.step,
+            self.scheduled,
+            self.new_requests,
+            freed_slots,
+            self.copies,
             self.decodes,
-        )  # fmt: skip
+        )
 
     def append_decoded(
         self, result: ModelRunnerOutput, ends: Mapping[int, GrammarEnd]
@@ -138,7 +148,8 @@ class StepLog:
         of the step before, idle time included; whether all clients with requests should get the
         records now, even without outputs: they detect by them an engine that makes no progress.
         """
-        now, before = record.harvested_ns, self._harvested_ns
+        now = record.harvested_ns
+        before = self._harvested_ns
         self._records.append(record)
         self._harvested_ns = now
         self._num_added += 1

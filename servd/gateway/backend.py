@@ -26,7 +26,8 @@ class ModelServer:
     """
 
     def __init__(self, model: Model, secret: str) -> None:
-        self.model, self.name = model, model.name
+        self.model = model
+        self.name = model.name
         self.headers = {"authorization": f"Bearer {secret}"}  # of the front's own requests
         self.child: Child | None = None
         self.http: httpx.AsyncClient | None = None
@@ -86,7 +87,8 @@ class ModelServer:
 
     def fail(self, why: str, seconds: float) -> None:
         """Record a failure to start; it is not tried again for so many seconds."""
-        self.failure, self.retry_at = why, time.monotonic() + seconds
+        self.failure = why
+        self.retry_at = time.monotonic() + seconds
 
     def check(self) -> None:
         """Raise Unavailable if it failed to start recently."""
@@ -98,7 +100,8 @@ class ModelServer:
 class Visit:
     def __init__(self, server: ModelServer) -> None:
         assert server.http is not None
-        self.server, self.http = server, server.http
+        self.server = server
+        self.http = server.http
         self.is_answered = False
         server.num_open += 1
         server.num_unanswered += 1

@@ -141,7 +141,8 @@ def adapters_in(lora: LoRAConfig) -> dict[str, AdapterFolder]:
 
 
 def _adapter(name: str, folder: Path, base: str) -> AdapterFolder:
-    file, created = folder / CONFIG, 0
+    file = folder / CONFIG
+    created = 0
     try:
         created = int(file.stat().st_mtime)
         base = base or hf.read_json(file).get("base_model_name_or_path") or ""

@@ -43,7 +43,8 @@ class ModelServers:
         self.config = config
         self.folder = Path(folder)
         self.models = ModelFolder(Path(config.models.models_dir))
-        self.most, self.most_asleep = config.models.models_max, config.models.models_asleep
+        self.most = config.models.models_max
+        self.most_asleep = config.models.models_asleep
         budget = config.models.models_memory
         self.budget = float("inf") if budget is None else budget * GIB
         self.secret = secrets.token_urlsafe(32)  # the front's API key, if keys are required
@@ -61,8 +62,9 @@ class ModelServers:
                 logger.warning(
                     "the adapter %s is not served: it was trained for %s, which is none of the "
                     "models; JSON in --lora-modules may name another as base_model_name",
-                    adapter.name, adapter.base or "a model that its files do not name",
-                )  # fmt: skip
+                    adapter.name,
+                    adapter.base or "a model that its files do not name",
+                )
 
     async def scan(self) -> None:
         """Update the models from the folder. The server of a removed model receives no requests and
@@ -99,7 +101,8 @@ class ModelServers:
             server = self._known(owner)
         if server is not None:
             return server
-        where, known = self.models.path.name, [server.name for server in self.there]
+        where = self.models.path.name
+        known = [server.name for server in self.there]
         if not known:
             raise UnknownModel(f"no model is served here yet: {where} has none", param="model")
         raise UnknownModel(
@@ -205,7 +208,8 @@ class ModelServers:
         """Have a server free its weights. It does so once its engine has finished its requests; a
         slow reader of responses delays nobody.
         """
-        server.is_leaving, failing_since = True, None
+        server.is_leaving = True
+        failing_since = None
         try:
             while server.runs:
                 while server.num_unanswered:
@@ -217,7 +221,8 @@ class ModelServers:
                 failing_since = None if is_asleep is False else since
                 await self._give_up_if_late(server, failing_since, "does not go to sleep")
                 await asyncio.sleep(LOOK_INTERVAL)  # a long response, or its engine is restarting
-            server.is_awake, server.loading_since = False, None
+            server.is_awake = False
+            server.loading_since = None
             logger.info("%s %s", server.name, "sleeps" if server.runs else "has ended")
         finally:
             server.is_leaving = False
@@ -234,7 +239,8 @@ class ModelServers:
             server.is_awake = server.has_started = False
             await self._launch(server)
         if not server.is_awake:
-            server.is_awake, server.loading_since = True, time.monotonic()
+            server.is_awake = True
+            server.loading_since = time.monotonic()
         began = server.loading_since or time.monotonic()
         while not await server.ask("/health") or await server.is_asleep("/wake_up") is not False:
             if not server.runs:
@@ -242,7 +248,8 @@ class ModelServers:
             await self._give_up_if_late(server, began, "was not ready")
             server.check()
             await asyncio.sleep(LOOK_INTERVAL)
-        server.has_started, server.loading_since = True, None
+        server.has_started = True
+        server.loading_since = None
         logger.info("%s is ready after %.2f s", server.name, time.monotonic() - began)
 
     async def _give_up_if_late(self, server: ModelServer, since: float | None, what: str) -> None:
@@ -270,7 +277,8 @@ class ModelServers:
             await asyncio.shield(stopping)  # its caller may be cancelled
 
     def _begin_to_stop(self, server: ModelServer) -> asyncio.Future[None] | None:
-        server.is_awake, server.loading_since = False, None
+        server.is_awake = False
+        server.loading_since = None
         child, server.child = server.child, None
         if child is None:
             return None
@@ -292,12 +300,16 @@ class ModelServers:
 
     def _config_of(self, server: ModelServer, path: str) -> Config:
         """Options of a model's server: the front handles the port, TLS, CORS and idle sleep."""
-        config, access, lora = self.config, self.config.access, self.config.lora
-        names, known = list(self.servers), adapters_in(lora)
+        config = self.config
+        access = self.config.access
+        lora = self.config.lora
+        names = list(self.servers)
+        known = adapters_in(lora)
         own = [
-            entry for entry in lora.lora_modules
+            entry
+            for entry in lora.lora_modules
             if known[parse_module(entry)[0]].owner(names) == server.name
-        ]  # fmt: skip
+        ]
         return config.replace(
             model=str(server.model.path),
             served_model_name=[server.name],

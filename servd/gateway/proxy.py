@@ -53,18 +53,34 @@ logger = logging.getLogger("servd.api")
 # Hop-by-hop headers, and those that the front sets itself or has checked.
 OWN = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"x-request-id", b"date"}
 OF_REQUESTS = OWN | {
-    b"host", b"content-length", b"expect", b"sec-fetch-site", b"x-forwarded-for", SINCE.encode(),
-}  # fmt: skip
+    b"host",
+    b"content-length",
+    b"expect",
+    b"sec-fetch-site",
+    b"x-forwarded-for",
+    SINCE.encode(),
+}
 # Routes that do not depend on the model: the front answers them itself.
 OF_ALL_MODELS = {
-    "/openapi.json", "/docs", "/docs/{asset}", "/redoc", "/version", "/", "/console/{file:path}",
-}  # fmt: skip
+    "/openapi.json",
+    "/docs",
+    "/docs/{asset}",
+    "/redoc",
+    "/version",
+    "/",
+    "/console/{file:path}",
+}
 # POST routes that wake no model up.
 NEED_NO_WEIGHTS = {
-    "/detokenize", "/tokenize", "/v1/detokenize", "/v1/tokenize",
-    "/v1/chat/completions/render", "/v1/messages/count_tokens",
-    "/v1/responses/input_tokens", "/v1/responses/{response_id}/cancel",
-}  # fmt: skip
+    "/detokenize",
+    "/tokenize",
+    "/v1/detokenize",
+    "/v1/tokenize",
+    "/v1/chat/completions/render",
+    "/v1/messages/count_tokens",
+    "/v1/responses/input_tokens",
+    "/v1/responses/{response_id}/cancel",
+}
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -85,10 +101,14 @@ class Front:
     def routes(self) -> list[BaseRoute]:
         """The routes of a model's server, passed on by `pass_on`."""
         own = {
-            "/health": self.health, "/ping": self.health,
-            "/metrics": self.metrics, "/sleep": self.sleep, "/is_sleeping": self.is_sleeping,
-            "/v1/models": self.list_models, "/v1/models/{name:path}": self.retrieve_model,
-        }  # fmt: skip
+            "/health": self.health,
+            "/ping": self.health,
+            "/metrics": self.metrics,
+            "/sleep": self.sleep,
+            "/is_sleeping": self.is_sleeping,
+            "/v1/models": self.list_models,
+            "/v1/models/{name:path}": self.retrieve_model,
+        }
         found: list[BaseRoute] = []
         for route in (cast(Route, each) for router in load_routers() for each in router.routes):
             needs_weights = "POST" in (route.methods or ()) and route.path not in NEED_NO_WEIGHTS
@@ -175,9 +195,12 @@ class Front:
         async with visiting as visit:
             try:
                 asked = visit.http.build_request(
-                    request.method, "/", headers=headers, content=body,
+                    request.method,
+                    "/",
+                    headers=headers,
+                    content=body,
                     extensions={"target": target},
-                )  # fmt: skip
+                )
                 answer = await visit.http.send(asked, stream=True)
                 visit.answered()
                 call.is_logged = True
@@ -189,10 +212,13 @@ class Front:
                 raise Unavailable(f"the server of {name} does not answer") from None
             try:
                 passed = [(k.lower(), v) for k, v in answer.headers.raw]
-                await send({
-                    "type": "http.response.start", "status": answer.status_code,
-                    "headers": [(k, v) for k, v in passed if k not in OWN],
-                })  # fmt: skip
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": answer.status_code,
+                        "headers": [(k, v) for k, v in passed if k not in OWN],
+                    }
+                )
                 async for chunk in answer.aiter_raw():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})

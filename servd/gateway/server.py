@@ -54,10 +54,12 @@ def check(config: Config) -> None:
             "names its model"
         )
     for flag, value in (
-        ("--served-model-name", config.model.served_model_name), ("--attach", server.attach),
-        ("--headless", server.headless), ("--ipc-dir", server.ipc_dir),
+        ("--served-model-name", config.model.served_model_name),
+        ("--attach", server.attach),
+        ("--headless", server.headless),
+        ("--ipc-dir", server.ipc_dir),
         ("--batch-dir", config.batches.batch_dir),
-    ):  # fmt: skip
+    ):
         if value:
             raise ConfigError(f"{flag} is for a server of one model: leave out it or --models-dir")
 
@@ -109,15 +111,18 @@ async def _serve(
     options.ssl = tls_context(config.access)
     on_hangup = partial(reload, read_config, keys, options.ssl, servers)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, on_hangup)
-    where, names = servers.models.path, ", ".join(servers.servers)
+    where = servers.models.path
+    names = ", ".join(servers.servers)
     if names:
-        most, count = servers.most, len(servers.servers)
+        most = servers.most
+        count = len(servers.servers)
         logger.info("ready to serve %d models, at most %d awake: %s", count, most, names)
     else:
         logger.warning(
             "%s has no model yet: looked for NAME/config.json, ORG/NAME/config.json and NAME.gguf; "
-            "what comes is found when a request names it", where,
-        )  # fmt: skip
+            "what comes is found when a request names it",
+            where,
+        )
     try:
         await Server(options).serve(sockets=[listener])
     finally:

@@ -220,7 +220,8 @@ class Link(Generic[T]):
         found: list[tuple[bytes, T | None]] = []
         with suppress(zmq.Again):
             while True:
-                frames, message = self.socket.recv_multipart(zmq.NOBLOCK), None
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                message = None
                 peer = frames.pop(0) if self.kind_of_socket == zmq.ROUTER else b""
                 with suppress(ValueError, RecursionError):
                     message = self.decoder.decode(b"".join(frames))
@@ -261,7 +262,8 @@ class Listener(Link[T]):
 
     def _let_in(self, guard: zmq.Socket[bytes], key: bytes, events: zmq.Socket[bytes]) -> None:
         """Authenticate connections, in a thread, until `close`."""
-        poller, connections = zmq.Poller(), set[int]()
+        poller = zmq.Poller()
+        connections = set[int]()
         poller.register(guard, zmq.POLLIN)
         poller.register(events, zmq.POLLIN)
         with guard, events, suppress(zmq.ContextTerminated):
@@ -309,7 +311,8 @@ Source = TypeVar("Source", bound="Inbox[Any] | Link[Any]")
 
 def wait(sources: Iterable[Source], timeout: float) -> list[Source]:
     """The channels that have messages, waiting for at most `timeout` seconds."""
-    poller, by_socket = zmq.Poller(), {source.socket: source for source in sources}
+    poller = zmq.Poller()
+    by_socket = {source.socket: source for source in sources}
     for each in by_socket:
         poller.register(each, zmq.POLLIN)
     return [by_socket[each] for each, _ in poller.poll(int(max(timeout, 0) * 1000))]
@@ -337,7 +340,8 @@ class Publisher:
     def __init__(
         self, endpoint: str, topic: str, limit: int, replay: str | None, kept: int
     ) -> None:
-        self._topic, self._count = topic.encode(), 0
+        self._topic = topic.encode()
+        self._count = 0
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=kept)
         self._lock = threading.Lock()  # of the kept batches
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # its end is the replay's

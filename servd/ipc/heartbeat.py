@@ -8,7 +8,12 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-BEAT, STEP, READY, LIMIT, ASLEEP = 0, 1, 2, 3, 4  # numbers of 8 bytes
+# numbers of 8 bytes
+BEAT = 0
+STEP = 1
+READY = 2
+LIMIT = 3
+ASLEEP = 4
 SIZE = 16384  # bytes
 TEXT = 64  # offset of the length and text of what it computes
 STEPS_IN_FLIGHT = 2
@@ -100,7 +105,9 @@ class Watchdog:
     def look(self) -> str | None:
         """Why the process is hung, if it is."""
         numbers = self.heartbeat.numbers
-        beat, step, limit = numbers[BEAT], numbers[STEP], numbers[LIMIT]
+        beat = numbers[BEAT]
+        step = numbers[STEP]
+        limit = numbers[LIMIT]
         self.without_beat = self.without_beat + 1 if beat == self.seen[0] else 0
         self.without_step = self.without_step + 1 if step == self.seen[1] and limit else 0
         self.seen = beat, step

@@ -103,8 +103,9 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, De
     elif speculative := config.model.speculative_config:
         logger.warning(
             "--executor %s drafts by itself: method %s is not run",
-            config.parallel.executor, speculative.method,
-        )  # fmt: skip
+            config.parallel.executor,
+            speculative.method,
+        )
         config = config.replace(speculative_config=speculative.with_heads(None))
     config, decided = decide(config, spec, look_at_machine())
     return config, spec, decided

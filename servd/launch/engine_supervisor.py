@@ -62,9 +62,17 @@ class EngineProcess(Child):
     ) -> None:
         """Let it load the model and serve; `was_asleep`: sleep when idle, as the last one did."""
         start = StartEngine(
-            config, spec, self.ipc_dir, started_at, incarnation, self.descriptor, self.name,
-            was_asleep, uplink, identity,
-        )  # fmt: skip
+            config,
+            spec,
+            self.ipc_dir,
+            started_at,
+            incarnation,
+            self.descriptor,
+            self.name,
+            was_asleep,
+            uplink,
+            identity,
+        )
         self.send(start)
 
 
@@ -148,9 +156,14 @@ class EngineSupervisor:
             self.was_asleep = self.child.heartbeat.is_asleep
         self.child, self.standby = self.standby, None
         self.child.start(
-            self.config, self.spec, started_at, self.number, self.was_asleep, self.uplink,
+            self.config,
+            self.spec,
+            started_at,
+            self.number,
+            self.was_asleep,
+            self.uplink,
             self.identity,
-        )  # fmt: skip
+        )
         timeout = self.config.server.engine_hang_timeout
         has_workers = self.config.parallel.num_workers > 1
         is_stopped = partial(self.child.is_stopped, has_workers)

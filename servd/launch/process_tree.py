@@ -157,7 +157,8 @@ class ProcessTree:
         unload those that the option no longer has. Returns the entries for the copies. Raises
         ConfigError: one cannot be served; nothing has changed.
         """
-        store, max_rank = AdapterStore.beside(self.ipc_dir), self.config.lora.max_lora_rank
+        store = AdapterStore.beside(self.ipc_dir)
+        max_rank = self.config.lora.max_lora_rank
         sources = dict(map(parse_module, entries))
         for source in sources.values():
             AdapterFiles(source).check(max_rank, {})

@@ -76,9 +76,13 @@ class EngineActor:
         except ServdError as error:
             return msgspec.msgpack.encode(Ended(CONFIG_ERROR, reason=str(error)))
         engine = EngineSupervisor(
-            start.config, spec, str(private_dir()), lambda _: None,
-            uplink=start.uplink, identity=start.identity,
-        )  # fmt: skip
+            start.config,
+            spec,
+            str(private_dir()),
+            lambda _: None,
+            uplink=start.uplink,
+            identity=start.identity,
+        )
         engine.set_incarnation(start.incarnation)
         engine.was_asleep = start.was_asleep
         engine.start(time.monotonic())
@@ -175,10 +179,12 @@ class RayEngineSupervisor(EngineSupervisor):
         address = engine_address(self.ipc_dir, self.number)
         num_nodes = sum(node["Alive"] for node in library().nodes())
         config = self.given.replace(
-            api_key=[], data_parallel_backend="mp", data_parallel_start_rank=self.rank,
+            api_key=[],
+            data_parallel_backend="mp",
+            data_parallel_start_rank=self.rank,
             data_parallel_size_local=-(-self.config.parallel.data_parallel_size // num_nodes),
             max_engine_restarts=0,
-        )  # fmt: skip
+        )
         uplink = self.bridge.open(address, self.terminate)
         start = StartElsewhere(
             config, uplink, identity(self.config, self.spec), self.number, self.was_asleep

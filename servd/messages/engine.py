@@ -95,7 +95,8 @@ class EngineCoreRequest(Message, tag=True):
 
     def choices(self) -> list[EngineCoreRequest]:
         """A request for each unfinished choice, with its own seed. They share all lists."""
-        params, outputs = self.params, self.output_token_ids
+        params = self.params
+        outputs = self.output_token_ids
         if not isinstance(params, SamplingParams) or params.n == 1:
             return [self]
         return [
@@ -143,7 +144,7 @@ class Detach(Message, tag=True):
 
 ToEngine = (
     Attach | Detach | EngineCoreRequest | AbortRequests | ResetPrefixCache | Sleep | WakeUp | Audit
-)  # fmt: skip
+)
 
 
 # ---- core -> api ----
@@ -282,9 +283,14 @@ class EngineDead(Message, tag=True):
 
 
 FromEngine = (
-    EngineStatus | EngineReady | EngineCoreOutputs | EngineAudit | EngineFailed | EngineRestarting
+    EngineStatus
+    | EngineReady
+    | EngineCoreOutputs
+    | EngineAudit
+    | EngineFailed
+    | EngineRestarting
     | EngineDead
-)  # fmt: skip
+)
 
 
 # ---- core -> worker ----

@@ -75,7 +75,8 @@ class RepetitionDetection(
         """Check the bounds. The InvalidRequest has the field in `param`."""
         param = "repetition_detection"
         bounds.verify(self, 0, param)
-        largest, smallest = self.max_pattern_size, self.min_pattern_size
+        largest = self.max_pattern_size
+        smallest = self.min_pattern_size
         problem = None
         if smallest > largest:
             problem = f"min_pattern_size must be at most {largest}, got {smallest}"

@@ -169,10 +169,13 @@ class LLM:
             outputs = self._run(pairs, CLASSIFY, use_tqdm, lora_request)
             return [pooling.score(_vector(output)) for output in outputs]
         vectors = self.embed(
-            [*firsts, *seconds], PoolingParams(normalize=True),
-            use_tqdm=use_tqdm, lora_request=lora_request,
-        )  # fmt: skip
-        ones, twos = times * vectors[: len(firsts)], vectors[len(firsts) :]
+            [*firsts, *seconds],
+            PoolingParams(normalize=True),
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+        )
+        ones = times * vectors[: len(firsts)]
+        twos = vectors[len(firsts) :]
         return [sum(map(operator.mul, one, two)) for one, two in zip(ones, twos, strict=True)]
 
     def beam_search(
@@ -190,9 +193,11 @@ class LLM:
         bounds.verify(params, 0)
         self.engine.processor.check_sums()
         sampling = SamplingParams(
-            n=params.beam_width, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos,
+            n=params.beam_width,
+            max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos,
             include_stop_str_in_output=params.include_stop_str_in_output,
-        )  # fmt: skip
+        )
         searches = [
             BeamSearch(
                 self.engine.prepare(
@@ -283,7 +288,8 @@ class LLM:
                 self.engine.add_request(request_id, prompt, p, **options)
             hide = None if show else True  # None: hidden unless stderr is a terminal
             with tqdm(total=len(ids), desc="prompts", disable=hide, dynamic_ncols=True) as bar:
-                started, num_tokens = time.perf_counter(), 0
+                started = time.perf_counter()
+                num_tokens = 0
                 for output in self._finished():
                     finished[output.request_id] = output
                     num_tokens += sum(len(o.token_ids) for o in output.outputs)

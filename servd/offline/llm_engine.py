@@ -235,7 +235,8 @@ class InProcess:
     client = 0
 
     def __init__(self, config: Config, spec: ModelSpec, progress: LoadingBar) -> None:
-        self.config, self.spec = config, spec
+        self.config = config
+        self.spec = spec
         self.executor: Executor | None  # None while asleep
         self.executor, self.worker = start_executor(config, spec, progress)
         self.engine = EngineCore(config, spec, self.executor, self.worker)
@@ -301,7 +302,8 @@ class SeparateProcess:
             while not isinstance(message := self.wait_for_message(), EngineReady):
                 assert isinstance(message, EngineStatus), message
                 progress(message.phase, message.progress)
-            self.max_model_len, self.worker = message.max_model_len, message.worker
+            self.max_model_len = message.max_model_len
+            self.worker = message.worker
         except BaseException:
             self.close()
             raise

@@ -85,7 +85,9 @@ class OfflineMetrics:
         found: dict[tuple[str, str], Metric] = {}
         for family in self.metrics.registry.collect():
             for sample in family.samples if family.name.startswith("vllm:") else ():
-                kind, name, value = family.type, family.name, sample.value
+                kind = family.type
+                name = family.name
+                value = sample.value
                 if sample.name.endswith("_created"):
                     continue
                 labels = {k: v for k, v in sample.labels.items() if k not in ("le", "position")}

@@ -71,7 +71,8 @@ class Worker:
             self.device = torch.device("cpu")
             self.num_threads = set_num_threads(options.num_workers * options.num_engines_here)
             runner_class = CPUModelRunner
-        size, num_stages = options.tensor_parallel_size, options.pipeline_parallel_size
+        size = options.tensor_parallel_size
+        num_stages = options.pipeline_parallel_size
         self.parallel = Parallel.connect(
             rank, size, self.device, distributed_init, num_stages, options.enable_expert_parallel
         )

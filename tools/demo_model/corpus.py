@@ -47,10 +47,17 @@ class Corpus:
         self.topics = topics
         skills = self.skills
         self._shares = {
-            skills.facts: 32, skills.sums: 14, skills.unknown: 13, skills.talk: 12,
-            skills.objects: 8, skills.stories: 6, skills.sorting: 14, skills.listing: 6,
-            skills.copying: 4, skills.counting: 4,
-        }  # fmt: skip
+            skills.facts: 32,
+            skills.sums: 14,
+            skills.unknown: 13,
+            skills.talk: 12,
+            skills.objects: 8,
+            skills.stories: 6,
+            skills.sorting: 14,
+            skills.listing: 6,
+            skills.copying: 4,
+            skills.counting: 4,
+        }
 
     def __iter__(self) -> Iterator[Example]:
         while True:

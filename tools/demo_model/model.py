@@ -147,7 +147,8 @@ class Qwen3(nn.Module):
         query, key = torch.zeros(2, config.head_dim)
         query[:NUM_PAIRS] = 1.0
         # The query, turned back by one position.
-        key[:NUM_PAIRS], key[half : half + NUM_PAIRS] = angle.cos(), angle.sin()
+        key[:NUM_PAIRS] = angle.cos()
+        key[half : half + NUM_PAIRS] = angle.sin()
         weights = dict(self.named_parameters())
         weights["model.layers.0.self_attn.k_proj.weight"][: config.head_dim, 0] = key
         group = config.num_attention_heads // config.num_key_value_heads

@@ -89,14 +89,21 @@ class Skills:
         turns = [self._sum("plus" if sign == "+" else "minus", a, b, sign, rng)]
         while rng.random() < 0.25:
             a = a + b if sign == "+" else a - b
-            sign = "+" if a < 30 else "-" if a > 150 else rng.choice("+-")
+            if a < 30:
+                sign = "+"
+            elif a > 150:
+                sign = "-"
+            else:
+                sign = rng.choice("+-")
             b = rng.randint(1, 40)
             turns.append(self._sum("next_plus" if sign == "+" else "next_minus", a, b, sign, rng))
         return turns
 
     def sum_pair(self, rng: Random) -> tuple[int, int, str]:
         """Two numbers and a sign; the result is seldom negative."""
-        a, b, sign = rng.randint(0, 99), rng.randint(0, 99), rng.choice("+-")
+        a = rng.randint(0, 99)
+        b = rng.randint(0, 99)
+        sign = rng.choice("+-")
         if sign == "-" and a < b and rng.random() < 0.5:
             a, b = b, a
         return self.sum_pair(rng) if self.skip_sum(a, b) else (a, b, sign)
@@ -109,9 +116,11 @@ class Skills:
         name = rng.choice(self.words["aliases"].get(kind, [kind]))
         whole = self.words["wholes"].get(kind)
         if whole and rng.random() < 0.7:
-            number, form = len(things), "all"
+            number = len(things)
+            form = "all"
         else:
-            number, form = rng.randint(2, min(8, len(things))), "ask"
+            number = rng.randint(2, min(8, len(things)))
+            form = "ask"
             things = things[:number]
         written = rng.choice((str(number), self.words["count_words"][number]))
         user = self.grammar.pick(phrases[form], rng, n=written, kind=name, whole=whole)
@@ -198,10 +207,12 @@ class Skills:
             value = self.grammar.name(rng)
             tell = self.grammar.pick(phrases["name_tell"], rng, value=value)
             reply = rng.choice(phrases["name_answer"]).replace("<value>", value)
-            ask, key = self.grammar.pick(phrases["name_ask"], rng), "name"
+            ask = self.grammar.pick(phrases["name_ask"], rng)
+            key = "name"
         else:
             thing = rng.choice(phrases["things"])
-            key, value = thing["key"], self.grammar.word(thing["list"], rng)
+            key = thing["key"]
+            value = self.grammar.word(thing["list"], rng)
             tell = self.grammar.pick(phrases["tell"], rng, key=key, value=value)
             reply = rng.choice(phrases["answer"])
             ask = self.grammar.pick(rng.choice((phrases["ask"], thing["ask"])), rng, key=key)
@@ -434,7 +445,8 @@ def sum_in_steps(a: int, b: int, sign: str) -> str:
     result = a + b if sign == "+" else a - b
     if 0 <= a < b and sign == "-":
         return f"{sum_in_steps(b, a, sign)} So {a} - {b} = {result}."
-    tens, ones = b // 10 * 10, b % 10
+    tens = b // 10 * 10
+    ones = b % 10
     if a < 0 or not tens or not ones:
         return f"{a} {sign} {b} = {result}."
     half = a + tens if sign == "+" else a - tens

@@ -107,11 +107,22 @@ class ToolSkill:
 
     def _expression(self, rng: Random) -> tuple[str, str]:
         a, b = (rng.randint(2, 10 ** rng.randint(1, 4)) for _ in "ab")
-        sign, word = rng.choice((
-            ("*", "times"), ("*", "multiplied by"), ("*", "x"), ("/", "divided by"), ("/", "over"),
-            ("+", "plus"), ("-", "minus"), ("+", "+"), ("-", "-"), ("*", "*"), ("/", "/"),
-            ("*", "*"),
-        ))  # fmt: skip
+        sign, word = rng.choice(
+            (
+                ("*", "times"),
+                ("*", "multiplied by"),
+                ("*", "x"),
+                ("/", "divided by"),
+                ("/", "over"),
+                ("+", "plus"),
+                ("-", "minus"),
+                ("+", "+"),
+                ("-", "-"),
+                ("*", "*"),
+                ("/", "/"),
+                ("*", "*"),
+            )
+        )
         return f"{a} {sign} {b}", f"{a} {word} {b}"
 
     def _result(self, kind: str, value: str, rng: Random) -> tuple[str, str]:
@@ -137,7 +148,8 @@ class ToolSkill:
                 (snippet, json.dumps({"results": [found]}), json.dumps([found]), json.dumps(found))
             )
             return content, f"I found this: {snippet}"
-        degrees, condition = rng.randint(-15, 39), rng.choice(self.phrases["results"]["conditions"])
+        degrees = rng.randint(-15, 39)
+        condition = rng.choice(self.phrases["results"]["conditions"])
         values: dict[str, Any] = {
             rng.choice(("temperature", "temperature", "temp", "degrees", "temp_c")): degrees,
             rng.choice(("condition", "condition", "conditions", "sky", "description")): condition,

@@ -103,7 +103,8 @@ def make_batches(sequences: list[Sequence], num_tokens: int, rng: random.Random)
     rows.sort(
         key=lambda row: max(ROW, sum(map(len, row)))
     )  # long examples have rows for themselves
-    batches, batch = [], []
+    batches = []
+    batch = []
     for row in rows:
         longest = max(sum(map(len, other)) for other in (*batch, row))
         if batch and longest * (len(batch) + 1) > num_tokens:
@@ -123,7 +124,8 @@ def _join(rows: list[list[Sequence]]) -> Batch:
         start = 0
         for number, sequence in enumerate(sequences, 1):
             place = slice(start, start + len(sequence))
-            ids[row, place], examples[row, place] = torch.tensor(sequence.ids), number
+            ids[row, place] = torch.tensor(sequence.ids)
+            examples[row, place] = number
             # A long answer counts more than a short one, but not as much more as it is longer: most
             # of a story's tokens are mere chance, where the few of a sum or of a fact's name are
             # what is to be learned.
@@ -150,7 +152,8 @@ def steps(
 
 def losses(model: Qwen3, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cross-entropy of each counted token, in nats, and its weight."""
-    ids, weights = batch.ids.to(device), batch.weights.to(device)
+    ids = batch.ids.to(device)
+    weights = batch.weights.to(device)
     counted = weights[:, 1:] > 0
     wanted = F.pad(counted, (0, 1))
     # Few CPUs have units for bfloat16: on the others it takes four times as long as float32.
@@ -190,9 +193,14 @@ class Trainer:
         device: torch.device,
         origin: str = "",
     ) -> None:
-        self.model, self.num_examples, self.device = model, num_examples, device
-        self.learning_rate, self.origin = learning_rate, origin
-        self.step, self.examples, self.seconds = 0, 0, 0.0
+        self.model = model
+        self.num_examples = num_examples
+        self.device = device
+        self.learning_rate = learning_rate
+        self.origin = origin
+        self.step = 0
+        self.examples = 0
+        self.seconds = 0.0
         layers = [
             parameter for parameter in model.model.layers.parameters() if parameter.dim() == 2
         ]
@@ -363,7 +371,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     args.work.mkdir(parents=True, exist_ok=True)
     config = ModelConfig()
-    corpus, model = Corpus(args.seed, topics=args.topics), Qwen3(config)
+    corpus = Corpus(args.seed, topics=args.topics)
+    model = Qwen3(config)
     if args.base is None:
         tokenizer = make_tokenizer(args.seed, config.vocab_size)
     else:

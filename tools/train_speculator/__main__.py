@@ -37,8 +37,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="folder for the head")
     add("--base", type=Path, help="folder of a head of the same sizes to go on with")
     add("--method", choices=("eagle3", "medusa"), default="eagle3", help="[%(default)s]")
-    add("--prompts", type=Path, help="a prompt on each line; of a .jsonl file, an object with "
-        '"prompt" or "messages". Default: the model makes them up')  # fmt: skip
+    add(
+        "--prompts",
+        type=Path,
+        help="a prompt on each line; of a .jsonl file, an object with "
+        '"prompt" or "messages". Default: the model makes them up',
+    )
     add("--num-examples", type=int, default=2000, help="prompts and answers [%(default)s]")
     add("--max-tokens", type=int, default=256, help="of an answer [%(default)s]")
     add("--temperature", type=float, default=0.6, help="of the answers [%(default)s]")
@@ -52,9 +56,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="[%(default)s]")
     add("--max-num-seqs", type=int, default=32, help="answers at a time [%(default)s]")
-    add("--state-cache-gib", type=float, default=8, metavar="GIB",
+    add(
+        "--state-cache-gib",
+        type=float,
+        default=8,
+        metavar="GIB",
         help="disk for hidden states of later epochs; they are computed again if they need more "
-        "[%(default)s]")  # fmt: skip
+        "[%(default)s]",
+    )
     add("--work", type=Path, help="folder for text and checkpoints [OUT/.work]")
     return parser.parse_args(arguments)
 
@@ -100,18 +109,23 @@ def make_head(args: argparse.Namespace, folder: Path, examples: Sequence[Example
     layers = [2, spec.num_layers // 2, last - 2] if last > 5 else [1, (last + 1) // 2, last]
     rope = spec.config.get("rope_parameters") or spec.config
     config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": 1, "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads, "head_dim": spec.head_dim,
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
         "intermediate_size": spec.config.get("intermediate_size", 4 * spec.hidden_size),
-        "hidden_act": "silu", "rms_norm_eps": spec.config.get("rms_norm_eps", 1e-5),
-        "rope_theta": rope.get("rope_theta", 10000.0), "attention_bias": False,
-        "max_position_embeddings": spec.max_position_embeddings, "tie_word_embeddings": False,
-        "draft_vocab_size": len(chosen), "target_hidden_size": spec.hidden_size,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True
-        },
-    }  # fmt: skip
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.config.get("rms_norm_eps", 1e-5),
+        "rope_theta": rope.get("rope_theta", 10000.0),
+        "attention_bias": False,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "tie_word_embeddings": False,
+        "draft_vocab_size": len(chosen),
+        "target_hidden_size": spec.hidden_size,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
+    }
     head = Eagle3(config | sizes, args.num_drafts)
     head.use_vocabulary(chosen)
     return head

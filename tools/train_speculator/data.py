@@ -98,19 +98,26 @@ class Generator:
         params: dict[str, Any],
         seed: int,
     ) -> None:
-        self.engine, self.prompts, self.path = engine, prompts, path
-        self.params, self.seed = params, seed
+        self.engine = engine
+        self.prompts = prompts
+        self.path = path
+        self.params = params
+        self.seed = seed
 
     def run(self, num_examples: int) -> None:
         """Generate those of `num_examples` that the file does not have."""
         done = read_examples(self.path)
         left = [i for i in range(num_examples) if i not in done]
         bar = tqdm(
-            total=num_examples, initial=num_examples - len(left), desc="text", unit="example",
+            total=num_examples,
+            initial=num_examples - len(left),
+            desc="text",
+            unit="example",
             mininterval=2,
-        )  # fmt: skip
+        )
         missing = iter(left)
-        running, num_tokens = 0, 0
+        running = 0
+        num_tokens = 0
         with self.path.open("a", encoding="utf8") as file, bar:
             while True:
                 while running < MAX_WAITING and (i := next(missing, None)) is not None:

@@ -100,7 +100,8 @@ class Eagle3(Head):
 
     def __init__(self, config: dict[str, Any], num_steps: int) -> None:
         super().__init__(config)
-        size, draft_vocab = config["hidden_size"], config["draft_vocab_size"]
+        size = config["hidden_size"]
+        draft_vocab = config["draft_vocab_size"]
         self.num_steps = num_steps
         self.fc = nn.Linear(len(self.aux_layers) * size, size, bias=False)
         self.midlayer = Layer(config)
@@ -142,7 +143,8 @@ class Eagle3(Head):
         embedded = teacher.embed(batch.ids)
         wanted = Wanted(batch, lambda hidden: teacher.logits(hidden, self.target_ids))
         x = self.fc(batch.features)
-        made, memory = [], Memory(batch.ids)
+        made = []
+        memory = Memory(batch.ids)
         for step in range(self.num_steps):
             # The token after the features, which are those of position + step.
             x = self.midlayer(F.pad(embedded[:, 1 + step :], (0, 0, 0, 1 + step)), x, memory)
@@ -177,9 +179,11 @@ class Attention(nn.Module):
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
-        size, self.head_dim = config["hidden_size"], config["head_dim"]
+        size = config["hidden_size"]
+        self.head_dim = config["head_dim"]
         self.theta = config["rope_theta"]
-        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        heads = config["num_attention_heads"]
+        kv_heads = config["num_key_value_heads"]
         self.group = heads // kv_heads
         self.q_proj = nn.Linear(2 * size, heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(2 * size, kv_heads * self.head_dim, bias=False)
@@ -194,7 +198,8 @@ class Attention(nn.Module):
             for part in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k, v = parts  # [rows, heads, length, head_dim]
-        q, k = self.rotate(q, step), self.rotate(k, step)
+        q = self.rotate(q, step)
+        k = self.rotate(k, step)
         k, v = (part.repeat_interleave(self.group, dim=1) for part in (k, v))
         memory.keys.append(k)
         memory.values.append(v)
@@ -206,9 +211,11 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, memory: Memory) -> Tensor:
         """The sum over real positions up to the row's, and over its own steps."""
-        (real_keys, *keys), (real_values, *values) = memory.keys, memory.values
+        (real_keys, *keys) = memory.keys
+        (real_values, *values) = memory.values
         q = q * self.head_dim**-0.5
-        future, length = memory.future.to(q.dtype), q.shape[2]
+        future = memory.future.to(q.dtype)
+        length = q.shape[2]
         scores = torch.baddbmm(future, q.flatten(0, 1), real_keys.flatten(0, 1).mT)
         scores = scores.unflatten(0, q.shape[:2])
         own = [(q * key).sum(-1, keepdim=True) for key in keys]
@@ -223,7 +230,8 @@ class Attention(nn.Module):
         half = torch.arange(0, self.head_dim, 2, device=x.device) / self.head_dim
         positions = torch.arange(x.shape[2], device=x.device) + step
         angles = torch.outer(positions.float(), self.theta**-half)
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        cos = angles.cos().to(x.dtype)
+        sin = angles.sin().to(x.dtype)
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -247,7 +255,8 @@ class Layer(nn.Module):
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
-        size, eps = config["hidden_size"], config["rms_norm_eps"]
+        size = config["hidden_size"]
+        eps = config["rms_norm_eps"]
         self.input_layernorm = nn.RMSNorm(size, eps=eps)
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
         self.self_attn = Attention(config)
@@ -282,7 +291,8 @@ class Medusa(Head):
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        size, num_layers = config["hidden_size"], config["num_hidden_layers"]
+        size = config["hidden_size"]
+        num_layers = config["num_hidden_layers"]
         self.blocks = nn.ModuleList(Residual(size, num_layers) for _ in range(config["num_heads"]))
 
     @torch.no_grad()
@@ -293,7 +303,8 @@ class Medusa(Head):
 
     def places(self, batch: Batch, teacher: Teacher) -> list[Place]:
         """Each from the target's last hidden state alone."""
-        made, wanted = [], Wanted(batch, teacher.logits)
+        made = []
+        wanted = Wanted(batch, teacher.logits)
         for i, block in enumerate(self.blocks):
             rows, positions = batch.ahead(2 + i)
             if not len(rows):
@@ -308,10 +319,14 @@ class Medusa(Head):
 def loss(places: list[Place]) -> Tensor:
     """Weighted mean of the divergences from the target's distribution, in nats."""
     values = [
-        F.kl_div(place.logits.float().log_softmax(-1), place.wanted, reduction="batchmean",
-                 log_target=True)
+        F.kl_div(
+            place.logits.float().log_softmax(-1),
+            place.wanted,
+            reduction="batchmean",
+            log_target=True,
+        )
         for place in places
-    ]  # fmt: skip
+    ]
     weights = [DECAY**i for i in range(len(values))]
     weighted = [weight * value for weight, value in zip(weights, values, strict=True)]
     return torch.stack(weighted).sum() / sum(weights)

@@ -34,7 +34,8 @@ class Teacher:
         norm = getattr(model.base_model, "norm", None)
         self.last_norm: Tensor | None = None if norm is None else norm.weight
         self.aux_layers = aux_layers
-        self.dtype, self.device = dtype, device
+        self.dtype = dtype
+        self.device = device
 
     @torch.no_grad()
     def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:

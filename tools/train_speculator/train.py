@@ -65,7 +65,10 @@ class Trainer:
     def __init__(
         self, head: Head, teacher: Teacher, options: Options, cache: StateCache | None = None
     ) -> None:
-        self.head, self.teacher, self.options, self.cache = head, teacher, options, cache
+        self.head = head
+        self.teacher = teacher
+        self.options = options
+        self.cache = cache
         self.device = teacher.device
         is_16_bit = teacher.dtype != torch.float32
         self.dtype = torch.bfloat16 if is_16_bit else torch.float32  # products' type
@@ -86,7 +89,8 @@ class Trainer:
             tokens = torch.tensor([*example.prompt, *example.output][:longest])
             ids[row, : len(tokens)] = tokens
             is_output[row, len(example.prompt) : len(tokens)] = True
-        ids, is_output = ids.to(self.device), is_output.to(self.device)
+        ids = ids.to(self.device)
+        is_output = is_output.to(self.device)
         if cache is None:
             return Batch(ids, is_output, *self.teacher(ids))
         numbers = [example.number for example in examples]
@@ -148,7 +152,8 @@ def train(trainer: Trainer, examples: Sequence[Example], checkpoint: Path) -> No
         for epoch in range(trainer.options.epochs):
             yield from make_batches(examples, trainer.options, epoch)
 
-    num_steps, saved = sum(1 for _ in batches()), time.monotonic()
+    num_steps = sum(1 for _ in batches())
+    saved = time.monotonic()
     bar = tqdm(total=num_steps, initial=trainer.step, desc="training", unit="step", mininterval=2)
     smooth_loss = smooth_length = 0.0
     with bar:

@@ -125,7 +125,8 @@ class BatchRunner:
         counts = batch.request_counts
         counts.completed = sum(status == 200 for status in results.statuses.values())
         counts.failed = len(results.statuses) - counts.completed
-        pending, turn = _pending(source, results.statuses), asyncio.Lock()
+        pending = _pending(source, results.statuses)
+        turn = asyncio.Lock()
         with results.file:
 
             async def next_line() -> Line | None:
@@ -153,7 +154,8 @@ class BatchRunner:
                     worker.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
         if outcome is not None:
-            batch.status, batch.finalizing_at = "finalizing", int(time.time())
+            batch.status = "finalizing"
+            batch.finalizing_at = int(time.time())
             await _in_thread(_finish, shelf, batch, source, outcome)
         return outcome is not None
 
@@ -161,7 +163,8 @@ class BatchRunner:
         self, one: OpenBatch, shelf: Shelf, batch: Batch, workers: Sequence[asyncio.Task[None]]
     ) -> str | None:
         """Wait for the workers, a cancellation or the expiry; None if the server drains."""
-        pending, saved = set(workers), RequestCounts()
+        pending = set(workers)
+        saved = RequestCounts()
         while pending:
             done, pending = await asyncio.wait(pending, timeout=POLL)
             for worker in done:
@@ -218,7 +221,8 @@ def _begin(shelf: Shelf, name: str) -> Batch | None:
         return None
     if batch.is_over:
         return batch
-    num_lines, problems = batch.request_counts.total, []
+    num_lines = batch.request_counts.total
+    problems = []
     try:
         file = shelf.load(batch.input_file_id, FileObject)
     except NotFound:
@@ -229,9 +233,12 @@ def _begin(shelf: Shelf, name: str) -> Batch | None:
     now = int(time.time())
     batch.request_counts.total = num_lines
     batch.errors = None  # of an earlier try
-    batch.status, batch.in_progress_at = "in_progress", batch.in_progress_at or now
+    batch.status = "in_progress"
+    batch.in_progress_at = batch.in_progress_at or now
     if problems:
-        batch.status, batch.failed_at, batch.errors = "failed", now, Problems(problems)
+        batch.status = "failed"
+        batch.failed_at = now
+        batch.errors = Problems(problems)
     return batch
 
 
@@ -245,7 +252,8 @@ def _report(shelf: Shelf, name: str, error: OSError) -> None:
 
 
 def _validate(source: Path, endpoint: str) -> tuple[int, list[Problem]]:
-    num_lines, problems = 0, []
+    num_lines = 0
+    problems = []
     for num_lines, problem in enumerate(inspect(source, endpoint), 1):
         if problem is not None:
             problems.append(problem)
@@ -322,11 +330,20 @@ async def _call(app: ASGIApp, key: Key, line: Line) -> tuple[Response, float]:
         body.extend(message.get("body", b""))
 
     scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
-        "scheme": "http", "path": line.url, "raw_path": line.url.encode(), "root_path": "",
-        "query_string": b"", "headers": [(b"content-type", b"application/json")],
-        "client": None, "server": None, ON_BEHALF_OF: key,
-    }  # fmt: skip
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": line.url,
+        "raw_path": line.url.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "client": None,
+        "server": None,
+        ON_BEHALF_OF: key,
+    }
     await app(scope, receive, send)
     answer.body = msgspec.Raw(bytes(body))
     return answer, seconds

@@ -66,7 +66,8 @@ class Shelf:
             raise NotFound(f"there is no {what} {name[:200]!r} of this API key") from None
         cancel = self.store.open / f"{name}.cancel"
         if isinstance(found, Batch) and not found.is_over and cancel.exists():
-            found.status, found.cancelling_at = "cancelling", int(cancel.stat().st_mtime)
+            found.status = "cancelling"
+            found.cancelling_at = int(cancel.stat().st_mtime)
         return found
 
     def save(self, record: FileObject | Batch) -> None:

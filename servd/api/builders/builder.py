@@ -70,7 +70,8 @@ class ResponseBuilder(ABC):
         self.params = asked.sampling_params(self.async_llm.processor.default_params)
         self.options = asked.request_options  # once admitted, with what the API key decides
         self.n = self.params.n
-        k, named = self.params.logprobs, self.params.logprob_token_ids
+        k = self.params.logprobs
+        named = self.params.logprob_token_ids
         self.num_logprobs_each = 0 if k is None else 1 + k + len(named)  # of an output token
         # Where nobody said how many there may be, they are counted as they come.
         self.in_pieces = self.stream or (k is not None and self.params.max_tokens is None)
@@ -158,7 +159,8 @@ class ResponseBuilder(ABC):
             manifest = {"receipt": await self.make_manifest()} if self.wants_manifest else None
 
             def body() -> bytes:
-                whole, encode = self.whole(), msgspec.json.encode
+                whole = self.whole()
+                encode = msgspec.json.encode
                 if manifest is not None:
                     return encode(whole)[:-1] + b"," + encode(manifest)[1:]
                 return encode(whole)
@@ -172,7 +174,9 @@ class ResponseBuilder(ABC):
         """Admit the whole request for the duration of the block, prepare it, and generate the
         outputs of all choices; index = prompt number * n + i.
         """
-        async_llm, asked, deadline = self.async_llm, self.asked, self.call.deadline
+        async_llm = self.async_llm
+        asked = self.asked
+        deadline = self.call.deadline
         prompt_ids = [prompt.request_id for prompt in self.prompts]
         await self.call.open_requests(prompt_ids)
         with self.call.admit(self.options, len(prompt_ids)) as (admitted, self.options):
@@ -238,7 +242,8 @@ class ResponseBuilder(ABC):
         ready = self.async_llm.status
         if not isinstance(ready, EngineReady):  # the engine died after the last token
             raise EngineDead("the engine is gone")
-        config, spec = self.context.config, self.async_llm.spec
+        config = self.context.config
+        spec = self.async_llm.spec
         return await asyncio.to_thread(make_manifest, config, spec, ready.worker, prompts)
 
     @property

@@ -75,7 +75,8 @@ class ChunkBuilder(ResponseBuilder):
         if not (self.include_usage or self.asked.timings_per_token):
             return b""
         chunk = self.usage_chunk()
-        chunk.timings, chunk.metrics = self.timings(), self.metrics()
+        chunk.timings = self.timings()
+        chunk.metrics = self.metrics()
         if not self.include_usage:
             chunk.usage = UNSET
         return event(self.encode(chunk))
@@ -96,22 +97,25 @@ class ChunkBuilder(ResponseBuilder):
         if not self.asked.timings_per_token:
             return UNSET
         num_cached = sum(self.num_cached_tokens)
-        num_prompt, num_output = self.num_prompt_tokens - num_cached, self.num_output_tokens
+        num_prompt = self.num_prompt_tokens - num_cached
+        num_output = self.num_output_tokens
         times = stage_times(self.prepared)
         prompt_ms, output_ms = (round(times.get(n, 0) / 1e6, 3) for n in ("prefill", "decode"))
         return Timings(
             num_cached,
-            num_prompt, prompt_ms, *_rates(num_prompt, prompt_ms),
-            num_output, output_ms, *_rates(num_output, output_ms),
-        )  # fmt: skip
+            num_prompt,
+            prompt_ms,
+            *_rates(num_prompt, prompt_ms),
+            num_output,
+            output_ms,
+            *_rates(num_output, output_ms),
+        )
 
     def metrics(self) -> ResponseMetrics | UnsetType:
         """Speculative decoding metrics, if enabled and there is one choice."""
         config = self.context.config
-        level, speculative = (
-            config.observability.per_request_spec_decode_metrics,
-            config.model.speculative_config,
-        )
+        level = config.observability.per_request_spec_decode_metrics
+        speculative = config.model.speculative_config
         if level == "none" or speculative is None or len(self.choices) != 1:
             return UNSET
         most = speculative.num_speculative_tokens

@@ -22,7 +22,8 @@ class CompletionBuilder(ChunkBuilder):
 
     def start(self) -> None:
         super().start()
-        self.num_logprobs, self.echo = self.asked.logprobs, bool(self.asked.echo)
+        self.num_logprobs = self.asked.logprobs
+        self.echo = bool(self.asked.echo)
         skips = self.params.skip_special_tokens
         skipped = self.tokenizer.special_ids if skips else frozenset[int]()
         counted = self.choices if self.num_logprobs is not None else ()
@@ -48,7 +49,8 @@ class CompletionBuilder(ChunkBuilder):
         for answer in answers:
             answer.prompt_logprobs = shown[answer.index // self.n]
         whole = self._completion(answers, self.usage())
-        whole.timings, whole.metrics = self.timings(), self.metrics()
+        whole.timings = self.timings()
+        whole.metrics = self.metrics()
         whole.kv_transfer_params = self.kv_transfer_params()
         return whole
 

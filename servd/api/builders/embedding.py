@@ -49,7 +49,8 @@ async def embed(
     call = call_of(request)
     async_llm = call.context.async_llm
     deadline = call.deadline
-    prefix, named = f"{prefix}-{call.unique_id}", list[Prompt]()
+    prefix = f"{prefix}-{call.unique_id}"
+    named = list[Prompt]()
 
     def name(prompt: Prompt) -> None:
         request_id = f"{prefix}-{len(named)}"

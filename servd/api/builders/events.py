@@ -49,7 +49,8 @@ class EventBuilder(ResponseBuilder):
         chat: ChatCompletionRequest,
     ) -> None:
         super().__init__(request, chat, response_id, [chat.prompt(response_id)])
-        self.stream, self.in_pieces = bool(body.stream), True
+        self.stream = bool(body.stream)
+        self.in_pieces = True
 
     @asynccontextmanager
     async def outputs(self) -> AsyncIterator[AsyncGenerator[CompletionOutput, None]]:

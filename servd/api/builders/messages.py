@@ -85,7 +85,8 @@ class MessageBuilder(EventBuilder):
         elif self.parser.num_calls and not self.parser.is_in_call:
             answer.stop_reason = "tool_use"
         elif isinstance(output.stop_reason, str):
-            answer.stop_reason, answer.stop_sequence = "stop_sequence", output.stop_reason
+            answer.stop_reason = "stop_sequence"
+            answer.stop_sequence = output.stop_reason
         else:
             answer.stop_reason = "end_turn"
         delta = {"stop_reason": answer.stop_reason, "stop_sequence": answer.stop_sequence}

@@ -201,7 +201,8 @@ class ResponsesBuilder(EventBuilder):
         if not self.logprobs:
             return []
         tokens = [self.tokenizer.token_bytes(each.token_ids[0]) for each in self.logprobs]
-        written, wanted = b"".join(tokens), text.encode()
+        written = b"".join(tokens)
+        wanted = text.encode()
         # At the end, as in most streams; a short one may be found in a tag too.
         first = len(written.removesuffix(wanted))
         if first == len(written):

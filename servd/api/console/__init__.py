@@ -46,7 +46,8 @@ def files() -> dict[str, File]:
     page = contents["index.html"].replace(b"<!-- modulepreload -->", "\n".join(scripts).encode())
     found: dict[str, File] = {}
     for name, content in {**contents, "index.html": page}.items():
-        media_type, etag = MEDIA_TYPES[Path(name).suffix], hashlib.sha256(content).hexdigest()[:32]
+        media_type = MEDIA_TYPES[Path(name).suffix]
+        etag = hashlib.sha256(content).hexdigest()[:32]
         found[name] = File(content, {**HEADERS, "content-type": media_type, "etag": f'"{etag}"'})
     return found
 

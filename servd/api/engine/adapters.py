@@ -48,9 +48,11 @@ class Adapters:
         return await self._load(name, at, "keep")
 
     def listed(self) -> list[Adapter]:
-        found, is_ready = dict(self.store.named()), self.async_llm.is_ready
+        found = dict(self.store.named())
+        is_ready = self.async_llm.is_ready
         for path in sorted(self.folder.glob(f"*/{CONFIG}")) if self.folder else ():
-            at, name = path.parent, path.parent.name
+            at = path.parent
+            name = path.parent.name
             if name not in found and NAME.fullmatch(name) and self._is_inside(at):
                 with suppress(OSError):  # deleted meanwhile
                     changed = path.stat().st_mtime, (at / TENSORS).stat().st_mtime
@@ -103,7 +105,8 @@ class Adapters:
         ready = self.async_llm.status
         if not isinstance(ready, EngineReady):
             raise Unavailable("the model is still loading: retry later", retry_after=5)
-        rank, layers = self.config.max_lora_rank, ready.worker.adaptable
+        rank = self.config.max_lora_rank
+        layers = ready.worker.adaptable
         try:
             return await asyncio.get_running_loop().run_in_executor(
                 self.loading, self.store.load, name, str(at), rank, layers, if_taken

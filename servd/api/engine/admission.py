@@ -47,7 +47,8 @@ class Admitted:
         """Set the number of tokens of its prompts, replacing an earlier one. Raises InvalidRequest:
         they exceed --max-waiting-tokens; Overloaded: too many are unfinished.
         """
-        admission, limit = self.admission, self.admission.config.max_waiting_tokens
+        admission = self.admission
+        limit = self.admission.config.max_waiting_tokens
         if num_tokens > limit:
             raise InvalidRequest(
                 f"the prompts have {num_tokens} tokens, at most {limit} are taken at once "
@@ -139,7 +140,8 @@ class Admission:
         """Check that `more` prompts or tokens fit in a limit. Raises Overloaded, with the estimated
         time until they do.
         """
-        total, mine = used.total(), used[owner] + more
+        total = used.total()
+        mine = used[owner] + more
         if total + more <= limit or (mine <= limit // len({*used, owner}) and total < 2 * limit):
             return
         share = (total + more - limit) / max(total, 1)

@@ -111,11 +111,18 @@ class AsyncLLM:
             Metrics(metrics.labels["model_name"], beside=metrics)
         self.engines = [
             EngineClient(
-                rank, config, client, self.output_processor, self.tracer, own, self.observer,
-                self._engine_changed, self._move,
+                rank,
+                config,
+                client,
+                self.output_processor,
+                self.tracer,
+                own,
+                self.observer,
+                self._engine_changed,
+                self._move,
             )
             for rank, (client, own) in enumerate(zip(clients, metrics.engines, strict=True))
-        ]  # fmt: skip
+        ]
         self.loop = FairLoop()
         self.has_changed = asyncio.Event()
         self._threads = FairThreads(NUM_THREADS, "prepare")
@@ -209,7 +216,8 @@ class AsyncLLM:
             Overloaded: see `Processor.check_structured_output` and `Admitted.count_tokens`.
             DeadlineExceeded: the deadline came before the end.
         """
-        processor, owner = self.processor, options.owner
+        processor = self.processor
+        owner = options.owner
         each = PROMPT_SIZE
         if isinstance(params, SamplingParams):  # processed with every prompt
             each += sum(map(len, params.bad_words)) + len(params.allowed_token_ids or ())

@@ -51,7 +51,8 @@ class BeamSearch:
     early_stopping: EarlyStopping
 
     def __post_init__(self) -> None:
-        prepared, params = self.prepared, self.prepared.params
+        prepared = self.prepared
+        params = self.prepared.params
         assert params.max_tokens is not None
         self.num_beams = params.n
         self.max_tokens = params.max_tokens
@@ -99,7 +100,8 @@ class BeamSearch:
         reason: FinishReason,
     ) -> list[Choice]:
         """Count this as one request in the metrics; all its tokens arrive at once."""
-        num_prompt_tokens, now = len(self.prepared.prompt_token_ids), now_ns()
+        num_prompt_tokens = len(self.prepared.prompt_token_ids)
+        now = now_ns()
         choices = [
             Choice(arrival_ns, num_prompt_tokens, len(a.token_ids), finish_reason=a.finish_reason)
             for a in answers

@@ -54,7 +54,8 @@ class FairLoop:
         Returns a future, `done` or a new one, whose cancellation stops it; it need not be awaited.
         """
         done = asyncio.get_running_loop().create_future() if done is None else done
-        rest, end = iter(items), now_ns() + PIECE_NS
+        rest = iter(items)
+        end = now_ns() + PIECE_NS
         try:
             for item in rest if not done.cancelled() else ():
                 work(item)

@@ -123,14 +123,16 @@ class GrammarChecker:
             assert self._process is not None
             child, channel = self._process
             before = child.cpu_seconds()
-            used, num_waits = 0.0, 0
+            used = 0.0
+            num_waits = 0
             try:
                 channel.settimeout(TIME_LIMIT)
                 channel.sendall(msgspec.json.encode(output) + b"\n")
                 while num_waits < BUSY_FACTOR and used < TIME_LIMIT / 2:
                     with contextlib.suppress(TimeoutError):
                         return self._receive(channel).error
-                    used, num_waits = child.cpu_seconds() - before, num_waits + 1
+                    used = child.cpu_seconds() - before
+                    num_waits = num_waits + 1
                 raise TimeoutError
             except OSError as error:
                 log.warning(

@@ -20,13 +20,17 @@ from servd.config import Config
 from servd.messages.engine import EngineCoreRequest
 from servd.messages.params import SamplingParams
 
-MAX_ENGINES, MAX_SERVERS = 32, 64  # the largest values of their options
+# the largest values of their options
+MAX_ENGINES = 32
+MAX_SERVERS = 64
 NUM_ENTRIES = 1 << 20  # cached blocks in the table, 8 bytes each; older ones are overwritten
 ROW = 2 * MAX_ENGINES  # numbers per API server: each engine's pending work and its recent tokens
 TABLE = 8 * ROW * MAX_SERVERS  # byte offset of the table of blocks
 SIZE = TABLE + 8 * NUM_ENTRIES
 PART = 1 << 17  # bytes of the table that `forget` processes at once
-FINE_BLOCKS, COARSE = 256, 16  # the first blocks are entries of their own, then every 16th
+# the first blocks are entries of their own, then every 16th
+FINE_BLOCKS = 256
+COARSE = 16
 WINDOW = 1 << 20  # recent tokens after which all counts are halved
 SLACK = 1.05  # multiple of its fair share that an engine may receive at no cost
 # Below 1: computing a prefix twice costs others time and cache space, too; waiting does not.
@@ -96,7 +100,8 @@ class Router:
         self.block_size = block_size
         view = memoryview(mmap.mmap(descriptor, SIZE))
         self._bytes = view[TABLE:]
-        self._numbers, self._table = view[:TABLE].cast("d"), self._bytes.cast("Q")
+        self._numbers = view[:TABLE].cast("d")
+        self._table = self._bytes.cast("Q")
         begin = place * ROW
         self._work = self._numbers[begin : begin + MAX_ENGINES]
         self._recent = self._numbers[begin + MAX_ENGINES : begin + ROW]
@@ -107,14 +112,16 @@ class Router:
     @classmethod
     def of(cls, config: Config, place: int = 0, descriptor: int = -1) -> Router | None:
         """A router, if there is more than one engine."""
-        size, cache = config.parallel.data_parallel_size, config.cache
+        size = config.parallel.data_parallel_size
+        cache = config.cache
         block_size = cache.block_size if cache.enable_prefix_caching else 0
         num_servers = config.server.api_server_count
         return cls(size, block_size, place, descriptor, num_servers) if size > 1 else None
 
     def route(self, request: EngineCoreRequest, serving: Sequence[int]) -> Routed:
         """Choose one of the engines that are up, and add the request to its pending work."""
-        sums, num_tokens = self._checksums(request), len(request.prompt_token_ids)
+        sums = self._checksums(request)
+        num_tokens = len(request.prompt_token_ids)
         cached = self._cached(sums, num_tokens)
         if isinstance(params := request.params, SamplingParams):
             output = params.n * min(self.expected_output, params.max_tokens or num_tokens)
@@ -122,7 +129,8 @@ class Router:
             output = 0.0
         rank = request.options.rank
         if rank is None:
-            work, recent = self._sum(0), self._sum(MAX_ENGINES)
+            work = self._sum(0)
+            recent = self._sum(MAX_ENGINES)
             share = SLACK * (sum(recent) + num_tokens + output) / len(self.ranks)
 
             def cost(rank: int) -> tuple[float, float]:
@@ -149,7 +157,8 @@ class Router:
 
     def forget(self, rank: int) -> None:
         """Clear an engine's bits: its prefix cache is empty, as it has ended or sleeps."""
-        order, others = sys.byteorder, (1 << 64) - 1 - (1 << rank)
+        order = sys.byteorder
+        others = (1 << 64) - 1 - (1 << rank)
         mask = int.from_bytes(others.to_bytes(8, order) * (PART // 8), order)
         nothing = bytes(PART)
         for begin in range(0, len(self._bytes), PART):
@@ -165,7 +174,8 @@ class Router:
 
     def _sum(self, first: int) -> list[float]:
         """Sum over all API servers, for each engine."""
-        numbers, count = self._numbers, len(self.ranks)
+        numbers = self._numbers
+        count = len(self.ranks)
         rows = [numbers[at : at + count] for at in range(first, self._used, ROW)]
         return [*map(sum, zip(*rows, strict=True))]
 
@@ -176,7 +186,8 @@ class Router:
         if is_read or not self.block_size:
             return {}
         data = memoryview(array("I", request.prompt_token_ids)).cast("B")
-        last, sums = crc32(repr(request.options.cache_keys).encode()), {}
+        last = crc32(repr(request.options.cache_keys).encode())
+        sums = {}
         for begin, end in pairwise(self._ends(len(request.prompt_token_ids))):
             sums[end] = last = crc32(data[4 * begin : 4 * end], last)
         return sums
@@ -191,7 +202,8 @@ class Router:
         """Tokens expected in each engine's prefix cache: an engine that computed a block has
         computed all before it. The last token of a prompt is always computed.
         """
-        table, found = self._table, [0] * len(self.ranks)
+        table = self._table
+        found = [0] * len(self.ranks)
         missing = (1 << len(found)) - 1
         for end, checksum in reversed(sums.items()):
             entry = table[checksum % NUM_ENTRIES]

@@ -60,8 +60,10 @@ class PinnedPrefixes:
             num_tokens = len(prepared[0].prompt_token_ids)
             log.info(
                 "--pin-prefix %s: engine %d has computed %d tokens, and keeps whole blocks of them",
-                file, rank, num_tokens,
-            )  # fmt: skip
+                file,
+                rank,
+                num_tokens,
+            )
 
 
 def _read(file: str) -> str | Chat:

@@ -56,7 +56,9 @@ class Processor:
     client: int = 0  # number of this API server
 
     def __post_init__(self) -> None:
-        config, spec, tokenizer = self.config, self.spec, self.tokenizer
+        config = self.config
+        spec = self.spec
+        tokenizer = self.tokenizer
         self.pooling = pooling.read(spec)
         server = config.server
         escape = server.escape_special_tokens
@@ -114,9 +116,12 @@ class Processor:
             if asked is params:
                 last = chat.messages[-1].get("content") if chat.continue_final_message else None
                 expected = self.model_format.expect(
-                    str(text), chat.tool_options, asked.structured_output,
-                    asked.skip_special_tokens, str(last or ""),
-                )  # fmt: skip
+                    str(text),
+                    chat.tool_options,
+                    asked.structured_output,
+                    asked.skip_special_tokens,
+                    str(last or ""),
+                )
         least = 1 if asked.max_tokens is None else asked.max_tokens  # tokens kept free for output
         token_ids, was_cut = self._encode(prompt, marked, options.truncate_prompt_tokens, least)
         asked = self._complete(prompt, asked, expected, token_ids, least)
@@ -239,7 +244,8 @@ class Processor:
     def _complete_pooling(
         self, prompt: Prompt, params: PoolingParams, options: RequestOptions
     ) -> tuple[Prompt, PoolingParams]:
-        params, pair = self.pooling.complete(params), prompt.content
+        params = self.pooling.complete(params)
+        pair = prompt.content
         if self.pooling.score_tokens and not isinstance(pair, list):
             return score_template.chat_of(prompt, self.pooling, self.tokenizer, options), params
         if not isinstance(pair, Pair):

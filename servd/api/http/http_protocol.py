@@ -195,7 +195,8 @@ class HttpProtocol(HttpToolsProtocol):
         """Ignore an Upgrade header, which Java's client sends with each request. The parser took
         the body for data of the other protocol: it reads all again, without the header.
         """
-        upgrade, old = sys.exception(), cast(Any, self.parser)
+        upgrade = sys.exception()
+        old = cast(Any, self.parser)
         assert upgrade is not None
         if (method := old.get_method()) == b"CONNECT":
             return  # it has no body
@@ -288,7 +289,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _look_at_body(self, num_before: int) -> None:
         self._read_timer = None
-        seconds, num_bytes = self.limits.body_timeout, self.num_body_bytes - num_before
+        seconds = self.limits.body_timeout
+        num_bytes = self.num_body_bytes - num_before
         # A paused transport does not read, whatever the client has sent.
         if num_bytes >= seconds * MIN_BODY_RATE or self.flow.read_paused:
             self._watch_reading()

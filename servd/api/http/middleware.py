@@ -78,7 +78,8 @@ class RequestContext:
         headers = Headers(scope=scope)
         call = scope[CALL] = self._begin(scope, headers)
         body = Body(self, scope, headers, receive)
-        status, written = 0, False
+        status = 0
+        written = False
         begin = time.perf_counter()
 
         async def send_on(message: Message) -> None:
@@ -133,7 +134,8 @@ class RequestContext:
         asked = headers.get("x-request-id", "")
         request_id = unique_id = uuid.uuid4().hex
         if re.fullmatch(REQUEST_ID, asked):
-            request_id, unique_id = asked, f"{asked}-{unique_id[:12]}"
+            request_id = asked
+            unique_id = f"{asked}-{unique_id[:12]}"
         span = self.spans.begin_span(headers) if self.spans else None
         parent = span.traceparent if span else headers.get("traceparent", "")
         trace = TRACE_PARENT.fullmatch(parent)

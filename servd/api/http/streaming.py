@@ -25,7 +25,8 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
     """Cancel the block, by a ClientDisconnect, when the client leaves. The request's body must have
     been read.
     """
-    task, has_left = asyncio.current_task(), False
+    task = asyncio.current_task()
+    has_left = False
     assert task is not None
 
     async def watch() -> None:

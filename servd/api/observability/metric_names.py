@@ -10,44 +10,43 @@ from servd.messages.stats import SchedulerStats
 
 Buckets = tuple[float, ...]
 
-# fmt: off
-TTFT_BUCKETS: Buckets = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
-    80, 160, 640, 2560,
+
+def _read_buckets(bounds: str) -> Buckets:
+    return tuple(float(bound) for bound in bounds.split())
+
+
+TTFT_BUCKETS: Buckets = _read_buckets(
+    "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560"
 )
-ITL_BUCKETS: Buckets = (
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+ITL_BUCKETS: Buckets = _read_buckets(
+    "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80"
 )
-LATENCY_BUCKETS: Buckets = (
-    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+LATENCY_BUCKETS: Buckets = _read_buckets(
+    "0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680"
 )
-BLOCK_BUCKETS: Buckets = (
-    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600,
-    1200, 1800,
+BLOCK_BUCKETS: Buckets = _read_buckets(
+    "0.001 0.002 0.005 0.01 0.02 0.05 0.1 0.2 0.5 1 2 5 10 20 30 60 120 300 600 1200 1800"
 )
 SLEEP_BUCKETS: Buckets = (0.01, 0.1, 1, 10, 30, 60, 120, 300, 600)
 HTTP_BUCKETS: Buckets = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 LAG_BUCKETS: Buckets = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 ITERATION_BUCKETS: Buckets = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# fmt: on
+
 N_BUCKETS: Buckets = (1, 2, 5, 10, 20)
 PREEMPTION_BUCKETS: Buckets = (0, 1, 2, 5, 10, 20)
 
 GAUGES = {  # see `EngineState.samples`
     "vllm:num_requests_running": "Requests in the current batch.",
     "vllm:num_requests_waiting": "Requests that wait to be scheduled.",
-    "vllm:num_requests_waiting_by_reason":
-        "Requests that wait to be scheduled: for room, or (deferred) for their grammar.",
+    "vllm:num_requests_waiting_by_reason": "Requests waiting for room or (deferred) a grammar.",
     "vllm:num_requests_swapped": "Of those that wait, those whose blocks are in lower tiers.",
-    "vllm:num_requests_kv_fetch_by_stage":
-        "Waiting requests with blocks that are read from files, or have been.",
+    "vllm:num_requests_kv_fetch_by_stage": "Waiting requests that load blocks from files, or have.",
     "vllm:kv_cache_usage_perc": "Share of the KV cache in use; 1 is all of it.",
     "vllm:kv_offload_cpu_cache_usage_perc": "Share of the KV cache in host memory that has blocks.",
     "vllm:engine_sleep_state": "1 for the state it is in.",
     "vllm:cache_config_info": "The KV cache; always 1.",
-    "vllm:lora_requests_info":
-        "Adapters of requests that run, and of those that wait for a place; the time of it.",
-}  # fmt: skip
+    "vllm:lora_requests_info": "Adapters of running and of waiting requests, and when.",
+}
 COUNTERS = {
     "vllm:prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "vllm:prefix_cache_hits": "Prompt tokens found in the prefix cache.",
@@ -96,10 +95,18 @@ LABELLED: dict[str, tuple[str, dict[str, Sequence[str]]]] = {
     ),
     "vllm:admission_rejections": (
         "Requests that were refused before anything was done for them, by the limit.",
-        {"reason": [
-            "loading", "draining", "max_waiting_requests", "max_waiting_tokens",
-            "max_connections", "max_concurrency", "requests_per_minute", "deadline",
-        ]},
+        {
+            "reason": [
+                "loading",
+                "draining",
+                "max_waiting_requests",
+                "max_waiting_tokens",
+                "max_connections",
+                "max_concurrency",
+                "requests_per_minute",
+                "deadline",
+            ]
+        },
     ),
     "vllm:tool_call_parser_invocations": (
         "Choices that were searched for tool calls.",
@@ -110,14 +117,17 @@ LABELLED: dict[str, tuple[str, dict[str, Sequence[str]]]] = {
         },
     ),
     "vllm:spec_decode_num_accepted_tokens_per_pos": (
-        "Accepted drafts by their number in the step, from 0.", {"position": []},  # as they come
+        "Accepted drafts by their number in the step, from 0.",
+        {"position": []},  # as they come
     ),
-}  # fmt: skip
+}
 HISTOGRAMS: dict[str, tuple[str, Buckets | None]] = {  # None: up to the context's length
     "vllm:time_to_first_token_seconds": ("Arrival to first token.", TTFT_BUCKETS),
     "vllm:inter_token_latency_seconds": ("Time between tokens of a request.", ITL_BUCKETS),
     "vllm:request_time_per_output_token_seconds": (
-        "A request's mean time per token after the first.", ITL_BUCKETS),
+        "A request's mean time per token after the first.",
+        ITL_BUCKETS,
+    ),
     "vllm:e2e_request_latency_seconds": ("Arrival to last token.", LATENCY_BUCKETS),
     "vllm:request_queue_time_seconds": ("In the engine's waiting queue.", LATENCY_BUCKETS),
     "vllm:request_prefill_time_seconds": ("Scheduled to first token.", LATENCY_BUCKETS),
@@ -125,7 +135,9 @@ HISTOGRAMS: dict[str, tuple[str, Buckets | None]] = {  # None: up to the context
     "vllm:request_inference_time_seconds": ("Scheduled to last token.", LATENCY_BUCKETS),
     "vllm:request_prompt_tokens": ("Prompt tokens of a request.", None),
     "vllm:request_prefill_kv_computed_tokens": (
-        "Prompt tokens of a request that were not in the prefix cache.", None),
+        "Prompt tokens of a request that were not in the prefix cache.",
+        None,
+    ),
     "vllm:request_generation_tokens": ("Tokens generated for it.", None),
     "vllm:request_max_num_generation_tokens": ("Tokens of the longest of its n choices.", None),
     "vllm:request_num_preemptions": ("Times it lost its KV blocks.", PREEMPTION_BUCKETS),
@@ -133,16 +145,22 @@ HISTOGRAMS: dict[str, tuple[str, Buckets | None]] = {  # None: up to the context
     "vllm:request_params_max_tokens": ("The parameter max_tokens.", None),
     "vllm:kv_block_lifetime_seconds": (
         "From its first token to its eviction, of blocks in the sample (--kv-cache-metrics).",
-        BLOCK_BUCKETS),
+        BLOCK_BUCKETS,
+    ),
     "vllm:kv_block_idle_before_evict_seconds": (
-        "From its last use to its eviction.", BLOCK_BUCKETS),
+        "From its last use to its eviction.",
+        BLOCK_BUCKETS,
+    ),
     "vllm:kv_block_reuse_gap_seconds": (
-        "Between two times that the prefix cache had it, before its eviction.", BLOCK_BUCKETS),
+        "Between two times that the prefix cache had it, before its eviction.",
+        BLOCK_BUCKETS,
+    ),
     "vllm:iteration_tokens_total": ("Tokens computed in a step.", ITERATION_BUCKETS),
     "servd:event_loop_lag_seconds": (
         "How late an API server's event loop came to a timer, sampled ten times a second.",
-        LAG_BUCKETS),
-}  # fmt: skip
+        LAG_BUCKETS,
+    ),
+}
 SLEEP_OPERATIONS = ("sleep", "wake")
 STAGES = {  # histogram -> the marks that it lies between
     "vllm:request_queue_time_seconds": ("queued", "scheduled"),

@@ -82,7 +82,8 @@ class Families:
         self.processes = ProcessesCollector(is_shared)
         counted = [MultiProcessCollector(None), self.engines] if is_shared else [registry]
         self.all = WithExemplars([*counted, self.processes])
-        labels, lengths = ["model_name", "engine"], _one_two_five(max_model_len)
+        labels = ["model_name", "engine"]
+        lengths = _one_two_five(max_model_len)
         self.counters = {
             name: Counter(name, text, labels, registry=registry)
             for name, text in names.COUNTERS.items()
@@ -104,22 +105,28 @@ class Families:
         )
         self.http_seconds = TalliedHistogram(
             "http_request_duration_seconds",
-            "From the head of a request to the last byte of its answer.", ["handler", "method"],
-            buckets=names.HTTP_BUCKETS, registry=registry,
-        )  # fmt: skip
+            "From the head of a request to the last byte of its answer.",
+            ["handler", "method"],
+            buckets=names.HTTP_BUCKETS,
+            registry=registry,
+        )
         # Seconds of responses not yet in these two, by the labels of the first.
         self.answers = defaultdict[tuple[str, str, int], list[float]](list)
         # Without the common labels, as in vLLM.
         self.sleep_seconds = Histogram(
             "vllm:sleep_mode_operation_duration_seconds",
-            "From a request to sleep or wake up to its answer.", ["operation"],
-            buckets=names.SLEEP_BUCKETS, registry=registry,
-        )  # fmt: skip
+            "From a request to sleep or wake up to its answer.",
+            ["operation"],
+            buckets=names.SLEEP_BUCKETS,
+            registry=registry,
+        )
         self.sleeping = Gauge(
             "vllm:sleep_mode_operations_in_flight",
-            "Requests to sleep or wake up that are not answered yet.", ["operation"],
-            multiprocess_mode="livesum", registry=registry,
-        )  # fmt: skip
+            "Requests to sleep or wake up that are not answered yet.",
+            ["operation"],
+            multiprocess_mode="livesum",
+            registry=registry,
+        )
         for operation in names.SLEEP_OPERATIONS:
             self.sleep_seconds.labels(operation)
             self.sleeping.labels(operation)
@@ -152,7 +159,8 @@ class Metrics(Observer):
         self.rank = beside.engines[-1].rank + 1 if beside else first_rank
         self.engines.append(self)
         families = beside.families if beside else Families(model_name, max_model_len)
-        self.families, self.registry = families, families.registry
+        self.families = families
+        self.registry = families.registry
         self.state = families.engines.states[self.rank] = EngineState()
         labels = self.labels = {"model_name": model_name, "engine": str(self.rank)}
         self.counters = {
@@ -189,7 +197,8 @@ class Metrics(Observer):
         """Record the KV cache's configuration, the limit of adapters, and whether the model is
         loaded.
         """
-        cache, most = config.cache, config.scheduler.max_num_batched_tokens or 1
+        cache = config.cache
+        most = config.scheduler.max_num_batched_tokens or 1
         layout = KVLayout(ready.block_size, most, ready.worker.kv_windows)
         num_tokens = layout.num_tokens(ready.worker.num_blocks, ready.max_model_len)
         facts = {
@@ -230,7 +239,8 @@ class Metrics(Observer):
         self.state.stats = stats
         self._note_steps(filter(None, stats.step_tokens))
         # Most steps have nothing else to count, and calls of the library are slow.
-        looked_up, failed = stats.prefix_cache_queries, stats.num_failed
+        looked_up = stats.prefix_cache_queries
+        failed = stats.num_failed
         if looked_up or failed or stats.num_preemptions or stats.drafts.num_drafts or stats.tiers:
             self._count(stats)
         for block in stats.evictions:
@@ -261,7 +271,9 @@ class Metrics(Observer):
                 histogram.flush()
 
     def _write_tokens(self) -> None:
-        prompt, cached, external = self._num_prompt, self._num_cached, self._num_external
+        prompt = self._num_prompt
+        cached = self._num_cached
+        external = self._num_external
         self.counters["vllm:generation_tokens"].inc(self._num_generated)
         self.counters["vllm:prompt_tokens"].inc(prompt)
         self.counters["vllm:prompt_tokens_cached"].inc(cached)

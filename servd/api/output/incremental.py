@@ -226,7 +226,8 @@ class Brackets:
         """Position after the last bracket in `text`, read from `start` to its end; 0 without it."""
         escaped = start if self.is_escaped else -1
         for match in _JSON_MARKS.finditer(text, start):
-            char, at = match[0], match.start()
+            char = match[0]
+            at = match.start()
             if at == escaped:
                 continue
             if self.in_string:

@@ -42,7 +42,8 @@ class ModelFormat:
     reasons_unasked: bool = False
 
     def __post_init__(self) -> None:
-        tool_parser, reasoning_parser = self.tool_parser, self.reasoning_parser
+        tool_parser = self.tool_parser
+        reasoning_parser = self.reasoning_parser
         # Parser -> those of its markers that are added tokens.
         self._visible_ids: dict[type, frozenset[int]] = {ForcedCallsParser: frozenset()}
         if tool_parser is not None:
@@ -83,7 +84,8 @@ class ModelFormat:
             is_schema = structured_output is not None and structured_output.kind in SCHEMAS
             if tool_options.forced or is_schema:
                 tool_parser, structured_output = self._hold_calls(tool_options, structured_output)
-        reasoning_parser, is_reasoning = None, False
+        reasoning_parser = None
+        is_reasoning = False
         if self.reasoning_parser is not None:
             reasoning_parser, is_reasoning = self._reasoning(
                 self.reasoning_parser, prompt, continued
@@ -165,7 +167,8 @@ class ModelFormat:
     ) -> tuple[type[ReasoningParser] | None, bool]:
         """The parser, if the output can have reasoning; and whether it begins inside it."""
         end = prompt[-256:].rstrip()
-        opened, closed = continued.rfind(parser.start_tag), continued.rfind(parser.end_tag)
+        opened = continued.rfind(parser.start_tag)
+        closed = continued.rfind(parser.end_tag)
         if end.endswith(parser.end_tag) or closed > opened:
             return None, False
         is_reasoning = end.endswith(parser.start_tag) or opened >= 0

@@ -33,7 +33,8 @@ class OutputParser:
     """
 
     def __init__(self, expected: ExpectedOutput) -> None:
-        reasoning, tools = expected.reasoning_parser, expected.tool_parser
+        reasoning = expected.reasoning_parser
+        tools = expected.tool_parser
         options = expected.tool_options
         self.num_calls = 0
         self.looks_for_calls = tools is not None

@@ -30,14 +30,16 @@ def calls_schema(tools: Sequence[dict[str, Any]], parallel: bool) -> str:
         function = tool["function"]
         place = f"tool{number}"
         definitions[place] = moved(parameters_of(function), f"#/$defs/{place}")
-        calls.append({
-            "type": "object",
-            "properties": {
-                "name": {"const": function["name"]},
-                "arguments": {"$ref": f"#/$defs/{place}"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        })  # fmt: skip
+        calls.append(
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": function["name"]},
+                    "arguments": {"$ref": f"#/$defs/{place}"},
+                },
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
     schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": definitions}
     return json.dumps(schema if parallel else {**schema, "maxItems": 1})

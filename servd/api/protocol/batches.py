@@ -57,9 +57,15 @@ class Batch(msgspec.Struct, tag_field="object", tag="batch", kw_only=True):
     created_at: int
     expires_at: int  # what is not answered by then is not answered at all
     status: Literal[
-        "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling",
+        "validating",
+        "failed",
+        "in_progress",
+        "finalizing",
+        "completed",
+        "expired",
+        "cancelling",
         "cancelled",
-    ] = "validating"  # fmt: skip
+    ] = "validating"
     completion_window: str = "24h"
     errors: Problems | None = None
     output_file_id: str | None = None

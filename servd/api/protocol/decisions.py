@@ -214,7 +214,8 @@ class Decision(msgspec.Struct):
 def answer(
     question: Predicate | ChoiceQuestion | ScoreQuestion, probabilities: list[float]
 ) -> Answer:
-    name, best = question.get("name"), max(probabilities)
+    name = question.get("name")
+    best = max(probabilities)
     match question["type"]:
         case "predicate":
             return PredicateAnswer(probabilities[0], name)

@@ -78,11 +78,13 @@ def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply
         case EngineDead() | ShuttingDown():
             message = without_paths(str(error))
             code = "engine_dead" if isinstance(error, EngineDead) else "shutting_down"
-            status, detail = 503, ErrorDetail(message, "server_error", code=code)
+            status = 503
+            detail = ErrorDetail(message, "server_error", code=code)
         case EngineError():
             log.error("request %s failed: %s", request_id, error)
             message = without_paths(str(error))
-            status, detail = 500, ErrorDetail(message, "server_error", code="engine_error")
+            status = 500
+            detail = ErrorDetail(message, "server_error", code="engine_error")
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             log.error("request %s failed: %s", request_id, error)
             message = (
@@ -101,7 +103,8 @@ def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply
             message = (
                 f"internal error; the server's log has the details under request id {request_id}"
             )
-            status, detail = 500, ErrorDetail(message, "server_error", code="internal_error")
+            status = 500
+            detail = ErrorDetail(message, "server_error", code="internal_error")
     if len(detail.message) > MAX_MESSAGE:
         detail.message = detail.message[:MAX_MESSAGE] + "..."
     if path.startswith(ANTHROPIC_ROUTES):

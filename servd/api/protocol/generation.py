@@ -28,17 +28,30 @@ from servd.messages.params import MAX_BEAMS, MAX_STOP, RepetitionDetection, Samp
 # Fields that would change the response but are not supported, so they are rejected. All other
 # unknown fields are accepted and listed in the header X-Servd-Ignored.
 UNSUPPORTED = (
-    "audio", "chat_template", "ebnf", "function_call", "functions", "grammar", "json_schema",
-    "modalities", "prompt_embeds", "regex", "web_search_options",
-)  # fmt: skip
+    "audio",
+    "chat_template",
+    "ebnf",
+    "function_call",
+    "functions",
+    "grammar",
+    "json_schema",
+    "modalities",
+    "prompt_embeds",
+    "regex",
+    "web_search_options",
+)
 # Of those, SGLang's and llama-server's names of what `structured_outputs` has.
 FORMS = {"ebnf": "grammar", "grammar": "grammar", "json_schema": "json", "regex": "regex"}
 # The sampling parameters that beam search looks at, and those that mean nothing to it. Any other
 # would change the answer and is refused.
 WITH_BEAMS = {
-    "n", "max_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output",
+    "n",
+    "max_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "include_stop_str_in_output",
     "skip_special_tokens",
-}  # fmt: skip
+}
 IDLE_WITH_BEAMS = ("temperature", "top_p", "top_k", "min_p", "seed", "speculative")
 ONLY_WITH_BEAMS = ("early_stopping", "length_penalty")
 MAX_RETENTION = 86400.0  # seconds
@@ -398,7 +411,8 @@ class SpeculativeDecodingMetrics(msgspec.Struct):
         cls, steps: Sequence[tuple[int, int]], num_spec_tokens: int, detailed: bool
     ) -> SpeculativeDecodingMetrics:
         """Sum the proposed and accepted drafts of all steps."""
-        drafted, accepted = [step[0] for step in steps], [step[1] for step in steps]
+        drafted = [step[0] for step in steps]
+        accepted = [step[1] for step in steps]
         return cls(
             1 + sum(accepted) / max(len(steps), 1),
             sum(accepted) / max(sum(drafted), 1),

@@ -9,8 +9,11 @@ from servd.base.errors import InvalidRequest
 
 SEAL = "servd-reasoning-1:"
 ITEM_PREFIX = {
-    "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs",
-}  # fmt: skip
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
 
 
 def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list[dict[str, Any]]:

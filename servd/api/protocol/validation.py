@@ -250,7 +250,8 @@ def _path(detail: ErrorDetails, body: Any) -> str:
     An entry belongs to the client if it leads somewhere in the client's body, or names a field that
     is missing.
     """
-    path, loc = "", detail["loc"]
+    path = ""
+    loc = detail["loc"]
     for i, entry in enumerate(loc):
         if isinstance(entry, int):
             if isinstance(body, list) and entry < len(body):

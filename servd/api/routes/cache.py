@@ -116,16 +116,23 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 def _cache_of(rank: int, ready: EngineReady, stats: SchedulerStats, share: float) -> EngineCache:
-    block, num_blocks = ready.worker.kv_bytes_per_block, ready.worker.num_blocks
+    block = ready.worker.kv_bytes_per_block
+    num_blocks = ready.worker.num_blocks
     used = round(stats.kv_cache_usage * num_blocks)
     tiers = [Tier("device", used, num_blocks, used * block, num_blocks * block)]
     tiers += [
         Tier(
-            each.name, each.num_blocks, each.max_blocks, each.num_bytes, each.max_bytes,
-            each.num_hits, each.num_bad, each.is_skipped,
+            each.name,
+            each.num_blocks,
+            each.max_blocks,
+            each.num_bytes,
+            each.max_bytes,
+            each.num_hits,
+            each.num_bad,
+            each.is_skipped,
         )
         for each in stats.tiers or ready.tiers
-    ]  # fmt: skip
+    ]
     return EngineCache(
         rank, ready.block_size, stats.num_swapped, tiers, stats.num_pinned, int(num_blocks * share)
     )

@@ -43,7 +43,8 @@ async def upload_file(request: Request) -> Response:
     shelf = call_of(request).shelf
     with shelf.uploading():
         async with read_form(request) as form:
-            purpose, file = form.get("purpose"), form.get("file")
+            purpose = form.get("purpose")
+            file = form.get("file")
             if purpose != "batch":
                 raise InvalidRequest("`purpose` must be batch: no other is known", param="purpose")
             if not isinstance(file, UploadFile):
@@ -91,7 +92,8 @@ def kept_for(form: FormData) -> int:
     """Seconds, as `expires_after` says. Raises InvalidRequest: it is out of bounds, or counts from
     something else.
     """
-    anchor, text = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
+    anchor = form.get("expires_after[anchor]")
+    text = form.get("expires_after[seconds]")
     if anchor is None and text is None:
         return RETENTION
     if anchor != "created_at":

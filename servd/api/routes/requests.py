@@ -24,7 +24,8 @@ from servd.base.tracing import now_ns
 
 router = APIRouter(route_class=Route)
 
-MAX_LISTED, MAX_STEPS_LISTED = 200, 1000
+MAX_LISTED = 200
+MAX_STEPS_LISTED = 1000
 
 Count = Annotated[int, Query(ge=1, le=MAX_LISTED)]
 

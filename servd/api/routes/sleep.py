@@ -64,7 +64,8 @@ async def _ask(async_llm: AsyncLLM, message: Sleep | WakeUp) -> Response:
     for engine in async_llm.engines:
         engine.client.send(message)
     end = time.monotonic() + PATIENCE
-    families, operation = async_llm.metrics.families, "sleep" if all(wanted) else "wake"
+    families = async_llm.metrics.families
+    operation = "sleep" if all(wanted) else "wake"
     with (
         families.sleep_seconds.labels(operation).time(),
         families.sleeping.labels(operation).track_inprogress(),

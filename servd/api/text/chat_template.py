@@ -40,11 +40,21 @@ DEFAULT_TEMPLATE = """\
 {%- endif %}"""
 
 # Arguments that `render` sets itself; chat_template_kwargs may not.
-RESERVED = frozenset({
-    "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize",
-    "chat_template",
-    "conversation", "return_dict", "return_tensors", "raise_exception", "strftime_now",
-})  # fmt: skip
+RESERVED = frozenset(
+    {
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "chat_template",
+        "conversation",
+        "return_dict",
+        "return_tensors",
+        "raise_exception",
+        "strftime_now",
+    }
+)
 
 # Stands inside what a message has in common with a special token: the tokenizer gets what is before
 # and after it apart. Nobody who sends a message knows it.
@@ -120,7 +130,8 @@ class ChatTemplate:
         Raises InvalidRequest: the template refuses the messages or fails on them, does not read the
         documents, or `chat_template_kwargs` has a reserved name.
         """
-        variables, is_continued = chat.chat_template_kwargs, chat.continue_final_message
+        variables = chat.chat_template_kwargs
+        is_continued = chat.continue_final_message
         if reserved := RESERVED & variables.keys():
             raise InvalidRequest(
                 f"chat_template_kwargs may not set {min(reserved)}", param="chat_template_kwargs"

@@ -18,10 +18,15 @@ TEMPLATES = (
 )
 # Tokens that end the middle, though a model may not have them as its end of sequence.
 ENDS = (
-    "<|endoftext|>", "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>",
-    "<file_sep>", "<fim_pad>",
+    "<|endoftext|>",
+    "<|fim_pad|>",
+    "<|file_sep|>",
+    "<|repo_name|>",
+    "<|file_separator|>",
+    "<file_sep>",
+    "<fim_pad>",
     "▁<EOT>",
-)  # fmt: skip
+)
 SLOT = re.compile(r"\{(prefix|suffix)\}")
 
 

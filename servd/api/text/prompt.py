@@ -66,7 +66,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(self.content, Chat):
             return len(self.content)
         chat = self.content
-        total, waiting = 0, [chat.messages, chat.tools, chat.chat_template_kwargs]
+        total = 0
+        waiting = [chat.messages, chat.tools, chat.chat_template_kwargs]
         while waiting and total < MANY:
             match waiting.pop():
                 case str() as text:

@@ -121,16 +121,19 @@ class Tokenizer:
         the `limit` of all tokens the longer text is truncated, as `tokenizers` does.
         """
         head, middle, tail, has_types = self._around_pairs
-        first, second = list(first[: keep[0]]), list(second[: keep[1]])
+        first = list(first[: keep[0]])
+        second = list(second[: keep[1]])
         if limit is not None:
             room = max(limit - len(head) - len(middle) - len(tail), 0)
             shorter = min(len(first), len(second), room)
             longer = max(shorter, room - shorter)
             if shorter + longer > room:
-                shorter, longer = room // 2, room - room // 2
+                shorter = room // 2
+                longer = room - room // 2
             is_swapped = len(first) > len(second)
             num_first, num_second = (longer, shorter) if is_swapped else (shorter, longer)
-            first, second = first[:num_first], second[:num_second]
+            first = first[:num_first]
+            second = second[:num_second]
         start = len(head) + len(first) + len(middle)
         return [*head, *first, *middle, *second, *tail], start if has_types else 0
 
@@ -143,7 +146,8 @@ class Tokenizer:
         one, two = (self._backend.encode(text, add_special_tokens=False) for text in "ab")
         pair = self._backend.post_process(one, pair=two)
         is_special = pair.special_tokens_mask
-        begin, end = is_special.index(0), len(pair) - is_special[::-1].index(0)
+        begin = is_special.index(0)
+        end = len(pair) - is_special[::-1].index(0)
         middle = slice(begin + len(one), end - len(two))
         return pair.ids[:begin], pair.ids[middle], pair.ids[end:], 1 in pair.type_ids
 

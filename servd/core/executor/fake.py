@@ -213,7 +213,8 @@ class FakeExecutor(executor.Executor):
     def _sample(
         self, scheduled: SchedulerOutput, bitmask: GrammarBitmask | None
     ) -> ModelRunnerOutput:
-        output, sampled = ModelRunnerOutput([]), []
+        output = ModelRunnerOutput([])
+        sampled = []
         masks = _unpack(bitmask) if bitmask else {}
         for i, item in enumerate(scheduled.rows):
             row = self.rows[item.slot]
@@ -245,7 +246,8 @@ class FakeExecutor(executor.Executor):
         if copies.memory not in self.memories:
             with open(copies.memory, "r+b") as file:
                 self.memories[copies.memory] = mmap(file.fileno(), 0)
-        memory, cache = self.memories[copies.memory], memoryview(self.cache).cast("B")
+        memory = self.memories[copies.memory]
+        cache = memoryview(self.cache).cast("B")
         size = 8 * self.block_size
         stride = self.bytes_per_block * self.config.parallel.tensor_parallel_size
         for each in copies.copies:
@@ -258,10 +260,13 @@ class FakeExecutor(executor.Executor):
 
     def _row(self, request: NewRequest) -> Row:
         return Row(
-            request.token_ids.copy(), request.num_computed_tokens, request.block_ids.copy(),
-            request.num_prompt_tokens, request.params,
+            request.token_ids.copy(),
+            request.num_computed_tokens,
+            request.block_ids.copy(),
+            request.num_prompt_tokens,
+            request.params,
             first_state=first_state(request.adapter.digest) if request.adapter else 0,
-        )  # fmt: skip
+        )
 
     def _compute(self, row: Row, num_tokens: int) -> None:
         first = row.num_computed_tokens

@@ -107,7 +107,8 @@ class MultiProcExecutor(executor.Executor):
         return address(self.folder, f"worker-{rank}")
 
     def start_message(self, rank: int) -> StartWorker:
-        inbox, outbox = self.address_of(rank), self.inbox.at
+        inbox = self.address_of(rank)
+        outbox = self.inbox.at
         return StartWorker(self.config, self.spec, rank, inbox, outbox, self.meeting_point)
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:

@@ -136,9 +136,14 @@ class RayExecutor(MultiProcExecutor):
         runs: list[Any] = []
         for rank, actor in enumerate(self.actors):
             start = StartWorker(
-                self.config.replace(api_key=[]), self.spec, rank, "", self.inbox.at, meeting_point,
+                self.config.replace(api_key=[]),
+                self.spec,
+                rank,
+                "",
+                self.inbox.at,
+                meeting_point,
                 self.hub.uplink(f"worker-{rank}"),
-            )  # fmt: skip
+            )
             num_here = self.hosts.count(self.hosts[rank])
             offset = clock_offset(self.ray, actor)
             runs.append(actor.run.remote(msgspec.msgpack.encode(start), num_here, offset))
@@ -148,7 +153,8 @@ class RayExecutor(MultiProcExecutor):
         return HubSender(self.hub, f"worker-{rank}")
 
     def _place(self) -> list[str]:
-        ray, groups = self.ray, library("ray.util.placement_group")
+        ray = self.ray
+        groups = library("ray.util.placement_group")
         count = self.config.parallel.num_workers
         kind = resource_of(self.config)
         self.progress("waiting for Ray", 0.0)
@@ -186,7 +192,8 @@ class RayExecutor(MultiProcExecutor):
             self.ray.kill(actor)
         if self.group is not None:
             library("ray.util.placement_group").remove_placement_group(self.group)
-        self.actors, self.group = (), None
+        self.actors = ()
+        self.group = None
 
 
 Executor = RayExecutor  # the name that every file of this package has

@@ -73,7 +73,9 @@ class KVEvents(NullEvents):
     """
 
     def __init__(self, config: KVEventsConfig, pool: BlockPool, block_size: int) -> None:
-        self.pool, self.block_size, self.rank = pool, block_size, config.data_parallel_rank
+        self.pool = pool
+        self.block_size = block_size
+        self.rank = config.data_parallel_rank
         from servd.ipc.channels import Publisher  # here: it needs zmq
 
         self._publisher = Publisher(
@@ -89,7 +91,8 @@ class KVEvents(NullEvents):
 
         Blocks are left out if another block already has their content.
         """
-        hashes, size = request.block_hashes, self.block_size
+        hashes = request.block_hashes
+        size = self.block_size
         keys = root_hash(*request.cache_keys)
         for start, stop in self._find_new(first, blocks):
             count = stop - start

@@ -47,7 +47,8 @@ class Drafts:
         num_drafts = max(min(wanted, room), 0)
         block_ids = self.kv_cache.extend(request, num_drafts) if num_drafts else []
         if block_ids is None:
-            block_ids, num_drafts = [], 0
+            block_ids = []
+            num_drafts = 0
         scheduled.new_block_ids += block_ids
         scheduled.max_new_drafts = request.num_drafts = num_drafts
 

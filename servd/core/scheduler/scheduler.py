@@ -96,7 +96,8 @@ class Scheduler:
         order = self.waiting.order(message.options)
         request = Request.from_message(message, order, self.max_model_len)
         if request.num_tokens + (not request.is_prompt_only) > self.max_model_len:
-            limit, by_cache = self.max_model_len, self.max_model_len == self.cache_len
+            limit = self.max_model_len
+            by_cache = self.max_model_len == self.cache_len
             error = prompt_too_long(request.num_tokens, limit, by_cache)
             return self.outputs.reject(message, error)
         request.marks.append(Mark("queued", self.clock()))
@@ -145,7 +146,8 @@ class Scheduler:
         output = step.build_output(freed)
         record.num_tokens = self.max_num_batched_tokens - budget
         self._stats.step_tokens.append(record.num_tokens)
-        record.num_requests, record.num_waiting = output.num_rows, len(self.waiting)
+        record.num_requests = output.num_rows
+        record.num_waiting = len(self.waiting)
         if self.waiting:
             # If nothing else delayed the first waiting request, the budget did.
             record.waits_for = (record.waits_for or "budget") if self.free_slots else "slots"
@@ -221,7 +223,8 @@ class Scheduler:
             if request.num_tokens - request.num_computed_tokens > 1:
                 partial.append(request)
                 continue
-            drafts, num_drafts = NO_DRAFTS, 0
+            drafts = NO_DRAFTS
+            num_drafts = 0
             if not decodes:
                 allowed = grammar_tokens.get(request.slot)
                 drafts, num_drafts = choose_drafts(request, allowed, self._in_flight)
@@ -356,8 +359,11 @@ class Scheduler:
         self._stats.num_preemptions += 1
         logger.debug(
             "request %s (%d tokens) is preempted; %d running, %d waiting",
-            request.request_id, len(request.token_ids), len(self.running), len(self.waiting),
-        )  # fmt: skip
+            request.request_id,
+            len(request.token_ids),
+            len(self.running),
+            len(self.waiting),
+        )
 
     # ---- collect outputs ----
 
@@ -415,7 +421,8 @@ class Scheduler:
                 self.outputs.report_to(client)
         outputs = self.outputs.take()
         for client, each in outputs.items():
-            each.stats, each.steps = self.report(num_deferred), self.step_log.take_new(client)
+            each.stats = self.report(num_deferred)
+            each.steps = self.step_log.take_new(client)
         return outputs
 
     def report(self, num_deferred: int) -> SchedulerStats:
@@ -423,7 +430,8 @@ class Scheduler:
         is the total.
         """
         report, self._stats = self._stats, SchedulerStats()
-        report.num_running, report.num_waiting = len(self.running), len(self.waiting)
+        report.num_running = len(self.running)
+        report.num_waiting = len(self.waiting)
         report.running_adapters, report.waiting_adapters = self.waiting.adapter_names()
         report.num_deferred = num_deferred
         report.at_ns = self.clock()

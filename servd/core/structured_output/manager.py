@@ -103,7 +103,8 @@ class Row:
         tokens.
         """
         start = time.perf_counter()
-        masks, probe = [self._bitmask()], self
+        masks = [self._bitmask()]
+        probe = self
         for token_id in draft_token_ids:
             if probe is self:
                 probe = replace(self, matcher=self.matcher and self.matcher.copy())
@@ -230,7 +231,8 @@ class GrammarManager:
 
     def abort(self, request_ids: list[str]) -> list[EngineCoreRequest]:
         """Forget requests that wait for their grammars; returns them."""
-        gone, ids = [], set(request_ids)
+        gone = []
+        ids = set(request_ids)
         for requests in self._compiling.values():
             gone += [request for request in requests if request.request_id in ids]
             requests[:] = [request for request in requests if request.request_id not in ids]
@@ -321,7 +323,8 @@ class GrammarManager:
         self._in_flight.append(self._step)
         if not self._step:
             return None
-        bitmask, masks = GrammarBitmask([], [], b""), []
+        bitmask = GrammarBitmask([], [], b"")
+        masks = []
         for index, row, item in self._step:
             row.num_awaited += 1
             drafts = item.draft_token_ids or row.draft_token_ids[: item.num_drafts]

@@ -183,13 +183,15 @@ class Backend(ABC, Generic[Metadata]):
         if norms is not None and self.fuses_norms and not is_partial:
             fused = [(norms[0].weight, norms[1].weight, norms[0].eps)]
         elif norms is not None:
-            q, k = norms[0](q), norms[1](k)
+            q = norms[0](q)
+            k = norms[1](k)
         if rotation is not None and is_partial:
             q, k, rotation = rotate(q, rotation), rotate(k, rotation), None
         if self.fused_write is not None:
             return self.fused_write(q, k, v, kv_cache, metadata.slot_mapping, rotation, *fused)
         if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+            q = rotate(q, rotation)
+            k = rotate(k, rotation)
         for stored, x in zip(kv_cache, (k, v), strict=False):
             assert x is not None, "a cache that stores values needs v"
             if kv_cache.dtype == torch.float8_e4m3fn:

@@ -14,7 +14,8 @@ from servd.worker.attention import Backend as AttentionBackend
 from servd.worker.layers.rotary import Rotation
 from servd.worker.ops.native import TYPES, call, library
 
-MAX_HEAD_DIM, MAX_VALUE_DIM = 256, 512
+MAX_HEAD_DIM = 256
+MAX_VALUE_DIM = 512
 # Types that the kernels are compiled for.
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 VECTOR = 16  # elements of the widest vector: block size and head dimension are multiples of it
@@ -90,7 +91,8 @@ class Backend(AttentionBackend[Metadata]):
         return (2, num_blocks, spec.num_kv_heads, size)
 
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
-        query_lens, seq_lens = torch.from_numpy(batch.query_lens), torch.from_numpy(batch.seq_lens)
+        query_lens = torch.from_numpy(batch.query_lens)
+        seq_lens = torch.from_numpy(batch.seq_lens)
         tables = batch.block_tables.contiguous()
         return Metadata(batch.slot_mapping, query_lens, seq_lens, tables, batch.tails)
 
@@ -112,10 +114,26 @@ class Backend(AttentionBackend[Metadata]):
         cos, sin = rotation or (None, None)
         turned = None if rotation is None else torch.empty(q.shape)
         call(
-            "write_kv", self.type, q, q.stride(0), k, k.stride(0), v, v.stride(0), turned, cos, sin,
-            *kv_cache, kv_cache.shape[1], slots, len(q),
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size,
-        )  # fmt: skip
+            "write_kv",
+            self.type,
+            q,
+            q.stride(0),
+            k,
+            k.stride(0),
+            v,
+            v.stride(0),
+            turned,
+            cos,
+            sin,
+            *kv_cache,
+            kv_cache.shape[1],
+            slots,
+            len(q),
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.block_size,
+        )
         return q if turned is None else turned
 
     def move(self, kv_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
@@ -123,7 +141,8 @@ class Backend(AttentionBackend[Metadata]):
             return super().move(kv_cache, sources, targets)
         size = self.spec.block_size
         numbers, scales = kv_cache.tensor_split([size * self.spec.head_dim], dim=-1)
-        keys, *rows = numbers[0].unflatten(-1, (-1, size)), numbers[1].unflatten(-1, (size, -1))
+        keys = numbers[0].unflatten(-1, (-1, size))
+        rows = [numbers[1].unflatten(-1, (size, -1))]
         if scales.shape[-1]:
             rows.extend(scales.unflatten(-1, (size, -1)))
         (block, offset), (to_block, to_offset) = (
@@ -136,15 +155,38 @@ class Backend(AttentionBackend[Metadata]):
     def attend(
         self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        spec, tables, tails = self.spec, metadata.block_tables, metadata.tails
+        spec = self.spec
+        tables = metadata.block_tables
+        tails = metadata.tails
         size = spec.value_dim or spec.head_dim
         keys, values = kv_cache if spec.value_dim is None else (kv_cache[0], None)
         out = torch.empty(*q.shape[:2], size)
         call(
-            "attend", self.type, q, q.stride(0), len(q), keys, values, kv_cache.shape[1],
-            tables, tables.shape[1], metadata.query_lens, metadata.seq_lens, len(tables),
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, size, spec.block_size,
-            spec.sliding_window or 0, int(spec.is_causal), tails,
-            0 if tails is None else tails.shape[1], scale, spec.soft_cap or 0.0, sinks, out,
-        )  # fmt: skip
+            "attend",
+            self.type,
+            q,
+            q.stride(0),
+            len(q),
+            keys,
+            values,
+            kv_cache.shape[1],
+            tables,
+            tables.shape[1],
+            metadata.query_lens,
+            metadata.seq_lens,
+            len(tables),
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            size,
+            spec.block_size,
+            spec.sliding_window or 0,
+            int(spec.is_causal),
+            tails,
+            0 if tails is None else tails.shape[1],
+            scale,
+            spec.soft_cap or 0.0,
+            sinks,
+            out,
+        )
         return out

@@ -82,7 +82,8 @@ class Backend(AttentionBackend[Metadata]):
         start = 0
         for end in range(1, len(order) + 1):
             if end < len(order):
-                shortest, longest = num_blocks[order[start]], num_blocks[order[end]]
+                shortest = num_blocks[order[start]]
+                longest = num_blocks[order[end]]
                 if (
                     query_lens[order[start]] == query_lens[order[end]]
                     and longest <= max(shortest * MAX_PADDING, shortest + FREE_BLOCKS)
@@ -95,7 +96,8 @@ class Backend(AttentionBackend[Metadata]):
     def _build_group(
         self, batch: AttentionBatch, rows: np.ndarray, first_blocks: np.ndarray, num_blocks: int
     ) -> Group:
-        device, block_size = self.spec.device, self.spec.block_size
+        device = self.spec.device
+        block_size = self.spec.block_size
         query_len = int(batch.query_lens[rows[0]])
         rows_d, first_d = upload(np.stack((rows, first_blocks)), device)
         last_d = batch.seq_lens_device[rows_d] - query_len
@@ -171,14 +173,16 @@ class Backend(AttentionBackend[Metadata]):
         spec = self.spec
         group = spec.num_heads // spec.num_kv_heads
         if spec.value_dim is not None:  # treat heads as queries: torch would copy the keys for each
-            q, mask = q.flatten(1, 2).unsqueeze(1), mask.repeat(1, 1, group, 1)
+            q = q.flatten(1, 2).unsqueeze(1)
+            mask = mask.repeat(1, 1, group, 1)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
             return out.squeeze(1).unflatten(1, (group, -1))
         if sinks is None and spec.soft_cap is None:
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, scale=scale, enable_gqa=group > 1
             )
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        k = k.repeat_interleave(group, 1)
+        v = v.repeat_interleave(group, 1)
         scores = (q @ k.transpose(2, 3)).float() * scale
         if spec.soft_cap is not None:
             scores = (scores / spec.soft_cap).tanh() * spec.soft_cap

@@ -47,12 +47,19 @@ class Backend(AttentionBackend[Metadata]):
         from servd.worker.ops.triton.paged_attention import PagedAttention
         from servd.worker.ops.triton.rotary import rotate_and_store
 
-        self.fused_write, self.fuses_norms = rotate_and_store, True  # in the interpreter too
+        # in the interpreter too
+        self.fused_write = rotate_and_store
+        self.fuses_norms = True
         self.is_batch_invariant = spec.batch_invariant
         self.attention = PagedAttention(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.device,
-            spec.sliding_window, spec.batch_invariant,
-        )  # fmt: skip
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.dtype,
+            spec.device,
+            spec.sliding_window,
+            spec.batch_invariant,
+        )
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -86,5 +93,7 @@ class Backend(AttentionBackend[Metadata]):
     def attend(
         self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        batch, plan, work = metadata.batch, metadata.plan, metadata.work
+        batch = metadata.batch
+        plan = metadata.plan
+        work = metadata.work
         return self.attention(q, kv_cache, batch, plan, work, scale, self.spec.soft_cap, sinks)

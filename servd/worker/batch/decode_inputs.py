@@ -51,7 +51,8 @@ class DecodeInputs:
     """
 
     def __init__(self, max_num_tokens: int, null_slot: int, device: torch.device) -> None:
-        self.null_slot, self.device = null_slot, device
+        self.null_slot = null_slot
+        self.device = device
         self.padding = np.array([null_slot, 0, 0, null_slot, 0, 0], dtype=np.int64)[:, None]
         self.pad(0)
         # Sizes of graphs, ascending: steps are padded to one, whose graph runs `begin_decode`.
@@ -110,7 +111,8 @@ class DecodeInputs:
         `BlockTables.take_changes`; of at most as many blocks as tokens. `columns`: of each token,
         int64 [n].
         """
-        num_tokens, num_changes = len(slots), len(changes) // 3
+        num_tokens = len(slots)
+        num_changes = len(changes) // 3
         size = self.size_for(num_tokens)
         numbers, pinned, is_sent = self._next_buffer()
         given = numbers[: NUM_GIVEN * size].reshape(NUM_GIVEN, size)
@@ -129,7 +131,8 @@ class DecodeInputs:
 
     def put(self, tokens: Tensor, size: int) -> None:
         """Write `InputBatch.tokens` of other memory for a graph of `size`."""
-        (num_inputs, num_tokens), step = tokens.shape, self.columns(size).step
+        (num_inputs, num_tokens) = tokens.shape
+        step = self.columns(size).step
         self.clear(size)
         step[:num_inputs, :num_tokens] = tokens
 

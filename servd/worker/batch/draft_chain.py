@@ -53,12 +53,14 @@ class Pass:
     rows: AttentionRows | None  # of its attention; None: each token is one, and they are not many
 
     def inputs(self, states: RequestStates) -> tuple[Any, ...]:
-        slots, columns = torch.as_tensor(self.slots), torch.as_tensor(self.columns)
+        slots = torch.as_tensor(self.slots)
+        columns = torch.as_tensor(self.columns)
         if self.rows is None:
             attention = decode_attention(states, slots, columns)
         else:
             attention = self.rows.gather(states, slots, columns)
-        ids, positions = torch.as_tensor(self.token_ids), torch.as_tensor(self.positions)
+        ids = torch.as_tensor(self.token_ids)
+        positions = torch.as_tensor(self.positions)
         return ids, positions, attention, *self.read
 
 

@@ -79,8 +79,10 @@ class InputBatch:
         offsets = np.arange(ends[-1]) - np.repeat(ends - query_lens, query_lens)
         bounds = np.repeat(computed, query_lens) + offsets + 1
         sample_rows = np.flatnonzero(samples)
-        row_ends, known_ends = ends - 1, ends - 1 - num_drafts
-        sample_tokens, places = known_ends[sample_rows], token_slots[:0]
+        row_ends = ends - 1
+        known_ends = ends - 1 - num_drafts
+        sample_tokens = known_ends[sample_rows]
+        places = token_slots[:0]
         if num_drafts.any():
             is_end = np.repeat(num_drafts > 0, query_lens)
             is_end[row_ends] = True
@@ -97,14 +99,28 @@ class InputBatch:
         sample_host_slots = token_slots[sample_tokens]
         # All indices of the step go to the device in one copy.
         parts = (
-            token_slots, offsets, places, row_ends, slots, query_lens - num_drafts, sample_tokens,
-            sample_host_slots, states.block_tables.take_changes(),
-        )  # fmt: skip
+            token_slots,
+            offsets,
+            places,
+            row_ends,
+            slots,
+            query_lens - num_drafts,
+            sample_tokens,
+            sample_host_slots,
+            states.block_tables.take_changes(),
+        )
         packed = upload(np.concatenate(parts), states.token_ids.device)
         (
-            slots_d, columns, places_d, row_ends_d, row_slots, num_known, sample_tokens_d,
-            sample_slots, changes,
-        ) = packed.split([len(part) for part in parts])  # fmt: skip
+            slots_d,
+            columns,
+            places_d,
+            row_ends_d,
+            row_slots,
+            num_known,
+            sample_tokens_d,
+            sample_slots,
+            changes,
+        ) = packed.split([len(part) for part in parts])
         states.block_tables.apply(changes)
         columns += states.num_computed.index_select(0, slots_d)
         states.num_computed.index_add_(0, row_slots, num_known)
@@ -135,7 +151,8 @@ class InputBatch:
         """A step in which each row decodes one token: one kernel finds all inputs, the first one of
         a graph where there are graphs.
         """
-        num_rows, inputs = len(decodes.slots), states.inputs
+        num_rows = len(decodes.slots)
+        inputs = states.inputs
         columns, slots = inputs.fill(decodes.slots, states.take_changes(num_rows))
         if not inputs.sizes:
             states.begin_decode(columns)
@@ -178,16 +195,21 @@ class InputBatch:
         """A step in which each row computes one known token and its drafts. int64 [num_rows] each,
         on the host.
         """
-        query_lens, step = num_drafts + 1, None
-        indices, known_ends = states.indices[: len(slots)], query_lens.cumsum() - query_lens
+        query_lens = num_drafts + 1
+        step = None
+        indices = states.indices[: len(slots)]
+        known_ends = query_lens.cumsum() - query_lens
         rows = indices.repeat(query_lens)
         offsets = np.arange(len(rows)) - known_ends[rows]
-        token_slots, bounds = slots[rows], computed[rows] + offsets + 1
+        token_slots = slots[rows]
+        bounds = computed[rows] + offsets + 1
         inputs = states.inputs
         is_shared = inputs.is_shared and not inputs.sizes and len(rows) <= inputs.max_num_tokens
         if is_shared and states.tree is None:
             step = states.begin_verify(slots, token_slots, offsets)
-            tokens, positions, next_positions = step.tokens, step.columns, step.next_columns
+            tokens = step.tokens
+            positions = step.columns
+            next_positions = step.next_columns
         else:
             tokens, positions, bounds = _find(states, token_slots, offsets, bounds)
             next_positions = positions + 1
@@ -218,7 +240,8 @@ class InputBatch:
         if self.columns is not None:  # may be repeated: it finds the same
             self.states.begin_decode(self.columns)
         ends = np.cumsum(self.query_lens)
-        begin, stop = int(ends[first] - self.query_lens[first]), int(ends[end - 1])
+        begin = int(ends[first] - self.query_lens[first])
+        stop = int(ends[end - 1])
         return replace(
             self,
             tokens=self.tokens[:, begin:stop],
@@ -270,7 +293,8 @@ class InputBatch:
         """Index of the last token of each row that is known or an accepted draft, int64 [num_rows];
         see `SamplerOutput`.
         """
-        ends, device = upload(self.known_ends, self.tokens.device), self.tokens.device
+        ends = upload(self.known_ends, self.tokens.device)
+        device = self.tokens.device
         if num_kept is None:
             return ends
         if len(num_kept) == len(ends):
@@ -292,7 +316,9 @@ def _find(
     `token_slots`: slot of each token; `offsets`: of each token from the first one of its row;
     `bounds`: upper bounds of the sequence lengths at each token, if drafts are chains.
     """
-    num_tokens, changes, places = len(offsets), states.block_tables.take_changes(), offsets[:0]
+    num_tokens = len(offsets)
+    changes = states.block_tables.take_changes()
+    places = offsets[:0]
     if states.tree is not None:
         places = offsets * states.is_tree[token_slots]
         bounds = bounds + states.tree.host_shifts[places]
@@ -330,7 +356,8 @@ class AttentionRows:
         places: torch.Tensor | None = None,
     ) -> AttentionBatch:
         """The attention of tokens."""
-        tables, ends = states.block_tables, self.ends
+        tables = states.block_tables
+        ends = self.ends
         if ends is None:
             last = slots, columns, places
             starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device)
@@ -353,9 +380,11 @@ class AttentionRows:
 
 def _columns(scheduled: SchedulerOutput) -> np.ndarray:
     """int64 [6, num_rows], on the host."""
-    decodes, first = scheduled.decodes, len(scheduled.decodes.slots)
+    decodes = scheduled.decodes
+    first = len(scheduled.decodes.slots)
     columns = np.empty((6, scheduled.num_rows), dtype=np.int64)
-    columns[0, :first], columns[2, :first] = decodes.slots, decodes.num_computed_tokens
+    columns[0, :first] = decodes.slots
+    columns[2, :first] = decodes.num_computed_tokens
     columns[1, :first] = columns[5, :first] = 1
     columns[3:5, :first] = 0
     if scheduled.scheduled:
@@ -370,7 +399,8 @@ def columns_attention(
     states: RequestStates, columns: Columns, query_lens: np.ndarray, seq_lens: np.ndarray
 ) -> AttentionBatch:
     """The attention of a step whose inputs are found; see `AttentionBatch` for the lengths."""
-    tables, slots = states.block_tables, columns.slots
+    tables = states.block_tables
+    slots = columns.slots
     blocks = tables.tables[:, : tables.blocks_for(int(seq_lens.max()))]
     batch = AttentionBatch(
         query_lens=query_lens,
@@ -405,7 +435,8 @@ def decode_attention(
     """Return the attention of one token per row, in a form that a graph
     can capture. On a CPU, lengths are exact unless it is captured.
     """
-    num_rows, tables = len(slots), states.block_tables
+    num_rows = len(slots)
+    tables = states.block_tables
     positions = states.positions(columns, places)
     if positions.device.type == "cpu" and not is_captured:
         seq_lens = positions.numpy() + 1
@@ -448,7 +479,8 @@ def _of_groups(
     """Add the attention of further groups of layers; `last` are slots, columns and places of the
     last token of each row.
     """
-    tables, (last_slots, last_columns, last_places) = states.block_tables, last
+    tables = states.block_tables
+    (last_slots, last_columns, last_places) = last
     others = []
     for first_row in tables.other_groups:
         last_rows = first_row + last_slots

@@ -46,7 +46,8 @@ class RequestStates:
         self.num_computed = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         # Constants of steps with one token in each row.
         self.indices = np.arange(max_num_seqs, dtype=np.int64)
-        self.ones, self.zeros = np.ones_like(self.indices), np.zeros_like(self.indices)
+        self.ones = np.ones_like(self.indices)
+        self.zeros = np.zeros_like(self.indices)
         self.inputs = DecodeInputs(max_num_seqs, self.null_slot, device)
         self.ops = ops.for_device(device)
         # Recurrent state of layers, float32 [max_num_seqs + 1, n]; see layers/state.py. Nothing of
@@ -57,7 +58,8 @@ class RequestStates:
 
     def make_room(self, num_columns: int) -> None:
         if num_columns:
-            shape, device = (len(self.token_ids), num_columns), self.token_ids.device
+            shape = (len(self.token_ids), num_columns)
+            device = self.token_ids.device
             self.of_layers = torch.empty(shape, dtype=torch.float32, device=device)
 
     @property
@@ -91,9 +93,13 @@ class RequestStates:
     def begin_decode(self, columns: Columns) -> None:
         tables = self.block_tables
         self.ops.begin_decode(
-            columns.step, columns.seq_lens, self.token_ids, self.num_computed, tables.tables,
+            columns.step,
+            columns.seq_lens,
+            self.token_ids,
+            self.num_computed,
+            tables.tables,
             tables.block_size,
-        )  # fmt: skip
+        )
 
     def begin_verify(
         self, slots: np.ndarray, token_slots: np.ndarray, offsets: np.ndarray

@@ -54,14 +54,21 @@ def write(folder: Path, output: Path, matrices: dict[str, Codes], left: list[str
 
 def _scheme(matrix: Codes, left: list[str]) -> dict[str, Any]:
     weights = {
-        "num_bits": matrix.bits, "type": "int", "symmetric": True, "strategy": "group",
-        "group_size": matrix.group_size, "dynamic": False,
-    }  # fmt: skip
+        "num_bits": matrix.bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": matrix.group_size,
+        "dynamic": False,
+    }
     group = {"targets": ["Linear"], "weights": weights, "format": LAYOUT}
     return {
-        "quant_method": "compressed-tensors", "format": LAYOUT, "ignore": left,
-        "quantization_status": "compressed", "config_groups": {"group_0": group},
-    }  # fmt: skip
+        "quant_method": "compressed-tensors",
+        "format": LAYOUT,
+        "ignore": left,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+    }
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

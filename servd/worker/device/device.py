@@ -20,7 +20,9 @@ from servd.worker.ops import native
 log = logging.getLogger("servd.worker")
 
 CGROUP = Path("/sys/fs/cgroup")
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # see mallopt(3)
+# see mallopt(3)
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 
 
 def set_num_threads(num_workers: int = 1, cgroup: Path = CGROUP) -> int:
@@ -29,11 +31,9 @@ def set_num_threads(num_workers: int = 1, cgroup: Path = CGROUP) -> int:
 
     OMP_NUM_THREADS, if set, is the number for each worker.
     """
-    allowed, quota, wanted = (
-        len(os.sched_getaffinity(0)),
-        cpu_quota(cgroup),
-        os.environ.get("OMP_NUM_THREADS", ""),
-    )
+    allowed = len(os.sched_getaffinity(0))
+    quota = cpu_quota(cgroup)
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
     cpus = allowed if quota is None else min(allowed, max(1, int(quota)))
     num_threads = max(1, int(wanted) if wanted.isdigit() else cpus // num_workers)
     torch.set_num_threads(num_threads)
@@ -41,9 +41,12 @@ def set_num_threads(num_workers: int = 1, cgroup: Path = CGROUP) -> int:
     log.info(
         "threads for this worker: %d (%d CPUs by affinity, %s by cgroup quota, %d workers, "
         "OMP_NUM_THREADS %s)",
-        num_threads, allowed, "no limit" if quota is None else f"{quota:g}", num_workers,
+        num_threads,
+        allowed,
+        "no limit" if quota is None else f"{quota:g}",
+        num_workers,
         wanted or "not set",
-    )  # fmt: skip
+    )
     return num_threads
 
 
@@ -119,7 +122,8 @@ def available_memory(cgroup: Path = CGROUP, meminfo: Path = Path("/proc/meminfo"
         (cgroup, "memory.max", "memory.current"),
         (cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
-        limit, usage = _read(folder / limit_file), _read(folder / usage_file)
+        limit = _read(folder / limit_file)
+        usage = _read(folder / usage_file)
         if limit.isdigit() and usage.isdigit():
             used = int(usage) - _cached_files(folder / "memory.stat")
             available = min(available, int(limit) - max(used, 0))

@@ -83,8 +83,9 @@ class MemoryUse:
         sizes = {
             "weights and requests": self.persistent,
             "largest step": max(self.forward, self.sampling),
-            "CUDA graphs": self.graphs, "outside": self.outside,
-        }  # fmt: skip
+            "CUDA graphs": self.graphs,
+            "outside": self.outside,
+        }
         return f"of {format_bytes(self.total)} on the device: " + ", ".join(
             f"{name} {format_bytes(size)}" for name, size in sizes.items()
         )

@@ -40,7 +40,9 @@ class Parallel:
         """Join the other ranks at `init_method` ("tcp://127.0.0.1:29500"), as number `rank` of all
         workers; blocks until all have joined.
         """
-        stage, group, total = rank // size, None, size * num_stages
+        stage = rank // size
+        group = None
+        total = size * num_stages
         if total > 1:
             assert init_method is not None, "several ranks need an address to meet at"
             backend = "nccl" if device.type == "cuda" else "gloo"

@@ -51,7 +51,8 @@ class BlockStore:
         """
         for copy in copies:
             for cache, slots in self._layers:
-                device, host = cache[:, copy.block], slots[copy.slot]
+                device = cache[:, copy.block]
+                host = slots[copy.slot]
                 if copy.to_device:
                     device.copy_(host, non_blocking=True)
                 else:

@@ -28,7 +28,8 @@ def bytes_per_block(backend: Backend[Any], model: Loadable) -> int:
 
 
 def dtype_of(config: Config, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    name, model = config.cache.kv_cache_dtype, config.model
+    name = config.cache.kv_cache_dtype
+    model = config.model
     if name == "auto":
         rounds = {"auto": model.quantization in ("int8", "int4"), "int8": True}
         is_rounded = device.type == "cpu" and rounds.get(model.cpu_activation_dtype, False)
@@ -51,9 +52,11 @@ def count_blocks(
     shortened. `block_bytes`: size of a block on this rank; `memory`: bytes that the cache may take;
     `more_memory`: changes of options that would free so many bytes.
     """
-    max_model_len, max_num_seqs = config.model.max_model_len, config.scheduler.max_num_seqs
+    max_model_len = config.model.max_model_len
+    max_num_seqs = config.scheduler.max_num_seqs
     assert max_model_len is not None and max_num_seqs is not None, "config must be resolved"
-    block_size, per_request = layout.block_size, layout.blocks(max_model_len)
+    block_size = layout.block_size
+    per_request = layout.blocks(max_model_len)
     needed = per_request * block_bytes
     remedies = more_memory(needed - memory) or [
         f"raise --kv-cache-memory to {format_bytes(needed)}"
@@ -70,8 +73,11 @@ def count_blocks(
         if config.model.shorten_max_model_len and longest:
             log.warning(
                 "%s: the context is shortened from %d to %d tokens; for all of it, %s",
-                numbers, max_model_len, longest, _either(remedies),
-            )  # fmt: skip
+                numbers,
+                max_model_len,
+                longest,
+                _either(remedies),
+            )
             return num_blocks
         shorter = [f"lower --max-model-len to {longest}"] if longest else []
         raise NotEnoughMemory(
@@ -92,7 +98,8 @@ def _either(remedies: Sequence[str]) -> str:
 def allocate(backend: Backend[Any], model: Loadable, num_blocks: int) -> list[Tensor]:
     """The cache of each layer; zeros, because masked values must be finite, too."""
     shape = backend.kv_cache_shape(num_blocks)
-    dtype, device = backend.spec.kv_dtype, backend.spec.device
+    dtype = backend.spec.kv_dtype
+    device = backend.spec.device
     if device.type != "cpu":
         return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_caches(model))]
     # torch.zeros would write every page now, which takes seconds, and memory that may never be

@@ -25,7 +25,8 @@ def arrange(
     have the numbers of their caches, and no group; `has_draft`: whether a draft model has keys and
     values in the same blocks.
     """
-    longest, layers = config.model.max_model_len, attention_layers(model)
+    longest = config.model.max_model_len
+    layers = attention_layers(model)
     assert longest is not None
     widest: dict[int, int] = {}  # cache number -> tokens that its layers read
     for layer in layers:
@@ -40,7 +41,8 @@ def arrange(
     if why := _obstacle(config, backend, has_draft):
         log.info("layers with a window keep all tokens in the KV cache: %s", why)
         return (None,)
-    counts, layout = {window: len(found) for window, found in caches.items()}, KVLayout.of(config)
+    counts = {window: len(found) for window, found in caches.items()}
+    layout = KVLayout.of(config)
 
     def blocks(size: int) -> int:  # per layer, of the longest request, in groups of `size` layers
         groups = {window: -(-count // size) for window, count in counts.items()}

@@ -68,7 +68,8 @@ class MakeForm(NamedTuple):
 
 class Dense:
     def __init__(self, weight: Tensor) -> None:
-        self.weight, self.nbytes = weight, weight.nbytes
+        self.weight = weight
+        self.nbytes = weight.nbytes
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.weight, bias)
@@ -81,7 +82,8 @@ class Stacked:
     """Matrices of several forms, stacked by rows: q, k and v of different types."""
 
     def __init__(self, forms: Sequence[Form], num_rows: Sequence[int]) -> None:
-        self.forms, self.num_rows = forms, num_rows
+        self.forms = forms
+        self.num_rows = num_rows
         self.nbytes = sum(form.nbytes for form in forms)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -144,7 +146,8 @@ class Matrix(Weight):
     def reform(self, make: MakeForm) -> None:
         form = self._stack(make) if self.quantized else make.dense(self.data)
         if form is not None:
-            self.form, self.data = form, torch.empty(0)
+            self.form = form
+            self.data = torch.empty(0)
             self.quantized = {}
         elif self.device.type == "cpu":
             self.data = self.data.to(self.compute_dtype, copy=True)  # no longer the file's
@@ -157,7 +160,8 @@ class Matrix(Weight):
         rows: list[int] = []
         for _, together in groupby(range(len(self.part_shapes)), kind):
             parts = list(together)
-            first, last = self.rows_of(parts[0]), self.rows_of(parts[-1])
+            first = self.rows_of(parts[0])
+            last = self.rows_of(parts[-1])
             rows.append(last.stop - first.start)
             if parts[0] in self.quantized:
                 # What is stacked is not needed twice.

@@ -25,7 +25,9 @@ class ForwardContext:
         kv_caches: Sequence[Tensor],
         states: Tensor | None = None,
     ) -> None:
-        self.kv_caches, self.states, self.batch = kv_caches, states, batch
+        self.kv_caches = kv_caches
+        self.states = states
+        self.batch = batch
         # (part of `states`, its new rows): written by `finish`, once nothing can fail any more.
         self.pending: list[tuple[Tensor, Tensor]] = []
 
@@ -84,7 +86,8 @@ class Attention(nn.Module):
         value_dim: int | None = None,
     ) -> None:
         super().__init__()
-        self.layer, self.group = layer, 0
+        self.layer = layer
+        self.group = 0
         self.query_shape = (-1, num_heads, head_dim)
         self.kv_shape = (-1, num_kv_heads, head_dim)
         self.scale = scale
@@ -115,7 +118,8 @@ class Attention(nn.Module):
         """
         backend, metadata = ctx.of_layers(self.sliding_window, self.group)
         kv_cache = ctx.kv_caches[self.layer]
-        q, k = q.view(self.query_shape), k.view(self.kv_shape)
+        q = q.view(self.query_shape)
+        k = k.view(self.kv_shape)
         k_scale, v_scale = (
             self.kv_scales.values() if kv_cache.dtype == torch.float8_e4m3fn else (1.0, 1.0)
         )

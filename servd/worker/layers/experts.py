@@ -44,7 +44,8 @@ class OneByOne:
         self.matrices = matrices
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
-        rows, bounds = x if index is None else x[index], starts.tolist()
+        rows = x if index is None else x[index]
+        bounds = starts.tolist()
         first = self.matrices[0]
         out = x.new_empty(len(rows), first.rows_of(len(first.part_shapes) - 1).stop)
         for matrix, start, end in zip(self.matrices, bounds, bounds[1:], strict=False):
@@ -148,9 +149,11 @@ class SparseMoE(nn.Module):
     ) -> None:
         super().__init__()
         self.gate = Router(hidden_size, num_experts, parallel, bias)
-        own, slices = range(num_experts), parallel
+        own = range(num_experts)
+        slices = parallel
         if parallel.has_whole_experts:
-            own, slices = parallel.own(num_experts), Parallel()
+            own = parallel.own(num_experts)
+            slices = Parallel()
             if num_experts < parallel.size:
                 raise ConfigError(
                     f"--enable-expert-parallel: {num_experts} experts are too few for "
@@ -164,11 +167,14 @@ class SparseMoE(nn.Module):
             [expert.gate_up_proj for expert in experts.values()],
             [expert.down_proj for expert in experts.values()],
         )
-        self.own, self.has_all = slice(own.start, own.stop + 1), len(own) == num_experts
+        self.own = slice(own.start, own.stop + 1)
+        self.has_all = len(own) == num_experts
         self.activation: Activation = (
             Gate(activation) if isinstance(activation, str) else activation
         )
-        self.top_k, self.renormalize, self.parallel = top_k, renormalize, parallel
+        self.top_k = top_k
+        self.renormalize = renormalize
+        self.parallel = parallel
 
     @cached_property
     def grouped(self) -> tuple[GroupedForm, GroupedForm]:

@@ -52,9 +52,13 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         total = sum(out_features)
         self.weight = Matrix(
-            (total, in_features), parallel, shard_dim=0, parts=out_features, copies=copies,
+            (total, in_features),
+            parallel,
+            shard_dim=0,
+            parts=out_features,
+            copies=copies,
             transposed=transposed,
-        )  # fmt: skip
+        )
         self.bias = None
         if bias:
             self.bias = Weight((total,), parallel, shard_dim=0, parts=out_features, copies=copies)

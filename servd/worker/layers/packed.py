@@ -98,11 +98,15 @@ class GroupedMatrix(Packed):
     def __init__(self, quantized: Quantized, x_dtype: torch.dtype = torch.float32) -> None:
         super().__init__(quantized.shape)
         self.num_terms = _num_terms(quantized, x_dtype)
-        table, scale, offset = quantized.table, quantized.scale, quantized.offset
-        self.type, self.scale_type = TYPES[quantized.codes.dtype], TYPES[scale.dtype]
+        table = quantized.table
+        scale = quantized.scale
+        offset = quantized.offset
+        self.type = TYPES[quantized.codes.dtype]
+        self.scale_type = TYPES[scale.dtype]
         self.group_size = quantized.group_size
         self.table = None if table is None else torch.tensor(table)
-        self.packed, self.scale = _pack(quantized.codes, self.num_terms), _pack(scale)
+        self.packed = _pack(quantized.codes, self.num_terms)
+        self.scale = _pack(scale)
         self.offset = None if offset is None else _pack(offset)
         self.columns = quantized.columns
         kept = (self.packed, self.scale, self.offset, self.table, self.columns)
@@ -112,23 +116,47 @@ class GroupedMatrix(Packed):
         if self.columns is not None:
             x = _take_columns(x, self.columns)
         call(
-            "matmul_grouped", self.type, self.num_terms, x, *x.shape, self.packed, self.table,
-            self.scale_type, self.scale, self.offset, self.group_size, bias, out, out.stride(0),
+            "matmul_grouped",
+            self.type,
+            self.num_terms,
+            x,
+            *x.shape,
+            self.packed,
+            self.table,
+            self.scale_type,
+            self.scale,
+            self.offset,
+            self.group_size,
+            bias,
+            out,
+            out.stride(0),
             out.shape[1],
-        )  # fmt: skip
+        )
 
     def rows(self, index: Tensor) -> Tensor:
         index = index.contiguous()
         out = torch.empty(len(index), self.shape[1])
         call(
-            "gather_grouped", self.type, self.num_terms, self.packed, self.table, self.scale_type,
-            self.scale, self.offset, self.group_size, *self.shape, index, len(index), out,
-        )  # fmt: skip
+            "gather_grouped",
+            self.type,
+            self.num_terms,
+            self.packed,
+            self.table,
+            self.scale_type,
+            self.scale,
+            self.offset,
+            self.group_size,
+            *self.shape,
+            index,
+            len(index),
+            out,
+        )
         return out if self.columns is None else out[:, self.columns.argsort()]
 
 
 def _take_columns(x: Tensor, columns: Tensor) -> Tensor:
-    out, size = torch.empty(x.shape), len(columns)
+    out = torch.empty(x.shape)
+    size = len(columns)
     for row, to in zip(x, out, strict=True):
         call("embed", row, size, 1, columns, size, to)
     return out
@@ -157,7 +185,8 @@ class ExpertMatrices:
     def __init__(self, matrices: Sequence[PackedMatrix] | Sequence[GroupedMatrix]) -> None:
         self.matrices = matrices  # keeps the memory that the tables point to
         first = matrices[0]
-        self.out_features, self.type = first.shape[0], first.type
+        self.out_features = first.shape[0]
+        self.type = first.type
         self.packed = _addresses([matrix.packed for matrix in matrices])
         self.scales = _addresses([matrix.scale for matrix in matrices])
         self.offsets: Tensor | None = None
@@ -175,7 +204,8 @@ class ExpertMatrices:
         return None
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
-        x, first = x.contiguous(), self.matrices[0]
+        x = x.contiguous()
+        first = self.matrices[0]
         if isinstance(first, PackedMatrix) and first.is_spread:
             x = spread(x)
         num_rows = len(x) if index is None else len(index)
@@ -183,9 +213,18 @@ class ExpertMatrices:
         given = (x, *x.shape, index, starts, len(self.matrices), self.packed)
         if isinstance(first, GroupedMatrix):
             call(
-                "matmul_experts_grouped", self.type, first.num_terms, *given, first.table,
-                first.scale_type, self.scales, self.offsets, first.group_size, out, *out.shape,
-            )  # fmt: skip
+                "matmul_experts_grouped",
+                self.type,
+                first.num_terms,
+                *given,
+                first.table,
+                first.scale_type,
+                self.scales,
+                self.offsets,
+                first.group_size,
+                out,
+                *out.shape,
+            )
         else:
             terms = first.num_terms
             call("matmul_experts", self.type, terms, *given, self.scales, out, *out.shape)
@@ -201,7 +240,8 @@ def _addresses(tensors: Sequence[Tensor | None]) -> Tensor | None:
 
 def _num_terms(quantized: Quantized, x_dtype: torch.dtype) -> int:
     """Of int8, for weights that are whole numbers in groups of so many that sums pay; or none."""
-    codes, size = quantized.codes, quantized.group_size
+    codes = quantized.codes
+    size = quantized.group_size
     are_whole = all(value in range(-128, 128) for value in quantized.table or ())
     if codes.is_floating_point() or not are_whole or (size % RUN and size < codes.shape[1]):
         return 0

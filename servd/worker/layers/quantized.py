@@ -46,7 +46,8 @@ class Quantized:
     @property
     def kind(self) -> tuple[object, ...]:
         """What matrices have in common that can be one."""
-        has_offset, columns = self.offset is not None, self.columns
+        has_offset = self.offset is not None
+        columns = self.columns
         order = None if columns is None or columns.is_meta else tuple(columns.tolist())
         return self.codes.dtype, self.scale.dtype, has_offset, self.group_size, self.table, order
 
@@ -91,7 +92,8 @@ class Quantized:
             )
         end = start + length
         size = math.gcd(self.group_size, start, 0 if end == self.shape[1] else end)
-        times, groups = self.group_size // size, slice(start // size, -(-end // size))
+        times = self.group_size // size
+        groups = slice(start // size, -(-end // size))
         narrowed = self.map(lambda x: x.repeat_interleave(times, dim=1)[:, groups], codes)
         return replace(narrowed, group_size=size)
 
@@ -139,7 +141,8 @@ class QuantizedMatrix:
     """
 
     def __init__(self, quantized: Quantized, dtype: torch.dtype) -> None:
-        self.quantized, self.dtype = quantized, dtype
+        self.quantized = quantized
+        self.dtype = dtype
         self.table = quantized.table_on_device()
         self.nbytes = quantized.nbytes
 

@@ -112,7 +112,8 @@ def _dynamic(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> Tensor:
     """Dynamic NTK: the base for max_model_len, for all requests: keys in the cache must not depend
     on how long a request gets.
     """
-    original, size = rope["original_max_position_embeddings"], 2 * len(inv_freq)
+    original = rope["original_max_position_embeddings"]
+    size = 2 * len(inv_freq)
     longest = max(spec.max_model_len or spec.max_position_embeddings, original)
     grown = rope["factor"] * longest / original - (rope["factor"] - 1)
     base = rope["rope_theta"] * grown ** (size / (size - 2))
@@ -121,7 +122,8 @@ def _dynamic(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> Tensor:
 
 def _llama3(inv_freq: Tensor, rope: dict[str, Any]) -> Tensor:
     """Slow down long wavelengths, leave short ones, blend between (Llama 3.1)."""
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    low = rope["low_freq_factor"]
+    high = rope["high_freq_factor"]
     wavelengths = 2 * math.pi / inv_freq
     keep = (rope["original_max_position_embeddings"] / wavelengths - low) / (high - low)
     keep = keep.clamp(0, 1)
@@ -138,10 +140,13 @@ def _yarn(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> tuple[Tens
         """The (fractional) pair that makes so many turns over the original context."""
         return num_pairs * math.log(original / (turns * 2 * math.pi)) / math.log(rope["rope_theta"])
 
-    first, last = pair_with(rope.get("beta_fast") or 32), pair_with(rope.get("beta_slow") or 1)
+    first = pair_with(rope.get("beta_fast") or 32)
+    last = pair_with(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, spec.head_dim - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, spec.head_dim - 1)
     if first == last:
         last += 0.001
     interpolated = ((torch.arange(num_pairs, dtype=torch.float32) - first) / (last - first)).clamp(
@@ -168,8 +173,10 @@ def _longrope(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> tuple[
     if is_long:
         log.info(
             "rotary positions are those of contexts over %d tokens, in shorter requests too: "
-            "--max-model-len %d has those of short ones", original, original,
-        )  # fmt: skip
+            "--max-model-len %d has those of short ones",
+            original,
+            original,
+        )
     factors = torch.tensor(rope["long_factor" if is_long else "short_factor"])
     if factors.shape != inv_freq.shape:
         raise UnsupportedModel(

@@ -32,7 +32,9 @@ class State(nn.Module):
         `ForwardContext.finish` stores them.
         """
         assert ctx.states is not None
-        begins, first, found = ctx.begins.unsqueeze(1), self.first, list[Tensor]()
+        begins = ctx.begins.unsqueeze(1)
+        first = self.first
+        found = list[Tensor]()
         for shape in self.shapes:
             part = ctx.states.narrow(1, first, shape.numel())
             rows = part.index_select(0, ctx.slots).masked_fill_(begins, 0)

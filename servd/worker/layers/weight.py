@@ -90,7 +90,8 @@ class Weight(nn.Parameter):
     def share(self, tensor: Tensor | Quantized, part: int = 0) -> Tensor | Quantized:
         if self.shard_dim is None:
             return tensor
-        total, parallel = tensor.shape[self.shard_dim], self.sharing[part]
+        total = tensor.shape[self.shard_dim]
+        parallel = self.sharing[part]
         share = parallel.share(total)
         start = min(parallel.rank * share, total)
         return tensor.narrow(self.shard_dim, start, min(share, total - start))
@@ -107,7 +108,8 @@ class Weight(nn.Parameter):
             share = share.dequantize()
         target = self.data[self.rows_of(part)]
         if (dim := self.shard_dim) is not None:
-            size, there = target.shape[dim], share.shape[dim]
+            size = target.shape[dim]
+            there = share.shape[dim]
             target.narrow(dim, there, size - there).zero_()
             target = target.narrow(dim, 0, there)
         copy(target, share)

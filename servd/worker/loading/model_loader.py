@@ -126,7 +126,9 @@ def load_weights(
     copy = Staging() if is_on_cuda else Tensor.copy_
     files = weight_files(folder, load_format)
     _check(files)
-    done, total, names = 0, sum(file.stat().st_size for file in files), set[str]()
+    done = 0
+    total = sum(file.stat().st_size for file in files)
+    names = set[str]()
     plain: list[str] = []  # matrices of layers that the importance matrix lacks
     convert = getattr(model, "convert", iter)  # maps tensors to the model's names
     for name, tensor in convert(_checkpoint(files, next(iter(weights.values())))):
@@ -157,7 +159,9 @@ def load_weights(
 def _check_complete(folder: str, weights: dict[str, Weight]) -> None:
     missing = [name for name, weight in weights.items() if weight.missing]
     if missing:
-        named = ", ".join(missing[:MAX_NAMED]) + ", ..." * (len(missing) > MAX_NAMED)
+        named = ", ".join(missing[:MAX_NAMED])
+        if len(missing) > MAX_NAMED:
+            named += ", ..."
         raise ModelNotFound(
             f"{folder} lacks the weights of {len(missing)} parameters that config.json asks for: "
             f"{named}"
@@ -170,8 +174,10 @@ def _check_importance(known: Set[str], names: Set[str], plain: list[str]) -> Non
     if plain:
         log.warning(
             "--quantization-imatrix says nothing of %d matrices, such as %s: they are rounded as "
-            "without it", len(plain), plain[0],
-        )  # fmt: skip
+            "without it",
+            len(plain),
+            plain[0],
+        )
 
 
 def _check(files: list[Path]) -> None:
@@ -195,14 +201,16 @@ def _check(files: list[Path]) -> None:
 
 def _checkpoint(files: list[Path], weight: Tensor) -> NamedTensors:
     """Tensors of the checkpoint in its own format; `weight` is on the model's device."""
-    tensors, folder = _quantized(files, weight), files[0].parent
+    tensors = _quantized(files, weight)
+    folder = files[0].parent
     config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
     return _of_text(tensors, not weight.is_meta) if is_part(config) else tensors
 
 
 def _of_text(tensors: NamedTensors, is_told: bool) -> NamedTensors:
     """The tensors of a multimodal checkpoint's language model, under their text-only names."""
-    num_others, others = 0, set[str]()
+    num_others = 0
+    others = set[str]()
     for name, tensor in tensors:
         if (renamed := text_name(name)) is not None:
             yield renamed, tensor
@@ -212,8 +220,9 @@ def _of_text(tensors: NamedTensors, is_told: bool) -> NamedTensors:
     if is_told:
         log.info(
             "%d tensors are not loaded, those of %s: servd reads text alone",
-            num_others, ", ".join(sorted(others)) or "nothing",
-        )  # fmt: skip
+            num_others,
+            ", ".join(sorted(others)) or "nothing",
+        )
 
 
 def _quantized(files: list[Path], weight: Tensor) -> NamedTensors:

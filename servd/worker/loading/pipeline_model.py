@@ -63,14 +63,16 @@ def cut(model: Any, parallel: Parallel, num_layers: int) -> None:
     """Reduce a model to this stage, before its weights are loaded. Raises UnsupportedModel: it does
     not build its layers with `Parallel.layers`.
     """
-    layers, own = attention_layers(model), parallel.own_layers(num_layers)
+    layers = attention_layers(model)
+    own = parallel.own_layers(num_layers)
     if len(layers) != len(own):
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be cut into stages: leave --pipeline-parallel-size at 1"
         )
     for number, layer in enumerate(layers):
         layer.layer = number  # index of its KV cache
-    whole, embedding = _names(model), _replace_ends(model, parallel)
+    whole = _names(model)
+    embedding = _replace_ends(model, parallel)
     here = _names(model)
     elsewhere = whole - here
     # A head tied to a replaced embedding is loaded under its own name.
@@ -93,7 +95,8 @@ def cut(model: Any, parallel: Parallel, num_layers: int) -> None:
 
 def _replace_ends(model: Any, parallel: Parallel) -> str:
     """Replace the embedding, final norm and head of other stages; returns the embedding's name."""
-    base, embedding = model.get_submodule(model.base_prefix[:-1]), ""
+    base = model.get_submodule(model.base_prefix[:-1])
+    embedding = ""
     for name, part in list(base.named_children()):
         is_tokens = isinstance(part, VocabEmbedding)
         if is_tokens:

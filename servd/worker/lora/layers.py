@@ -54,7 +54,8 @@ class AdaptedMatrix:
         num_inputs = matrix.part_shapes[0][1]
         if matrix.shard_dim == 1:
             num_inputs = matrix.parallel.share(num_inputs)
-        width, device = -(-parts * max_rank // WIDTH) * WIDTH, rows.places.device
+        width = -(-parts * max_rank // WIDTH) * WIDTH
+        device = rows.places.device
         self.factors = LowRank(
             torch.zeros(num_places, num_inputs, width, dtype=dtype, device=device),
             torch.zeros(num_places, max_rank, self.rows_of[-1].stop, dtype=dtype, device=device),
@@ -93,7 +94,9 @@ class AdaptedMatrix:
 
     def put(self, place: int, part: int, a: Tensor, b: Tensor) -> None:
         """Give a place what `shares` made for it. Where a rank has less of it, the rest is zero."""
-        rank, first, rows = a.shape[1], part * self.max_rank, self.rows_of[part]
+        rank = a.shape[1]
+        first = part * self.max_rank
+        rows = self.rows_of[part]
         self.factors.a[place, : len(a), first : first + rank].copy_(a)
         self.factors.b[place, :rank, rows.start : rows.start + b.shape[1]].copy_(b)
         self.factors.ranks[place, part] = rank

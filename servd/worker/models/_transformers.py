@@ -38,9 +38,14 @@ DIFFERENT = ("MoshiForCausalLM",)
 # share, and those that leave it whole here.
 SPLIT = {"colwise": 0, "rowwise": 1}
 WHOLE = {
-    "colwise_gather_output", "rowwise_split_input", "mla_kv_a_proj", "replicate",
-    "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise",
-}  # fmt: skip
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "mla_kv_a_proj",
+    "replicate",
+    "replicated_with_grad_allreduce",
+    "embedding_rowwise",
+    "embedding_colwise",
+}
 
 
 class Linear(nn.Linear):
@@ -140,14 +145,16 @@ class TransformersForCausalLM(nn.Module):
         renamings, converters = compat.conversion_rules(self.hf)
         by_pattern = {p: rule for rule in converters for p in rule.source_patterns}
         unneeded = [*compat.unneeded_patterns(self.hf), r"rotary_emb\.inv_freq"]
-        state, prefix = self.__dict__["state"], self.hf.base_model_prefix
+        state = self.__dict__["state"]
+        prefix = self.hf.base_model_prefix
         original = copy.copy(self.hf)
         original.get_parameter = state.__getitem__  # converters ask for those before `fuse`
         pending: dict[str, tuple[Any, list[tuple[str, str, Tensor]]]] = {}
         for source, tensor in tensors:
             name, pattern = compat.rename_tensor(source, renamings, converters, prefix, state)
             if name not in state and source in state:
-                name, pattern = source, None
+                name = source
+                pattern = None
             is_unneeded = name not in state and any(re.search(each, name) for each in unneeded)
             if is_unneeded or name in self.hf.all_tied_weights_keys:
                 continue
@@ -271,7 +278,8 @@ def exchange_weights(model: Any, vocab_size: int, linears: set[str], parallel: P
                 continue
             if id(old) not in made:
                 is_matrix = name == "weight" and (is_linear or is_table)
-                shape, shard_dim = [*old.shape] or [1], dim if is_matrix or dim == 0 else None
+                shape = [*old.shape] or [1]
+                shard_dim = dim if is_matrix or dim == 0 else None
                 if shard_dim is not None:
                     shape[shard_dim] *= parallel.size
                 kind = Matrix if is_matrix else Weight

@@ -61,7 +61,8 @@ class Notes:
     ) -> Tensor:
         name = self.names[module]
         scale = options.pop("scaling", None)
-        soft_cap, sinks = options.pop("softcap", None), options.pop("s_aux", None)
+        soft_cap = options.pop("softcap", None)
+        sinks = options.pop("s_aux", None)
         window = options.get("sliding_window") or self.window
         rule = getattr(mask, "rule", None)
         strange = sorted(
@@ -159,7 +160,8 @@ def attend(
     layer: Attention = next(module.servd_calls)  # type: ignore[arg-type]
     _, num_kv_heads, head_dim = layer.kv_shape
     q = _fill(query, query.shape[1], head_dim)
-    k, v = _fill(key, num_kv_heads, head_dim), _fill(value, num_kv_heads, head_dim)
+    k = _fill(key, num_kv_heads, head_dim)
+    v = _fill(value, num_kv_heads, head_dim)
     sinks = options.get("s_aux")
     if sinks is None and layer.shape["has_sinks"]:
         sinks = query.new_full((query.shape[1],), -torch.inf)
@@ -287,12 +289,13 @@ def _fix_rotary(name: str, module: Any, max_model_len: int) -> None:
         rope = rope[layer_type] if layer_type else rope
         original = rope.get("original_max_position_embeddings", 0)
         if kind == "dynamic" or max_model_len > original:
-            raise UnsupportedModel(
+            error = (
                 f"{name}: rotary positions of type {kind!r} follow the longest request of a "
                 "step, so that one request would change another's result"
-                + f"; they do not up to --max-model-len {original}"
-                * (kind == "longrope")
             )
+            if kind == "longrope":
+                error += f"; they do not up to --max-model-len {original}"
+            raise UnsupportedModel(error)
         if layer_type:
             kinds[layer_type] = "default"
         else:
@@ -354,9 +357,17 @@ def first_line(error: Exception) -> str:
 
 def _state_of(model: nn.Module) -> str | None:
     kinds = (
-        "Mixer", "Mamba", "Delta", "Rwkv", "SSM", "LinearA", "Recurrent", "ShortConv", "KDA",
+        "Mixer",
+        "Mamba",
+        "Delta",
+        "Rwkv",
+        "SSM",
+        "LinearA",
+        "Recurrent",
+        "ShortConv",
+        "KDA",
         "Lightning",
-    )  # fmt: skip
+    )
     found = (
         f"{name} ({type(module).__name__})"
         for name, module in model.named_modules()

@@ -91,7 +91,8 @@ class FusedRotary(nn.Module):
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Rotation:
         """[1, num_tokens] -> [num_tokens, head_dim / 2] each."""
-        scale, positions = self.attention_scaling, position_ids[0]
+        scale = self.attention_scaling
+        positions = position_ids[0]
         return self.servd_ops.rotation(positions, self.inv_freq, scale, x.dtype)
 
 
@@ -123,12 +124,16 @@ def fuse(model: Any, attentions: list[nn.Module], linears: set[str], parallel: P
         _stack(module, "qkv_proj", ("q_proj", "k_proj", "v_proj"), parallel)
         module.__class__ = FusedAttention
     if fused:
-        rotaries[0].__class__, rotaries[0].servd_ops = FusedRotary, device_ops
+        rotaries[0].__class__ = FusedRotary
+        rotaries[0].servd_ops = device_ops
     for module, name in gated:
         _stack(module, "gate_up_proj", ("gate_proj", "up_proj"), parallel)
-        module.gate, module.__class__ = Gate(name), FusedMLP
+        module.gate = Gate(name)
+        module.__class__ = FusedMLP
     for module, eps in norms:
-        module.servd_ops, module.servd_eps, module.__class__ = device_ops, eps, FusedNorm
+        module.servd_ops = device_ops
+        module.servd_eps = eps
+        module.__class__ = FusedNorm
 
 
 def _has_linears(path: str, linears: set[str], wanted: Iterable[str]) -> bool:
@@ -171,7 +176,8 @@ def _are_close(got: Tensor, expected: Tensor) -> bool:
 
 @torch.no_grad()
 def _why_not_rotary(module: Any) -> str | None:
-    x, positions = torch.empty(1), torch.arange(5, 5 + NUM_TOKENS)
+    x = torch.empty(1)
+    positions = torch.arange(5, 5 + NUM_TOKENS)
     try:
         freqs = positions[:, None] * module.inv_freq.cpu().float()
         angles = torch.cat((freqs, freqs), -1)[None]
@@ -187,7 +193,8 @@ def _why_not_rotary(module: Any) -> str | None:
 @torch.no_grad()
 def _why_not_attention(module: Any, head_dim: int) -> str | None:
     layer: Attention = module.servd_attention[0]
-    num_heads, num_kv_heads = layer.shape["num_heads"], layer.shape["num_kv_heads"]
+    num_heads = layer.shape["num_heads"]
+    num_kv_heads = layer.shape["num_kv_heads"]
     sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
     projections = [module.q_proj, module.k_proj, module.v_proj]
     known = {"q_proj", "k_proj", "v_proj", "o_proj", "servd_attention"}
@@ -206,7 +213,8 @@ def _why_not_attention(module: Any, head_dim: int) -> str | None:
     trial = compat.copy_with(
         module, **dict(zip(("q_proj", "k_proj", "v_proj"), stubs, strict=True)), o_proj=o_proj
     )
-    x, probe = torch.randn(1, NUM_TOKENS, SIZE), Probe()
+    x = torch.randn(1, NUM_TOKENS, SIZE)
+    probe = Probe()
     angles = torch.randn(NUM_TOKENS, head_dim // 2)
     halves = angles.cos(), angles.sin()
     q, k, v = (linear(x[0]).unflatten(1, (-1, head_dim)) for linear in stubs)
@@ -215,7 +223,8 @@ def _why_not_attention(module: Any, head_dim: int) -> str | None:
             weight = torch.rand(head_dim) + 0.5
             setattr(trial, name, compat.copy_with(getattr(module, name), weight=weight))
         if others:
-            q, k = trial.q_norm(q), trial.k_norm(k)
+            q = trial.q_norm(q)
+            k = trial.k_norm(k)
         with context(probe, torch.arange(NUM_TOKENS)):
             out, *_ = trial(
                 hidden_states=x,
@@ -239,7 +248,9 @@ def _why_not_attention(module: Any, head_dim: int) -> str | None:
 @torch.no_grad()
 def _activation_of(module: Any) -> str | None:
     """That of FusedMLP's gate, which then computes what the module does; None: it is another."""
-    gate, up, down = module.gate_proj, module.up_proj, module.down_proj
+    gate = module.gate_proj
+    up = module.up_proj
+    down = module.down_proj
     children = [*module.children()]
     weights = [*module.parameters(recurse=False)]
     if len(children) > 4 or weights or (gate.bias is None) != (up.bias is None):

@@ -42,8 +42,10 @@ class BertEmbeddings(nn.Module):
 
     def __init__(self, spec: ModelSpec, parallel: Parallel, first_position: int | None) -> None:
         super().__init__()
-        size, num_types = spec.hidden_size, spec.config.get("type_vocab_size", 2)
-        self.first_position, self.last_type = first_position, max(num_types - 1, 0)
+        size = spec.hidden_size
+        num_types = spec.config.get("type_vocab_size", 2)
+        self.first_position = first_position
+        self.last_type = max(num_types - 1, 0)
         self.word_embeddings = VocabEmbedding(spec.vocab_size, size, parallel)
         if first_position is not None:
             num_positions = spec.config["max_position_embeddings"]
@@ -65,7 +67,8 @@ class BertEmbeddings(nn.Module):
 class BertAttention(nn.Module):
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
-        size, num_heads = spec.hidden_size, parallel.share(spec.num_heads)
+        size = spec.hidden_size
+        num_heads = parallel.share(spec.num_heads)
         self.qkv = ColumnParallelLinear(size, [size, size, size], parallel, bias=True)
         self.dense = RowParallelLinear(size, size, parallel, bias=True)
         scale = spec.head_dim**-0.5
@@ -81,7 +84,8 @@ class BertLayer(nn.Module):
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
-        size, eps = spec.hidden_size, spec.config.get("layer_norm_eps", 1e-12)
+        size = spec.hidden_size
+        eps = spec.config.get("layer_norm_eps", 1e-12)
         inner = spec.config["intermediate_size"]
         self.attention = BertAttention(spec, parallel)
         self.attention_norm = LayerNorm(size, eps, parallel)
@@ -102,8 +106,10 @@ class BertModel(nn.Module):
     # Values of config.json beside which there is code for no others.
     only: ClassVar[dict[str, Any]] = {"position_embedding_type": "absolute", "is_decoder": False}
     packed: ClassVar[dict[str, tuple[str, int]]] = {
-        "query": ("qkv", 0), "key": ("qkv", 1), "value": ("qkv", 2),
-    }  # fmt: skip
+        "query": ("qkv", 0),
+        "key": ("qkv", 1),
+        "value": ("qkv", 2),
+    }
     ignored: ClassVar[tuple[str, ...]] = (
         "position_ids",
         "pooler.dense.weight",
@@ -134,7 +140,8 @@ class BertModel(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """[num_tokens] each -> hidden states [num_tokens, hidden]."""
-        x, rotation = self.embeddings(input_ids, positions), self.rotation(positions)
+        x = self.embeddings(input_ids, positions)
+        rotation = self.rotation(positions)
         for layer in self.layers:
             x = layer(x, rotation, ctx)
         return x

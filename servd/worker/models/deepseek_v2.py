@@ -61,14 +61,20 @@ class DeepseekV2Attention(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__()
-        config, hidden_size = spec.config, spec.hidden_size
-        bias, num_heads = config.get("attention_bias", False), parallel.share(spec.num_heads)
+        config = spec.config
+        hidden_size = spec.hidden_size
+        bias = config.get("attention_bias", False)
+        num_heads = parallel.share(spec.num_heads)
         self.sizes = config["qk_rope_head_dim"], config["qk_nope_head_dim"]
         self.latent_sizes = config["qk_rope_head_dim"], config["kv_lora_rank"]
-        (rope, own), (_, latent), value = self.sizes, self.latent_sizes, config["v_head_dim"]
-        self.num_heads, self.parallel = num_heads, parallel
+        (rope, own) = self.sizes
+        (_, latent) = self.latent_sizes
+        value = config["v_head_dim"]
+        self.num_heads = num_heads
+        self.parallel = parallel
         self.has_neighbours = config.get("rope_interleave", True)
-        q_rank, q_size = config.get("q_lora_rank"), [spec.num_heads * (rope + own)]
+        q_rank = config.get("q_lora_rank")
+        q_size = [spec.num_heads * (rope + own)]
         self.has_short_queries = q_rank is not None
         if q_rank is None:
             self.q_proj = ColumnParallelLinear(hidden_size, q_size, parallel, bias=False)
@@ -106,7 +112,8 @@ class DeepseekV2Attention(nn.Module):
         """Order of the checkpoint's rows here, by layer: rotated elements come first, and their
         pairs, if interleaved in the checkpoint, are split into first and second halves.
         """
-        (rope, own), (_, latent) = self.sizes, self.latent_sizes
+        (rope, own) = self.sizes
+        (_, latent) = self.latent_sizes
         with torch.device("cpu"):
             pairs = torch.arange(rope)
             if self.has_neighbours:
@@ -118,7 +125,8 @@ class DeepseekV2Attention(nn.Module):
         return {queries: (firsts + query).flatten(), "kv_a_proj_with_mqa": key}
 
     def convert(self, name: str, tensor: Tensor | Quantized) -> NamedTensors:
-        layer, own = name.partition(".")[0], self.sizes[1]
+        layer = name.partition(".")[0]
+        own = self.sizes[1]
         if layer == "kv_b_proj":
             whole = tensor.dequantize() if isinstance(tensor, Quantized) else tensor
             heads = whole.unflatten(0, (self.num_heads * self.parallel.size, -1))
@@ -138,7 +146,8 @@ def take(rows: Tensor | Quantized, order: Tensor) -> Tensor | Quantized:
 
 def scale_of(spec: ModelSpec, size: int) -> float:
     """The scale of scores for queries of this size: larger with YaRN."""
-    rope, scale = rope_parameters(spec), size**-0.5
+    rope = rope_parameters(spec)
+    scale = size**-0.5
     if rope.get("mscale_all_dim") and (factor := rope.get("factor", 1.0)) > 1:
         scale *= (0.1 * rope["mscale_all_dim"] * math.log(factor) + 1.0) ** 2
     return scale
@@ -165,8 +174,10 @@ class DeepseekMoE(SparseMoE):
     def __init__(
         self, spec: ModelSpec, parallel: Parallel, score: Score | None, renormalize: bool
     ) -> None:
-        config, size = spec.config, spec.config["moe_intermediate_size"]
-        num_experts, top_k = config["n_routed_experts"], config["num_experts_per_tok"]
+        config = spec.config
+        size = spec.config["moe_intermediate_size"]
+        num_experts = config["n_routed_experts"]
+        top_k = config["num_experts_per_tok"]
         act = config.get("hidden_act", "silu")
         super().__init__(spec.hidden_size, size, num_experts, top_k, renormalize, act, parallel)
         self.num_experts: int = num_experts

@@ -82,7 +82,8 @@ class GPT2Model(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """[num_tokens] each -> [num_tokens, hidden]."""
-        x, residual = self.wte(input_ids), self.wpe(positions)
+        x = self.wte(input_ids)
+        residual = self.wpe(positions)
         for layer in self.h:
             x, residual = layer(x, residual, ctx)
         return self.ln_f.add(x, residual)[0]

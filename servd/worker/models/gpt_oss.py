@@ -43,11 +43,13 @@ class ClampedGate(Activation):
 
     def __init__(self, alpha: float, limit: float) -> None:
         super().__init__("silu")
-        self.alpha, self.limit = alpha, limit
+        self.alpha = alpha
+        self.limit = limit
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(-self.limit, self.limit)
         return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
 
 

@@ -53,9 +53,12 @@ class GteModel(BertModel):
         "is_decoder": False,
     }
     packed: ClassVar[dict[str, tuple[str, int]]] = {
-        "q_proj": ("qkv", 0), "k_proj": ("qkv", 1), "v_proj": ("qkv", 2),
-        "gate_proj": ("up", 0), "up_proj": ("up", 1),
-    }  # fmt: skip
+        "q_proj": ("qkv", 0),
+        "k_proj": ("qkv", 1),
+        "v_proj": ("qkv", 2),
+        "gate_proj": ("up", 0),
+        "up_proj": ("up", 1),
+    }
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__(spec, parallel)

@@ -57,9 +57,12 @@ class LlamaAttention(nn.Module):
         q_size, kv_size = (each * spec.head_dim for each in (spec.num_heads, spec.num_kv_heads))
         num_copies = parallel.num_copies(spec.num_kv_heads)
         return ColumnParallelLinear(
-            in_features, [cls.query_parts * q_size, kv_size, kv_size], parallel,
-            bias=bias, copies=[1, num_copies, num_copies],
-        )  # fmt: skip
+            in_features,
+            [cls.query_parts * q_size, kv_size, kv_size],
+            parallel,
+            bias=bias,
+            copies=[1, num_copies, num_copies],
+        )
 
     @staticmethod
     def biases(config: dict[str, Any]) -> tuple[bool, bool]:
@@ -89,7 +92,8 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
-        size, bias = spec.config["intermediate_size"], spec.config.get("mlp_bias", False)
+        size = spec.config["intermediate_size"]
+        bias = spec.config.get("mlp_bias", False)
         self.gate_up_proj = ColumnParallelLinear(
             spec.hidden_size, [size, size], parallel, bias=bias
         )
@@ -134,7 +138,8 @@ class LlamaModel(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """[num_tokens] each -> [num_tokens, hidden]."""
-        x, residual = self.embed_tokens(input_ids), None
+        x = self.embed_tokens(input_ids)
+        residual = None
         rotation = self.rotary(positions)
         for layer in self.layers:
             x, residual = layer(x, residual, rotation, ctx)

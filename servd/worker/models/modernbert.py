@@ -20,7 +20,8 @@ from servd.worker.layers.linear import ColumnParallelLinear, ReplicatedLinear, R
 from servd.worker.layers.norm import LayerNorm
 from servd.worker.layers.rotary import Rotary, Rotation
 
-FULL, LOCAL = "full_attention", "sliding_attention"
+FULL = "full_attention"
+LOCAL = "sliding_attention"
 
 
 def layer_types(config: dict[str, Any], num_layers: int) -> list[str]:
@@ -39,7 +40,8 @@ def make_rotary(spec: ModelSpec, layer_type: str) -> Rotary:
 
 def norm(spec: ModelSpec, parallel: Parallel) -> LayerNorm:
     config = spec.config
-    eps, bias = config.get("norm_eps", 1e-5), config.get("norm_bias", False)
+    eps = config.get("norm_eps", 1e-5)
+    bias = config.get("norm_bias", False)
     return LayerNorm(spec.hidden_size, eps, parallel, bias=bias)
 
 
@@ -60,14 +62,21 @@ class ModernBertAttention(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer_type: str, parallel: Parallel) -> None:
         super().__init__()
-        size, bias = spec.hidden_size, spec.config.get("attention_bias", False)
+        size = spec.hidden_size
+        bias = spec.config.get("attention_bias", False)
         self.Wqkv = ColumnParallelLinear(size, [size, size, size], parallel, bias=bias)
         self.Wo = RowParallelLinear(size, size, parallel, bias=bias)
-        num_heads, half = parallel.share(spec.num_heads), spec.config["local_attention"] // 2
+        num_heads = parallel.share(spec.num_heads)
+        half = spec.config["local_attention"] // 2
         self.attention = Attention(
-            0, num_heads, num_heads, spec.head_dim, spec.head_dim**-0.5,
-            sliding_window=half + 1 if layer_type == LOCAL else None, is_causal=False,
-        )  # fmt: skip
+            0,
+            num_heads,
+            num_heads,
+            spec.head_dim,
+            spec.head_dim**-0.5,
+            sliding_window=half + 1 if layer_type == LOCAL else None,
+            is_causal=False,
+        )
 
     def forward(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
@@ -78,7 +87,8 @@ class ModernBertAttention(nn.Module):
 class ModernBertMLP(nn.Module):
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
-        size, inner = spec.hidden_size, spec.config["intermediate_size"]
+        size = spec.hidden_size
+        inner = spec.config["intermediate_size"]
         bias = spec.config.get("mlp_bias", False)
         self.Wi = ColumnParallelLinear(size, [inner, inner], parallel, bias=bias)
         self.Wo = RowParallelLinear(inner, size, parallel, bias=bias)
@@ -114,9 +124,13 @@ class ModernBertLayer(nn.Module):
 class ModernBertModel(nn.Module):
     packed: ClassVar[dict[str, tuple[str, int]]] = {}
     ignored: ClassVar[tuple[str, ...]] = (
-        "head.dense.weight", "head.dense.bias", "head.norm.weight", "head.norm.bias",
-        "decoder.weight", "decoder.bias",
-    )  # fmt: skip
+        "head.dense.weight",
+        "head.dense.bias",
+        "head.norm.weight",
+        "head.norm.bias",
+        "decoder.weight",
+        "decoder.bias",
+    )
     base_prefix: ClassVar[str] = ""
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
@@ -136,7 +150,8 @@ class ModernBertModel(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """[num_tokens] each -> hidden states [num_tokens, hidden]."""
-        x, residual = self.embeddings(input_ids), None
+        x = self.embeddings(input_ids)
+        residual = None
         rotations = {layer_type: rotary(positions) for layer_type, rotary in self.rotaries.items()}
         for layer in self.layers:
             x, residual = layer(x, residual, rotations, ctx)
@@ -154,7 +169,8 @@ class ModernBertForMaskedLM(ModernBertModel):
 class ModernBertPredictionHead(nn.Module):
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
-        size, config = spec.hidden_size, spec.config
+        size = spec.hidden_size
+        config = spec.config
         bias = config.get("classifier_bias", False)
         self.dense = ReplicatedLinear(size, size, parallel, bias=bias)
         self.act = Activation(config.get("classifier_activation", "gelu"))

@@ -21,7 +21,8 @@ class Olmo2Attention(LlamaAttention):
 
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__(spec, layer, parallel)
-        eps, self.parallel = spec.config.get("rms_norm_eps", 1e-6), parallel
+        eps = spec.config.get("rms_norm_eps", 1e-6)
+        self.parallel = parallel
         self.q_norm = RMSNorm(spec.num_heads * spec.head_dim, eps, parallel)
         self.k_norm = RMSNorm(spec.num_kv_heads * spec.head_dim, eps, parallel)
 

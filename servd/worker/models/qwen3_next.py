@@ -86,19 +86,22 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
-        config, size, hidden = spec.config, parallel.size, spec.hidden_size
-        num_keys, num_values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+        config = spec.config
+        size = parallel.size
+        hidden = spec.hidden_size
+        num_keys = config["linear_num_key_heads"]
+        num_values = config["linear_num_value_heads"]
         if num_keys % size or num_values % num_keys:
             raise UnsupportedModel(
                 f"linear attention: --tensor-parallel-size {size} must divide its {num_keys} heads "
                 f"of keys, and those the {num_values} of values"
             )
-        self.key_dim, self.value_dim = (
-            config["linear_key_head_dim"],
-            config["linear_value_head_dim"],
-        )
-        self.num_keys, self.num_values = num_keys // size, num_values // size
-        keys, values = num_keys * self.key_dim, num_values * self.value_dim
+        self.key_dim = config["linear_key_head_dim"]
+        self.value_dim = config["linear_value_head_dim"]
+        self.num_keys = num_keys // size
+        self.num_values = num_values // size
+        keys = num_keys * self.key_dim
+        values = num_values * self.value_dim
         self.sizes = [keys // size, keys // size, values // size]  # of q, k and v on this rank
         self.make_projections(hidden, keys, values, num_values, parallel)
         conv_size = config.get("linear_conv_kernel_dim", 4)
@@ -154,14 +157,16 @@ class GatedDeltaNet(nn.Module):
         """The outputs of a step's tokens, [num_tokens, num_values, value_dim], float32: rows of one
         token together, longer ones one by one.
         """
-        lens, device = ctx.batch.query_lens, inputs[0].device
+        lens = ctx.batch.query_lens
+        device = inputs[0].device
         before, matrices = self.state.read(ctx)
         if (lens == 1).all():
             return self._step(inputs, before, matrices)
         out = inputs[0].new_empty(len(inputs[0]), self.num_values, self.value_dim)
         ends = np.cumsum(lens)
         if len(single := np.flatnonzero(lens == 1)):
-            rows, tokens = upload(single, device), upload(ends[single] - 1, device)
+            rows = upload(single, device)
+            tokens = upload(ends[single] - 1, device)
             kept = before[rows], matrices[rows]
             out[tokens] = self._step([each[tokens] for each in inputs], *kept)
             before[rows], matrices[rows] = kept
@@ -203,7 +208,8 @@ class GatedDeltaNet(nn.Module):
             return x.unflatten(0, (-1, size)).permute(2, 0, 1, 3)
 
         q, k, v = (chunks(each) for each in self._heads(qkv, before))
-        left, rate = chunks(left.unsqueeze(-1)).cumsum(2), chunks(rate.unsqueeze(-1))
+        left = chunks(left.unsqueeze(-1)).cumsum(2)
+        rate = chunks(rate.unsqueeze(-1))
         between = (left - left.mT).exp().tril()  # decay from a token to later ones
         system = (k * rate) @ k.mT * between
         sides = torch.cat((v * rate, k * rate * left.exp()), dim=-1)
@@ -211,7 +217,9 @@ class GatedDeltaNet(nn.Module):
         new, old = solved.split((self.value_dim, self.key_dim), dim=-1)
         among = (q @ k.mT) * between
         last = left[:, :, -1:]
-        q, k, faded = q * left.exp(), k * (last - left).exp(), last.exp()
+        q = q * left.exp()
+        k = k * (last - left).exp()
+        faded = last.exp()
         out = torch.empty_like(new)
         for at in range(out.shape[1]):
             change = new[:, at] - old[:, at] @ matrix
@@ -262,7 +270,8 @@ class Qwen3NextLayer(nn.Module):
 
 def linear_layers(spec: ModelSpec) -> list[bool]:
     """Which layers have linear attention. Raises UnsupportedModel: all of them."""
-    types, every = spec.config.get("layer_types"), spec.config.get("full_attention_interval", 4)
+    types = spec.config.get("layer_types")
+    every = spec.config.get("full_attention_interval", 4)
     found = [
         types[layer] == "linear_attention" if types else (layer + 1) % every > 0
         for layer in range(spec.num_layers)

@@ -18,10 +18,12 @@ class RobertaForSequenceClassification(BertForSequenceClassification):
     ignored = BertModel.ignored
 
     def make_head(self, size: int, num_labels: int, parallel: Parallel) -> None:
-        self.classifier = nn.ModuleDict({
-            "dense": ReplicatedLinear(size, size, parallel, bias=True),
-            "out_proj": ReplicatedLinear(size, num_labels, parallel, bias=True),
-        })  # fmt: skip
+        self.classifier = nn.ModuleDict(
+            {
+                "dense": ReplicatedLinear(size, size, parallel, bias=True),
+                "out_proj": ReplicatedLinear(size, num_labels, parallel, bias=True),
+            }
+        )
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """First tokens' [n, hidden] -> [n, num_labels]."""

@@ -37,16 +37,23 @@ CAPABILITIES = {
     "generic": (),
 }
 TYPES = {
-    torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3,
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.int8: 3,
     torch.uint8: 4,  # numbers of 4 bits
     torch.float8_e4m3fn: 5,
-}  # fmt: skip
+}
 FUNCTIONS = {"gelu_new": 0, "gelu_pytorch_tanh": 0, "silu": 1, "relu": 2, "gelu": 3}
 WORDS = {"i": "i4x", "q": "q", "f": "f4x"}  # a number of cpu/program.cpp in 8 bytes; others: q
 # What the addresses of cpu/program.cpp point to. A: addresses.
 ELEMENTS = {
-    "F": torch.float32, "D": torch.float64, "I": torch.int32, "Q": torch.int64, "A": torch.int64,
-}  # fmt: skip
+    "F": torch.float32,
+    "D": torch.float64,
+    "I": torch.int32,
+    "Q": torch.int64,
+    "A": torch.int64,
+}
 DTYPES = {number: dtype for dtype, number in TYPES.items()}
 PARAMETER = re.compile(  # see the table in cpu/program.cpp
     r"(?P<name>\w+)(?P<null>\?\w*)?(<(?P<type>\w+)>)?"
@@ -167,10 +174,12 @@ class Library:
         signature = self.signatures[kernel]
         if not signature.fits(*arguments):
             raise ValueError(f"{kernel}: {signature.find_misfit(arguments)}")
-        words = [
-            value if type in WORDS else 0 if value is None else value.data_ptr()
-            for type, value in zip(signature.types, arguments, strict=True)
-        ]
+        words = []
+        for type, value in zip(signature.types, arguments, strict=True):
+            if type in WORDS:
+                words.append(value)
+            else:
+                words.append(0 if value is None else value.data_ptr())
         return signature.layout.pack(signature.number, *words)
 
     def run(self, program: bytes) -> None:
@@ -185,7 +194,8 @@ class Library:
 
 @cache
 def library() -> Library | None:
-    capability, wanted = torch.backends.cpu.get_cpu_capability(), os.environ.get(SWITCH, "")
+    capability = torch.backends.cpu.get_cpu_capability()
+    wanted = os.environ.get(SWITCH, "")
     if wanted and wanted not in (*CAPABILITIES, "off"):
         raise ConfigError(f"{SWITCH}={wanted}: there are {', '.join(CAPABILITIES)} and off")
     for name, needed in CAPABILITIES.items():
@@ -254,7 +264,8 @@ def state() -> str | None:
 
 def _is_stale(path: Path) -> bool:
     """Whether a library is of other sources than those beside it. Built by hand, it names none."""
-    stamp, now = STAMP.search(path.read_bytes()), state()
+    stamp = STAMP.search(path.read_bytes())
+    now = state()
     return stamp is not None and now is not None and stamp[1].decode() != now
 
 
@@ -274,9 +285,17 @@ def begin_decode(
     block_size: int,
 ) -> None:
     call(
-        "begin_decode", step, step.shape[1], seq_lens, token_ids, *token_ids.shape, num_computed,
-        tables, *tables.shape, block_size,
-    )  # fmt: skip
+        "begin_decode",
+        step,
+        step.shape[1],
+        seq_lens,
+        token_ids,
+        *token_ids.shape,
+        num_computed,
+        tables,
+        *tables.shape,
+        block_size,
+    )
 
 
 def embed(index: Tensor, table: Tensor) -> Tensor:
@@ -329,9 +348,20 @@ def _norm(
     out = torch.empty(x.shape)
     sums = None if residual is None else torch.empty(x.shape)
     call(
-        "norm", centered, x, per_stride, stride, residual, weight, bias, eps, out, sums,
-        x.numel() // size, size,
-    )  # fmt: skip
+        "norm",
+        centered,
+        x,
+        per_stride,
+        stride,
+        residual,
+        weight,
+        bias,
+        eps,
+        out,
+        sums,
+        x.numel() // size,
+        size,
+    )
     return out, x if sums is None else sums
 
 
@@ -378,7 +408,8 @@ def scale(x: Tensor, factor: float, residual: Tensor | None = None) -> Tensor:
 def activate(x: Tensor, name: str) -> Tensor:
     if not _fits(x):
         return reference.activate(x, name)
-    out, size = torch.empty(x.shape), x.shape[-1]
+    out = torch.empty(x.shape)
+    size = x.shape[-1]
     call("activate", x, x.numel() // size, size, FUNCTIONS[name], 0, out)
     return out
 
@@ -401,9 +432,7 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
         for shape in ((num_tokens * top_k,), (num_experts + 1,), (num_tokens, top_k))
     )
     weights = torch.empty(places.shape)
-    call(
-        "route", logits, *logits.shape, top_k, renormalize, tokens, starts, places, weights
-    )  # fmt: skip
+    call("route", logits, *logits.shape, top_k, renormalize, tokens, starts, places, weights)
     return Routing(tokens, starts, places, weights)
 
 
@@ -417,10 +446,23 @@ def combine(y: Tensor, routing: Routing) -> Tensor:
 
 
 def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> None:
-    a, b = factors.a, factors.b
+    a = factors.a
+    b = factors.b
     if not _fits(out) or x.dtype != torch.float32:
         return reference.add_low_rank(out, x, factors, places)
     call(
-        "add_low_rank", TYPES[a.dtype], x.contiguous(), *x.shape, a, a.shape[2], b, b.shape[1],
-        factors.ranks, factors.part_ends, *factors.ranks.shape, places, out, out.shape[1],
-    )  # fmt: skip
+        "add_low_rank",
+        TYPES[a.dtype],
+        x.contiguous(),
+        *x.shape,
+        a,
+        a.shape[2],
+        b,
+        b.shape[1],
+        factors.ranks,
+        factors.part_ends,
+        *factors.ranks.shape,
+        places,
+        out,
+        out.shape[1],
+    )

@@ -132,7 +132,8 @@ def combine(y: Tensor, routing: Routing) -> Tensor:
 
 
 def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> None:
-    max_rank, ends = factors.b.shape[1], factors.part_ends.tolist()
+    max_rank = factors.b.shape[1]
+    ends = factors.part_ends.tolist()
     for place, (a, b) in enumerate(zip(factors.a, factors.b, strict=True)):
         hidden = (x @ a.to(x.dtype)).masked_fill((places != place).unsqueeze(1), 0)
         for part, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):

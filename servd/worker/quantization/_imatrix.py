@@ -14,7 +14,8 @@ from servd.base.errors import ConfigError
 from servd.checkpoint.gguf import open_file
 from servd.worker.quantization.gguf import rename
 
-SUMS, COUNTS = ".in_sum2", ".counts"
+SUMS = ".in_sum2"
+COUNTS = ".counts"
 LEAST = 1e-3  # of the mean: a column that was never seen is not nothing
 
 

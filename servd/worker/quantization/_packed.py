@@ -141,7 +141,8 @@ def affine(
     offset = -(zeros.float() - (0 if bits < 8 else middle)) * wide
     # As scales of few bits lead to; of headers alone nobody knows.
     if bits < 8 and not offset.is_meta and torch.equal(offset.to(scale.dtype).float(), offset):
-        wide, offset = scale.contiguous(), offset.to(scale.dtype)
+        wide = scale.contiguous()
+        offset = offset.to(scale.dtype)
     return Quantized(signed, wide, offset, group_size, table)
 
 
@@ -185,7 +186,8 @@ def scales_of_rows(
         block: its rows and columns.
     """
     num_rows, size = shape
-    given, group_size = list(scale.shape), size
+    given = list(scale.shape)
+    group_size = size
     scale = scale if scale.dtype in (torch.bfloat16, torch.float16) else scale.float()
     if scale.numel() == 1:
         return scale.reshape(1, 1).expand(num_rows, 1).contiguous(), size

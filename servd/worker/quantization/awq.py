@@ -35,9 +35,14 @@ def _weight(device: torch.device, name: str, module: Module) -> Quantized | None
     words, zeros, scale = take(name, module, device, "qweight", "qzeros", "scales")
     codes = _rows(words)
     return affine(
-        name, codes, _rows(zeros), scale.t(),
-        bits=4, group_size=-(-codes.shape[1] // len(scale)), is_symmetric=False,
-    )  # fmt: skip
+        name,
+        codes,
+        _rows(zeros),
+        scale.t(),
+        bits=4,
+        group_size=-(-codes.shape[1] // len(scale)),
+        is_symmetric=False,
+    )
 
 
 def _rows(words: Tensor) -> Tensor:

@@ -38,10 +38,12 @@ def _weight(device: torch.device, name: str, module: Module) -> Quantized | None
         return None
     try:
         state = json.loads(bytes(module.pop(STATE).tolist()))
-        (num_rows, size), block_size = map(int, state["shape"]), int(state["blocksize"])
+        (num_rows, size) = map(int, state["shape"])
+        block_size = int(state["blocksize"])
         if min(num_rows, size, block_size) < 1:
             raise ValueError("a size below 1")
-        packed, table = module.pop("weight").flatten(), module.pop("weight.quant_map")
+        packed = module.pop("weight").flatten()
+        table = module.pop("weight.quant_map")
         scale = _factors(state, module)
     except (ArithmeticError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise UnsupportedModel(

@@ -25,9 +25,13 @@ from servd.worker.quantization._packed import (
 )
 
 FORMATS = (
-    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision",
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mixed-precision",
     "dense",
-)  # fmt: skip
+)
 UNUSED = ("input_scale", "input_zero_point")  # scales of activations
 
 
@@ -83,9 +87,11 @@ def _packed(scheme: dict[str, Any], device: torch.device, name: str, module: Mod
     scale, shape = (module.pop(leaf, None) for leaf in ("weight_scale", "weight_shape"))
     if scale is None or shape is None or shape.numel() != 2:
         raise UnsupportedModel(f"layer {name} has no weight_scale or weight_shape [2]")
-    bits, (num_rows, size) = scheme.get("num_bits", 4), map(int, shape.tolist())
+    bits = scheme.get("num_bits", 4)
+    (num_rows, size) = map(int, shape.tolist())
     if not num_rows:  # a hole, where only headers are there
-        num_rows, size = len(words), words.shape[1] * 32 // bits
+        num_rows = len(words)
+        size = words.shape[1] * 32 // bits
     bits = next((b for b in (2, 4, 8) if -(-size * b // 32) == words.shape[1]), None)
     if bits is None or num_rows != len(words):
         raise UnsupportedModel(
@@ -98,9 +104,14 @@ def _packed(scheme: dict[str, Any], device: torch.device, name: str, module: Mod
         [packed] = take(name, module, device, "weight_zero_point")
         zeros = unpack(packed.t(), bits)[:, :num_rows].t()
     weight = affine(
-        name, unpack(words, bits)[:, :size], zeros, scale,
-        bits=bits, group_size=group_size, is_symmetric=scheme.get("symmetric", True),
-    )  # fmt: skip
+        name,
+        unpack(words, bits)[:, :size],
+        zeros,
+        scale,
+        bits=bits,
+        group_size=group_size,
+        is_symmetric=scheme.get("symmetric", True),
+    )
     group_of = module.pop("weight_g_idx", None)
     return weight if group_of is None else side_by_side(name, weight, group_of.to(device))
 
@@ -124,6 +135,11 @@ def _plain(scheme: dict[str, Any], device: torch.device, name: str, module: Modu
         wide, _ = scales_of_rows(name, codes.shape, zeros.to(device))
         zeros = wide.to(torch.int16).add(128).to(torch.uint8)
     return affine(
-        name, codes.view(torch.uint8) ^ 128, zeros, scale,
-        bits=8, group_size=group_size, is_symmetric=scheme.get("symmetric", True),
-    )  # fmt: skip
+        name,
+        codes.view(torch.uint8) ^ 128,
+        zeros,
+        scale,
+        bits=8,
+        group_size=group_size,
+        is_symmetric=scheme.get("symmetric", True),
+    )

@@ -152,13 +152,17 @@ def _q8_0(x: Tensor) -> Quantized:
 
 
 def _q2_k(x: Tensor) -> Quantized:
-    scales, d, d_min = x[..., :16], _half(x, 80).float(), _half(x, 82).float()
-    scale, offset = (scales & 15) * d.unsqueeze(-1), (scales >> 4) * -d_min.unsqueeze(-1)
+    scales = x[..., :16]
+    d = _half(x, 80).float()
+    d_min = _half(x, 82).float()
+    scale = (scales & 15) * d.unsqueeze(-1)
+    offset = (scales >> 4) * -d_min.unsqueeze(-1)
     return _joined(_bits(x[..., 16:80], 2, 32), scale, offset, UNSIGNED)
 
 
 def _q3_k(x: Tensor) -> Quantized:
-    low, high = _bits(x[..., 96:104], 4, 8), _bits(x[..., 104:108], 2, 4)
+    low = _bits(x[..., 96:104], 4, 8)
+    high = _bits(x[..., 104:108], 2, 4)
     scale = (low | high << 4).to(torch.int8) - 32
     codes = _bits(x[..., 32:96], 2, 32) | _bits(x[..., :32], 1, 32) << 2
     return _joined(codes, scale * _half(x, 108).float().unsqueeze(-1), None, SMALL)
@@ -166,10 +170,13 @@ def _q3_k(x: Tensor) -> Quantized:
 
 def _scales_of_8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Scale and offset [rows, blocks, 8] of a block of Q4_K or Q5_K: 6 bits each in 12 bytes."""
-    first, second, rest = x[..., 4:8], x[..., 8:12], x[..., 12:16]
+    first = x[..., 4:8]
+    second = x[..., 8:12]
+    rest = x[..., 12:16]
     scale = torch.cat([first & 63, rest & 15 | first >> 2 & 48], dim=-1)
     least = torch.cat([second & 63, rest >> 4 | second >> 2 & 48], dim=-1)
-    d, d_min = _half(x, 0).float(), _half(x, 2).float()
+    d = _half(x, 0).float()
+    d_min = _half(x, 2).float()
     return scale * d.unsqueeze(-1), least * -d_min.unsqueeze(-1)
 
 
@@ -200,6 +207,16 @@ def _mxfp4(x: Tensor) -> Quantized:
 
 # By the name of the type.
 BLOCKS: dict[str, Callable[[Tensor], Quantized]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k,
-    "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "MXFP4": _mxfp4,
-}  # fmt: skip
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "MXFP4": _mxfp4,
+}

@@ -17,7 +17,7 @@ from servd.worker.quantization._packed import (
     side_by_side,
     take,
     unpack,
-)  # fmt: skip
+)
 
 # What is missing in each zero point of a word: version 1 has them less one, and what writes it
 # borrows from the next code where one is 0.
@@ -54,16 +54,22 @@ def _weight(
             "and 8 are supported"
         )
     codes = unpack(words.t(), bits)
-    stated, size = config.get("group_size", -1), codes.shape[1]
+    stated = config.get("group_size", -1)
+    size = codes.shape[1]
     # One of `dynamic` divides the columns.
     if stated <= 0 or -(-size // stated) != num_groups:
         stated = -(-size // num_groups)
     if is_version_1:
         zeros = zeros + MISSING[bits]
     weight = affine(
-        name, codes, unpack(zeros, bits).t(), scale.t(),
-        bits=bits, group_size=stated, is_symmetric=config.get("sym", True),
-    )  # fmt: skip
+        name,
+        codes,
+        unpack(zeros, bits).t(),
+        scale.t(),
+        bits=bits,
+        group_size=stated,
+        is_symmetric=config.get("sym", True),
+    )
     group_of = module.pop("g_idx", None)
     if group_of is None or (device.type == "meta" and not config.get("desc_act")):
         return weight

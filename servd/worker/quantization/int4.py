@@ -69,7 +69,8 @@ def _grouped(rows: Tensor) -> Tensor:
 
 def _fit(groups: Tensor, counts: Tensor, width: float) -> tuple[Tensor, Tensor]:
     """Scale and offset [n, groups, 1], from a grid that covers this share of the numbers' range."""
-    low, high = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
+    low = groups.amin(dim=2, keepdim=True)
+    high = groups.amax(dim=2, keepdim=True)
     scale = ((high - low) * (width / 15)).clamp_(min=SMALLEST)
     offset = low + (high - low) * ((1 - width) / 2)
     shares = counts / counts.expand_as(groups[:1]).sum(dim=2, keepdim=True)
@@ -87,7 +88,8 @@ def _fit(groups: Tensor, counts: Tensor, width: float) -> tuple[Tensor, Tensor]:
 
 
 def _error(groups: Tensor, counts: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    scale, offset = scale.float(), offset.float()
+    scale = scale.float()
+    offset = offset.float()
     wrong = _nearest(groups, scale, offset) * scale + offset - groups
     return (wrong.square() * counts).sum(dim=2, keepdim=True)
 

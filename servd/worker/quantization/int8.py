@@ -39,7 +39,8 @@ class Int8Matrix:
     """With the products that torch has."""
 
     def __init__(self, weight: Tensor, scale: Tensor) -> None:
-        self.weight, self.scale = weight, scale
+        self.weight = weight
+        self.scale = scale
         self.nbytes = weight.nbytes + scale.nbytes
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -44,7 +44,8 @@ def _matrices(name: str, pair: dict[str, Tensor], device: torch.device) -> Itera
     """Of blocks uint8 [experts, out, groups, 16], the lower 4 bits of a byte first, and scales
     uint8 [experts, out, groups].
     """
-    blocks, scales = pair["blocks"], pair["scales"]
+    blocks = pair["blocks"]
+    scales = pair["scales"]
     shape = list(scales.shape)
     if scales.dim() != 3 or list(blocks.shape) != [*shape, GROUP_SIZE // 2]:
         raise UnsupportedModel(
@@ -54,7 +55,8 @@ def _matrices(name: str, pair: dict[str, Tensor], device: torch.device) -> Itera
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise UnsupportedModel(f"{name} has blocks or scales that are not bytes")
     for data, exponents in zip(blocks, scales, strict=True):
-        data, exponents = data.to(device), exponents.to(device)
+        data = data.to(device)
+        exponents = exponents.to(device)
         if not exponents.is_meta and bool((exponents == 255).any()):
             raise UnsupportedModel(f"{name} has a scale that is not a number")
         codes = torch.stack((data & 15, data >> 4), dim=-1).flatten(1)

@@ -131,7 +131,8 @@ class Dense:
         """The layer of sentence-transformers' files in `folder`. Raises ModelNotFound: a file is
         missing or broken; UnsupportedModel: its activation is not one of torch.
         """
-        config, file = read_json(Path(folder) / "config.json"), Path(folder) / "model.safetensors"
+        config = read_json(Path(folder) / "config.json")
+        file = Path(folder) / "model.safetensors"
         path = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
         name = path.rpartition(".")[2]
         if not path.startswith("torch.nn.modules.") or not hasattr(nn, name):

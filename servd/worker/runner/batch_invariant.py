@@ -23,7 +23,8 @@ class InvariantMatrix:
     def __init__(self, weight: Tensor) -> None:
         from servd.worker.ops.triton.product import product  # needs triton
 
-        self.weight, self.nbytes = weight.contiguous(), weight.nbytes
+        self.weight = weight.contiguous()
+        self.nbytes = weight.nbytes
         self.product = product
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:

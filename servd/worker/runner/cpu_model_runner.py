@@ -49,13 +49,16 @@ class CPUModelRunner(ModelRunner):
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Allocate the cache, then record programs: these contain its addresses."""
-        size, free = num_blocks * self.bytes_per_block * self.num_workers, available_memory()
+        size = num_blocks * self.bytes_per_block * self.num_workers
+        free = available_memory()
         if size > free:
             log.warning(
                 "a full KV cache takes %s and %s of memory are free, so that the system may end "
                 "the server: "
-                "lower --kv-cache-memory", format_bytes(size), format_bytes(free),
-            )  # fmt: skip
+                "lower --kv-cache-memory",
+                format_bytes(size),
+                format_bytes(free),
+            )
         super().allocate_kv_cache(num_blocks)
         self.num_threads = torch.get_num_threads()
         keep_freed_memory()  # only now: memory freed by loading goes back to the system
@@ -82,9 +85,12 @@ class CPUModelRunner(ModelRunner):
         if (passes := self.make_programs(drafter.begin, max_num_tokens)) is None:
             return chain
         return ChainRunner(
-            drafter, self.states, passes=passes, max_num_rows=max_num_rows,
+            drafter,
+            self.states,
+            passes=passes,
+            max_num_rows=max_num_rows,
             max_drafts=self.max_drafts,
-        )  # fmt: skip
+        )
 
     def forward(self, batch: InputBatch) -> Tensor:
         programs = self.programs if batch.is_decode else None

@@ -86,11 +86,13 @@ def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
             utilization=config.cache.gpu_memory_utilization,
             max_num_seqs=runner.max_num_seqs,
         )
-        free, room = int(use.total * use.utilization) - use.outside, use.available
+        free = int(use.total * use.utilization) - use.outside
+        room = use.available
     else:
         free = available_memory() // num_ranks
         room = kv_cache_share((free - sizes.persistent) * num_ranks, num_ranks)
-    num_blocks, shortage = 0, ""
+    num_blocks = 0
+    shortage = ""
     try:
         num_blocks = runner.count_blocks(room)
     except NotEnoughMemory as error:
@@ -149,13 +151,12 @@ def compare(runner: ModelRunner, planned: MemorySizes) -> None:
     if isinstance(runner, GPUModelRunner) and (use := runner.memory_use):
         pairs["weights and requests"] = (planned.persistent, use.persistent)
         pairs["largest step"] = (planned.step, max(use.forward, use.sampling))
-    log.info(
-        "planned: %s",
-        ", ".join(
-            f"{name} {format_bytes(before)}" + (f", took {format_bytes(now)}" * (now != before))
-            for name, (before, now) in pairs.items()
-        ),
-    )
+    parts = []
+    for name, (before, now) in pairs.items():
+        parts.append(f"{name} {format_bytes(before)}")
+        if now != before:
+            parts.append(f"took {format_bytes(now)}")
+    log.info("planned: %s", ", ".join(parts))
 
 
 def load(
@@ -170,7 +171,8 @@ def load(
     """
     with Weightless(device):
         options = config.parallel
-        size, num_stages = options.tensor_parallel_size, options.pipeline_parallel_size
+        size = options.tensor_parallel_size
+        num_stages = options.pipeline_parallel_size
         whole = options.enable_expert_parallel
         first = Parallel(0, size, 0, num_stages, has_whole_experts=whole)
         runner = runner_class(config, spec, device, parallel or first)
@@ -179,7 +181,9 @@ def load(
 
 
 def _sizes(runner: ModelRunner) -> MemorySizes:
-    proposer, states, spec = runner.proposer, runner.states, runner.spec
+    proposer = runner.proposer
+    states = runner.states
+    spec = runner.spec
     owners = [vars(owner) for owner in (states, states.block_tables, proposer) if owner]
     kept = [value for owner in owners for value in owner.values()]
     drafts: list[Any] = [value for value in kept if isinstance(value, nn.Module)]

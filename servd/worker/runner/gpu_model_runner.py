@@ -48,7 +48,8 @@ class GPUModelRunner(ModelRunner):
         """Capture all graphs and run each way to sample, so that no request waits for a capture or
         a compiler.
         """
-        started, ways = time.monotonic(), self.sampler.examples
+        started = time.monotonic()
+        ways = self.sampler.examples
         num_graphs = 0 if self.graphs is None else len(self.graphs.sizes) * len(self.variants)
         steps = num_graphs + len(ways)
         for done, _ in enumerate(self._capture_all(), 1):
@@ -113,12 +114,15 @@ class GPUModelRunner(ModelRunner):
         num_weights = self.weights_bytes // self.dtype.itemsize
         self.states.inputs.reserve(self.max_num_samples)
         graphs = GraphRunner(
-            self._captured, self.max_num_samples,
-            min(self.max_num_tokens, MOST_PRODUCTS // max(num_weights, 1)), self.states.inputs,
+            self._captured,
+            self.max_num_samples,
+            min(self.max_num_tokens, MOST_PRODUCTS // max(num_weights, 1)),
+            self.states.inputs,
             torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.device),
-            self.recorder(), 2 if self.states.tree is None else 3,
+            self.recorder(),
+            2 if self.states.tree is None else 3,
             super().choose if self.parallel.is_last_stage else None,
-        )  # fmt: skip
+        )
         graphs.variant = lambda: self.variant
         return graphs
 
@@ -144,7 +148,8 @@ class GPUModelRunner(ModelRunner):
         return self.run(input_ids, positions, mixed_attention(states, tokens, ends))
 
     def choose(self, hidden: torch.Tensor, columns: Columns) -> torch.Tensor:
-        graphs, chosen = self.graphs, None
+        graphs = self.graphs
+        chosen = None
         if graphs is not None and hidden.data_ptr() == graphs.hidden.data_ptr():
             chosen = graphs.chosen_of(columns)
         return super().choose(hidden, columns) if chosen is None else chosen
@@ -255,7 +260,8 @@ class GPUModelRunner(ModelRunner):
         if (graphs := self.make_graphs()) is None:
             return 0
         most = GraphSize(graphs.decode_sizes[-1], is_decode=True)
-        first, taken = [*dict.fromkeys((*graphs.sizes[:2], most))], [meter.taken()]
+        first = [*dict.fromkeys((*graphs.sizes[:2], most))]
+        taken = [meter.taken()]
         for size in first:
             self._capture(graphs, size)
             taken.append(meter.taken())

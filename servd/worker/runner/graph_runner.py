@@ -58,7 +58,10 @@ def mixed_sizes(max_num_tokens: int) -> list[int]:
     """Numbers of tokens that mixed graphs are captured for: four in each doubling."""
     most = min(max_num_tokens, MOST_MIXED_TOKENS)
     sizes = [16, 32, 48, *(quarter << up for up in range(4, 9) for quarter in (4, 5, 6, 7))]
-    return [size for size in sizes if size < most] + [most] * (most > 1)
+    chosen = [size for size in sizes if size < most]
+    if most > 1:
+        chosen.append(most)
+    return chosen
 
 
 class GraphRunner:
@@ -154,8 +157,10 @@ class GraphRunner:
         self.ends[len(ends) : self._num_rows(size)] = ends[-1:]  # rows without a token
 
     def capture(self, size: GraphSize) -> None:
-        started, num_tokens = time.monotonic(), size.num_tokens
-        columns, ends = None, None
+        started = time.monotonic()
+        num_tokens = size.num_tokens
+        columns = None
+        ends = None
         if size.is_decode:
             self.decode_inputs.clear(num_tokens)
             columns = self.decode_inputs.columns(num_tokens)
@@ -163,14 +168,16 @@ class GraphRunner:
         else:
             self.inputs[:, :num_tokens] = self.padding
             self.ends.zero_()
-            inputs, ends = self.inputs[:, :num_tokens], self.ends[: self._num_rows(size)]
+            inputs = self.inputs[:, :num_tokens]
+            ends = self.ends[: self._num_rows(size)]
 
         def run() -> None:
             self.hidden[:num_tokens] = self.forward(inputs, ends)
 
         self.graphs[size, self.variant()] = self._recorded(run)
         if self.choose is not None and columns is not None:
-            choose, chosen = self.choose, self.chosen[:num_tokens]
+            choose = self.choose
+            chosen = self.chosen[:num_tokens]
             head = self._recorded(lambda: chosen.copy_(choose(self.hidden[:num_tokens], columns)))
             self.heads[num_tokens, self.variant()] = head
         log.debug("CUDA graph for %s captured in %.2f s", size, time.monotonic() - started)

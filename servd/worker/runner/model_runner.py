@@ -145,19 +145,27 @@ class ModelRunner(ABC):
             self.config.parallel.attention_backend, attention
         )
         self.states = RequestStates(
-            self.max_num_seqs, self.max_model_len, attention.block_size, self.device,
+            self.max_num_seqs,
+            self.max_model_len,
+            attention.block_size,
+            self.device,
             self.spec.vocab_size,
-        )  # fmt: skip
+        )
         self.states.make_room(state.arrange(self.model))
         mode = self.config.model.logprobs_mode
         self.sampler = Sampler(self.spec.vocab_size, self.max_num_seqs, self.device, mode)
         self.readers = readers.load(self.states, self.model.compute_logits, self.spec)
         self.proposer = spec_decode.load(
             Target(
-                self.config, self.spec, self.model, self.states, self.parallel, self.backend,
+                self.config,
+                self.spec,
+                self.model,
+                self.states,
+                self.parallel,
+                self.backend,
                 self.make_chain,
             )
-        )  # fmt: skip
+        )
         has_draft = self.proposer is not None and self.proposer.bytes_per_block > 0
         self.kv_windows = kv_groups.arrange(self.model, self.config, self.backend, has_draft)
         self.states.block_tables.arrange(len(self.kv_windows))
@@ -169,13 +177,17 @@ class ModelRunner(ABC):
         check_modules(self.config.lora, self.model)  # first, as loading takes long
         config = self.config.model
         make = model_loader.form_maker(
-            self.dtype, config.quantization, self.spec.folder, config.cpu_activation_dtype,
+            self.dtype,
+            config.quantization,
+            self.spec.folder,
+            config.cpu_activation_dtype,
             config.quantization_imatrix,
-        )  # fmt: skip
+        )
         if config.load_format == "dummy":
             model_loader.init_dummy_weights(self.model, config.seed, make)
         else:
-            folder, form = self.spec.folder, config.load_format
+            folder = self.spec.folder
+            form = config.load_format
             model_loader.load_weights(self.model, folder, progress, make, load_format=form)
 
     def _make_adapters(self) -> Adapters | None:
@@ -185,9 +197,14 @@ class ModelRunner(ABC):
         name = self.config.lora.lora_dtype
         dtype = self.compute_dtype if name == "auto" else getattr(torch, name)
         return Adapters(
-            self.config.lora, self.model, dtype, self.device, self.max_num_seqs, most,
+            self.config.lora,
+            self.model,
+            dtype,
+            self.device,
+            self.max_num_seqs,
+            most,
             self.parallel,
-        )  # fmt: skip
+        )
 
     def count_blocks(self, room: int | None = None) -> int:
         """KV-cache blocks that fit: in --kv-cache-memory, else in `room`, else in what is free.
@@ -197,9 +214,13 @@ class ModelRunner(ABC):
         if memory is None:
             memory = self.kv_cache_memory() if room is None else room
         return kv_cache.count_blocks(
-            self.config, KVLayout.of(self.config, self.kv_windows), self.bytes_per_block, memory,
-            self.weights_bytes, self.more_memory,
-        )  # fmt: skip
+            self.config,
+            KVLayout.of(self.config, self.kv_windows),
+            self.bytes_per_block,
+            memory,
+            self.weights_bytes,
+            self.more_memory,
+        )
 
     @property
     def variant(self) -> bool:
@@ -312,7 +333,8 @@ class ModelRunner(ABC):
         self, batch: InputBatch, hidden: torch.Tensor, bitmask: GrammarBitmask | None
     ) -> SampledTokens:
         drafts = SpecDecodeMetadata.of(batch, self.acceptance_chances)
-        columns, has_others = batch.columns, drafts is not None and drafts.is_synthetic
+        columns = batch.columns
+        has_others = drafts is not None and drafts.is_synthetic
         if columns is not None and bitmask is None and not has_others:
             if self.sampler.is_plain(batch.host_slots):
                 return self._sample_plain(batch, self.choose(hidden, columns), drafts)
@@ -351,12 +373,15 @@ class ModelRunner(ABC):
         """Move keys, values and hidden states of the accepted drafts of a tree to where a chain
         has them.
         """
-        tokens, moved = batch.sample_tokens, batch.sample_tokens[order]
+        tokens = batch.sample_tokens
+        moved = batch.sample_tokens[order]
         if self.device.type == "cpu":  # comparing is free there, and most need not move
             changed = tokens != moved
-            tokens, moved = tokens[changed], moved[changed]
+            tokens = tokens[changed]
+            moved = moved[changed]
         for group in (batch.attention, *batch.attention.others):
-            sources, targets = group.slot_mapping[moved], group.slot_mapping[tokens]
+            sources = group.slot_mapping[moved]
+            targets = group.slot_mapping[tokens]
             for cache in self.kv_caches:
                 self.backend.move(cache, sources, targets)
         return hidden.index_copy(0, tokens, hidden[moved])
@@ -381,7 +406,8 @@ class ModelRunner(ABC):
         """Put a request in its slot. Raises InvalidRequest: a parameter or token id is out of
         bounds, though the API checks them.
         """
-        params, prompt_len = request.params, request.num_prompt_tokens
+        params = request.params
+        prompt_len = request.num_prompt_tokens
         is_sampling = isinstance(params, SamplingParams)
         if isinstance(params, SamplingParams):
             params.verify(self.spec.vocab_size)
@@ -404,7 +430,8 @@ class ModelRunner(ABC):
         """Record the error of a request that cannot be added. Its tokens are computed all the same,
         as other requests may share its blocks by the prefix cache.
         """
-        slot, vocab_size = request.slot, self.spec.vocab_size
+        slot = request.slot
+        vocab_size = self.spec.vocab_size
         if isinstance(error, InvalidRequest):
             self.failed[slot] = str(error)
         else:

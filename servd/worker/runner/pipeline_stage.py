@@ -39,7 +39,8 @@ class Stage:
         self.entered: dict[int, int] = {}  # slot -> step in which its request was added
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
-        self.step, self.slots = scheduled.step, scheduled.slots
+        self.step = scheduled.step
+        self.slots = scheduled.slots
         self.entered |= dict.fromkeys((new.slot for new in scheduled.new_requests), self.step)
         if self.arrived is not None and scheduled.num_tokens:
             self.parallel.receive(self.arrived.stream[: scheduled.num_tokens])
@@ -76,7 +77,8 @@ class Stage:
             for offset, token_id in enumerate(token_ids)
         ]
         if tokens:
-            states, columns = self.runner.states, np.array(tokens, dtype=np.int64).T
+            states = self.runner.states
+            columns = np.array(tokens, dtype=np.int64).T
             rows, offsets, ids = upload(columns, states.token_ids.device)
             states.write(rows, states.num_computed[rows] + offsets, ids)
             states.num_computed.index_add_(0, rows, (offsets > 0).long())  # accepted drafts

@@ -163,7 +163,8 @@ class ChainRunner(Chain):
         self, *arguments: Any, passes: ProgramRunner, max_num_rows: int, max_drafts: int
     ) -> None:
         super().__init__(*arguments)
-        self.passes, self.max_passes = passes, max_drafts - 1
+        self.passes = passes
+        self.max_passes = max_drafts - 1
         self.memory = Memory(max_num_rows)
         max_num_blocks = self.states.block_tables.tables.shape[1]
         self.block_tables = np.zeros((max_num_rows, max_num_blocks), dtype=np.int32)
@@ -190,12 +191,15 @@ class ChainRunner(Chain):
 
     def _run(self, first: Pass, slots: Any, positions: Any, columns: Any) -> Tensor:
         slots, positions, columns = map(np.asarray, (slots, positions, columns))
-        tables, num_rows, num_passes = self.states.block_tables, len(slots), len(positions)
+        tables = self.states.block_tables
+        num_rows = len(slots)
+        num_passes = len(positions)
         num_tokens = len(first.token_ids)
         if first.rows is None and num_tokens <= MOST_TOGETHER and tables.num_groups == 1:
             self._fill(first)
         else:
-            num_tokens, features = 0, self.run(first)
+            num_tokens = 0
+            features = self.run(first)
             if self.features is None:
                 self.features = np.zeros((len(self.last), features.shape[1]), np.float32)
             self.features[:num_rows] = features.numpy()
@@ -214,9 +218,13 @@ class ChainRunner(Chain):
         return torch.stack(programs[num_passes].results, dim=1)
 
     def _fill(self, first: Pass) -> None:
-        slots, columns = np.asarray(first.slots), np.asarray(first.columns)
-        passes, tables, end = self.passes, self.states.block_tables, len(slots)
-        passes.tokens[0, :end], passes.tokens[1, :end] = first.token_ids, first.positions
+        slots = np.asarray(first.slots)
+        columns = np.asarray(first.columns)
+        passes = self.passes
+        tables = self.states.block_tables
+        end = len(slots)
+        passes.tokens[0, :end] = first.token_ids
+        passes.tokens[1, :end] = first.positions
         passes.seq_lens[:end] = columns + 1
         (places,) = passes.places
         places.slot_mapping[:end] = tables.host_slot_mapping(slots, columns)
@@ -238,7 +246,8 @@ class ChainRunner(Chain):
         ]
         made: list[Tensor] = []
         programs: list[Program] = []
-        inputs, features = self.passes.inputs(num_tokens), None
+        inputs = self.passes.inputs(num_tokens)
+        features = None
         with Recorder(self.passes.memory, num_tokens) as before, OnlyViews():
             if num_tokens:
                 features = self.drafter.begin(*inputs)

@@ -45,7 +45,8 @@ LEAST_LOGIT = 5.0  # a typical large logit
 
 
 def prompts(spec: ModelSpec, limit: int) -> list[list[int]]:
-    draw, pad = random.Random(0), spec.config.get("pad_token_id")
+    draw = random.Random(0)
+    pad = spec.config.get("pad_token_id")
     lengths = [min(length, limit // len(LENGTHS)) for length in LENGTHS]
     ids = [
         i for i in (draw.randrange(spec.vocab_size) for _ in range(2 * sum(lengths))) if i != pad
@@ -133,7 +134,10 @@ class SelfCheck:
     ) -> list[np.ndarray]:
         runner = self.runner
         params = _params(self.files)
-        new, scheduled, block, size = [], [], 0, runner.config.cache.block_size
+        new = []
+        scheduled = []
+        block = 0
+        size = runner.config.cache.block_size
         for slot, ids in enumerate(self.prompts):
             end = block - (-len(ids) // size) * len(runner.kv_windows)
             blocks, block = list(range(block, end)), end

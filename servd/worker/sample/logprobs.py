@@ -52,7 +52,8 @@ class LogprobsTensors:
                 rows.append(None)
             else:
                 token_ids, logprobs, rank, num_named = next(asked)
-                likely, named = slice(1 + k), slice(first_named, first_named + num_named)
+                likely = slice(1 + k)
+                named = slice(first_named, first_named + num_named)
                 rows.append(
                     TokenLogprobs(
                         token_ids[likely] + token_ids[named],

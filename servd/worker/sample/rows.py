@@ -31,7 +31,8 @@ class Rows:
             return Rows(self.slots, self.positions, self.host_slots, self.uses)
         chosen = np.flatnonzero(is_chosen)
         index = upload(chosen, self.slots.device)
-        host_slots, uses = self.host_slots[is_chosen], self.uses[is_chosen]
+        host_slots = self.host_slots[is_chosen]
+        uses = self.uses[is_chosen]
         return Rows(self.slots[index], self.positions[index], host_slots, uses, chosen)
 
     @cached_property

@@ -23,7 +23,8 @@ class SampledTokens:
         return replace(self, sampled=self.sampled.to_host())
 
     def write(self, output: ModelRunnerOutput) -> None:
-        sampled, num_decodes = self.sampled, len(output.decoded)
+        sampled = self.sampled
+        num_decodes = len(output.decoded)
         numbers = sampled.token_ids.numpy()
         is_void = numbers < 0 if sampled.best is None else sampled.is_void
         token_ids = np.where(numbers < 0, ~numbers, numbers).tolist()
@@ -40,7 +41,9 @@ class SampledTokens:
 
     def _parts(self, first: int = 0) -> Iterator[tuple[int, slice]]:
         """Each row from number `first` on, and the slice of its tokens; rows before have one."""
-        rows, num_drafts, kept = self.rows[first:], self.num_drafts[first:], self.sampled.num_kept
+        rows = self.rows[first:]
+        num_drafts = self.num_drafts[first:]
+        kept = self.sampled.num_kept
         num_kept = np.zeros_like(rows) if kept is None else kept[first:]
         columns = rows.tolist(), num_drafts.tolist(), num_kept.tolist()
         for row, num_drafts_of_row, num_kept_of_row in zip(*columns, strict=True):

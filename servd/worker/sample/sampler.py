@@ -35,7 +35,10 @@ from servd.worker.sample.shift import Shift
 from servd.worker.sample.verification import SpecDecodeMetadata
 
 # Features that a row can use, as bits; from FIRST_PROCESSOR on one for each logits processor.
-RANDOM, NARROWED, LOGPROBS, FIRST_PROCESSOR = 1, 2, 4, 8
+RANDOM = 1
+NARROWED = 2
+LOGPROBS = 4
+FIRST_PROCESSOR = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +109,13 @@ class Sampler:
     def examples(self) -> list[SamplingParams]:
         """Parameters for each way to sample, to compile and warm up all kernels."""
         plain: list[dict[str, Any]] = [
-            {"temperature": 0.0}, {}, {"logprobs": 1}, {"top_p": 0.9}, {"top_k": 50},
+            {"temperature": 0.0},
+            {},
+            {"logprobs": 1},
+            {"top_p": 0.9},
+            {"top_k": 50},
             {"min_p": 0.1},
-        ]  # fmt: skip
+        ]
         featured = [dict(processor.example) for _, processor in self.processors]
         return [SamplingParams(seed=0, **fields) for fields in [*plain, *featured]]
 
@@ -185,7 +192,8 @@ class Sampler:
             token_ids = drafts.settle(token_ids)
             num_kept, order = drafts.verify(token_ids)
         if order is not None:
-            token_ids, best = token_ids[order], best[order]
+            token_ids = token_ids[order]
+            best = best[order]
             if asked is not None and told is not None:
                 told = told[order[asked.index]]
         if asked is not None and told is not None:

@@ -47,7 +47,8 @@ class SpecDecodeMetadata:
         if len(batch.sample_host_slots) == len(batch.sample_rows):
             return None
         num_drafts = batch.num_drafts[batch.sample_rows]
-        states, slots = batch.states, batch.sample_slots
+        states = batch.states
+        slots = batch.sample_slots
         # The draft in the place of a sampled token is what the step computed next.
         found = batch.token_ids.roll(-1)
         if not batch.samples_all:
@@ -111,7 +112,8 @@ class SpecDecodeMetadata:
         small model.
         """
         is_kept = list(map(operator.eq, token_ids, self.draft_ids.tolist()))
-        counts, first = [], 0
+        counts = []
+        first = 0
         for num_drafts in self.num_drafts.tolist():
             end = first + num_drafts
             counts.append((is_kept[first:end] + [False]).index(False))
@@ -119,7 +121,8 @@ class SpecDecodeMetadata:
         return counts
 
     def _verify_trees(self, token_ids: Tensor, parents: Int64Array) -> tuple[Tensor, Tensor]:
-        grid, before = upload(self.grid, token_ids.device), upload(parents, token_ids.device)
+        grid = upload(self.grid, token_ids.device)
+        before = upload(parents, token_ids.device)
         is_there = np.arange(grid.shape[1]) <= self.num_drafts[:, None]
         is_kept = upload(is_there.copy(), token_ids.device)
         is_kept[:, 1:] &= token_ids[grid].gather(1, before)[:, 1:] == self.draft_ids[grid[:, :-1]]

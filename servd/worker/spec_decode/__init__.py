@@ -78,7 +78,8 @@ class Target:
     def load(
         self, make: Callable[[], Draft], folder: str, rename: Callable[[str], str] = str
     ) -> Draft:
-        spec, speculative = self.backend.spec, self.config.model.speculative_config
+        spec = self.backend.spec
+        speculative = self.config.model.speculative_config
         assert speculative is not None
         with defaults(spec.dtype, spec.device):
             draft = make()
@@ -208,9 +209,12 @@ class Proposer(ABC):
         self.follow(batch, hidden, num_kept)
         if batch.is_plain or not len(wanted := batch.drafting_rows):
             return None
-        states, device = self.states, batch.tokens.device
-        host_slots, limits = batch.host_slots[wanted], batch.max_new_drafts[wanted]
-        slots, num_drafts = upload(host_slots, device), int(limits.max())
+        states = self.states
+        device = batch.tokens.device
+        host_slots = batch.host_slots[wanted]
+        limits = batch.max_new_drafts[wanted]
+        slots = upload(host_slots, device)
+        num_drafts = int(limits.max())
         token_ids = self.propose(slots, int(batch.seq_lens.max()) + 1, num_drafts)
         if states.tree is not None and not (is_tree := states.is_tree[host_slots]).all():
             # Rows that may not have it get its likeliest drafts.
@@ -258,6 +262,7 @@ def load(target: Target) -> Proposer | None:
             "with drafts a text may become another one where two tokens are as likely but for "
             "rounding: torch's attention rounds by what is in a step. The kernels that do not need "
             "blocks (%d) and heads (%d) of a multiple of 16, and no 8-bit cache",
-            backend.spec.block_size, backend.spec.head_dim,
-        )  # fmt: skip
+            backend.spec.block_size,
+            backend.spec.head_dim,
+        )
     return found(config, target)

@@ -40,7 +40,8 @@ class DraftModelProposer(Proposer):
 
     def __init__(self, config: SpeculativeConfig, target: Target) -> None:
         super().__init__(config, target)
-        options, parallel = target.config, target.parallel
+        options = target.config
+        parallel = target.parallel
         assert options.scheduler.max_num_seqs is not None
         assert options.scheduler.max_num_batched_tokens is not None
         spec = read_spec(target.find_draft())
@@ -56,7 +57,8 @@ class DraftModelProposer(Proposer):
                 "keep a state, in which drafts that are not kept would stay: name a draft whose "
                 "layers all have a KV cache"
             )
-        dtype, device = target.backend.spec.dtype, target.backend.spec.device
+        dtype = target.backend.spec.dtype
+        device = target.backend.spec.device
         self.spec = spec
         self.model = target.load(
             lambda: model_loader.build_model(spec, dtype, device, parallel), spec.folder
@@ -94,13 +96,15 @@ class DraftModelProposer(Proposer):
         if batch.is_plain:
             self.behind[batch.host_slots] += 1
             return
-        slots, room = batch.host_slots, self.max_model_len - batch.seq_lens
+        slots = batch.host_slots
+        room = self.max_model_len - batch.seq_lens
         limits = np.minimum(batch.max_new_drafts, room).clip(0)  # [num_rows]
         wants = limits > 0
         missing = np.minimum(self.behind[slots] + batch.query_lens, batch.seq_lens) + wants
         runs = wants | ((batch.query_lens > 1) & (room >= 0))
         # The shortest first, so that a long one, which comes in pieces, keeps no other waiting.
-        order, lens = np.argsort(missing), np.where(runs, missing, 0)
+        order = np.argsort(missing)
+        lens = np.where(runs, missing, 0)
         left = self.max_num_tokens - np.cumsum(lens[order]) + lens[order]
         lens[order] = np.minimum(lens[order], left.clip(0))
         self.behind[slots] = missing - wants - lens
@@ -125,12 +129,16 @@ class DraftModelProposer(Proposer):
                 turns out to be shorter, at its first token.
             drafting: [n] int64: rows whose newest token is among them.
         """
-        rows, ends = np.flatnonzero(lens), np.cumsum(lens)
+        rows = np.flatnonzero(lens)
+        ends = np.cumsum(lens)
         firsts = ends - lens
         parts = (
-            np.repeat(batch.host_slots, lens), np.repeat(behind, lens),
-            np.arange(ends[-1]) - np.repeat(firsts, lens), firsts[drafting], ends[rows] - 1,
-        )  # fmt: skip
+            np.repeat(batch.host_slots, lens),
+            np.repeat(behind, lens),
+            np.arange(ends[-1]) - np.repeat(firsts, lens),
+            firsts[drafting],
+            ends[rows] - 1,
+        )
         packed = upload(np.concatenate(parts), batch.tokens.device)
         slots, back, offsets, firsts_d, ends_d = packed.split([len(part) for part in parts])
         newest = self.states.num_computed[slots]
@@ -147,10 +155,12 @@ class DraftModelProposer(Proposer):
 
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:
         drafts = slots.new_full((len(slots), num_drafts), -1)
-        rows, most = np.flatnonzero(self.limits), int(self.limits.max(initial=0))
+        rows = np.flatnonzero(self.limits)
+        most = int(self.limits.max(initial=0))
         if not most:
             return drafts
-        limits, index = upload(self.limits[rows], slots.device), upload(rows, slots.device)
+        limits = upload(self.limits[rows], slots.device)
+        index = upload(rows, slots.device)
         slots = slots[index]
         # A row has no block for more than its drafts but the last one, which is not computed: what
         # the chain makes beyond stays in the last place that it has.

@@ -34,7 +34,9 @@ from servd.worker.spec_decode import Proposer, Target
 
 # Prompts are not followed while drafts are only tried now and then: after about 100 steps without
 # drafts, until there were some in about five.
-INTEREST_MEMORY, MOST_INTEREST, LEAST_INTEREST = 0.98, 40.0, 5.0
+INTEREST_MEMORY = 0.98
+MOST_INTEREST = 40.0
+LEAST_INTEREST = 5.0
 
 
 def rename(name: str) -> str:
@@ -81,7 +83,8 @@ class EagleHead(nn.Module):
             self.compute_logits = self.lm_head.logits
 
     def make_layers(self, spec: ModelSpec, names: Set[str], target: Target) -> None:
-        size, parallel = spec.hidden_size, target.parallel
+        size = spec.hidden_size
+        parallel = target.parallel
         self.fc = ReplicatedLinear(2 * size, size, parallel, bias="fc.bias" in names)
         self.layers = nn.ModuleList(
             LlamaForCausalLM.make_layer(spec, layer, parallel) for layer in range(spec.num_layers)
@@ -167,7 +170,8 @@ class EagleProposer(Proposer):
         return {self.rename(name) for name in tensor_shapes(folder)}
 
     def check(self, names: Set[str]) -> None:
-        own, wanted = self.spec, self.target.spec
+        own = self.spec
+        wanted = self.target.spec
         self.check_size("tokens in the vocabulary", own.vocab_size, wanted.vocab_size)
         self.check_size("numbers in a hidden state", own.hidden_size, wanted.hidden_size)
 
@@ -197,7 +201,8 @@ class EagleProposer(Proposer):
         if batch.is_plain:
             self.interest *= INTEREST_MEMORY
             return
-        lens, wants = batch.query_lens, batch.max_new_drafts > 0
+        lens = batch.query_lens
+        wants = batch.max_new_drafts > 0
         if wants.any():
             self.interest = min(self.interest + 1, MOST_INTEREST)
         elif (lens == 1).any():
@@ -206,17 +211,23 @@ class EagleProposer(Proposer):
         rows = np.flatnonzero(runs)
         if not len(rows):
             return
-        device, read = hidden.device, self.head.read(hidden)
+        device = hidden.device
+        read = self.head.read(hidden)
         slots, positions = map(at_hand, batch.tokens[:2])
         # Of each row the place in it of the last token that is known or kept.
         newest = at_hand(batch.ends(num_kept)) - sent(lens.cumsum() - lens, device)
         if len(rows) < len(runs):
             chosen = np.flatnonzero(np.repeat(runs, lens))
-            read, tokens = read[upload(chosen, device)], sent(chosen, device)
-            slots, positions, newest = slots[tokens], positions[tokens], newest[sent(rows, device)]
-            lens, wants = lens[rows], wants[rows]
+            read = read[upload(chosen, device)]
+            tokens = sent(chosen, device)
+            slots = slots[tokens]
+            positions = positions[tokens]
+            newest = newest[sent(rows, device)]
+            lens = lens[rows]
+            wants = wants[rows]
         ends = lens.cumsum()
-        firsts, followed = ends - lens, at_hand(self.num_followed)
+        firsts = ends - lens
+        followed = at_hand(self.num_followed)
         columns = followed[slots] + sent(np.arange(ends[-1]) - firsts.repeat(lens), device)
         followed[sent(batch.host_slots[rows], device)] += newest + 1
         attention_rows = None
@@ -234,7 +245,8 @@ class EagleProposer(Proposer):
 
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:
         """A chain of likeliest tokens, up to `max_model_len`."""
-        rows, newest = at_hand(slots), at_hand(self.states.num_computed)[at_hand(slots)]
+        rows = at_hand(slots)
+        newest = at_hand(self.states.num_computed)[at_hand(slots)]
         depths = at_hand(self.after)[: num_drafts - 1, None] - 1
         # A row has blocks for no more; positions from the newest token's on are computed again.
         if self.limits.min() < num_drafts - 1:

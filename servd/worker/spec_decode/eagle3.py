@@ -35,7 +35,8 @@ class AuxHiddenStates:
     """
 
     def __init__(self, target: Target, layers: list[int]) -> None:
-        spec, scheduler = target.backend.spec, target.config.scheduler
+        spec = target.backend.spec
+        scheduler = target.config.scheduler
         assert scheduler.max_num_batched_tokens is not None
         self.streams = torch.empty(
             (len(layers), scheduler.max_num_batched_tokens, target.spec.hidden_size),
@@ -99,7 +100,9 @@ class Eagle3Head(EagleHead):
     """
 
     def make_layers(self, spec: ModelSpec, names: Set[str], target: Target) -> None:
-        size, parallel, config = spec.hidden_size, target.parallel, spec.config
+        size = spec.hidden_size
+        parallel = target.parallel
+        config = spec.config
         eps = config.get("rms_norm_eps", 1e-6)
         self.aux: AuxHiddenStates | None = None
         if "fc.weight" in names:
@@ -166,7 +169,8 @@ def aux_layers(spec: ModelSpec, target: Target) -> list[int]:
     """Numbers of the target's layers whose inputs are read: an early, a middle and a late one if
     config.json names none. Raises ConfigError: the target has no such layers.
     """
-    key, num_layers = "eagle_aux_hidden_state_layer_ids", target.spec.num_layers
+    key = "eagle_aux_hidden_state_layer_ids"
+    num_layers = target.spec.num_layers
     layers = spec.config.get(key) or spec.config.get("eagle_config", {}).get(key)
     layers = layers or [2, num_layers // 2, num_layers - 3]
     if not all(0 < layer < num_layers for layer in layers):
@@ -203,7 +207,8 @@ class Eagle3Proposer(EagleProposer):
         """Hidden states may be of another size, if it has an embedding for them."""
         if "embed_tokens.weight" not in names:
             return super().check(names)
-        own, wanted = self.spec.vocab_size, self.target.spec.vocab_size
+        own = self.spec.vocab_size
+        wanted = self.target.spec.vocab_size
         return self.check_size("tokens in the vocabulary", own, wanted)
 
 

@@ -96,7 +96,8 @@ class MedusaHeads(nn.Module):
 
     def __init__(self, shapes: Mapping[str, torch.Size], target: Target) -> None:
         super().__init__()
-        size, parallel = target.spec.hidden_size, target.parallel
+        size = target.spec.hidden_size
+        parallel = target.parallel
         names = [name.split(".") for name in shapes]
         parts = {(int(name[1]), int(name[2][4:])) for name in names if name[0] == "layers"}
         num_layers, self.num_heads = (1 + max(column) for column in zip(*parts, strict=True))
@@ -149,7 +150,8 @@ class MedusaProposer(Proposer):
         super().__init__(config, target)
         folder = target.find_draft()
         shapes = {rename(name): shape for name, shape in tensor_shapes(folder).items()}
-        size, first = target.spec.hidden_size, shapes.get("layers.0.head0.weight")
+        size = target.spec.hidden_size
+        first = shapes.get("layers.0.head0.weight")
         if first != (size, size):
             raise ConfigError(
                 f"--speculative-config: {config.model} has no Medusa heads for hidden states of "
@@ -158,7 +160,8 @@ class MedusaProposer(Proposer):
         self.heads = target.load(lambda: MedusaHeads(shapes, target), folder, rename)
         own = [shape[0] for name, shape in shapes.items() if name.startswith("lm_heads.")]
         self.check_token_map(self.heads.token_map, max(own, default=0))
-        num_heads, num_drafts = self.heads.num_heads, config.num_speculative_tokens
+        num_heads = self.heads.num_heads
+        num_drafts = config.num_speculative_tokens
         if num_drafts > num_heads:
             self.draft_tree(best_paths(num_drafts, num_heads))
 
@@ -176,7 +179,8 @@ class MedusaProposer(Proposer):
         """The first head's token comes after the one just sampled."""
         if (tree := self.states.tree) is None:
             return self.heads(self.hidden, num_drafts)[..., 0]
-        heads, ranks = tree.heads[:num_drafts], tree.ranks[:num_drafts]
+        heads = tree.heads[:num_drafts]
+        ranks = tree.ranks[:num_drafts]
         return self.heads(self.hidden, max(heads) + 1, max(ranks) + 1)[:, heads, ranks]
 
 

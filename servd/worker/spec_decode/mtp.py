@@ -23,9 +23,13 @@ from servd.worker.spec_decode.eagle import EagleHead, EagleProposer
 # Beginnings of names in the layer of a checkpoint, and here; others are of the decoder layer. None:
 # the model has the same.
 NAMES = {
-    "eh_proj.": "fc.", "enorm.": "enorm.", "hnorm.": "hnorm.", "shared_head.norm.": "norm.",
-    "shared_head.head.": None, "embed_tokens.": None,
-}  # fmt: skip
+    "eh_proj.": "fc.",
+    "enorm.": "enorm.",
+    "hnorm.": "hnorm.",
+    "shared_head.norm.": "norm.",
+    "shared_head.head.": None,
+    "embed_tokens.": None,
+}
 
 
 def rename(name: str, layer: int) -> str | None:
@@ -49,7 +53,9 @@ class MtpHead(EagleHead):
 
     def make_layers(self, spec: ModelSpec, names: Set[str], target: Target) -> None:
         model: Any = target.model
-        size, parallel, norm = spec.hidden_size, target.parallel, type(model.model.norm)
+        size = spec.hidden_size
+        parallel = target.parallel
+        norm = type(model.model.norm)
         self.fc = ReplicatedLinear(2 * size, size, parallel, bias=False)
         self.enorm, self.hnorm, self.norm = (
             norm(size, model.model.norm.eps, parallel) for _ in range(3)

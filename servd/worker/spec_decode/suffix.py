@@ -41,7 +41,8 @@ class Text:
         self._key = END
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        newest, key = self._newest, self._key
+        newest = self._newest
+        key = self._key
         for place, token_id in enumerate(token_ids, len(self.token_ids) + 1):
             key = (key << TOKEN_BITS | token_id) & KEY_MASK
             self._before.append(newest.get(key, -1))
@@ -56,7 +57,8 @@ class Text:
         key = 0
         for token_id in last[-SHORTEST:]:
             key = key << TOKEN_BITS | token_id
-        place, found = self._newest.get(key, -1), []
+        place = self._newest.get(key, -1)
+        found = []
         for _ in range(MAX_PLACES):
             if place < 0:
                 break
@@ -123,7 +125,8 @@ class SuffixProposer(Proposer):
         """Its output is kept for others; the oldest ones make room."""
         if slot not in self._rows:
             return
-        text, row = self._read(slot), self._rows.pop(slot)
+        text = self._read(slot)
+        row = self._rows.pop(slot)
         max_outputs = self.config.suffix_decoding_max_cached_requests
         output = text.token_ids[row.num_prompt_tokens :][: MAX_CACHED_TOKENS // 2 - 1]
         if not output or not max_outputs or row.is_private:
@@ -137,7 +140,8 @@ class SuffixProposer(Proposer):
         newest.num_outputs += 1
 
     def _read(self, slot: int) -> Text:
-        text, known = self._rows[slot].text, int(self.states.num_computed[slot]) + 1
+        text = self._rows[slot].text
+        known = int(self.states.num_computed[slot]) + 1
         text.extend(self.states.token_ids[slot, len(text.token_ids) : known].tolist())
         return text
 
@@ -149,7 +153,8 @@ class SuffixProposer(Proposer):
     def _draft(self, slot: int, num_drafts: int) -> Sequence[int]:
         if slot not in self._rows:
             return []  # its request wants none, or could not enter
-        config, own = self.config, self._read(slot)
+        config = self.config
+        own = self._read(slot)
         last = own.token_ids[-config.suffix_decoding_max_tree_depth :]
         others = [] if self._rows[slot].is_private else self._outputs
         found = [(*text.find(last), text) for text in (own, *others)]

@@ -65,7 +65,9 @@ class GemmaParser(ToolParser):
                 return bool(marker)
 
     def _items(self, has_keys: bool, depth: int) -> Steps[bool]:
-        reader, separator, close = self.reader, "", "}" if has_keys else "]"
+        reader = self.reader
+        separator = ""
+        close = "}" if has_keys else "]"
         self.arguments((yield from reader.next()))
         while True:
             yield from reader.space()

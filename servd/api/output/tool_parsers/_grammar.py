@@ -69,7 +69,9 @@ def calls_grammar(
     functions = [tool["function"] for tool in tools]
     starts = [f"calls{number}" for number in range(len(syntaxes))]
     starts += ["content"] if content_schema else []
-    before, rules = r"/\n{0,2}/", []  # after reasoning, models like to begin a new paragraph
+    # after reasoning, models like to begin a new paragraph
+    before = r"/\n{0,2}/"
+    rules = []
     opening, closing = map(literal, syntaxes[0].reasoning)
     if closing.startswith("<["):  # a special token, which no text goes on with
         before = "reasoning*"
@@ -122,7 +124,8 @@ def properties_of(function: dict[str, Any]) -> list[Property]:
     schema = parameters_of(function)
     if not isinstance(schema, dict) or schema.keys() - OBJECT_KEYWORDS - ANNOTATIONS:
         raise NotExpressible("keywords of the whole object")
-    properties, required = schema.get("properties"), schema.get("required") or []
+    properties = schema.get("properties")
+    required = schema.get("required") or []
     if (
         schema.get("type", "object") != "object"
         or not isinstance(properties, dict)

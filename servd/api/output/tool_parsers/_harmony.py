@@ -11,12 +11,10 @@ import re
 
 from servd.api.output.incremental import Reader, Steps
 
-START, CHANNEL, CONSTRAIN, MESSAGE = (
-    "<|start|>",
-    "<|channel|>",
-    "<|constrain|>",
-    "<|message|>",
-)
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+CONSTRAIN = "<|constrain|>"
+MESSAGE = "<|message|>"
 END, CALL, RETURN = ENDS = ("<|end|>", "<|call|>", "<|return|>")
 RECIPIENT = " to="  # what an output begins with that has it before the channel
 MARKERS = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)

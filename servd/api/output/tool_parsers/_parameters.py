@@ -40,13 +40,15 @@ class ParametersParser(ToolParser):
         """Parameters in the schema's order. Those that `_value` reads as strings are written as
         text, the others as JSON.
         """
-        properties, root = properties_of(function), parameters_of(function)
+        properties = properties_of(function)
+        root = parameters_of(function)
         parts = [f"{rule}_{i}{'' if p.is_required else '?'}" for i, p in enumerate(properties)]
         rules = [f"{rule}: {' '.join(parts) or quoted('')}"]
         for i, (name, schema, _) in enumerate(properties):
             if cls.parameter[1][0] in name:
                 raise NotExpressible("a bracket in the name of a parameter")
-            own, written = f"{rule}_{i}", root["properties"][name]
+            own = f"{rule}_{i}"
+            written = root["properties"][name]
             opening = quoted(cls.parameter[0] + name + cls.parameter[1] + cls.line)
             closing = quoted(cls.line + cls.parameter_end)
             if "string" in types_of(written, root):
@@ -124,7 +126,8 @@ class ParametersParser(ToolParser):
         """Read JSON whose strings may contain end tags, up to the end tag behind it; None if there
         is none.
         """
-        brackets, pieces = Brackets(), [text]
+        brackets = Brackets()
+        pieces = [text]
         brackets.end(text, 0)
         while brackets.in_string:
             more = yield from self.reader.until(self.parameter_end)

@@ -81,7 +81,8 @@ class _Texts:
         keywords = schema.keys() - ANNOTATIONS
         if keywords & {"anyOf", "oneOf"}:
             return self._add_options(schema, keywords)
-        types, values = types_of(schema, self.root), _values(schema)
+        types = types_of(schema, self.root)
+        values = _values(schema)
         if "null" in types if values is None else None in values:
             self.texts.append(self.null)
         if not types & {"string", "any"}:

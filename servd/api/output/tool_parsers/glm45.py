@@ -7,7 +7,10 @@ import re
 from servd.api.output.incremental import Steps
 from servd.api.output.tool_parsers._parameters import ParametersParser
 
-KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+KEY = "<arg_key>"
+KEY_END = "</arg_key>"
+VALUE = "<arg_value>"
+VALUE_END = "</arg_value>"
 
 _NAME = re.compile(r"[\w.-]*")
 

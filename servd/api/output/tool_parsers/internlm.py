@@ -6,7 +6,9 @@ from servd.api.output.incremental import Steps
 from servd.api.output.tool_parser import ToolParser
 from servd.api.output.tool_parsers._grammar import CallSyntax
 
-OPEN, PLUGIN, CLOSE = "<|action_start|>", "<|plugin|>", "<|action_end|>"
+OPEN = "<|action_start|>"
+PLUGIN = "<|plugin|>"
+CLOSE = "<|action_end|>"
 
 
 class Parser(ToolParser):

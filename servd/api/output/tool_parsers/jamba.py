@@ -12,7 +12,8 @@ class Parser(MarkedJsonParser):
     """One array between tags; MiniMax M1 has lines between them."""
 
     markers = (OPEN, CLOSE)
-    begins, end = (OPEN,), CLOSE
+    begins = (OPEN,)
+    end = CLOSE
     syntaxes = (
         CallSyntax('{"name": "NAME", "arguments": ARGUMENTS}', f"{OPEN}[", ", ", f"]{CLOSE}"),
     )

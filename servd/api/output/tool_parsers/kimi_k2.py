@@ -9,8 +9,10 @@ from servd.api.output.incremental import Steps
 from servd.api.output.tool_parsers._grammar import CallSyntax
 from servd.api.output.tool_parsers._marked_calls import MarkedCallsParser
 
-CALLS_BEGIN, CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-CALL_BEGIN, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+CALLS_BEGIN = "<|tool_calls_section_begin|>"
+CALLS_END = "<|tool_calls_section_end|>"
+CALL_BEGIN = "<|tool_call_begin|>"
+CALL_END = "<|tool_call_end|>"
 ARGUMENTS_BEGIN = "<|tool_call_argument_begin|>"
 
 _HEAD = re.compile(r"(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from servd.api.output.tool_parsers._grammar import CallSyntax
 from servd.api.output.tool_parsers._marked_json import MarkedJsonParser
 
-OPEN, CLOSE, WORD = "<|tool_call|>", "<|/tool_call|>", "functools"
+OPEN = "<|tool_call|>"
+CLOSE = "<|/tool_call|>"
+WORD = "functools"
 CALL = '{"name": "NAME", "arguments": ARGUMENTS}'
 
 
@@ -13,7 +15,8 @@ class Parser(MarkedJsonParser):
     """The tags are those of its own template, the word that of vLLM's template for it."""
 
     markers = (OPEN, CLOSE)
-    begins, end = (OPEN, WORD), CLOSE
+    begins = (OPEN, WORD)
+    end = CLOSE
     syntaxes = (
         CallSyntax(CALL, f"{OPEN}[", ", ", f"]{CLOSE}"),
         CallSyntax(CALL, f"{WORD}[", ", ", "]"),

@@ -96,7 +96,9 @@ class Parser(ToolParser):
 
     def _parenthesis(self) -> Steps[str | None]:
         """Consume `(...)`; None if there is none, or it is too long or does not end."""
-        text, depth, quote = "", 0, ""
+        text = ""
+        depth = 0
+        quote = ""
         if (yield from self.reader.peek()) != "(":
             return None
         while len(text) <= MAX_CALL:

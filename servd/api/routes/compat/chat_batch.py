@@ -20,9 +20,14 @@ from servd.base.errors import InvalidRequest
 
 # What is said once, or by call, and so has no place where there are several conversations.
 REFUSED = (
-    "stream", "tools", "use_beam_search", "echo", "prompt_logprobs", "return_token_ids",
+    "stream",
+    "tools",
+    "use_beam_search",
+    "echo",
+    "prompt_logprobs",
+    "return_token_ids",
     "return_prompt_text",
-)  # fmt: skip
+)
 NEEDLESS = ("messages", "n", "stream_options", "tool_choice")  # not said, or nothing without those
 
 router = APIRouter(route_class=Route)

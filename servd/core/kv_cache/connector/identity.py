@@ -25,7 +25,8 @@ def identity(config: Config, spec: ModelSpec, worker: WorkerReady, memory: Path 
     keeps the result for a file by its path, device, inode, size and times of change. The latter
     cannot be set, not even where a copy keeps the time of modification.
     """
-    model, folders = config.model, []
+    model = config.model
+    folders = []
     if model.load_format != "dummy" and spec.folder:
         folders.append((Path(spec.folder), model.load_format))
     draft = model.speculative_config

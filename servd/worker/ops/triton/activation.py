@@ -34,7 +34,8 @@ def activate_kernel(x_ptr, out_ptr, count, NAME: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def gate_kernel(x_ptr, out_ptr, size, NAME: tl.constexpr, BLOCK: tl.constexpr):
-    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first_ptr = x_ptr + token * 2 * size + column
     first = tl.load(first_ptr, mask=column < size, other=0.0).to(tl.float32)
     second = tl.load(first_ptr + size, mask=column < size, other=0.0).to(tl.float32)

@@ -49,12 +49,27 @@ def without_sink(lse, sinks_ptr, head):
 
 @triton.jit
 def attend(
-    q, position, key_ptr, value_ptr, table_ptr, tail_ptr, tail_begin,
-    first_key, begin, all_see, end, score_scale,
-    HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
-    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr, SOFT_CAP: tl.constexpr,
+    q,
+    position,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    tail_ptr,
+    tail_begin,
+    first_key,
+    begin,
+    all_see,
+    end,
+    score_scale,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TAIL: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     LINES: tl.constexpr,
-):  # fmt: skip
+):
     """Softmax in one pass (arXiv:1805.02867) of q [LINES, HEAD_DIM] over the keys from `begin`, a
     multiple of TILE_KEYS, to `end`. All lines see those before `all_see`. Returns the mean of the
     values [LINES, HEAD_DIM], and the logarithm (base 2) of the sum of exponentials [LINES], with
@@ -70,26 +85,82 @@ def attend(
             all_see = tl.minimum(all_see, tail_begin)
         masked_from = tl.maximum(all_see // TILE_KEYS * TILE_KEYS, begin)
         highest, total, result = _turns(
-            q, position, highest, total, result, key_ptr, value_ptr, table_ptr, tail_ptr,
-            tail_begin, first_key, begin, masked_from, score_scale, False,
-            HEAD_DIM, WINDOW, TILE_KEYS, KV_HEADS, BLOCK_SIZE, 0, SOFT_CAP,
-        )  # fmt: skip
+            q,
+            position,
+            highest,
+            total,
+            result,
+            key_ptr,
+            value_ptr,
+            table_ptr,
+            tail_ptr,
+            tail_begin,
+            first_key,
+            begin,
+            masked_from,
+            score_scale,
+            False,
+            HEAD_DIM,
+            WINDOW,
+            TILE_KEYS,
+            KV_HEADS,
+            BLOCK_SIZE,
+            0,
+            SOFT_CAP,
+        )
     highest, total, result = _turns(
-        q, position, highest, total, result, key_ptr, value_ptr, table_ptr, tail_ptr, tail_begin,
-        first_key, masked_from, end, score_scale, True,
-        HEAD_DIM, WINDOW, TILE_KEYS, KV_HEADS, BLOCK_SIZE, TAIL, SOFT_CAP,
-    )  # fmt: skip
+        q,
+        position,
+        highest,
+        total,
+        result,
+        key_ptr,
+        value_ptr,
+        table_ptr,
+        tail_ptr,
+        tail_begin,
+        first_key,
+        masked_from,
+        end,
+        score_scale,
+        True,
+        HEAD_DIM,
+        WINDOW,
+        TILE_KEYS,
+        KV_HEADS,
+        BLOCK_SIZE,
+        TAIL,
+        SOFT_CAP,
+    )
     total = tl.where(total > 0.0, total, 1.0)
     return result / total[:, None], highest + tl.log2(total)
 
 
 @triton.jit
 def _turns(
-    q, position, highest, total, result, key_ptr, value_ptr, table_ptr, tail_ptr, tail_begin,
-    first_key, begin, end, score_scale, MASKED: tl.constexpr,
-    HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
-    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr, SOFT_CAP: tl.constexpr,
-):  # fmt: skip
+    q,
+    position,
+    highest,
+    total,
+    result,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    tail_ptr,
+    tail_begin,
+    first_key,
+    begin,
+    end,
+    score_scale,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TAIL: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+):
     """Go on with the softmax over some more keys, of which all lines see all if not MASKED."""
     dim = tl.arange(0, HEAD_DIM)
     for tile in range(begin, end, TILE_KEYS):
@@ -105,12 +176,14 @@ def _turns(
             in_tail = visible & (key >= tail_begin)
             slot = tl.load(tail_ptr + key - tail_begin, mask=in_tail, other=slot)
         at = slot * (KV_HEADS * HEAD_DIM)
-        k_at, v_at = key_ptr + at[None, :] + dim[:, None], value_ptr + at[:, None] + dim[None, :]
+        k_at = key_ptr + at[None, :] + dim[:, None]
+        v_at = value_ptr + at[:, None] + dim[None, :]
         if MASKED:
             k = tl.load(k_at, mask=visible[None, :], other=0.0).to(q.dtype)
             v = tl.load(v_at, mask=visible[:, None], other=0.0).to(q.dtype)
         else:
-            k, v = tl.load(k_at).to(q.dtype), tl.load(v_at).to(q.dtype)
+            k = tl.load(k_at).to(q.dtype)
+            v = tl.load(v_at).to(q.dtype)
 
         scores = tl.dot(q, k, input_precision="ieee") * score_scale
         if SOFT_CAP is not None:  # tanh(x) is 2 * sigmoid(2 * x) - 1

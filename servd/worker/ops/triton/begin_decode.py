@@ -23,18 +23,37 @@ def begin_decode(
     assert step.is_contiguous() and token_ids.stride(1) == tables.stride(1) == 1
     if num_tokens := step.shape[1]:
         begin_decode_kernel[(1,)](
-            step, seq_lens, token_ids, num_computed, tables, num_tokens, token_ids.stride(0),
-            tables.stride(0), block_size, decode_inputs.TABLE_ROW, decode_inputs.NEXT_COLUMN,
-            TOKENS, num_warps=8,
-        )  # fmt: skip
+            step,
+            seq_lens,
+            token_ids,
+            num_computed,
+            tables,
+            num_tokens,
+            token_ids.stride(0),
+            tables.stride(0),
+            block_size,
+            decode_inputs.TABLE_ROW,
+            decode_inputs.NEXT_COLUMN,
+            TOKENS,
+            num_warps=8,
+        )
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def begin_decode_kernel(
-    step_ptr, seq_lens_ptr, token_ids_ptr, num_computed_ptr, tables_ptr, num_tokens, token_stride,
-    table_stride, BLOCK_SIZE: tl.constexpr, FIRST_CHANGE: tl.constexpr, FIRST_FOUND: tl.constexpr,
+    step_ptr,
+    seq_lens_ptr,
+    token_ids_ptr,
+    num_computed_ptr,
+    tables_ptr,
+    num_tokens,
+    token_stride,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    FIRST_CHANGE: tl.constexpr,
+    FIRST_FOUND: tl.constexpr,
     TOKENS: tl.constexpr,
-):  # fmt: skip
+):
     """One program: all new blocks are in the tables before any of them is read."""
     for first in range(0, num_tokens, TOKENS):
         token = first + tl.arange(0, TOKENS)

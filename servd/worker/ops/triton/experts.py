@@ -13,7 +13,9 @@ from torch import Tensor
 # Plausible, not measured yet.
 COLUMNS = 64
 DEPTH = 64
-FEW_ROWS, MANY_ROWS = 16, 64  # rows of a tile; the tensor cores multiply no fewer than 16
+# rows of a tile; the tensor cores multiply no fewer than 16
+FEW_ROWS = 16
+MANY_ROWS = 64
 
 
 class ExpertMatrices:
@@ -28,38 +30,62 @@ class ExpertMatrices:
         self.addresses = torch.tensor(addresses, device=matrices[0].device)
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
-        (out_features, size), num_experts = self.matrices[0].shape, len(self.matrices)
+        (out_features, size) = self.matrices[0].shape
+        num_experts = len(self.matrices)
         num_rows = len(x) if index is None else len(index)
         out = x.new_empty(num_rows, out_features)
         rows = FEW_ROWS if num_rows < MANY_ROWS * num_experts else MANY_ROWS
         grid = num_rows // rows + num_experts, triton.cdiv(out_features, COLUMNS)
         experts_kernel[grid](
-            x.contiguous(), index, starts, self.addresses, out, num_experts, out_features, size,
-            HAS_INDEX=index is not None, ALIGNED=self.is_aligned, ROWS=rows, COLUMNS=COLUMNS,
+            x.contiguous(),
+            index,
+            starts,
+            self.addresses,
+            out,
+            num_experts,
+            out_features,
+            size,
+            HAS_INDEX=index is not None,
+            ALIGNED=self.is_aligned,
+            ROWS=rows,
+            COLUMNS=COLUMNS,
             DEPTH=DEPTH,
-        )  # fmt: skip
+        )
         return out
 
 
 @triton.jit
 def experts_kernel(
-    x_ptr, index_ptr, starts_ptr, addresses_ptr, out_ptr, num_experts, out_features, size,
-    HAS_INDEX: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr,
+    index_ptr,
+    starts_ptr,
+    addresses_ptr,
+    out_ptr,
+    num_experts,
+    out_features,
+    size,
+    HAS_INDEX: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-):  # fmt: skip
+):
     """One program per tile of rows of an expert (axis 0) and of columns (axis 1).
 
     Expert e has the tiles from `starts[e] // ROWS + e` on: at least as many as it needs, whatever
     the others have.
     """
     tile = tl.program_id(0)
-    expert, after = 0, num_experts  # it is in [expert, after)
+    # it is in [expert, after)
+    expert = 0
+    after = num_experts
     while after - expert > 1:
         middle = (expert + after) // 2
         is_before = tl.load(starts_ptr + middle) // ROWS + middle <= tile
         expert = tl.where(is_before, middle, expert)
         after = tl.where(is_before, after, middle)
-    start, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
+    start = tl.load(starts_ptr + expert)
+    end = tl.load(starts_ptr + expert + 1)
     first = start + (tile - start // ROWS - expert) * ROWS
     if (first >= start) & (first < end):
         row = first + tl.arange(0, ROWS)

@@ -13,12 +13,18 @@ from torch import Tensor
 
 from servd.worker.ops.reference import LowRank
 
-ROWS, COLUMNS, DEPTH = 16, 64, 64  # a tile's
+# a tile's
+ROWS = 16
+COLUMNS = 64
+DEPTH = 64
 
 
 def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> None:
-    a, b = factors.a, factors.b
-    (num_rows, k), (num_places, max_rank, n), width = x.shape, b.shape, a.shape[2]
+    a = factors.a
+    b = factors.b
+    (num_rows, k) = x.shape
+    (num_places, max_rank, n) = b.shape
+    width = a.shape[2]
     hidden = torch.empty(num_rows, width, dtype=torch.float32, device=x.device)
     tiles = triton.cdiv(num_rows, ROWS)
     x = x.contiguous()
@@ -27,16 +33,39 @@ def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> No
     )
     for part, (start, end) in enumerate(pairwise([0, *factors.part_ends.tolist()])):
         expand_kernel[tiles, num_places, triton.cdiv(end - start, COLUMNS)](
-            hidden, b, places, out, num_rows, part * max_rank, width, max_rank, start, end, n,
-            out.stride(0), ROWS, COLUMNS, max(16, min(triton.next_power_of_2(max_rank), DEPTH)),
-        )  # fmt: skip
+            hidden,
+            b,
+            places,
+            out,
+            num_rows,
+            part * max_rank,
+            width,
+            max_rank,
+            start,
+            end,
+            n,
+            out.stride(0),
+            ROWS,
+            COLUMNS,
+            max(16, min(triton.next_power_of_2(max_rank), DEPTH)),
+        )
 
 
 @triton.jit
 def tile_of_product(
-    left, left_stride, right, right_stride, rows, columns, own, size, end,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    left,
+    left_stride,
+    right,
+    right_stride,
+    rows,
+    columns,
+    own,
+    size,
+    end,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """left[rows, :size] times right[:size, columns]: [ROWS, COLUMNS] float32, 0 where a row is not
     `own` and from column `end` on. Rows of a step are int64: it can have more than 2**31 numbers.
     """
@@ -59,9 +88,17 @@ def tile_of_product(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def shrink_kernel(
-    x, a, places, hidden, num_rows, k, width,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    a,
+    places,
+    hidden,
+    num_rows,
+    k,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """A tile of hidden [num_rows, width] for the rows of one place; others write theirs."""
     place = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -80,9 +117,22 @@ def shrink_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def expand_kernel(
-    hidden, b, places, out, num_rows, first, width, max_rank, start, end, n, stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    hidden,
+    b,
+    places,
+    out,
+    num_rows,
+    first,
+    width,
+    max_rank,
+    start,
+    end,
+    n,
+    stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """Adds to a tile of the outputs [start, end) of the rows of one place."""
     place = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -90,9 +140,19 @@ def expand_kernel(
     own = tl.load(places + rows, mask=rows < num_rows, other=-1) == place
     if tl.max(own.to(tl.int32), axis=0) > 0:
         total = tile_of_product(
-            hidden + first, width, b + place * max_rank * n, n, rows, columns, own, max_rank, end,
-            ROWS, COLUMNS, DEPTH,
-        )  # fmt: skip
+            hidden + first,
+            width,
+            b + place * max_rank * n,
+            n,
+            rows,
+            columns,
+            own,
+            max_rank,
+            end,
+            ROWS,
+            COLUMNS,
+            DEPTH,
+        )
         to = out + rows.to(tl.int64)[:, None] * stride + columns
         mask = own[:, None] & (columns < end)[None, :]
         total += tl.load(to, mask=mask, other=0.0).to(tl.float32)

@@ -14,10 +14,21 @@ MIN_TILE = 1024
 
 @triton.jit(do_not_specialize=["num_rows"])
 def norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, stream_ptr, out_ptr,
-    num_rows, size, inner, outer_stride, inner_stride, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    stream_ptr,
+    out_ptr,
+    num_rows,
+    size,
+    inner,
+    outer_stride,
+    inner_stride,
+    eps,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program per ROWS rows of BLOCK >= size columns. Residual and bias may be missing."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -62,12 +73,25 @@ def _norm(
         rows3 = rows3.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     stream = x if residual is None else torch.empty_like(out)
-    num_rows, block = out.numel() // size, triton.next_power_of_2(size)
+    num_rows = out.numel() // size
+    block = triton.next_power_of_2(size)
     rows = max(1, MIN_TILE // block)
     if num_rows:
         norm_kernel[(triton.cdiv(num_rows, rows),)](
-            rows3, residual, weight, bias, stream, out,
-            num_rows, size, rows3.shape[1], rows3.stride(0), rows3.stride(1), eps,
-            rows, block, num_warps=min(16, max(4, rows * block // 512)),
-        )  # fmt: skip
+            rows3,
+            residual,
+            weight,
+            bias,
+            stream,
+            out,
+            num_rows,
+            size,
+            rows3.shape[1],
+            rows3.stride(0),
+            rows3.stride(1),
+            eps,
+            rows,
+            block,
+            num_warps=min(16, max(4, rows * block // 512)),
+        )
     return out, stream

@@ -66,9 +66,11 @@ class Tuning:
     def options(self, group: int) -> dict[str, int]:
         """Of a launch, for `group` heads that share a kv head, and are in one tile."""
         return {
-            "TILE_KEYS": self.tile_keys, "LINES": max(self.lines, triton.next_power_of_2(group)),
-            "num_warps": self.num_warps, "num_stages": self.num_stages,
-        }  # fmt: skip
+            "TILE_KEYS": self.tile_keys,
+            "LINES": max(self.lines, triton.next_power_of_2(group)),
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
 
 
 @cache
@@ -163,12 +165,15 @@ class PagedAttention:
         return max(self.tunings[1].lines // self.group, 1)
 
     def plan(self, batch: AttentionBatch) -> Plan:
-        num_rows, num_tokens = len(batch.query_lens), len(batch.slot_mapping)
-        few, longest = split_queries(self.group), int(batch.query_lens.max())
+        num_rows = len(batch.query_lens)
+        num_tokens = len(batch.slot_mapping)
+        few = split_queries(self.group)
+        longest = int(batch.query_lens.max())
         num_tiles = 0 if longest <= few else num_tokens // self.tile_queries + num_rows
         if batch.has_exact_query_lens and int(batch.query_lens.min()) > few:
             return Plan(num_tiles, 0, 0)
-        queries, keys = min(longest, few), int(batch.seq_lens.max())
+        queries = min(longest, few)
+        keys = int(batch.seq_lens.max())
         if self.window is not None:
             # The first key is rounded down to a turn of the loop.
             keys = min(keys, self.window + queries + MIN_SPLIT)
@@ -181,10 +186,16 @@ class PagedAttention:
 
     def work(self, batch: AttentionBatch) -> Tensor:
         return work_list(
-            batch.query_start_loc, batch.seq_lens_device, self.num_wanted, self.window,
-            SPLIT_QUERIES=split_queries(self.group), TILE_QUERIES=self.tile_queries,
-            TILE_KEYS=self.tunings[0].tile_keys, MIN_SPLIT=MIN_SPLIT, MAX_SPLITS=MAX_SPLITS,
-        )  # fmt: skip
+            batch.query_start_loc,
+            batch.seq_lens_device,
+            self.num_wanted,
+            self.window,
+            SPLIT_QUERIES=split_queries(self.group),
+            TILE_QUERIES=self.tile_queries,
+            TILE_KEYS=self.tunings[0].tile_keys,
+            MIN_SPLIT=MIN_SPLIT,
+            MAX_SPLITS=MAX_SPLITS,
+        )
 
     def __call__(
         self,
@@ -212,15 +223,26 @@ class PagedAttention:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         num_rows = len(batch.seq_lens_device)
         step = (
-            work, batch.block_tables, batch.query_start_loc, batch.seq_lens_device, batch.tails,
-            sinks, q.stride(0), batch.block_tables.stride(0), num_rows, scale * LOG2E,
-        )  # fmt: skip
+            work,
+            batch.block_tables,
+            batch.query_start_loc,
+            batch.seq_lens_device,
+            batch.tails,
+            sinks,
+            q.stride(0),
+            batch.block_tables.stride(0),
+            num_rows,
+            scale * LOG2E,
+        )
         sizes = {
-            "HEAD_DIM": self.head_dim, "GROUP": self.group, "KV_HEADS": self.num_kv_heads,
-            "WINDOW": self.window, "BLOCK_SIZE": kv_cache.shape[2],
+            "HEAD_DIM": self.head_dim,
+            "GROUP": self.group,
+            "KV_HEADS": self.num_kv_heads,
+            "WINDOW": self.window,
+            "BLOCK_SIZE": kv_cache.shape[2],
             "TAIL": 0 if batch.tails is None else batch.tails.shape[1],
             "SOFT_CAP": soft_cap * LOG2E if soft_cap else None,
-        }  # fmt: skip
+        }
         decode, prefill = (tuning.options(self.group) for tuning in self.tunings)
         if plan.num_tiles:
             grid = self._grid(plan.num_tiles)
@@ -230,14 +252,30 @@ class PagedAttention:
             partials = q.new_empty(shape, dtype=torch.float32)
             lses = q.new_empty(shape[:3], dtype=torch.float32)
             decode_kernel[self._grid(plan.num_splits)](
-                q, *kv_cache, out, partials, lses, *step, **sizes, **decode,
+                q,
+                *kv_cache,
+                out,
+                partials,
+                lses,
+                *step,
+                **sizes,
+                **decode,
                 MAX_SPLITS=MAX_SPLITS,
-            )  # fmt: skip
+            )
             if plan.num_merged:
                 merge_kernel[self._grid(plan.num_merged * self.group, 4)](
-                    partials, lses, out, work, batch.query_start_loc, sinks, num_rows,
-                    self.num_heads, self.head_dim, MAX_SPLITS, num_warps=1,
-                )  # fmt: skip
+                    partials,
+                    lses,
+                    out,
+                    work,
+                    batch.query_start_loc,
+                    sinks,
+                    num_rows,
+                    self.num_heads,
+                    self.head_dim,
+                    MAX_SPLITS,
+                    num_warps=1,
+                )
         return out
 
     def _grid(self, num_pieces: int, more: int = 1) -> tuple[int]:
@@ -252,12 +290,30 @@ class PagedAttention:
 # mean another kernel, and requests would wait while it is compiled.
 @triton.jit(do_not_specialize=["table_stride", "num_rows"])
 def prefill_kernel(
-    q_ptr, key_ptr, value_ptr, out_ptr, work_ptr, tables_ptr, starts_ptr, seq_lens_ptr,
-    tails_ptr, sinks_ptr, q_stride, table_stride, num_rows, score_scale,
-    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr, SOFT_CAP: tl.constexpr,
-    TILE_KEYS: tl.constexpr, LINES: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    key_ptr,
+    value_ptr,
+    out_ptr,
+    work_ptr,
+    tables_ptr,
+    starts_ptr,
+    seq_lens_ptr,
+    tails_ptr,
+    sinks_ptr,
+    q_stride,
+    table_stride,
+    num_rows,
+    score_scale,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TAIL: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    LINES: tl.constexpr,
+):
     """Tiles of the rows that are not split: some tokens each, over all keys that they see."""
     QUERIES: tl.constexpr = LINES // GROUP
     num_tiles = tl.load(work_ptr + num_rows)
@@ -274,13 +330,27 @@ def prefill_kernel(
         if TAIL > 0:
             tail_ptr += row * TAIL
         result, lse = attend(
-            load_queries(q_ptr, start + query, head, valid, q_stride, HEAD_DIM), computed + query,
-            key_ptr + kv_head * HEAD_DIM, value_ptr + kv_head * HEAD_DIM,
-            tables_ptr + row * table_stride, tail_ptr, seq_len - TAIL,
-            first_key, first_key // TILE_KEYS * TILE_KEYS, first_position + 1,
-            tl.minimum(first_position + QUERIES, seq_len), score_scale,
-            HEAD_DIM, WINDOW, TILE_KEYS, KV_HEADS, BLOCK_SIZE, TAIL, SOFT_CAP, LINES,
-        )  # fmt: skip
+            load_queries(q_ptr, start + query, head, valid, q_stride, HEAD_DIM),
+            computed + query,
+            key_ptr + kv_head * HEAD_DIM,
+            value_ptr + kv_head * HEAD_DIM,
+            tables_ptr + row * table_stride,
+            tail_ptr,
+            seq_len - TAIL,
+            first_key,
+            first_key // TILE_KEYS * TILE_KEYS,
+            first_position + 1,
+            tl.minimum(first_position + QUERIES, seq_len),
+            score_scale,
+            HEAD_DIM,
+            WINDOW,
+            TILE_KEYS,
+            KV_HEADS,
+            BLOCK_SIZE,
+            TAIL,
+            SOFT_CAP,
+            LINES,
+        )
         result *= without_sink(lse, sinks_ptr, head)[:, None]
         at = (start + query) * (KV_HEADS * GROUP) + head
         store_lines(out_ptr, at, valid, result, HEAD_DIM)
@@ -288,12 +358,33 @@ def prefill_kernel(
 
 @triton.jit(do_not_specialize=["table_stride", "num_rows"])
 def decode_kernel(
-    q_ptr, key_ptr, value_ptr, out_ptr, partial_ptr, lse_ptr, work_ptr, tables_ptr, starts_ptr,
-    seq_lens_ptr, tails_ptr, sinks_ptr, q_stride, table_stride, num_rows, score_scale,
-    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TAIL: tl.constexpr, SOFT_CAP: tl.constexpr,
-    TILE_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr, LINES: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    key_ptr,
+    value_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    work_ptr,
+    tables_ptr,
+    starts_ptr,
+    seq_lens_ptr,
+    tails_ptr,
+    sinks_ptr,
+    q_stride,
+    table_stride,
+    num_rows,
+    score_scale,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TAIL: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    LINES: tl.constexpr,
+):
     """All tokens of a row, over one split of its keys, or over all if there is one."""
     splits_ptr = work_ptr + num_rows + 1
     tokens_ptr = splits_ptr + num_rows + 1
@@ -311,13 +402,27 @@ def decode_kernel(
         if TAIL > 0:
             tail_ptr += row * TAIL
         result, lse = attend(
-            load_queries(q_ptr, start + query, head, valid, q_stride, HEAD_DIM), computed + query,
-            key_ptr + kv_head * HEAD_DIM, value_ptr + kv_head * HEAD_DIM,
-            tables_ptr + row * table_stride, tail_ptr, seq_len - TAIL,
-            first_key, begin + split * size, computed + 1,
-            tl.minimum(begin + (split + 1) * size, seq_len), score_scale,
-            HEAD_DIM, WINDOW, TILE_KEYS, KV_HEADS, BLOCK_SIZE, TAIL, SOFT_CAP, LINES,
-        )  # fmt: skip
+            load_queries(q_ptr, start + query, head, valid, q_stride, HEAD_DIM),
+            computed + query,
+            key_ptr + kv_head * HEAD_DIM,
+            value_ptr + kv_head * HEAD_DIM,
+            tables_ptr + row * table_stride,
+            tail_ptr,
+            seq_len - TAIL,
+            first_key,
+            begin + split * size,
+            computed + 1,
+            tl.minimum(begin + (split + 1) * size, seq_len),
+            score_scale,
+            HEAD_DIM,
+            WINDOW,
+            TILE_KEYS,
+            KV_HEADS,
+            BLOCK_SIZE,
+            TAIL,
+            SOFT_CAP,
+            LINES,
+        )
         if num_splits == 1:
             result *= without_sink(lse, sinks_ptr, head)[:, None]
             at = (start + query) * (KV_HEADS * GROUP) + head
@@ -331,11 +436,20 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def merge_kernel(
-    partial_ptr, lse_ptr, out_ptr, work_ptr, starts_ptr, sinks_ptr, num_rows,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, MAX_SPLITS: tl.constexpr,
-):  # fmt: skip
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    work_ptr,
+    starts_ptr,
+    sinks_ptr,
+    num_rows,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
     """The mean over all splits, of each head of each token whose row has several."""
-    split, dim = tl.arange(0, MAX_SPLITS), tl.arange(0, HEAD_DIM)
+    split = tl.arange(0, MAX_SPLITS)
+    dim = tl.arange(0, HEAD_DIM)
     splits_ptr = work_ptr + num_rows + 1
     tokens_ptr = splits_ptr + num_rows + 1
     num_pieces = tl.load(tokens_ptr + num_rows) * HEADS

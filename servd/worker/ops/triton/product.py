@@ -21,17 +21,35 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     tiles = triton.cdiv(len(rows), TILE["ROWS"]) * triton.cdiv(num_outputs, TILE["COLUMNS"])
     if tiles:
         product_kernel[(tiles,)](
-            rows, weight, bias, out, len(rows), num_outputs, size, rows.stride(0), **TILE,
-            num_warps=4, num_stages=4 if x.element_size() == 2 else 2,  # 99 KB on most devices
-        )  # fmt: skip
+            rows,
+            weight,
+            bias,
+            out,
+            len(rows),
+            num_outputs,
+            size,
+            rows.stride(0),
+            **TILE,
+            num_warps=4,
+            num_stages=4 if x.element_size() == 2 else 2,  # 99 KB on most devices
+        )
     return out.view(*x.shape[:-1], num_outputs)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def product_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, num_outputs, size, x_stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    num_outputs,
+    size,
+    x_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """One program per tile; those of the same columns follow each other, and share the weights."""
     tiles = tl.cdiv(num_rows, ROWS)
     row = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]

@@ -50,19 +50,53 @@ def rotate_and_store(
     # Axis 1 is the tensor: 0 keys, 1 values, 2 queries.
     grid = (triton.cdiv(num_tokens * num_heads, rows), 2 if is_same else 3)
     rotate_and_store_kernel[grid](
-        q, k, v, turned, kv_cache[0], kv_cache[1], slot_mapping, cos, sin, q_weight, k_weight,
-        num_tokens, q.stride(0), k.stride(0), v.stride(0), eps,
-        num_heads, k.shape[1], head_dim, rows,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        turned,
+        kv_cache[0],
+        kv_cache[1],
+        slot_mapping,
+        cos,
+        sin,
+        q_weight,
+        k_weight,
+        num_tokens,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        eps,
+        num_heads,
+        k.shape[1],
+        head_dim,
+        rows,
+    )
     return turned
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def rotate_and_store_kernel(
-    q_ptr, k_ptr, v_ptr, turned_ptr, key_ptr, value_ptr, slots_ptr, cos_ptr, sin_ptr,
-    q_weight_ptr, k_weight_ptr, num_tokens, q_stride, k_stride, v_stride, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    turned_ptr,
+    key_ptr,
+    value_ptr,
+    slots_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    num_tokens,
+    q_stride,
+    k_stride,
+    v_stride,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """One program per ROWS heads of q, k or v, counted through all tokens."""
     tensor = tl.program_id(1)
     if tensor < 2:
@@ -73,22 +107,34 @@ def rotate_and_store_kernel(
         if tensor == 0:
             from_ptr = k_ptr + token * k_stride + head * HEAD_DIM
             _turn(
-                from_ptr, key_ptr + to, cos_ptr, sin_ptr, k_weight_ptr, eps, token, slot >= 0,
+                from_ptr,
+                key_ptr + to,
+                cos_ptr,
+                sin_ptr,
+                k_weight_ptr,
+                eps,
+                token,
+                slot >= 0,
                 HEAD_DIM,
-            )  # fmt: skip
+            )
         else:
             from_ptr = v_ptr + token * v_stride + head * HEAD_DIM
             _turn(from_ptr, value_ptr + to, None, None, None, eps, token, slot >= 0, HEAD_DIM)
     else:
         token, head = _heads(HEADS, ROWS)
-        from_ptr, to_ptr = (
-            q_ptr + token * q_stride + head * HEAD_DIM,
-            turned_ptr + (token * HEADS + head) * HEAD_DIM,
-        )
+        from_ptr = q_ptr + token * q_stride + head * HEAD_DIM
+        to_ptr = turned_ptr + (token * HEADS + head) * HEAD_DIM
         _turn(
-            from_ptr, to_ptr, cos_ptr, sin_ptr, q_weight_ptr, eps, token, token < num_tokens,
+            from_ptr,
+            to_ptr,
+            cos_ptr,
+            sin_ptr,
+            q_weight_ptr,
+            eps,
+            token,
+            token < num_tokens,
             HEAD_DIM,
-        )  # fmt: skip
+        )
 
 
 @triton.jit
@@ -117,6 +163,7 @@ def _turn(
         sin = tl.load(sin_ptr + token * HALF + pair, mask=valid, other=0.0).to(tl.float32)
         first, second = first * cos - second * sin, second * cos + first * sin
     if to_ptr.dtype.element_ty == tl.float8e4nv:
-        first, second = tl.clamp(first, -448.0, 448.0), tl.clamp(second, -448.0, 448.0)
+        first = tl.clamp(first, -448.0, 448.0)
+        second = tl.clamp(second, -448.0, 448.0)
     tl.store(to_ptr + pair, first.to(to_ptr.dtype.element_ty), mask=valid)
     tl.store(to_ptr + HALF + pair, second.to(to_ptr.dtype.element_ty), mask=valid)

@@ -44,10 +44,19 @@ def work_list(
 
 @triton.jit(do_not_specialize=["num_rows", "num_wanted"])
 def work_list_kernel(
-    work_ptr, starts_ptr, seq_lens_ptr, num_rows, num_wanted,
-    SPLIT_QUERIES: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    work_ptr,
+    starts_ptr,
+    seq_lens_ptr,
+    num_rows,
+    num_wanted,
+    SPLIT_QUERIES: tl.constexpr,
+    TILE_QUERIES: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     num_keys = tl.zeros([ROWS], tl.int32)
     for row in range(0, num_rows, ROWS):
         query_len, seq_len = _lengths_of(row, starts_ptr, seq_lens_ptr, num_rows, ROWS)
@@ -56,10 +65,13 @@ def work_list_kernel(
         num_keys += tl.where((query_len > 0) & (query_len <= SPLIT_QUERIES), keys, 0)
     least = tl.cdiv(tl.cdiv(tl.sum(num_keys, 0), tl.maximum(num_wanted, 1)), TILE_KEYS) * TILE_KEYS
     least = tl.maximum(tl.where(num_wanted > 0, least, 0), MIN_SPLIT)
-    tiles_ptr, splits_ptr = work_ptr, work_ptr + num_rows + 1
+    tiles_ptr = work_ptr
+    splits_ptr = work_ptr + num_rows + 1
     tokens_ptr = splits_ptr + num_rows + 1
     tl.store(work_ptr + 3 * num_rows + 3, least)
-    num_tiles, num_splits, num_tokens = 0, 0, 0
+    num_tiles = 0
+    num_splits = 0
+    num_tokens = 0
     for row in range(0, num_rows, ROWS):
         query_len, seq_len = _lengths_of(row, starts_ptr, seq_lens_ptr, num_rows, ROWS)
         is_split = (query_len > 0) & (query_len <= SPLIT_QUERIES)
@@ -97,7 +109,9 @@ def _append(to_ptr, counts, before, first_row, num_rows, ROWS: tl.constexpr):
 @triton.jit
 def row_of(piece, counts_ptr, num_rows):
     """The row that a piece belongs to, and its number there."""
-    low, high = 0, num_rows  # the row is in [low, high)
+    # the row is in [low, high)
+    low = 0
+    high = num_rows
     while high - low > 1:
         middle = (low + high) // 2
         is_before = tl.load(counts_ptr + middle) <= piece

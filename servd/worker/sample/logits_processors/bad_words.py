@@ -62,5 +62,6 @@ class Processor(LogitsProcessor):
         logits.index_put_((rows.repeat(counts), words[:, -1]), bias, accumulate=True)
 
     def update(self, token_ids: Tensor, rows: Rows) -> None:
-        before, new = self.history[rows.slots][:, 1:], token_ids[rows.index].unsqueeze(1)
+        before = self.history[rows.slots][:, 1:]
+        new = token_ids[rows.index].unsqueeze(1)
         self.history[rows.slots] = torch.cat([before, new], dim=1)

@@ -24,7 +24,8 @@ class Processor(LogitsProcessor):
         self.biases: dict[int, Tensor] = {}  # slot -> [entries] float32
 
     def add(self, request: SlotRequest) -> bool:
-        bias, slot = request.params.logit_bias, request.slot
+        bias = request.params.logit_bias
+        slot = request.slot
         if not bias:
             return False
         self.token_ids[slot] = upload(np.array(list(bias), dtype=np.int64), self.device)

@@ -36,7 +36,8 @@ class Processor(LogitsProcessor):
         )
 
     def add(self, request: SlotRequest) -> bool:
-        budget, tags = request.params.thinking_token_budget, request.params.reasoning_tags
+        budget = request.params.thinking_token_budget
+        tags = request.params.reasoning_tags
         if budget is None or tags is None or tags.end_id in request.output_token_ids:
             return False
         begin = len(request.prompt_token_ids)
@@ -52,7 +53,8 @@ class Processor(LogitsProcessor):
         return True
 
     def apply(self, logits: Tensor, rows: Rows, shift: Shift) -> None:
-        is_due, end_ids = rows.positions >= self.due[rows.slots], self.end_ids[rows.slots]
+        is_due = rows.positions >= self.due[rows.slots]
+        end_ids = self.end_ids[rows.slots]
         # Possible, whatever was done to it; and in the bitmask the only one.
         at = rows.repeat(1), end_ids
         logits[at] = logits[at].masked_fill_(is_due, 0.0)
@@ -65,8 +67,10 @@ class Processor(LogitsProcessor):
         bitmask[rows.index] = torch.where(is_due.unsqueeze(1), only_end, allowed)
 
     def update(self, token_ids: Tensor, rows: Rows) -> None:
-        sampled, slots = token_ids[rows.index], rows.slots
-        start_ids, due = self.start_ids[slots], self.due[slots]
+        sampled = token_ids[rows.index]
+        slots = rows.slots
+        start_ids = self.start_ids[slots]
+        due = self.due[slots]
         has_ended = sampled == self.end_ids[slots]
         has_begun = (sampled == start_ids) & (due == NEVER)
         due = torch.where(has_begun, rows.positions + 1 + self.budgets[slots], due)

@@ -17,11 +17,13 @@ def shift(logits: Tensor, changes: Shift) -> Tensor:
         add_biases(logits, changes.biased)
     # Made as floats: in a program they lie in its buffers.
     best = torch.empty(2 * len(logits)).view(torch.int64)
-    bitmask, penalized = changes.bitmask, changes.penalized
+    bitmask = changes.bitmask
+    penalized = changes.penalized
     masked = (None, 0, 0) if bitmask is None else (bitmask.contiguous(), *bitmask.shape)
     penalties = (None, 0, None, None)
     if penalized is not None:
-        counts, slots = penalized.counts, penalized.slot_of_each(len(logits))
+        counts = penalized.counts
+        slots = penalized.slot_of_each(len(logits))
         penalties = (slots, len(counts), counts, penalized.factors)
     call("shift", logits, logits.stride(0), *masked, *penalties, *logits.shape, best)
     return best
@@ -33,9 +35,16 @@ def choose(logits: Tensor, slots: Tensor, columns: Tensor, token_ids: Tensor) ->
     chosen = torch.empty(len(logits), dtype=torch.int64)
     assert slots.is_contiguous() and columns.is_contiguous() and token_ids.is_contiguous()
     call(
-        "choose", logits, logits.stride(0), *logits.shape, slots, columns, token_ids,
-        *token_ids.shape, chosen,
-    )  # fmt: skip
+        "choose",
+        logits,
+        logits.stride(0),
+        *logits.shape,
+        slots,
+        columns,
+        token_ids,
+        *token_ids.shape,
+        chosen,
+    )
     return chosen
 
 
@@ -59,7 +68,8 @@ def draw(weights: Tensor, lowest: Tensor, seeds: Tensor, positions: Tensor) -> T
 
 
 def score(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    log_totals, ranks = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
+    log_totals = torch.empty(len(logits))
+    ranks = torch.empty(len(logits), dtype=torch.int64)
     at = token_ids.contiguous()
     call("score", logits, logits.stride(0), at, *logits.shape, log_totals, ranks)
     return log_totals, ranks

@@ -85,7 +85,9 @@ def _narrow_by_digits(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     kth = torch.zeros_like(weights[:, 0])
     with_k = (top_k > 0).nonzero().squeeze(1)
     if len(with_k):
-        part, part_masses, k = weights[with_k], masses[with_k], top_k[with_k]
+        part = weights[with_k]
+        part_masses = masses[with_k]
+        k = top_k[with_k]
         smallest = smallest_keeping(part, torch.ones_like(part_masses), k)
         is_above = part > smallest.unsqueeze(1)
         totals[with_k] = (
@@ -124,7 +126,9 @@ def smallest_keeping(weights: Tensor, masses: Tensor, limits: Tensor) -> Tensor:
         found += digit << position
         same = digits == digit[rows]
         at = same.nonzero(as_tuple=True)
-        rows, bits, masses = rows.expand_as(same)[at], bits[at], masses[at]
+        rows = rows.expand_as(same)[at]
+        bits = bits[at]
+        masses = masses[at]
     return found.view(torch.float32)
 
 

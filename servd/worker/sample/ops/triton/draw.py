@@ -30,16 +30,25 @@ def splitmix64(state, index):
 
 @triton.jit
 def block_masses_kernel(weights_ptr, lowest_ptr, masses_ptr, vocab, BLOCK: tl.constexpr):
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
     masses = masses_of(weights_ptr, row, block, vocab, tl.load(lowest_ptr + row), BLOCK)
     tl.store(masses_ptr + row * tl.num_programs(1) + block, tl.sum(masses, axis=0))
 
 
 @triton.jit
 def draw_kernel(
-    weights_ptr, lowest_ptr, masses_ptr, seeds_ptr, positions_ptr, out_ptr, vocab, num_blocks,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    weights_ptr,
+    lowest_ptr,
+    masses_ptr,
+    seeds_ptr,
+    positions_ptr,
+    out_ptr,
+    vocab,
+    num_blocks,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program per row; BLOCKS >= num_blocks."""
     row = tl.program_id(0).to(tl.int64)
     seed = tl.load(seeds_ptr + row).to(tl.uint64, bitcast=True)
@@ -66,7 +75,16 @@ def draw(weights: Tensor, lowest: Tensor, seeds: Tensor, positions: Tensor) -> T
     block_masses_kernel[(num_rows, num_blocks)](weights, lowest, masses, vocab, BLOCK, num_warps=8)
     out = torch.empty(num_rows, dtype=torch.int64, device=weights.device)
     draw_kernel[(num_rows,)](
-        weights, lowest, masses, seeds, positions, out, vocab, num_blocks,
-        triton.next_power_of_2(num_blocks), BLOCK, num_warps=8,
-    )  # fmt: skip
+        weights,
+        lowest,
+        masses,
+        seeds,
+        positions,
+        out,
+        vocab,
+        num_blocks,
+        triton.next_power_of_2(num_blocks),
+        BLOCK,
+        num_warps=8,
+    )
     return out

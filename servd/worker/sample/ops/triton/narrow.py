@@ -67,9 +67,18 @@ def collect(row_ptr, vocab, low, high, found_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def search(
-    row_ptr, vocab, low, low_count, low_mass, limit, found_ptr,
-    BY_COUNT: tl.constexpr, ONE: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    row_ptr,
+    vocab,
+    low,
+    low_count,
+    low_mass,
+    limit,
+    found_ptr,
+    BY_COUNT: tl.constexpr,
+    ONE: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The smallest bits from `low` on such that what is above them has less than the limit, and
     what that has.
 
@@ -80,27 +89,36 @@ def search(
     high_count = tl.zeros([], dtype=tl.int32)
     high_mass = tl.zeros([], dtype=tl.int64)
     if (low_count if BY_COUNT else low_mass).to(tl.float64) < limit:
-        high, high_count, high_mass = low, low_count, low_mass
+        high = low
+        high_count = low_count
+        high_mass = low_mass
     while (high - low > 1) & (low_count - high_count > CAPACITY):
         middle = low + (high - low) // 2
         count, mass = measure(row_ptr, vocab, middle, BLOCK)
         if (count if BY_COUNT else mass).to(tl.float64) < limit:
-            high, high_count, high_mass = middle, count, mass
+            high = middle
+            high_count = count
+            high_mass = mass
         else:
-            low, low_count = middle, count
+            low = middle
+            low_count = count
     if high - low > 1:
         num_found = collect(row_ptr, vocab, low, high, found_ptr, BLOCK)
         at = tl.arange(0, CAPACITY)
         bits = tl.load(found_ptr + at, mask=at < num_found, other=0)
         masses = mass_of(bits)
-        more_count, more_mass = high_count, high_mass  # above all that were collected
+        # above all that were collected
+        more_count = high_count
+        more_mass = high_mass
         while high - low > 1:
             middle = low + (high - low) // 2
             is_above = bits > middle
             count = more_count + tl.sum(is_above.to(tl.int32), axis=0)
             mass = more_mass + tl.sum(tl.where(is_above, masses, 0), axis=0)
             if (count if BY_COUNT else mass).to(tl.float64) < limit:
-                high, high_count, high_mass = middle, count, mass
+                high = middle
+                high_count = count
+                high_mass = mass
             else:
                 low = middle
     return high, high_count, high_mass
@@ -108,12 +126,24 @@ def search(
 
 @triton.jit
 def narrow_kernel(
-    weights_ptr, lowest_ptr, top_k_ptr, top_p_ptr, found_ptr, out_ptr, vocab,
-    ONE: tl.constexpr, UNIT: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    weights_ptr,
+    lowest_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    found_ptr,
+    out_ptr,
+    vocab,
+    ONE: tl.constexpr,
+    UNIT: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
-    row_ptr, found_ptr = weights_ptr + row * vocab, found_ptr + row * CAPACITY
-    lowest, k, p = tl.load(lowest_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    row_ptr = weights_ptr + row * vocab
+    found_ptr = found_ptr + row * CAPACITY
+    lowest = tl.load(lowest_ptr + row)
+    k = tl.load(top_k_ptr + row)
+    p = tl.load(top_p_ptr + row)
     result = lowest
     if (k > 0) | (p < 1.0):
         low = tl.maximum(lowest.to(tl.int32, bitcast=True) - 1, 0)
@@ -151,7 +181,17 @@ def narrow(weights: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor) -> Ten
     found = torch.empty(num_rows, CAPACITY, dtype=torch.int32, device=weights.device)
     out = torch.empty_like(lowest)
     narrow_kernel[(num_rows,)](
-        weights, lowest, top_k, top_p, found, out, vocab,
-        bits_of(WEIGHT_ONE), bits_of(1.0), CAPACITY, BLOCK, num_warps=16,
-    )  # fmt: skip
+        weights,
+        lowest,
+        top_k,
+        top_p,
+        found,
+        out,
+        vocab,
+        bits_of(WEIGHT_ONE),
+        bits_of(1.0),
+        CAPACITY,
+        BLOCK,
+        num_warps=16,
+    )
     return out

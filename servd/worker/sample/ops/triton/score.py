@@ -20,7 +20,8 @@ def score_kernel(
     """One program per row and BLOCK tokens: logarithm of the sum of exponentials, and how many are
     above the token.
     """
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab, other=float("-inf"))
     its = tl.load(logits_ptr + row * row_stride + tl.load(token_ids_ptr + row))

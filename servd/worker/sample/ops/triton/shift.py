@@ -18,14 +18,28 @@ LAST = 2**31 - 1
 
 @triton.jit
 def shift_kernel(
-    logits_ptr, starts_ptr, ids_ptr, biases_ptr, bitmask_ptr, slots_ptr, counts_ptr, factors_ptr,
-    best_ptr, vocab, row_stride, words,
-    COUNT_BITS: tl.constexpr, LAST: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    starts_ptr,
+    ids_ptr,
+    biases_ptr,
+    bitmask_ptr,
+    slots_ptr,
+    counts_ptr,
+    factors_ptr,
+    best_ptr,
+    vocab,
+    row_stride,
+    words,
+    COUNT_BITS: tl.constexpr,
+    LAST: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program per row and BLOCK tokens; finds the best of them. `slots` is negative in rows
     without penalties.
     """
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     valid = token < vocab
     logit_at = logits_ptr + row * row_stride + token
@@ -70,20 +84,37 @@ def shift(logits: Tensor, changes: Shift) -> Tensor:
 
 def choose(logits: Tensor, slots: Tensor, columns: Tensor, token_ids: Tensor) -> Tensor:
     best = best_of_blocks(logits, Shift())
-    (num_rows, num_blocks), chosen = best.shape, torch.empty_like(slots)
+    (num_rows, num_blocks) = best.shape
+    chosen = torch.empty_like(slots)
     choose_kernel[(num_rows,)](
-        best, slots, columns, token_ids, chosen, num_blocks, token_ids.stride(0),
-        LAST, triton.next_power_of_2(num_blocks), num_warps=1,
-    )  # fmt: skip
+        best,
+        slots,
+        columns,
+        token_ids,
+        chosen,
+        num_blocks,
+        token_ids.stride(0),
+        LAST,
+        triton.next_power_of_2(num_blocks),
+        num_warps=1,
+    )
     return chosen
 
 
 @triton.jit
 def choose_kernel(
-    best_ptr, slots_ptr, columns_ptr, token_ids_ptr, chosen_ptr, num_blocks, token_stride,
-    LAST: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
+    best_ptr,
+    slots_ptr,
+    columns_ptr,
+    token_ids_ptr,
+    chosen_ptr,
+    num_blocks,
+    token_stride,
+    LAST: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCKS)
     found = tl.load(best_ptr + row * num_blocks + block, mask=block < num_blocks, other=-(2**63))
     best = tl.max(found, axis=0)
     token = LAST - (best & 0xFFFFFFFF)
@@ -96,18 +127,37 @@ def choose_kernel(
 def best_of_blocks(logits: Tensor, changes: Shift) -> Tensor:
     """[n, blocks] int64, which orders as (logit, -token) does."""
     num_rows, vocab = logits.shape
-    biased, bitmask, penalized = changes.biased, changes.bitmask, changes.penalized
+    biased = changes.biased
+    bitmask = changes.bitmask
+    penalized = changes.penalized
     starts = token_ids = biases = slots = counts = factors = None
     if biased is not None:
-        starts, token_ids, biases = biased.starts, biased.token_ids, biased.biases
+        starts = biased.starts
+        token_ids = biased.token_ids
+        biases = biased.biases
     if penalized is not None:
         slots = penalized.slot_of_each(num_rows)
-        counts, factors = penalized.counts, penalized.factors
+        counts = penalized.counts
+        factors = penalized.factors
     best = torch.empty(num_rows, triton.cdiv(vocab, BLOCK), dtype=torch.int64, device=logits.device)
     words = 0 if bitmask is None else bitmask.shape[1]
     shift_kernel[best.shape](
-        logits, starts, token_ids, biases, bitmask, slots, counts, factors,
-        best, vocab, logits.stride(0), words,
-        IN_PROMPT - 1, LAST, ENTRIES, BLOCK, num_warps=8,
-    )  # fmt: skip
+        logits,
+        starts,
+        token_ids,
+        biases,
+        bitmask,
+        slots,
+        counts,
+        factors,
+        best,
+        vocab,
+        logits.stride(0),
+        words,
+        IN_PROMPT - 1,
+        LAST,
+        ENTRIES,
+        BLOCK,
+        num_warps=8,
+    )
     return best

@@ -15,10 +15,17 @@ BLOCK = 4096
 
 @triton.jit
 def to_weights_kernel(
-    logits_ptr, peaks_ptr, temperatures_ptr, weights_ptr, vocab, row_stride,
-    ONE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    logits_ptr,
+    peaks_ptr,
+    temperatures_ptr,
+    weights_ptr,
+    vocab,
+    row_stride,
+    ONE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab, other=0.0)
     # At most 0 before the division, so no temperature can overflow it.
     weight = tl.exp((x - tl.load(peaks_ptr + row)) / tl.load(temperatures_ptr + row)) * ONE
