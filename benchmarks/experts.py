@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from servd.checkpoint.hf import FAKE_SPEC
 from servd.worker.device.parallel import Parallel
-from servd.worker.layers._matrix import MakeForm
+from servd.worker.layers._matrix import MakeQuantMethod
 from servd.worker.layers.experts import SparseMoE
 from servd.worker.layers.packed import PackedMatrix
 from servd.worker.models.llama import LlamaMLP
@@ -33,7 +33,7 @@ def filled(module: torch.nn.Module, form: str) -> torch.nn.Module:
     """With random weights."""
     for parameter in module.parameters():
         parameter.data.normal_(std=0.02)
-        parameter.reform(MakeForm(FORMS[form]))  # type: ignore[operator]
+        parameter.process_weights(MakeQuantMethod(FORMS[form]))  # type: ignore[operator]
     return module
 
 

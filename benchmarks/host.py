@@ -33,11 +33,11 @@ from servd.messages.engine import EngineCoreRequest
 from servd.messages.params import SamplingParams
 from servd.worker import worker
 from servd.worker.ops import native
-from servd.worker.readers import StepPart
+from servd.worker.output_heads import StepPart
 from servd.worker.runner.cpu_model_runner import CPUModelRunner
 from servd.worker.runner.gpu_model_runner import GPUModelRunner
 
-PARTS = ("schedule", "prepare", "sample", "harvest", "update", "outputs", "other")
+PARTS = ("schedule", "prepare", "sample", "collect", "update", "outputs", "other")
 NUM_STEPS = 300
 WARM_STEPS = 20
 VOCAB_SIZE = 8
@@ -100,7 +100,7 @@ class Timed:
     """The output of a step in flight."""
 
     def __init__(self, pending: Any, clock: Clock) -> None:
-        self.result = clock.timed(pending.result, "harvest")
+        self.result = clock.timed(pending.result, "collect")
 
 
 def options(num_rows: int) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class StubRunner(GPUModelRunner):
 
     def _captured(self, tokens: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
         if ends is None:  # where sampled tokens go is read
-            self.states.begin_decode(self.states.inputs.columns(tokens.shape[1]))
+            self.states.begin_decode(self.states.inputs.buffers_of(tokens.shape[1]))
         return torch.zeros(tokens.shape[1], self.spec.hidden_size)
 
     def recorder(self) -> Callable[[Callable[[], object]], Callable[[], None]]:

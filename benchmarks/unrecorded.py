@@ -32,8 +32,8 @@ def of_engine() -> Replaced:
         """Only tells the time between steps, by which drafts are planned."""
 
         def add(self, record: StepRecord) -> tuple[int, bool]:
-            before, self._harvested_ns = self._harvested_ns, record.harvested_ns
-            return record.harvested_ns - before, False
+            before, self._collected_ns = self._collected_ns, record.collected_ns
+            return record.collected_ns - before, False
 
         def news(self, client: int) -> list[Any]:
             return []

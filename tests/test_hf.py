@@ -1,5 +1,5 @@
 """Model files: config.json of both families under one set of names, weight files, errors with a
-remedy.
+hint.
 """
 
 import json

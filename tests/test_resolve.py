@@ -200,8 +200,8 @@ def test_resolving_twice_changes_nothing_and_a_step_holds_a_token_of_each(
         (CPU, {"pipeline_parallel_size": 2, "executor": "uniproc"}, ["uniproc", "multiproc"]),
         (CPU, {"pipeline_parallel_size": 3}, ["--pipeline-parallel-size 3", "2 layers"]),
         *(
-            (CPU, {"pipeline_parallel_size": 2} | options, ["--pipeline-parallel-size 2", remedy])
-            for options, remedy in (
+            (CPU, {"pipeline_parallel_size": 2} | options, ["--pipeline-parallel-size 2", hint])
+            for options, hint in (
                 ({"speculative_config": '{"method": "ngram"}'}, "--speculative-config: leave"),
                 ({"enable_lora": True}, "--enable-lora: leave"),
                 (

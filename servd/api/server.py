@@ -27,7 +27,7 @@ import uvloop
 from servd.api.app import create_app
 from servd.api.context import Context
 from servd.api.engine.async_llm import AsyncLLM
-from servd.api.engine.load_balancer import Router
+from servd.api.engine.load_balancer import LoadBalancer
 from servd.api.engine.output_processor import OutputProcessor
 from servd.api.engine.pinned_prefixes import PinnedPrefixes
 from servd.api.engine.processor import Processor
@@ -262,8 +262,8 @@ async def serve(start: StartAPIServer) -> int:
     listener = socket.socket(fileno=start.listener)
     own = identity(config, spec)
     clients = [
-        EngineCoreClient(engine_dir(start.ipc_dir, rank), start.client, own, incarnation)
-        for rank, incarnation in enumerate(start.incarnations)
+        EngineCoreClient(engine_dir(start.ipc_dir, rank), start.client, own, generation)
+        for rank, generation in enumerate(start.generations)
     ]
     tokenizer = Tokenizer.of_model(config, spec)
     assert config.model.max_model_len is not None
@@ -281,10 +281,10 @@ async def serve(start: StartAPIServer) -> int:
             config.model.max_model_len,
             first_rank=config.parallel.first_rank,
         ),
-        Router.of(config, start.place, start.routing),
+        LoadBalancer.of(config, start.place, start.routing),
     )
-    for engine, incarnation in zip(async_llm.engines, start.incarnations, strict=True):
-        engine.metrics.observe_restarts(incarnation)
+    for engine, generation in zip(async_llm.engines, start.generations, strict=True):
+        engine.metrics.observe_restarts(generation)
     async_llm.start()
     store = AdapterStore.beside(start.ipc_dir) if config.lora.enable_lora else None
     spans = span_exporter(config.observability)

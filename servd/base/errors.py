@@ -28,7 +28,7 @@ from typing import ClassVar
 
 
 class ServdError(Exception):
-    """Any error that servd raises on purpose. The message names the cause and the remedy."""
+    """Any error that servd raises on purpose. The message names the cause and the hint."""
 
 
 class RequestError(ServdError):

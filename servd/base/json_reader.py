@@ -1,4 +1,4 @@
-"""Decodes JSON that came from outside, with one kind of error for whatever is wrong with it."""
+"""DecodeBatch JSON that came from outside, with one kind of error for whatever is wrong with it."""
 
 from __future__ import annotations
 

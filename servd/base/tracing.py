@@ -29,13 +29,13 @@ STAGES = (
     "compiling",  # the engine has it, but not its grammar
     "compiled",
     "queued",  # the engine has it, in the waiting queue
-    "aside",  # requests with other adapters run
+    "deferred",  # requests with other adapters run
     "scheduled",  # a step that contains it is launched; again after it was preempted
     "reading",  # it waits for blocks of its prompt from files
     "preempted",  # blocks ran out; waits again
     "swapped",  # and its blocks go to host memory
-    "first_token",  # harvested by the engine
-    "finished",  # last token harvested by the engine
+    "first_token",  # collected by the engine
+    "finished",  # last token collected by the engine
     "returned",  # the API process has the last token
     "detokenised",  # last text made
     "blocked",  # a write waits for the client
@@ -85,7 +85,7 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     scheduled_ns: int = 0
     executed_ns: int = 0  # `execute_model` has returned: launched, or on a CPU computed
     launched_ns: int = 0  # `sample_tokens` has returned
-    harvested_ns: int = 0  # the engine has its output
+    collected_ns: int = 0  # the engine has its output
     # Of each worker by rank, four: it began, had gathered the inputs, had launched the forward
     # pass, had the sampled tokens.
     worker_ns: tuple[int, ...] = ()
@@ -116,7 +116,7 @@ class Pace(NamedTuple):
 
     @classmethod
     def of(cls, steps: Sequence[StepRecord]) -> Pace:
-        took = [(step.harvested_ns - step.started_ns, step) for step in steps]
+        took = [(step.collected_ns - step.started_ns, step) for step in steps]
         return cls(
             max((ns for ns, _ in took), default=0),
             max((ns / step.num_tokens for ns, step in took if step.prefills), default=0.0),

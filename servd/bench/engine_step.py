@@ -64,6 +64,6 @@ def time_step(engine: EngineCore, spent: Counter[str]) -> int:
         spent["prepare"] += gathered - begin
         spent["forward"] += computed - gathered
         spent["sample"] += sampled - computed
-        if record.harvested_ns > began_ns:
-            spent["update"] += ended_ns - record.harvested_ns
+        if record.collected_ns > began_ns:
+            spent["update"] += ended_ns - record.collected_ns
     return num_tokens

@@ -18,9 +18,9 @@ from msgspec import Meta
 from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
 from servd.checkpoint import gguf
 from servd.checkpoint.cached_folder import make_cached_folder
+from servd.checkpoint.multimodal_config import TEXT, text_of
 from servd.checkpoint.overrides import override, reach
-from servd.checkpoint.published import as_today
-from servd.checkpoint.text_part import TEXT, text_of
+from servd.checkpoint.remote_code_configs import as_today
 
 log = logging.getLogger("servd.hf")
 

@@ -77,8 +77,8 @@ def override(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     """Return config.json with --hf-overrides: objects are merged, null removes a key. The number of
     positions follows a scaling, unless it is stated as well.
 
-    `config` is of a model of text alone, see `text_part.text_of`; changes of its `text_config`
-    count as its own. Raises ConfigError: a key that the model does not have, a value that it cannot
+    `config` is of a text model (`multimodal_config.text_of`); changes of its `text_config` count as
+    its own. Raises ConfigError: a key that the model does not have, a value that it cannot
     be, or a scaling of rotary positions that lacks something.
     """
     changes = {**changes, **(_object(changes, TEXT) or {})}

@@ -29,7 +29,7 @@ MODES = {
     "lasttoken": "last",
 }
 Task = Literal["generate", "embed", "classify"]
-REMEDIES = {
+HINTS = {
     "generate": "it writes text: ask it by /v1/chat/completions, for a class with "
     '`structured_outputs`: {"choice": [...]}, or compare embeddings by /score',
     "embed": "it makes embeddings: use /v1/embeddings, /v2/embed, /score, /rerank or /pooling",
@@ -73,7 +73,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
                 "embed": "the model makes no embeddings",
                 "classify": "the model has no classification head",
             }
-            raise InvalidRequest(f"{lacks[task]}; {REMEDIES[self.task]}", param="model")
+            raise InvalidRequest(f"{lacks[task]}; {HINTS[self.task]}", param="model")
 
     def check_scores(self) -> None:
         """Check that the model scores pairs of texts. Raises InvalidRequest: its head sorts into

@@ -15,6 +15,9 @@ from servd import __version__
 from servd.base import plugins
 from servd.base.errors import ConfigError, ServdError
 
+# Command -> its former names.
+ALIASES = {"simulate": ("what-if",)}
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 after a clean stop, 1 if a process died, 2 for a named error."""
@@ -51,6 +54,7 @@ def add_commands(parser: argparse.ArgumentParser, package: str) -> None:
         purpose = docstring(f"{package}.{name}")
         commands.add_parser(
             name.replace("_", "-"),
+            aliases=ALIASES.get(name, ()),
             module=f"{package}.{name}",
             help=purpose[0].lower() + purpose[1:].rstrip("."),
             description=purpose,
@@ -76,23 +80,21 @@ class Parser(argparse.ArgumentParser):
         """Leave nothing over, so that the error comes from the command that was meant."""
         parsed, unknown = super().parse_known_args(*args, **kwargs)
         if unknown:
-            from servd.config.foreign_options import remedy
+            from servd.config.flag_aliases import hint
 
             known = self._option_string_actions
             listed = f"`{self.prog} --help` says what there is"
             flags = [each for each in unknown if each.startswith("-")] or unknown[:1]
             self.error(
-                "\n".join(
-                    f"unknown argument {flag}; {remedy(flag, known, listed)}" for flag in flags
-                )
+                "\n".join(f"unknown argument {flag}; {hint(flag, known, listed)}" for flag in flags)
             )
         return parsed, unknown
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """What a flag may be short for: `-ngl 99`, another server's, is no `-n gl`."""
-        from servd.config.foreign_options import REMEDIES
+        from servd.config.flag_aliases import HINTS
 
-        return [] if option_string in REMEDIES else super()._get_option_tuples(option_string)
+        return [] if option_string in HINTS else super()._get_option_tuples(option_string)
 
 
 class Command(Parser):

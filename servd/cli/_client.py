@@ -147,8 +147,8 @@ class Client:
             message = json.loads(answer)["error"]["message"]  # the server's own words
         except (ValueError, KeyError, TypeError):
             message = f"{reply.status} {reply.reason}"
-        remedy = "; give it with --api-key or $SERVD_API_KEY" if reply.status == 401 else ""
-        raise ServdError(f"{self.url}{path}: {message}{remedy}")
+        hint = "; give it with --api-key or $SERVD_API_KEY" if reply.status == 401 else ""
+        raise ServdError(f"{self.url}{path}: {message}{hint}")
 
     def first_model(self) -> str:
         """Return the first model that the server lists."""

@@ -17,7 +17,7 @@ import msgspec
 from servd.base.errors import ConfigError
 from servd.config import Config, choices, flag_of, options_by_name, title_of
 from servd.config._section import plain
-from servd.config.foreign_options import ALIASES, IGNORED, VALUE_ALIASES
+from servd.config.flag_aliases import ALIASES, IGNORED, VALUE_ALIASES
 
 OTHER_FLAGS = {  # as vLLM has or had them
     "executor": ["--distributed-executor-backend"],

@@ -40,7 +40,7 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str
     status: Status
     text: str
-    remedy: str = ""
+    hint: str = ""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -58,18 +58,16 @@ def run(arguments: argparse.Namespace) -> int:
     for finding in itertools.chain.from_iterable(check(config) for check in CHECKS):
         findings.append(finding)
         if not arguments.json:
-            words = ": ".join(filter(None, (finding.text, finding.remedy)))
+            words = ": ".join(filter(None, (finding.text, finding.hint)))
             print(f"{finding.status:<9}{finding.name:<15}{words}", flush=True)
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(findings)).decode())
     return int(any(finding.status == "failed" for finding in findings))
 
 
-def judge(
-    is_fine: bool, name: str, text: str, remedy: str, otherwise: Status = "warning"
-) -> Finding:
-    """Without the remedy where it is fine."""
-    return Finding(name, "ok", text) if is_fine else Finding(name, otherwise, text, remedy)
+def judge(is_fine: bool, name: str, text: str, hint: str, otherwise: Status = "warning") -> Finding:
+    """Without the hint where it is fine."""
+    return Finding(name, "ok", text) if is_fine else Finding(name, otherwise, text, hint)
 
 
 # ---- the machine ----
@@ -87,8 +85,8 @@ def check_folders(config: Config) -> Iterator[Finding]:
     ):
         place = next(p for p in (Path(folder), *Path(folder).absolute().parents) if p.exists())
         if not os.access(place, os.W_OK | os.X_OK):
-            remedy = f"set {variable} to a folder of yours"
-            yield Finding(name, "failed", f"{folder} cannot be written", remedy)
+            hint = f"set {variable} to a folder of yours"
+            yield Finding(name, "failed", f"{folder} cannot be written", hint)
         else:
             free = shutil.disk_usage(place).free
             text = f"{folder}, {format_bytes(free)} free"
@@ -98,8 +96,8 @@ def check_folders(config: Config) -> Iterator[Finding]:
 def check_limits(config: Config) -> Iterator[Finding]:
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = config.server.max_connections + 64  # -1 is no limit
-    remedy = f"docker run --ulimit nofile={needed}, or --max-connections {max(files - 64, 1)}"
-    yield judge(not 0 <= files < needed, "open files", f"at most {files}", remedy)
+    hint = f"docker run --ulimit nofile={needed}, or --max-connections {max(files - 64, 1)}"
+    yield judge(not 0 <= files < needed, "open files", f"at most {files}", hint)
     _, locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     is_fine = locked < 0 or not look_at_machine().num_gpus
     text = "no limit" if locked < 0 else format_bytes(locked)
@@ -109,36 +107,36 @@ def check_limits(config: Config) -> Iterator[Finding]:
 def check_memory(config: Config) -> Iterator[Finding]:
     """Main memory, shared memory and CPUs, by the limits of the control group too."""
     free = plugins.load(f"{WORKER}.device", "device", "available_memory")()
-    remedy = "end other programs, or raise the container's limit"
-    yield judge(free >= SMALLEST, "memory", f"{format_bytes(free)} can be used", remedy)
+    hint = "end other programs, or raise the container's limit"
+    yield judge(free >= SMALLEST, "memory", f"{format_bytes(free)} can be used", hint)
     quota = plugins.load(f"{WORKER}.device", "device", "cpu_quota")()
     text = f"{len(os.sched_getaffinity(0))}, control group's quota {quota or 'none'}"
     yield judge(quota is None or quota >= 1, "CPUs", text, "raise the container's quota")
     if os.path.isdir("/dev/shm"):
         size = shutil.disk_usage("/dev/shm").total
         is_fine = size >= SMALLEST or config.parallel.num_workers == 1
-        remedy = "docker run --shm-size 1g: the ranks of --tensor-parallel-size meet there"
-        yield judge(is_fine, "shared memory", format_bytes(size), remedy)
+        hint = "docker run --shm-size 1g: the ranks of --tensor-parallel-size meet there"
+        yield judge(is_fine, "shared memory", format_bytes(size), hint)
 
 
 def check_device(config: Config) -> Iterator[Finding]:
     """What computes: driver, torch, kernels, compiler."""
     machine = look_at_machine()
     if not machine.num_gpus:
-        remedy = "install NVIDIA's driver, or docker run --gpus all"
+        hint = "install NVIDIA's driver, or docker run --gpus all"
         is_fine = config.parallel.device != "cuda"
-        yield judge(is_fine, "GPU", "the CUDA driver shows none", remedy, "failed")
+        yield judge(is_fine, "GPU", "the CUDA driver shows none", hint, "failed")
     else:
-        remedy = "install a CUDA build of torch"
-        yield judge(machine.torch_has_cuda, "GPU", f"{machine.num_gpus} by the driver", remedy)
+        hint = "install a CUDA build of torch"
+        yield judge(machine.torch_has_cuda, "GPU", f"{machine.num_gpus} by the driver", hint)
     library = plugins.load(f"{WORKER}.ops", "native", "library")()
     built = [*plugins.load(f"{WORKER}.ops", "native", "FOLDER").glob("_*.so")]
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     text = "off, or older than their sources" if built else "not built"
     if library is not None:
         text = library.name
-    remedy = f"{'' if compiler else 'install a C++ compiler, then '}install servd again"
-    yield judge(library is not None, "CPU kernels", text, remedy)
+    hint = f"{'' if compiler else 'install a C++ compiler, then '}install servd again"
+    yield judge(library is not None, "CPU kernels", text, hint)
 
 
 def check_hub(config: Config) -> Iterator[Finding]:
@@ -155,8 +153,8 @@ def check_hub(config: Config) -> Iterator[Finding]:
         socket.create_connection((url.hostname, url.port or 443), HUB_TIMEOUT).close()
         yield Finding("hub", "ok", f"{url.hostname} answers")
     except OSError as error:
-        remedy = "pass a local folder, or set HF_HUB_OFFLINE=1 for models in the cache"
-        yield Finding("hub", "warning", f"{url.hostname} cannot be reached ({error})", remedy)
+        hint = "pass a local folder, or set HF_HUB_OFFLINE=1 for models in the cache"
+        yield Finding("hub", "warning", f"{url.hostname} cannot be reached ({error})", hint)
 
 
 # ---- the model ----

@@ -61,9 +61,11 @@ def read_manifest(path: str) -> RunManifest:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (msgspec.MsgspecError, AttributeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: this is no receipt: {error}") from None
+        raise ConfigError(f"{path}: this is no run manifest: {error}") from None
     if any(len(prompt.token_ids) != prompt.params.n for prompt in manifest.prompts):
-        raise ConfigError(f"{path}: this is no receipt: a prompt has more or fewer choices than n")
+        raise ConfigError(
+            f"{path}: this is no run manifest: a prompt has more or fewer choices than n"
+        )
     return manifest
 
 

@@ -20,7 +20,7 @@ from msgspec import Meta
 from servd.base import plugins
 from servd.base.errors import ConfigError
 from servd.base.sizes import parse_bytes
-from servd.config import foreign_options
+from servd.config import flag_aliases
 from servd.config._section import Section, plain
 from servd.config.access import AccessConfig
 from servd.config.batches import BatchConfig
@@ -73,12 +73,12 @@ class Config(Section, frozen=True):
         fields = options_by_name()
         nested: dict[str, dict[str, Any]] = {}
         for name, value in options.items():
-            name, value = foreign_options.translate(name.replace("-", "_"), value)
-            if why := foreign_options.why_ignored(name):
+            name, value = flag_aliases.translate(name.replace("-", "_"), value)
+            if why := flag_aliases.why_ignored(name):
                 log.warning("%s has no effect: %s", flag_of(name), why)
                 continue
             if name not in fields:
-                raise foreign_options.unknown(name, fields)
+                raise flag_aliases.unknown(name, fields)
             if name == "kv_cache_memory" and isinstance(value, str):
                 value = parse_bytes(value)
             section, field = fields[name]

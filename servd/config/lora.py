@@ -42,6 +42,6 @@ class LoRAConfig(Section, frozen=True):
     ] = None
 
     @property
-    def num_places(self) -> int:
+    def num_adapter_slots(self) -> int:
         """Adapters that the workers hold at once."""
         return self.max_loras if self.enable_lora else 0

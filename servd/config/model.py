@@ -154,7 +154,9 @@ class ModelConfig(Section, frozen=True):
         Positive | None,
         about("Most drafts in a step: `num_speculative_tokens` of --speculative-config."),
     ] = None
-    enforce_eager: Annotated[bool, about("Never use CUDA graphs, nor programs on a CPU.")] = False
+    enforce_eager: Annotated[
+        bool, about("Never use CUDA graphs, nor recorded graphs on a CPU.")
+    ] = False
     compile: Annotated[
         bool,
         about("Let torch.compile fuse the layers, in place of servd's own kernels. Needs CUDA."),

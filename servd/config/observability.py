@@ -49,7 +49,7 @@ class ObservabilityConfig(Section, frozen=True):
         about(
             "Append when each request came, how long it and its answer were and what it had in "
             "common with others, and all steps, to this file, as JSON lines without text, for "
-            "`servd what-if`."
+            "`servd simulate`."
         ),
     ] = None
     per_request_spec_decode_metrics: Annotated[

@@ -19,7 +19,7 @@ def identity(config: Config, spec: ModelSpec) -> str:
     and a fingerprint of the model, the tokenizer, LoRA limits and the number of engines.
     """
     folder = os.path.realpath(spec.folder) if spec.folder else "fake"
-    lora = config.lora.num_places, config.lora.max_lora_rank
+    lora = config.lora.num_adapter_slots, config.lora.max_lora_rank
     size = config.parallel.data_parallel_size
     deciding = [msgspec.structs.replace(spec, folder=folder), config.model.tokenizer, lora, size]
     fingerprint = hashlib.sha256(msgspec.json.encode(deciding)).hexdigest()[:12]
@@ -31,11 +31,11 @@ def engine_dir(ipc_dir: str, rank: int) -> str:
     return os.path.join(ipc_dir, f"rank-{rank}") if rank else ipc_dir
 
 
-def engine_address(ipc_dir: str, incarnation: int) -> str:
+def engine_address(ipc_dir: str, generation: int) -> str:
     """Where an engine listens. Every restart has its own address, so that a message to a dead
     engine never reaches the next.
     """
-    return address(ipc_dir, f"engine-{incarnation}" if incarnation else "engine")
+    return address(ipc_dir, f"engine-{generation}" if generation else "engine")
 
 
 class EngineCoreClient:
@@ -46,24 +46,24 @@ class EngineCoreClient:
     have the `identity` that the client has.
     """
 
-    def __init__(self, ipc_dir: str, client: int, identity: str, incarnation: int = 0) -> None:
+    def __init__(self, ipc_dir: str, client: int, identity: str, generation: int = 0) -> None:
         self.ipc_dir = ipc_dir
         self.client = client
         self.identity = identity
         self.inbox: Inbox[FromEngine] = Inbox(address(ipc_dir, f"client-{client}"), FromEngine)
-        self._attach(incarnation)
+        self._attach(generation)
 
-    def _attach(self, incarnation: int) -> None:
-        self.incarnation = incarnation
-        self.outbox = Outbox(engine_address(self.ipc_dir, incarnation))
+    def _attach(self, generation: int) -> None:
+        self.generation = generation
+        self.outbox = Outbox(engine_address(self.ipc_dir, generation))
         self.send(Attach(self.client, self.inbox.at, self.identity))
 
-    def follow(self, incarnation: int) -> None:
+    def follow(self, generation: int) -> None:
         """Attach to the engine that replaces a dead one. Messages of the dead one may still arrive
-        afterwards: they have its incarnation.
+        afterwards: they have its generation.
         """
         self.outbox.close()
-        self._attach(incarnation)
+        self._attach(generation)
 
     def send(self, message: ToEngine) -> None:
         self.outbox.send(message)

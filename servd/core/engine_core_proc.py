@@ -151,7 +151,7 @@ class EngineCoreProc:
         if phase != self.clock.phase:
             logger.info("%s", phase)
         self.clock.enter(phase)
-        self.outputs.put((None, EngineStatus(phase, fraction, self.start.incarnation)))
+        self.outputs.put((None, EngineStatus(phase, fraction, self.start.generation)))
 
     def load(self) -> EngineCore:
         config = self.start.config
@@ -167,8 +167,8 @@ class EngineCoreProc:
             engine.scheduler.max_model_len,
             config.cache.block_size,
             self.clock.seconds,
-            self.start.incarnation,
-            tiers=engine.scheduler.report(0).tiers,
+            self.start.generation,
+            kv_stores=engine.scheduler.report(0).kv_stores,
         )
         self.outputs.put((None, self.ready))
         self.heartbeat.get_ready()
@@ -295,7 +295,7 @@ class EngineCoreProc:
         if self.start.uplink is not None:
             inbox = HubInbox(self.start.uplink, ToEngine)
         else:
-            at = engine_address(self.start.ipc_dir, self.start.incarnation)
+            at = engine_address(self.start.ipc_dir, self.start.generation)
             inbox = Inbox(at, ToEngine)
         while True:
             self.receive(inbox)
@@ -350,7 +350,7 @@ class EngineCoreProc:
             if client is None:
                 latest = message
             if isinstance(message, EngineCoreOutputs | EngineAudit):
-                message.incarnation = self.start.incarnation
+                message.generation = self.start.generation
             if isinstance(message, EngineCoreOutputs):
                 line.count(message)
             for receiver in [*outboxes] if client is None else [client]:

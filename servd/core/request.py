@@ -39,11 +39,13 @@ class GrammarEnd:
 
 def prompt_too_long(num_prompt_tokens: int, max_model_len: int, by_cache: bool) -> str:
     """Why a prompt is refused; `by_cache`: the KV cache is what limits it, not the model."""
-    cause = ", the size of the KV cache; raise --kv-cache-memory or --gpu-memory-utilization"
-    return (
+    error = (
         f"the prompt has {num_prompt_tokens} tokens, but prompt and output together are limited"
-        f" to {max_model_len} tokens{cause * by_cache}"
+        f" to {max_model_len} tokens"
     )
+    if by_cache:
+        error += ", the size of the KV cache; raise --kv-cache-memory or --gpu-memory-utilization"
+    return error
 
 
 def failure(

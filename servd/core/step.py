@@ -12,7 +12,7 @@ from servd.base.tracing import Pace, StepRecord
 from servd.core.request import GrammarEnd, Request
 from servd.messages.engine import (
     BlockCopies,
-    Decodes,
+    DecodeBatch,
     ModelRunnerOutput,
     NewRequest,
     ScheduledRequest,
@@ -35,7 +35,9 @@ class Step(msgspec.Struct):
     record: StepRecord
     decoding: list[Request] = []  # the first rows: one token each, no drafts
     new_blocks: dict[int, int] = {}  # of those, by slot
-    decodes: Decodes = msgspec.field(default_factory=Decodes)  # those, as the workers get them
+    decodes: DecodeBatch = msgspec.field(
+        default_factory=DecodeBatch
+    )  # those, as the workers get them
     requests: list[Request] = []  # the other rows
     scheduled: list[ScheduledRequest] = []
     new_requests: list[NewRequest] = []
@@ -85,7 +87,7 @@ class Step(msgspec.Struct):
         if self.decoding:
             slots = [request.slot for request in self.decoding]
             computed = [request.num_computed_tokens - 1 for request in self.decoding]
-            self.decodes = Decodes(slots, computed, self.new_blocks)
+            self.decodes = DecodeBatch(slots, computed, self.new_blocks)
         return SchedulerOutput(
             self.record.step,
             self.scheduled,
@@ -137,7 +139,7 @@ class StepLog:
     """The records of collected steps. Each client gets each of them once, with its outputs."""
 
     def __init__(self, max_records: int = MAX_RECORDS) -> None:
-        self._harvested_ns = 0
+        self._collected_ns = 0
         self._records: deque[StepRecord] = deque(maxlen=max_records)
         self._num_added = 0
         self._num_given: dict[int, int] = {}  # by client, of all that were added
@@ -148,10 +150,10 @@ class StepLog:
         of the step before, idle time included; whether all clients with requests should get the
         records now, even without outputs: they detect by them an engine that makes no progress.
         """
-        now = record.harvested_ns
-        before = self._harvested_ns
+        now = record.collected_ns
+        before = self._collected_ns
         self._records.append(record)
-        self._harvested_ns = now
+        self._collected_ns = now
         self._num_added += 1
         is_late = now - self._announced_ns >= MAX_SILENCE
         if is_late:

@@ -1,4 +1,4 @@
-"""ModelServer: the front's view of the server of one of several models."""
+"""ModelServer: the gateway's view of the server of one of several models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ModelServer:
     def __init__(self, model: Model, secret: str) -> None:
         self.model = model
         self.name = model.name
-        self.headers = {"authorization": f"Bearer {secret}"}  # of the front's own requests
+        self.headers = {"authorization": f"Bearer {secret}"}  # of the gateway's own requests
         self.child: Child | None = None
         self.http: httpx.AsyncClient | None = None
         self.is_awake = self.has_started = self.is_leaving = False

@@ -47,7 +47,7 @@ class ModelServers:
         self.most_asleep = config.models.models_asleep
         budget = config.models.models_memory
         self.budget = float("inf") if budget is None else budget * GIB
-        self.secret = secrets.token_urlsafe(32)  # the front's API key, if keys are required
+        self.secret = secrets.token_urlsafe(32)  # the gateway's API key, if keys are required
         self.servers: dict[str, ModelServer] = {}
         self._numbers = 0
         self._is_closed = False
@@ -268,7 +268,7 @@ class ModelServers:
         path = str(self.folder / f"model-{self._numbers}")
         await server.connect(path)
         start = StartModel(self._config_of(server, path))
-        # Only the front can reach that socket, so its X-Forwarded-For is trusted.
+        # Only the gateway can reach that socket, so its X-Forwarded-For is trusted.
         env = {log.MODEL: server.name, "FORWARDED_ALLOW_IPS": "*"}
         server.child = Child(server.name, MODULE, start, env=env)
 
@@ -299,7 +299,7 @@ class ModelServers:
                 server.child.post(self._config_of(server, ""))
 
     def _config_of(self, server: ModelServer, path: str) -> Config:
-        """Options of a model's server: the front handles the port, TLS, CORS and idle sleep."""
+        """Options of a model's server: the gateway handles the port, TLS, CORS and idle sleep."""
         config = self.config
         access = self.config.access
         lora = self.config.lora

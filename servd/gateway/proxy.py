@@ -1,4 +1,4 @@
-"""Front: a reverse proxy for several models. Passes each request to the server of its model."""
+"""Gateway: a reverse proxy for several models. Passes each request to the server of its model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from servd.gateway.request import read, seconds_of
 
 logger = logging.getLogger("servd.api")
 
-# Hop-by-hop headers, and those that the front sets itself or has checked.
+# Hop-by-hop headers, and those that the gateway sets itself or has checked.
 OWN = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"x-request-id", b"date"}
 OF_REQUESTS = OWN | {
     b"host",
@@ -60,7 +60,7 @@ OF_REQUESTS = OWN | {
     b"x-forwarded-for",
     SINCE.encode(),
 }
-# Routes that do not depend on the model: the front answers them itself.
+# Routes that do not depend on the model: the gateway answers them itself.
 OF_ALL_MODELS = {
     "/openapi.json",
     "/docs",
@@ -90,7 +90,7 @@ class Card(ModelCard, tag_field="object", tag="model", kw_only=True):
     state: str
 
 
-class Front:
+class Gateway:
     """Answers the list of models, health, metrics and sleep itself. Other requests wait until the
     model's server can take them; request and response are then streamed through.
     """
@@ -122,7 +122,7 @@ class Front:
         return found
 
     async def health(self, request: Request) -> Response:
-        """GET /health of the front, which is ready without any model."""
+        """GET /health of the gateway, which is ready without any model."""
         return json_response({"status": "ready"})
 
     async def list_models(self, request: Request) -> Response:
@@ -167,7 +167,7 @@ class Front:
         else:
             visit = self.servers.serving(server, seconds_of(named.keep_alive))
             fields = read_json(body, dict[str, msgspec.Raw])
-            del fields["keep_alive"]  # a field that only the front knows
+            del fields["keep_alive"]  # a field that only the gateway knows
             body = msgspec.json.encode(fields)
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -228,7 +228,7 @@ class Front:
                 await answer.aclose()
 
     async def metrics(self, request: Request) -> Response:
-        """Metrics of all running servers, labelled by `model_name`, and of the front's process."""
+        """Metrics of all running servers, by `model_name`, and of the gateway's process."""
         started = [each for each in self.servers.servers.values() if each.runs and each.has_started]
         answers = await asyncio.gather(*(each.ask("/metrics") for each in started))
         text = await asyncio.to_thread(_merged, [each.text for each in answers if each])
@@ -248,7 +248,7 @@ def _merged(texts: Iterable[str]) -> bytes:
     for text in texts:
         for family in text_string_to_metric_families(text):
             if family.name.startswith("process_"):
-                continue  # process metrics are not summed: the front reports its own
+                continue  # process metrics are not summed: the gateway reports its own
             families.setdefault(family.name, family)
             found = series[family.name]
             for sample in family.samples:
@@ -278,7 +278,7 @@ def _card(server: ModelServer) -> Card:
     return Card(model.name, model.created, model.name, model.max_model_len, state=server.state)
 
 
-def create_front(config: Config, servers: ModelServers, keys: Keys) -> FastAPI:
+def create_gateway(config: Config, servers: ModelServers, keys: Keys) -> FastAPI:
     access_log = log.resolve_access_log(config.observability)
     origins = config.access.allowed_origins
     context = Middleware(RequestContext, Tracer(), FairLoop(), None, access_log, origins)
@@ -288,6 +288,6 @@ def create_front(config: Config, servers: ModelServers, keys: Keys) -> FastAPI:
         middleware.append(Middleware(ApiKeyAuth, keys, open_paths))
     if config.access.allowed_origins:
         middleware.insert(0, cross_origin(config.access))
-    app = assemble(middleware, Front(servers).routes())
+    app = assemble(middleware, Gateway(servers).routes())
     app.state.context = SimpleNamespace(keys=keys, config=config)  # for OF_ALL_MODELS
     return app

@@ -1,4 +1,4 @@
-"""The fields of a request that the front of several models reads: `model` and `keep_alive`."""
+"""The fields of a request that the gateway of several models reads: `model` and `keep_alive`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_KEEP_ALIVE = 1e8  # seconds, three years
 
 
 class Named(msgspec.Struct):
-    """The fields of a body that the front reads."""
+    """The fields of a body that the gateway reads."""
 
     model: str | None = None
     keep_alive: msgspec.Raw = msgspec.Raw()  # unparsed, so that a wrong one does not hide `model`

@@ -1,4 +1,4 @@
-"""The process of the front of several models: port, signals and shutdown."""
+"""The process of the gateway of several models: port, signals and shutdown."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from servd.config import Config
 from servd.config.keys import check_new_keys, load_certificates, tls_context
 from servd.gateway.models import adapters_in
 from servd.gateway.pool import ModelServers
-from servd.gateway.proxy import create_front
+from servd.gateway.proxy import create_gateway
 
 logger = logging.getLogger("servd.api")
 
@@ -101,7 +101,7 @@ async def _serve(
         raise ConfigError(f"--models-dir {where}: {error.strerror or error}") from None
     keys = Keys(config.access)
     options = settings(
-        create_front(config, servers, keys),
+        create_gateway(config, servers, keys),
         Connections(config.server),
         access_log=False,
         server_header=False,

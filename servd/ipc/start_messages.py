@@ -32,7 +32,7 @@ class StartEngine(msgspec.Struct):
     spec: ModelSpec
     ipc_dir: str
     started_at: float  # time.monotonic() when the user's command, or the restart, began
-    incarnation: int = 0  # number of earlier engines of this process tree
+    generation: int = 0  # number of earlier engines of this process tree
     heartbeat: int = -1  # inherited descriptor, see Heartbeat
     name: str = "engine"  # for the log
     was_asleep: bool = False  # whether the previous engine was asleep
@@ -49,12 +49,12 @@ class StartAPIServer(msgspec.Struct):
     name: str  # for the log, e.g. "api-0"
     listener: int  # descriptor of the listening socket, inherited
     url: str | None  # announced by this process once the model is ready
-    incarnations: list[int]  # of each engine, by rank
+    generations: list[int]  # of each engine, by rank
     hands_over: bool = False  # other servers may accept from the same socket, before or after
     waits: bool = False  # until the engine is ready, before it accepts connections
     heartbeat: int = -1  # inherited descriptor, see Heartbeat
     place: int = 0  # its index among the API servers of the tree
-    routing: int = -1  # inherited descriptor, see Router; -1 with one engine
+    routing: int = -1  # inherited descriptor, see LoadBalancer; -1 with one engine
 
 
 class StartModel(msgspec.Struct):

@@ -45,12 +45,12 @@ def serve(read_config: Callable[[], Config]) -> int:
     listener = None if config.server.headless else inherited or listen(config)
     try:
         if config.models.models_dir is not None or config.models.models:
-            from servd.gateway import server as front_server  # the others import no HTTP server
+            from servd.gateway import server as gateway_server  # the others import no HTTP server
 
-            front_server.check(config)
+            gateway_server.check(config)
             assert listener is not None
             logger.info("listening on %s", url_of(listener, config.access))
-            return front_server.serve(read_config, listener)
+            return gateway_server.serve(read_config, listener)
         config, spec, decided = find_and_resolve(config)
         with socket_folder(config) as ipc_dir:
             if config.server.attach:

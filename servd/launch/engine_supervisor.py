@@ -55,7 +55,7 @@ class EngineProcess(Child):
         config: Config,
         spec: hf.ModelSpec,
         started_at: float,
-        incarnation: int = 0,
+        generation: int = 0,
         was_asleep: bool = False,
         uplink: Uplink | None = None,
         identity: str = "",
@@ -66,7 +66,7 @@ class EngineProcess(Child):
             spec,
             self.ipc_dir,
             started_at,
-            incarnation,
+            generation,
             self.descriptor,
             self.name,
             was_asleep,
@@ -87,7 +87,7 @@ def devices_of(place: int, config: ParallelConfig) -> str:
 
 
 def newest_engine(folder: str) -> int:
-    """The incarnation of the engine that listens in a folder; -1 if none does."""
+    """The generation of the engine that listens in a folder; -1 if none does."""
     live = [path.name for path in Path(folder).glob("engine*") if somebody_listens(str(path))]
     return max((int(name.partition("-")[2] or 0) for name in live), default=-1)
 
@@ -215,7 +215,7 @@ class EngineSupervisor:
             if child is not None:
                 child.stop(timeout)
 
-    def set_incarnation(self, number: int) -> None:
+    def set_generation(self, number: int) -> None:
         if self.child is None:
             self.first = number
         self.number = number
@@ -246,8 +246,8 @@ class EngineSupervisor:
             )
         return None
 
-    def next_incarnation(self) -> EngineRestarting:
-        """Increase the incarnation; returns the message for API servers before the next start."""
+    def next_generation(self) -> EngineRestarting:
+        """Increase the generation; returns the message for API servers before the next start."""
         self.number += 1
         computing = self.child.heartbeat.computing() if self.child else []
         return EngineRestarting(self.number, self.reason, computing)

@@ -189,7 +189,7 @@ class ProcessTree:
             name,
             self.listener.fileno(),
             url_of(self.listener, self.config.access) if name == "api-0" else None,
-            self.incarnations(),
+            self.generations(),
             self.hands_over,
             waits,
             heartbeat,
@@ -206,7 +206,7 @@ class ProcessTree:
         child.on_exit(self.events.put)
         return child
 
-    def incarnations(self) -> list[int]:
+    def generations(self) -> list[int]:
         """Incarnations of the engines, by rank, that a new API server attaches to."""
         if self.config.server.attach:
             return [newest_engine(folder) for folder in self.folders]
@@ -314,7 +314,7 @@ class ProcessTree:
         if (why := engine.handle_exit()) is not None:
             return why
         logger.error("%s: starting it again", engine.reason)
-        self.tell(engine.ipc_dir, engine.next_incarnation())
+        self.tell(engine.ipc_dir, engine.next_generation())
         engine.start(died_at)
         return None
 

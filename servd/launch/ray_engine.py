@@ -48,7 +48,7 @@ class StartElsewhere(msgspec.Struct):
     config: Config  # as resolved here
     uplink: Uplink
     identity: str
-    incarnation: int
+    generation: int
     was_asleep: bool
 
 
@@ -83,7 +83,7 @@ class EngineActor:
             uplink=start.uplink,
             identity=start.identity,
         )
-        engine.set_incarnation(start.incarnation)
+        engine.set_generation(start.generation)
         engine.was_asleep = start.was_asleep
         engine.start(time.monotonic())
         assert engine.child is not None

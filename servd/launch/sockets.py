@@ -58,9 +58,9 @@ def listen(config: Config) -> socket.socket:
         family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
         return socket.create_server((server.host, server.port), family=family, backlog=2048)
     except OSError as error:
-        remedy = "choose another with --port" if error.errno == 98 else "check --host and --port"
+        hint = "choose another with --port" if error.errno == 98 else "check --host and --port"
         raise ConfigError(
-            f"cannot listen on {server.host}:{server.port}: {error.strerror}; {remedy}"
+            f"cannot listen on {server.host}:{server.port}: {error.strerror}; {hint}"
         ) from None
 
 
@@ -107,8 +107,8 @@ def check_engine(ipc_dir: str, identity: str) -> None:
     """Check that the engine of a folder has the same identity as this API server. Raises
     ConfigError: it has another version or model.
     """
-    incarnation = newest_engine(ipc_dir)
-    client = EngineCoreClient(ipc_dir, secrets.randbits(31), identity, incarnation)
+    generation = newest_engine(ipc_dir)
+    client = EngineCoreClient(ipc_dir, secrets.randbits(31), identity, generation)
     try:
         answer = client.recv(ATTACH_TIMEOUT)  # None if it has just started: retried
     finally:

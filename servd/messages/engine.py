@@ -16,7 +16,7 @@ from servd.base.bounds import TokenId
 from servd.base.tracing import Mark, StepRecord
 from servd.messages.adapter import Adapter
 from servd.messages.params import PoolingParams, SamplingParams
-from servd.messages.stats import SchedulerStats, TierStats
+from servd.messages.stats import KVStoreStats, SchedulerStats
 
 
 class Message(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -158,7 +158,7 @@ class EngineStatus(Message, tag=True):
 
     phase: str  # e.g. "loading weights"
     progress: float = 0.0  # 0 to 1 within the phase
-    incarnation: int = 0  # number of restarts; messages of earlier engines are ignored
+    generation: int = 0  # number of restarts; messages of earlier engines are ignored
 
 
 class WorkerReady(Message, tag=True):
@@ -176,7 +176,7 @@ class WorkerReady(Message, tag=True):
     kv_windows: tuple[int | None, ...] = (None,)
     # With --enable-lora: (inputs, outputs) of each layer that adapters may change.
     adaptable: dict[str, tuple[int, int]] = {}
-    warning: str = ""  # why it is slower than it could be, and the remedy
+    warning: str = ""  # why it is slower than it could be, and the hint
 
 
 class EngineReady(Message, tag=True):
@@ -186,9 +186,9 @@ class EngineReady(Message, tag=True):
     max_model_len: int
     block_size: int
     startup_seconds: dict[str, float] = {}  # by phase, since the user's command
-    incarnation: int = 0
+    generation: int = 0
     is_asleep: bool = False  # the next request waits until the model is loaded again
-    tiers: list[TierStats] = []  # places of the KV connector
+    kv_stores: list[KVStoreStats] = []  # places of the KV connector
 
 
 class EngineAudit(Message, tag=True):
@@ -198,7 +198,7 @@ class EngineAudit(Message, tag=True):
     problems: list[str]
     request_ids: list[str]  # unfinished ones of this client
     num_requests: int  # of all clients
-    incarnation: int = 0
+    generation: int = 0
 
 
 class TokenLogprobs(Message):
@@ -249,7 +249,7 @@ class EngineCoreOutputs(Message, tag=True):
     outputs: list[EngineCoreOutput]
     stats: SchedulerStats | None = None
     steps: list[StepRecord] = []  # collected since the last message to this API server
-    incarnation: int = 0
+    generation: int = 0
     # By request id, before its `outputs`: requests for which a step added just one token.
     decoded: dict[str, int] = {}
 
@@ -271,7 +271,7 @@ class EngineRestarting(Message, tag=True):
     the next one, and resend their unfinished requests.
     """
 
-    incarnation: int  # of the next engine
+    generation: int  # of the next engine
     reason: str
     computing: list[str] = []  # engine ids of the prompts that were being computed
 
@@ -332,7 +332,7 @@ class ScheduledRequest(Message):
     draft_token_ids: list[int] = []  # the engine's drafts; empty: those that the workers proposed
 
 
-class Decodes(Message):
+class DecodeBatch(Message):
     """The rows that compute one token and sample the next, without drafts: most rows of most steps,
     so they are stored as columns.
     """
@@ -375,7 +375,7 @@ class SchedulerOutput(Message, tag=True):
     new_requests: list[NewRequest] = []
     freed_slots: list[int] = []
     copies: BlockCopies | None = None
-    decodes: Decodes = msgspec.field(default_factory=Decodes)
+    decodes: DecodeBatch = msgspec.field(default_factory=DecodeBatch)
 
     @property
     def rows(self) -> list[ScheduledRequest]:

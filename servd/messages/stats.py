@@ -46,7 +46,7 @@ class BlockEviction(Stats):
     reuse_gaps_ns: list[int] = []  # between its hits
 
 
-class TierStats(Stats):
+class KVStoreStats(Stats):
     """A place that the KV connector saves blocks to; counters since the engine's start."""
 
     name: str
@@ -78,7 +78,7 @@ class SchedulerStats(Stats):
     external_prefix_cache_queries: int = 0  # tokens looked up by the KV connector
     external_prefix_cache_hits: int = 0  # of those, tokens that it loaded
     num_swapped: int = 0  # waiting requests that were preempted, whose blocks it may have
-    tiers: list[TierStats] = []
+    kv_stores: list[KVStoreStats] = []
     at_ns: int = 0  # time of the report
     num_failed: int = 0  # requests that ended with an error of the workers
     num_bytes_loaded: int = 0  # copied from host memory

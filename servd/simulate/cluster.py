@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from servd.api.engine.load_balancer import Routed, Router
+from servd.api.engine.load_balancer import LoadBalancer, Routed
 from servd.base.errors import ConfigError
 from servd.config import Config
 from servd.messages.engine import EngineCoreOutput, EngineCoreRequest, RequestOptions, WorkerReady
@@ -51,7 +51,7 @@ class Server:
     """Engines behind one port."""
 
     engines: list[SimulatedEngine]
-    router: Router | None = None
+    load_balancer: LoadBalancer | None = None
 
     @property
     def num_open(self) -> int:
@@ -113,7 +113,7 @@ class ClusterSim:
             server = Server(self.engines[first : first + size])
             if size > 1 and options.routing == OWN_ROUTER:
                 cached_size = self.block_size if config.cache.enable_prefix_caching else 0
-                server.router = Router(size, cached_size, num_servers=1)
+                server.load_balancer = LoadBalancer(size, cached_size, num_servers=1)
             self.servers.append(server)
         self.served: list[RequestLine] = []  # what became of requests, as in a recording
         self.gaps: Counter[int] = Counter()  # between tokens: 100 * log(nanoseconds) -> how many
@@ -180,8 +180,8 @@ class ClusterSim:
         server = self._choose(self.options.balancing, self.servers, line)
         engine = server.engines[0]
         routed = None
-        if server.router is not None:
-            routed = server.router.route(message, range(len(server.engines)))
+        if server.load_balancer is not None:
+            routed = server.load_balancer.route(message, range(len(server.engines)))
             engine = server.engines[routed.rank]
         elif len(server.engines) > 1:
             engine = self._choose(self.options.routing, server.engines, line)
@@ -216,7 +216,7 @@ class ClusterSim:
     def _make_message(self, line: RequestLine, blocks: Sequence[int]) -> EngineCoreRequest:
         """Make the message of an API process. For the router, tokens are equal where blocks are."""
         token_ids = [0] * line.input_length
-        if self.servers[0].router is not None:
+        if self.servers[0].load_balancer is not None:
             num_full = line.input_length // self.block_size
             token_ids = [_mix(block) for block in blocks[:num_full] for _ in range(self.block_size)]
             token_ids += [self.num_requests] * (line.input_length - len(token_ids))

@@ -98,7 +98,7 @@ def _observe(steps: Sequence[StepLine], requests: Sequence[RequestLine]) -> tupl
     size = len(steps)
     number = np.arange(size)
     started = np.array([each.started_ns for each in steps])
-    ends = np.array([each.harvested_ns for each in steps])
+    ends = np.array([each.collected_ns for each in steps])
     length = np.array([each.input_length for each in requests])
     cached = np.array([each.cached for each in requests])
 

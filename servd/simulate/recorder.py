@@ -1,4 +1,4 @@
-"""Recorder: appends requests and steps to a file, without text, for `servd what-if`."""
+"""Recorder: appends requests and steps to a file, without text, for `servd simulate`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Recorder(Observer):
         """Keep steps until a request ends."""
         for each in steps:
             line = StepLine(
-                rank, each.started_ns, each.harvested_ns, each.num_tokens, each.num_requests
+                rank, each.started_ns, each.collected_ns, each.num_tokens, each.num_requests
             )
             self._lines.append({"step": line})
 

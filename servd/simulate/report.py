@@ -41,8 +41,8 @@ def summarise_simulation(sim: ClusterSim) -> dict[str, float]:
     found = summarise(sim.served)
     busy = [engine.busy_ns / 1e9 for engine in sim.engines]
     mean = sum(busy) / len(busy)
-    tiers = [tier for engine in sim.engines for tier in engine.scheduler.report(0).tiers]
-    host_hits = sum(tier.num_hits for tier in tiers if tier.name == "host")
+    kv_stores = [store for engine in sim.engines for store in engine.scheduler.report(0).kv_stores]
+    host_hits = sum(store.num_hits for store in kv_stores if store.name == "host")
     num_prompt = max(sum(each.input_length for each in sim.served), 1)
     found |= {
         "refused": sim.num_refused,

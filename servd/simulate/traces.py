@@ -14,7 +14,7 @@ import msgspec
 
 from servd.base.errors import ConfigError
 
-OPTIONS = (  # what `servd what-if` can vary
+OPTIONS = (  # what `servd simulate` can vary
     "block_size",
     "enable_prefix_caching",
     "kv_offloading_size",
@@ -42,7 +42,7 @@ class ServerLine(msgspec.Struct):
 class StepLine(msgspec.Struct, array_like=True, gc=False):
     engine: int
     started_ns: int
-    harvested_ns: int
+    collected_ns: int
     num_tokens: int
     num_requests: int
 

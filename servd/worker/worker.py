@@ -29,7 +29,7 @@ from servd.worker.runner.cpu_model_runner import CPUModelRunner
 from servd.worker.runner.gpu_model_runner import GPUModelRunner
 from servd.worker.runner.model_runner import AsyncOutput, ModelRunner
 from servd.worker.runner.pipeline_stage import Stage
-from servd.worker.runner.self_check import SelfCheck
+from servd.worker.runner.reference_check import ReferenceCheck
 
 log = logging.getLogger("servd.worker")
 
@@ -83,7 +83,7 @@ class Worker:
         cannot run here.
         """
         start = time.monotonic()
-        self.self_check = SelfCheck(self.runner)
+        self.reference_check = ReferenceCheck(self.runner)
         planned = None
         if self.parallel.rank == 0 and self.runner.spec.folder not in self.compared:
             self.compared.add(self.runner.spec.folder)
@@ -125,7 +125,7 @@ class Worker:
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Allocate the cache, of as many blocks as all workers have; afterwards steps can run."""
         self.runner.allocate_kv_cache(num_blocks)
-        self.self_check.run(self.run_step)
+        self.reference_check.run(self.run_step)
         self.runner.warm_up(lambda fraction: self.progress("warming up", fraction))
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:

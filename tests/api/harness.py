@@ -18,7 +18,7 @@ import uvicorn
 
 from servd.api.app import create_app
 from servd.api.engine.async_llm import AsyncLLM
-from servd.api.engine.load_balancer import Router
+from servd.api.engine.load_balancer import LoadBalancer
 from servd.api.engine.output_processor import OutputProcessor
 from servd.api.engine.processor import Processor
 from servd.api.http.http_protocol import Connections, settings
@@ -85,7 +85,7 @@ class InProcessEngine:
     ) -> None:
         self.client = 0
         self.config, self.spec = config, spec
-        self.incarnation = 0
+        self.generation = 0
         executor = (FakeExecutor if script is None else ScriptedExecutor)(
             config, spec, lambda phase, progress: None
         )
@@ -103,7 +103,7 @@ class InProcessEngine:
         self._steps: asyncio.Task[None] | None = None
         self.ready = EngineReady(
             self.worker, config.model.max_model_len or 0, config.cache.block_size,
-            tiers=self.core.scheduler.report(0).tiers,
+            kv_stores=self.core.scheduler.report(0).kv_stores,
         )  # fmt: skip
         if is_ready:
             self.tell(self.ready)
@@ -114,7 +114,7 @@ class InProcessEngine:
         self.sent.append(message)
         if isinstance(message, Audit):
             for found in audit(message, self.core):
-                found.incarnation = self.incarnation
+                found.generation = self.generation
                 self.tell(found)
             return
         if isinstance(message, Sleep | WakeUp):  # at once, as if there were nothing to do
@@ -133,13 +133,13 @@ class InProcessEngine:
         while self.core.has_work:
             await self.may_step.wait()
             for outputs in self.core.step().values():
-                outputs.incarnation = self.incarnation
+                outputs.generation = self.generation
                 self.tell(outputs)
             await asyncio.sleep(self.step_seconds)
 
-    def follow(self, incarnation: int) -> None:
+    def follow(self, generation: int) -> None:
         """The API server has heard of the death of `die`."""
-        self.incarnation = incarnation
+        self.generation = generation
 
     def die(self, computing: Iterable[str] = ()) -> None:
         """End this engine in the middle of computing these prompts, and have its parent say so;
@@ -151,11 +151,11 @@ class InProcessEngine:
             self._steps = None
         self.core = EngineCore(self.config, self.spec, self.executor, self.worker, tracing.now_ns)
         self.executor.rows.clear()
-        self.tell(EngineRestarting(self.incarnation + 1, "killed", computing))
+        self.tell(EngineRestarting(self.generation + 1, "killed", computing))
 
     def revive(self) -> None:
         """The next one is ready, as an API server hears that followed."""
-        self.ready = msgspec.structs.replace(self.ready, incarnation=self.incarnation)
+        self.ready = msgspec.structs.replace(self.ready, generation=self.generation)
         self.tell(self.ready)
 
     def tell(self, message: FromEngine) -> None:
@@ -226,7 +226,7 @@ async def serve(
         OutputProcessor(tokenizer),
         Tracer(),
         Metrics(config.model.served_model_name[0]),
-        Router.of(config),
+        LoadBalancer.of(config),
     )
     async_llm.start()
     app = create_app(config, async_llm, keep_alive=keep_alive, store=store, spans=spans)

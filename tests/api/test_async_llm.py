@@ -50,7 +50,7 @@ class FakeClient:
     """
 
     client = 0
-    incarnation = 0
+    generation = 0
 
     def __init__(self) -> None:
         self.sent: list = []

@@ -141,7 +141,7 @@ async def test_requests_of_a_dead_engine_go_on_in_another_at_once(body, num_step
         assert [each["usage"] for each in answers] == [expected["usage"]] * 4
         again = {m.request_id for m in other.sent if getattr(m, "output_token_ids", None)}
         assert lost and again == lost
-        assert served.async_llm.router._sum(0) == pytest.approx([0, 0])
+        assert served.async_llm.load_balancer._sum(0) == pytest.approx([0, 0])
         for answer in answers:
             name = answer["id"] if "prompt" not in body else f"{answer['id']}-0"
             timeline = await served.http.get(f"/v1/requests/{name}/timeline")
@@ -294,14 +294,14 @@ async def test_engines_that_die_over_and_over_lose_nothing(is_async: bool):
                 elif number % 6 == 3:
                     served.engines[rank].revive()
         assert not any(engine.running for engine in served.async_llm.engines)
-        assert served.async_llm.router._sum(0) == pytest.approx([0, 0, 0], abs=1e-6)
+        assert served.async_llm.load_balancer._sum(0) == pytest.approx([0, 0, 0], abs=1e-6)
         assert (await served.http.get("/debug/audit")).json()["problems"] == []
 
 
 async def test_an_empty_prefix_cache_attracts_nobody():
     """Neither after a death nor after sleep."""
     async with serve(data_parallel_size=2) as served:
-        router, text = served.async_llm.router, "a long beginning " * 20
+        router, text = served.async_llm.load_balancer, "a long beginning " * 20
         for rank, engine in enumerate(served.engines):
             assert (await post(served, rank, prompt=text, max_tokens=1)).status_code == 200
             request = prompts_sent(engine)[-1]
@@ -389,7 +389,7 @@ async def test_a_conversation_stays_where_its_beginning_is_and_leaves_no_work_be
                 texts[name] = prompt + choice["text"] + "And then? "
         owners = [{prompt.partition(" ")[0] for prompt in prompts(each)} for each in served.engines]
         assert sorted(map(len, owners)) == [1, 1], owners
-        router = served.async_llm.router
+        router = served.async_llm.load_balancer
         assert router and router._sum(0) == pytest.approx([0, 0])
         assert router.expected_output < 128
         metrics = (await served.http.get("/metrics")).text

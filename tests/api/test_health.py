@@ -103,9 +103,9 @@ async def test_idle_a_long_prompt_and_decoding(served: Served):
 
 
 STEPS = [
-    StepRecord(i, i * 10**8, harvested_ns=i * 10**8 + 5 * 10**7, num_tokens=10) for i in range(9)
+    StepRecord(i, i * 10**8, collected_ns=i * 10**8 + 5 * 10**7, num_tokens=10) for i in range(9)
 ]
-PREFILLS = [*STEPS, StepRecord(9, 9 * 10**8, harvested_ns=10**9, num_tokens=10, prefills={"a": 9})]
+PREFILLS = [*STEPS, StepRecord(9, 9 * 10**8, collected_ns=10**9, num_tokens=10, prefills={"a": 9})]
 LONG, SHORT = Unfinished(0, 5000, has_begun=False), Unfinished(0, 5000, has_begun=True)
 
 

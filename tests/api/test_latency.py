@@ -39,7 +39,7 @@ def step(number: int, begin: int, end: int, prefills: dict[str, int] | None = No
     prefills = prefills or {}
     num_tokens = sum(prefills.values()) + 4 + fields.get("num_drafts", 0)
     return StepRecord(
-        number, begin * MS, begin * MS, harvested_ns=end * MS, prefills=prefills,
+        number, begin * MS, begin * MS, collected_ns=end * MS, prefills=prefills,
         num_tokens=num_tokens, **fields,
     )  # fmt: skip
 
@@ -167,7 +167,7 @@ def test_a_request_that_wakes_its_engine(awake_at):
 
 def test_a_request_whose_adapter_has_no_place():
     marks = marks_of(
-        ("queued", 4), ("aside", 4), ("scheduled", 34, 13), ("first_token", 44, 13), end=54
+        ("queued", 4), ("deferred", 4), ("scheduled", 34, 13), ("first_token", 44, 13), end=54
     )  # fmt: skip
     steps = [*decoding(10, 4, 34), step(13, 34, 44, {"own": 40}), *decoding(14, 44, 54)]
     assert explain(marks, steps)["queue_adapters"] == 30
@@ -317,7 +317,7 @@ def steps_of(parts) -> list[StepRecord]:
 @given(STEPS, st.integers(1, 60))
 def test_many_spans_keep_the_time_of_their_phases(parts, most):
     steps = steps_of(parts * 50)
-    end = max((each.harvested_ns // MS for each in steps), default=0) + 9
+    end = max((each.collected_ns // MS for each in steps), default=0) + 9
     marks = marks_of(("queued", 0), ("scheduled", 0, 0), ("first_token", 1, 0), end=end)
     with patch.multiple(latency, MAX_SPANS=0, NUM_STRETCHES=most):
         found = break_down(marks, steps, "own")

@@ -148,7 +148,7 @@ async def test_requests_keep_the_adapter_that_they_began_with(tmp_path: Path):
         late = asyncio.create_task(text_of(served, "a", prompts[0]))
         await until(lambda: len(served.engine.core.scheduler.requests) == 6)
         served.engine.die()
-        await until(lambda: served.engine.incarnation == 1)
+        await until(lambda: served.engine.generation == 1)
         served.engine.revive()
         served.engine.may_step.set()
         for prompt, task in zip(prompts, waiting, strict=True):

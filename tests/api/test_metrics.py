@@ -21,7 +21,7 @@ from servd.base.tracing import Mark
 from servd.config import Config
 from servd.messages.engine import EngineCoreOutput, EngineReady, FinishReason, WorkerReady
 from servd.messages.params import SamplingParams
-from servd.messages.stats import BlockEviction, DraftStats, SchedulerStats, TierStats
+from servd.messages.stats import BlockEviction, DraftStats, KVStoreStats, SchedulerStats
 
 SECOND = 10**9
 LABELS = {"model_name": "m", "engine": "0"}
@@ -135,8 +135,13 @@ def test_tiers_below_the_device():
     metrics = Metrics("m")
     moved = {"num_bytes_loaded": 64, "num_bytes_stored": 96, "num_stores_skipped": 1}
     for _ in range(2):
-        tiers = [TierStats("host", num_blocks=3, max_blocks=4), TierStats("disk", max_blocks=9)]
-        metrics.observe_step(SchedulerStats(tiers=tiers, num_reading=5, num_read=1, **moved))
+        kv_stores = [
+            KVStoreStats("host", num_blocks=3, max_blocks=4),
+            KVStoreStats("disk", max_blocks=9),
+        ]
+        metrics.observe_step(
+            SchedulerStats(kv_stores=kv_stores, num_reading=5, num_read=1, **moved)
+        )
     assert value(metrics, "kv_offload_load_bytes_total") == 128
     assert value(metrics, "kv_offload_store_bytes_total") == 192
     assert value(metrics, "kv_offload_stores_skipped_total") == 2

@@ -95,7 +95,7 @@ async def test_what_a_dead_engine_still_says_is_void():
         await until(lambda: served.async_llm.engines[0].recovery.is_restarting)
         (request_id,) = served.async_llm.engines[0].running
         late = EngineCoreOutput(request_id, [120, 121], FinishReason.STOP)
-        served.engine.tell(EngineCoreOutputs([late], incarnation=0))
+        served.engine.tell(EngineCoreOutputs([late], generation=0))
         served.engine.revive()
         assert without_ids(await task) == without_ids(expected)
 
@@ -142,7 +142,7 @@ async def test_a_request_that_engines_die_of_ends_alone(place):
                 await until(lambda: not served.async_llm.engines[0].recovery.is_restarting)
             else:  # this one gets on, and the next suspect follows
                 for outputs in served.engine.core.step().values():
-                    outputs.incarnation = served.engine.incarnation
+                    outputs.generation = served.engine.generation
                     served.engine.tell(outputs)
                 await asyncio.sleep(0.01)
         served.engine.may_step.set()
@@ -161,12 +161,12 @@ async def test_a_request_that_waits_through_deaths_is_no_suspect(while_loading: 
         served.engine.may_step.clear()
         task = asyncio.create_task(ask(served, max_tokens=20))
         await until(lambda: served.async_llm.engines[0].running)
-        for incarnation in range(1, 6):
+        for generation in range(1, 6):
             if not while_loading:
                 await until(lambda: served.engine.core.scheduler.requests)
             served.engine.die(["another"])
-            await until(lambda i=incarnation: served.engine.incarnation == i)
-            if not while_loading or incarnation == 5:
+            await until(lambda i=generation: served.engine.generation == i)
+            if not while_loading or generation == 5:
                 served.engine.revive()
         await until(lambda: not served.async_llm.engines[0].recovery.is_restarting)
         served.engine.may_step.set()

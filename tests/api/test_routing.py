@@ -1,4 +1,4 @@
-"""Router: where prompts go, over caches that behave as an engine's."""
+"""LoadBalancer: where prompts go, over caches that behave as an engine's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from servd.api.engine.load_balancer import FIRST_GUESS, Router, make_file
+from servd.api.engine.load_balancer import FIRST_GUESS, LoadBalancer, make_file
 from servd.core.kv_cache.block_pool import BlockPool
 from servd.messages.engine import EngineCoreRequest, RequestOptions
 from servd.messages.params import PoolingParams, SamplingParams
@@ -78,13 +78,13 @@ def turns(seed: int, num_users: int, num_turns: int) -> Iterator[tuple[list[int]
 def replay(num_engines: int, num_blocks: int, servers: int = 1, seed: int = 7) -> list[Cache]:
     """Caches after a trace, each request sent by any of the API servers."""
     descriptor = make_file()
-    routers = [Router(num_engines, SIZE, place, descriptor) for place in range(servers)]
+    routers = [LoadBalancer(num_engines, SIZE, place, descriptor) for place in range(servers)]
     os.close(descriptor)
     caches, rng = [Cache(num_blocks) for _ in range(num_engines)], random.Random(1)
     running: list[tuple[int, int, list[int], object, int]] = []
     for now, (prompt, num_output) in enumerate(turns(seed, 32, 500)):
-        router = rng.choice(routers)
-        routed = router.route(request(prompt), range(num_engines))
+        load_balancer = rng.choice(routers)
+        routed = load_balancer.route(request(prompt), range(num_engines))
         answer = [-now] * num_output
         cache = caches[routed.rank]
         blocks, num_cached = cache.run([*prompt, *answer], len(prompt))
@@ -113,44 +113,48 @@ def test_four_engines_keep_the_prefixes_of_one_and_share_the_work():
 
 
 def test_a_prompt_goes_where_its_beginning_is_unless_that_engine_is_busy():
-    router, prompt = Router(3, SIZE), [*range(1000)]
-    first = router.route(request(prompt), [1])
-    assert router.route(request(prompt), range(3)).rank == 1, "it would wait for as many tokens"
-    router.add_work(1, 3000, 0)
-    assert router.route(request(prompt), range(3)).rank != 1, "and here for four times as many"
-    router = Router(3, SIZE)
-    first = router.route(request(prompt), [1])
-    router.add_work(1, -1000, 0)
-    again = router.route(request(prompt + [1, 2, 3]), range(3))
+    load_balancer, prompt = LoadBalancer(3, SIZE), [*range(1000)]
+    first = load_balancer.route(request(prompt), [1])
+    assert load_balancer.route(request(prompt), range(3)).rank == 1, (
+        "it would wait for as many tokens"
+    )
+    load_balancer.add_work(1, 3000, 0)
+    assert load_balancer.route(request(prompt), range(3)).rank != 1, (
+        "and here for four times as many"
+    )
+    load_balancer = LoadBalancer(3, SIZE)
+    first = load_balancer.route(request(prompt), [1])
+    load_balancer.add_work(1, -1000, 0)
+    again = load_balancer.route(request(prompt + [1, 2, 3]), range(3))
     assert (first.rank, first.prompt, again.rank, again.prompt) == (1, 1000, 1, 11)
-    assert router.route(request(prompt, cache_salt="other"), range(3)).rank != 1
-    router.add_work(1, 5000, 0)
-    elsewhere = router.route(request(prompt), range(3))
+    assert load_balancer.route(request(prompt, cache_salt="other"), range(3)).rank != 1
+    load_balancer.add_work(1, 5000, 0)
+    elsewhere = load_balancer.route(request(prompt), range(3))
     assert elsewhere.rank != 1 and elsewhere.cached == 0
-    router.add_work(1, -5000, 0)
-    assert router.route(request(prompt), [0, 2]).rank == elsewhere.rank, "it has it now, too"
+    load_balancer.add_work(1, -5000, 0)
+    assert load_balancer.route(request(prompt), [0, 2]).rank == elsewhere.rank, "it has it now, too"
     pinned = request(prompt, rank=0)
-    assert router.route(pinned, [1, 2]).rank == 0, "its client waits for that engine"
+    assert load_balancer.route(pinned, [1, 2]).rank == 0, "its client waits for that engine"
 
 
 def test_what_is_not_cached_is_not_expected():
     prompt = [*range(64)]
-    for router, asked in (
-        (Router(2, 0), request(prompt)),
-        (Router(2, SIZE), EngineCoreRequest("r", prompt, SamplingParams(prompt_logprobs=1))),
+    for load_balancer, asked in (
+        (LoadBalancer(2, 0), request(prompt)),
+        (LoadBalancer(2, SIZE), EngineCoreRequest("r", prompt, SamplingParams(prompt_logprobs=1))),
     ):
-        assert [router.route(asked, [0]).cached for _ in range(2)] == [0, 0]
-    router = Router(2, SIZE)
-    router.route(request(prompt), [0])
+        assert [load_balancer.route(asked, [0]).cached for _ in range(2)] == [0, 0]
+    load_balancer = LoadBalancer(2, SIZE)
+    load_balancer.route(request(prompt), [0])
     for num_tokens, cached in ((64, 48), (65, 64), (15, 0), (16, 0), (17, 16)):
-        assert router.route(request([*range(num_tokens)]), [0]).cached == cached
+        assert load_balancer.route(request([*range(num_tokens)]), [0]).cached == cached
     embedding = EngineCoreRequest("r", prompt, PoolingParams())
-    assert router.route(embedding, [0]).output == 0
+    assert load_balancer.route(embedding, [0]).output == 0
 
 
 def test_equal_prompts_are_shared_out_and_nothing_is_left_when_they_end():
     descriptor = make_file()
-    routers = [Router(4, SIZE, place, descriptor) for place in range(2)]
+    routers = [LoadBalancer(4, SIZE, place, descriptor) for place in range(2)]
     os.close(descriptor)
     sent = [routers[i % 2].route(request([*range(400)], n=2), range(4)) for i in range(80)]
     ranks = [each.rank for each in sent]
@@ -166,25 +170,25 @@ def test_equal_prompts_are_shared_out_and_nothing_is_left_when_they_end():
 
 def test_an_api_server_that_takes_the_place_of_another_has_no_work():
     descriptor = make_file()
-    Router(2, SIZE, 0, descriptor).route(request([*range(100)]), [1])
-    other, heir = (Router(2, SIZE, place, descriptor) for place in (1, 0))
+    LoadBalancer(2, SIZE, 0, descriptor).route(request([*range(100)]), [1])
+    other, heir = (LoadBalancer(2, SIZE, place, descriptor) for place in (1, 0))
     os.close(descriptor)
     assert heir._sum(0) == other._sum(0) == [0, 0]
     assert other.route(request([*range(100)]), range(2)).rank == 1, "blocks are known to all"
 
 
 def test_an_engine_that_was_away_need_not_catch_up():
-    router = Router(2, SIZE)
+    load_balancer = LoadBalancer(2, SIZE)
     for i in range(100):
-        router.route(request([*range(i, i + 50)]), [0]).end([0])
-    router.start_anew()
-    asked = [router.route(request([-i % 10**6] * 50), range(2)) for i in range(20)]
+        load_balancer.route(request([*range(i, i + 50)]), [0]).end([0])
+    load_balancer.start_anew()
+    asked = [load_balancer.route(request([-i % 10**6] * 50), range(2)) for i in range(20)]
     assert [each.rank for each in asked].count(1) <= 12
 
 
 def test_long_prompts_are_looked_at_in_larger_parts():
-    router, prompt = Router(2, SIZE), [*range(50_000)]
-    router.route(request(prompt), [1]).answer(0)
-    assert len(router._checksums(request(prompt))) < 500
-    assert 49_000 < router.route(request(prompt), [1]).cached < 50_000
-    assert router.route(request(prompt[:30_000]), range(2)).rank == 1
+    load_balancer, prompt = LoadBalancer(2, SIZE), [*range(50_000)]
+    load_balancer.route(request(prompt), [1]).answer(0)
+    assert len(load_balancer._checksums(request(prompt))) < 500
+    assert 49_000 < load_balancer.route(request(prompt), [1]).cached < 50_000
+    assert load_balancer.route(request(prompt[:30_000]), range(2)).rank == 1

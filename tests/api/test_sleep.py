@@ -103,7 +103,7 @@ async def test_a_model_that_takes_long_to_load_again_is_no_stall(monkeypatch):
 
 
 async def test_a_page_of_another_site_puts_nothing_to_sleep():
-    """A form has no body of JSON, and needs none here. Nor may it have a front load a model."""
+    """A form has no body of JSON, and needs none here. Nor may it have a gateway load a model."""
     async with serve(allowed_origins=["https://known.example"]) as served:
         for headers, status in (
             ({"sec-fetch-site": "cross-site", "origin": "https://evil.example"}, 403),

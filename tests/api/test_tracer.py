@@ -95,7 +95,7 @@ def test_a_timeline_is_shown_to_its_owner_alone():
 
 
 def steps(first: int, count: int) -> list[StepRecord]:
-    return [StepRecord(i, 10 * i, harvested_ns=10 * i + 9) for i in range(first, first + count)]
+    return [StepRecord(i, 10 * i, collected_ns=10 * i + 9) for i in range(first, first + count)]
 
 
 def test_a_slow_request_is_broken_down_before_its_steps_are_forgotten_and_off_the_loop(
@@ -128,7 +128,7 @@ def test_a_slow_request_is_broken_down_before_its_steps_are_forgotten_and_off_th
 
 def test_a_snapshot_has_the_steps_of_a_request_and_some_before():
     tracer = Tracer()
-    tracer.steps[0] += [StepRecord(i, 10 * i, harvested_ns=10 * i + 9) for i in range(1000)]
+    tracer.steps[0] += [StepRecord(i, 10 * i, collected_ns=10 * i + 9) for i in range(1000)]
     mark(tracer, "r", "received", 5000)
     mark(tracer, "r", "done", 5100)
     [snapshot] = tracer.take_snapshots([finish(tracer, "r")])

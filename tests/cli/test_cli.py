@@ -13,7 +13,7 @@ from servd import cli
 from servd.base.errors import ConfigError
 from servd.cli import _options
 from servd.config import AccessConfig, Config, choices, options_by_name
-from servd.config.foreign_options import ALIASES, IGNORED, REMEDIES, VALUE_ALIASES
+from servd.config.flag_aliases import ALIASES, HINTS, IGNORED, VALUE_ALIASES
 from servd.config.keys import read_keys
 
 
@@ -87,16 +87,16 @@ def test_every_flag_that_is_unknown_is_named_with_what_to_do_instead(capsys):
     shown = [
         line.partition("unknown argument ")[2] for line in capsys.readouterr().err.splitlines()
     ]
-    flags, remedies = zip(*(line.split("; ", 1) for line in shown if line), strict=True)
+    flags, hints = zip(*(line.split("; ", 1) for line in shown if line), strict=True)
     given = "--tokenizer-mode -dcp --compilation-config.level --hf-token -O3 -ngl -np"
     assert [*flags] == given.split()
-    assert not [each for each in remedies if "did you mean" in each or "--help" in each]
+    assert not [each for each in hints if "did you mean" in each or "--help" in each]
 
 
 def test_no_flag_of_another_server_hides_one_of_ours():
     ours = set(options_by_name())
     assert not ours & {name.removesuffix("=") for name in [*ALIASES, *IGNORED]}
-    assert not ours & set(REMEDIES) and set(ALIASES.values()) <= ours
+    assert not ours & set(HINTS) and set(ALIASES.values()) <= ours
     for name, words in VALUE_ALIASES.items():
         for value in filter(None, words.values()):
             assert value in choices(options_by_name()[name][1].type)
@@ -154,7 +154,7 @@ def test_a_wrong_command_line_is_exit_code_2(args, capsys):
 
 
 @pytest.mark.parametrize(
-    ("args", "remedy"),
+    ("args", "hint"),
     [
         (["serve", "--prot", "8001"], "unknown argument --prot; did you mean --port?"),
         (
@@ -173,12 +173,12 @@ def test_a_wrong_command_line_is_exit_code_2(args, capsys):
         (["serve", "a", "b"], "unknown argument b; `servd serve --help` says what there is"),
     ],
 )
-def test_an_unknown_argument_is_named_with_what_may_have_been_meant(args, remedy, capsys):
+def test_an_unknown_argument_is_named_with_what_may_have_been_meant(args, hint, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(args)
     assert end.value.code == 2
     shown = capsys.readouterr().err.splitlines()
-    assert shown[-1].endswith(remedy) and len(shown) < 8
+    assert shown[-1].endswith(hint) and len(shown) < 8
 
 
 def test_version(capsys):

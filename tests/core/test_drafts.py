@@ -91,7 +91,7 @@ def test_whoever_builds_on_a_failed_step_after_drafts_that_were_not_kept_fails_t
     monkeypatch.setattr(draft_length, "PAUSE_STEPS", 0)
     scheduler = make_engine(depth=2, speculative_config=DRAFTS).scheduler
 
-    def harvest(token_id, drafts=(), **options):
+    def collect(token_id, drafts=(), **options):
         launched.popleft()
         output = ModelRunnerOutput([[token_id]], draft_token_ids={0: [*drafts]}, **options)
         scheduler.update_from_output(output, {})
@@ -99,12 +99,12 @@ def test_whoever_builds_on_a_failed_step_after_drafts_that_were_not_kept_fails_t
     launched = deque()
     scheduler.add_request(make_request("a", [1, 2, 3, 4, 5, 6], 20))
     launched.append(scheduler.schedule())
-    harvest(97, [7, 7, 7])
+    collect(97, [7, 7, 7])
     launched += [scheduler.schedule(), scheduler.schedule()]
-    harvest(98)  # so that the step in flight begins at the last token of a block
+    collect(98)  # so that the step in flight begins at the last token of a block
     assert [step.rows[0].num_computed_tokens for step in launched] == [10]
     scheduler.add_request(make_request("b", [1, 2, 3, 4, 5, 6, 97, 98, 9], 20))
     assert scheduler.schedule().new_requests[0].num_computed_tokens == 8
-    harvest(99, errors={0: "bad"})
+    collect(99, errors={0: "bad"})
     errors = {each.request_id: each.error for each in scheduler.take_outputs()[0].all_outputs}
     assert errors == {"a": "bad", "b": "bad"}

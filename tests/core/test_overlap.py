@@ -297,7 +297,7 @@ def test_one_step_samples_no_more_than_it_can():
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_preempted_request_has_no_drafts_until_it_samples_again(depth):
-    """Its tokens come back in chunks, and what is harvested meanwhile is of its former row."""
+    """Its tokens come back in chunks, and what is collected meanwhile is of its former row."""
     engine = make_engine(
         15, depth, max_num_seqs=3, max_num_batched_tokens=12, speculative_config=drafting(3),
         enable_prefix_caching=False,

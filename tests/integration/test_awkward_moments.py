@@ -58,9 +58,9 @@ def test_uds_is_removed_after_a_configuration_error(tmp_path: Path):
 def test_stopped_headless_engine_ends_attached_api_servers(start, tmp_path: Path):
     folder = tmp_path / "ipc"
     engine = start("--executor", "fake", "--headless", "--ipc-dir", str(folder))
-    front = start("--executor", "fake", "--attach", str(folder))
+    attached = start("--executor", "fake", "--attach", str(folder))
     assert engine.stop() == 0
-    assert front.process.wait(WAIT_SECONDS) != 0
+    assert attached.process.wait(WAIT_SECONDS) != 0
     assert not list(folder.iterdir())
     assert "no engine listens there" in run_serve("--port", "0", "--attach", str(folder)).stderr
 
@@ -98,8 +98,8 @@ def test_attach_refuses_an_engine_of_another_model_and_an_open_folder(
     opened = run_serve("--port", "0", "--attach", str(folder))
     assert opened.returncode == 2 and "other users may enter this folder" in opened.stderr
     folder.chmod(0o700)
-    front = start("--executor", "fake", "--attach", str(folder))
-    httpx.get(f"{front.url}/v1/models").raise_for_status()
+    attached = start("--executor", "fake", "--attach", str(folder))
+    httpx.get(f"{attached.url}/v1/models").raise_for_status()
     assert engine.process.poll() is None
 
 

@@ -315,13 +315,13 @@ def test_headless_engine_serves_attached_api_servers(start, tmp_path: Path):
     folder = tmp_path / "ipc"
     limit = ["--max-engine-restarts", "1"]
     engine = start("--executor", "fake", "--headless", "--ipc-dir", str(folder), *limit)
-    front = start("--executor", "fake", "--attach", str(folder))
-    assert complete(front, max_tokens=3)["usage"]["completion_tokens"] == 3
+    attached = start("--executor", "fake", "--attach", str(folder))
+    assert complete(attached, max_tokens=3)["usage"]["completion_tokens"] == 3
     engine.children()["engine"].kill()
     engine.wait_for_line("starting it again")
-    assert complete(front, max_tokens=3)["usage"]["completion_tokens"] == 3
+    assert complete(attached, max_tokens=3)["usage"]["completion_tokens"] == 3
     engine.children()["engine"].kill()
-    assert front.process.wait(WAIT_SECONDS) == 1
+    assert attached.process.wait(WAIT_SECONDS) == 1
     assert engine.process.wait(WAIT_SECONDS) == 1
 
 
@@ -336,7 +336,7 @@ async def test_an_attached_api_server_that_is_killed_takes_its_requests_with_it(
         start("--executor", "fake", "--attach", str(folder), *limit) for _ in range(2)
     )
     clients, streams = zip(
-        *[await open_streams(front, 3) for front in (survivor, victim)], strict=True
+        *[await open_streams(attached, 3) for attached in (survivor, victim)], strict=True
     )
     # The victim's streams, which last for a few seconds, must not end before it.
     engine.children()["engine"].suspend()

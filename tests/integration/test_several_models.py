@@ -1,4 +1,4 @@
-"""`servd serve --models-dir`, as processes. What it does with requests: tests/api/test_front.py."""
+"""`servd serve --models-dir`, as processes. Requests: tests/api/test_gateway.py."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_the_next_engine_has_imported_what_takes_long_before_it_is_needed(ipc_di
         first.process.kill()
         assert ended.get(timeout=WAIT_SECONDS) is first
         assert engines.handle_exit() is None
-        engines.next_incarnation()
+        engines.next_generation()
         engines.start(time.monotonic())
         assert engines.child is second
         third = look_until_prepared(engines)  # as soon as the second one is ready
@@ -63,7 +63,7 @@ def test_the_next_engine_has_imported_what_takes_long_before_it_is_needed(ipc_di
         second.process.kill()
         assert ended.get(timeout=WAIT_SECONDS) is second, "nobody waited for the third"
         engines.handle_exit()
-        engines.next_incarnation()
+        engines.next_generation()
         engines.start(time.monotonic())
         assert engines.child not in (second, third), "a standby that died is not used"
     finally:
@@ -129,7 +129,7 @@ def test_a_standby_that_could_not_become_the_engine_is_replaced(
             first.process.kill()
             assert ended.get(timeout=60) is first
             assert engines.handle_exit() is None
-            engines.next_incarnation()
+            engines.next_generation()
             engines.start(time.monotonic())
             assert engines.child is not bad
             ready = engines.child

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from servd.base.errors import DifferentTokens, UnsupportedModel
-from servd.checkpoint.text_part import CLASSES
+from servd.checkpoint.multimodal_config import CLASSES
 from servd.worker.models._transformers import DIFFERENT
 from tests.parity.causal_classes import make
 from tests.parity.test_transformers import check

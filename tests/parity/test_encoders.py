@@ -21,7 +21,7 @@ from servd.base.errors import UnsupportedModel
 from servd.checkpoint import pooling
 from servd.checkpoint.hf import read_json, read_spec
 from servd.messages.params import PoolingParams
-from servd.worker.runner import self_check
+from servd.worker.runner import reference_check
 from tests.parity.families import ENCODER, ENCODERS, make_checkpoint
 from tests.worker.driver import Driver, config_for
 
@@ -215,7 +215,7 @@ class compute_here:
     def __init__(self, command: list[str], **_: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", command[2:])
-            self_check.main()
+            reference_check.main()
 
     def communicate(self, timeout: float) -> tuple[bytes, bytes]:
         return b"", b""
@@ -229,8 +229,8 @@ def test_the_reference_is_in_float32_whatever_the_checkpoint_has(tmp_path: Path,
     model = AutoModel.from_pretrained(folder, dtype=dtype)
     model.save_pretrained(folder)
     widened = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = self_check.prompts(read_spec(folder), 120)
+    ids = reference_check.prompts(read_spec(folder), 120)
     with torch.inference_mode():
         expected = [widened(torch.tensor([each])).last_hidden_state[0].mean(0) for each in ids]
-    for got, vector in zip(self_check.reference(str(folder), 120), expected, strict=True):
+    for got, vector in zip(reference_check.reference(str(folder), 120), expected, strict=True):
         torch.testing.assert_close(torch.tensor(got), vector, atol=TOLERANCE, rtol=0)

@@ -161,7 +161,7 @@ def test_stages_whose_decode_steps_are_graphs(checkpoints, monkeypatch, is_async
 
 
 def test_tokens_that_a_grammar_forces_reach_all_stages():
-    """Several in a step, on a model whose decode steps are recorded programs."""
+    """Several in a step, on a model whose decode steps are recorded graphs."""
     folder = Path(find_model(DEMO_MODEL))
     structure = StructuredOutput("regex", "(The quick brown fox |A lazy dog )[a-z]{4}[0-9]{2}")
     requests = [
@@ -183,7 +183,7 @@ def test_tokens_that_a_grammar_forces_reach_all_stages():
         assert re.fullmatch(structure.value, tokenizer.decode(log.token_ids(name)).strip())
     assert max(sizes[1:]) > len(requests)  # some were forced
     if native.library() is not None:
-        assert all(worker.runner.programs.programs for worker in engine.executor.workers)
+        assert all(worker.runner.graphs.graphs for worker in engine.executor.workers)
 
 
 def test_stages_in_processes_of_their_own_and_the_death_of_one(checkpoints):

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from servd.base import plugins
-from servd.checkpoint.text_part import CLASSES, DEFAULTS, SAME
+from servd.checkpoint.multimodal_config import CLASSES, DEFAULTS, SAME
 from tests.parity.families import GEMMA3, LLAMA, QWEN3_MOE, QWEN3_NEXT
 from tests.worker.driver import Driver, config_for
 

@@ -118,14 +118,14 @@ def test_with_the_kernels_of_a_cpu_and_16_bits(tmp_path: Path):
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
-def test_decode_steps_are_programs_where_servd_has_all_parts(tmp_path: Path, architecture: str):
+def test_decode_steps_are_graphs_where_servd_has_all_parts(tmp_path: Path, architecture: str):
     folder = make(tmp_path, architecture.removesuffix("ForCausalLM").lower(), architecture)
     check(folder, block_size=16)
     driver = Driver(config_for(folder, block_size=16, model_impl="transformers"))
     slot = driver.add([5, 6, 7, 8])
     driver.generate([slot], 3)
-    programs = cast("CPUModelRunner", driver.worker.runner).programs
-    assert native.library() is None or (programs and programs.is_recordable and programs.programs)
+    graphs = cast("CPUModelRunner", driver.worker.runner).graphs
+    assert native.library() is None or (graphs and graphs.is_recordable and graphs.graphs)
 
 
 def test_the_log_says_why_a_model_runs_slower_than_it_could(
@@ -207,8 +207,8 @@ def test_positions_that_follow_the_longest_request_are_refused(
     tmp_path: Path, model_type: str, kind: str
 ):
     folder = rotary_of(make(tmp_path, model_type, CLASSES[model_type]), kind)
-    remedy = "up to --max-model-len 64" if kind == "longrope" else ""
-    with pytest.raises(UnsupportedModel, match=f"follow the longest request.*{remedy}"):
+    hint = "up to --max-model-len 64" if kind == "longrope" else ""
+    with pytest.raises(UnsupportedModel, match=f"follow the longest request.*{hint}"):
         Driver(config_for(folder, max_model_len=128, model_impl="transformers"))
 
 

@@ -50,7 +50,7 @@ def replay(*args: str) -> int:
         ("/v1/messages", {"model": MODEL, "messages": user("hi"), "max_tokens": 4, "stream": True}),
     ],
 )
-async def test_an_answer_is_repeated_by_its_receipt(path: str, body: Any, tmp_path: Path, capsys):
+async def test_an_answer_is_repeated_by_its_manifest(path: str, body: Any, tmp_path: Path, capsys):
     async with serve() as served:
         answer = await served.http.post(path, json=body, headers=HEADERS)
         plain = await served.http.post(path, json=body)
@@ -80,8 +80,8 @@ def test_the_first_token_that_differs_is_named_with_its_margin(tmp_path: Path, c
     token_ids[3] += 1
     prompt = RepeatablePrompt(output.prompt_token_ids, params, 0, [token_ids])
     made = msgspec.structs.replace(made, prompts=[prompt], weights="another")
-    (tmp_path / "receipt.json").write_bytes(msgspec.json.encode(made))
-    assert replay(str(tmp_path / "receipt.json"), "demo", "--device", "cpu") == 1
+    (tmp_path / "manifest.json").write_bytes(msgspec.json.encode(made))
+    assert replay(str(tmp_path / "manifest.json"), "demo", "--device", "cpu") == 1
     shown = capsys.readouterr().out
     assert f"({token_ids[3]}) and is" in shown and "token 3 was" in shown
     margin = float(shown.partition("the new one by ")[2].split()[0])
@@ -89,7 +89,7 @@ def test_the_first_token_that_differs_is_named_with_its_margin(tmp_path: Path, c
     assert "not the same: weights: another then" in shown
 
 
-async def test_a_receipt_names_no_places_and_beam_search_has_none():
+async def test_a_manifest_names_no_places_and_beam_search_has_none():
     async with serve() as served:
         answer = await served.http.post("/v1/chat/completions", json=CHAT, headers=HEADERS)
         beam = CHAT | {"use_beam_search": True}
@@ -124,14 +124,14 @@ def test_what_decides_the_tokens_is_in_the_hash_and_where_it_lies_is_not():
 @pytest.mark.parametrize(
     "text", [b"", b"[]", b"{}", b'{"receipt": 1}', b"\xff\xfe", b"[" * 100_000]
 )
-def test_what_is_no_receipt_is_refused(text: bytes, tmp_path: Path):
+def test_what_is_no_manifest_is_refused(text: bytes, tmp_path: Path):
     (tmp_path / "x").write_bytes(text)
-    with pytest.raises(ConfigError, match="no receipt"):
+    with pytest.raises(ConfigError, match="no run manifest"):
         command.read_manifest(str(tmp_path / "x"))
 
 
 @pytest.mark.parametrize("num_choices", [0, 1, 3])
-def test_a_receipt_has_as_many_choices_as_were_asked_for(num_choices: int, tmp_path: Path):
+def test_a_manifest_has_as_many_choices_as_were_asked_for(num_choices: int, tmp_path: Path):
     prompt = RepeatablePrompt([1], SamplingParams(n=2), 0, [[1]] * num_choices)
     manifest = RunManifest({}, "", "", "cpu", "float32", "torch", [prompt])
     (tmp_path / "x").write_bytes(msgspec.json.encode(manifest))

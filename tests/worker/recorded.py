@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from servd.worker.attention import AttentionBatch, torch_sdpa
 from servd.worker.attention import native as _native  # noqa: F401 - keeps the library it imports
 from servd.worker.layers import experts
-from servd.worker.layers.experts import grouped_form
+from servd.worker.layers.experts import grouped_quant_method
 from servd.worker.models import deepseek_v2
 from servd.worker.runner.cpu_model_runner import CPUModelRunner
 from servd.worker.runner.gpu_model_runner import GPUModelRunner
@@ -188,10 +188,10 @@ class ExpertsOnDevice(experts.OneByOne):
         return torch.stack(outputs).sum(0)
 
 
-def grouped_form_on_device(matrices):
-    """As `grouped_form` does on a GPU."""
-    is_quantized = any(matrix.form for matrix in matrices)
-    return grouped_form(matrices) if is_quantized else ExpertsOnDevice(matrices)
+def grouped_quant_method_on_device(matrices):
+    """As `grouped_quant_method` does on a GPU."""
+    is_quantized = any(matrix.quant_method for matrix in matrices)
+    return grouped_quant_method(matrices) if is_quantized else ExpertsOnDevice(matrices)
 
 
 def use_recorded_runner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def use_recorded_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     so it is off.
     """
     for module in (experts, deepseek_v2):
-        monkeypatch.setattr(module, "grouped_form", grouped_form_on_device)
+        monkeypatch.setattr(module, "grouped_quant_method", grouped_quant_method_on_device)
     monkeypatch.setattr("servd.worker.worker.CPUModelRunner", RecordedRunner)
     if find_spec("servd.worker.ops.native"):
         monkeypatch.setattr("servd.worker.ops.native.library", lambda: None)

@@ -54,7 +54,7 @@ class Pending:
 
 class Executor(executor.Executor):
     """Every stage computes a step before the next step begins, but nobody knows its tokens until
-    the engine harvests it.
+    the engine collects it.
     """
 
     def start(self) -> WorkerReady:

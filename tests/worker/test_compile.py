@@ -91,7 +91,7 @@ def test_rounding_to_8_bits_is_part_of_what_is_compiled(tmp_path: Path):
     compile_layers(model, Counter())
     for name, weight in model.named_parameters():
         if isinstance(weight, Matrix) and ".layers." in name:
-            weight.form.round_rows = None  # type: ignore[union-attr]
+            weight.quant_method.round_rows = None  # type: ignore[union-attr]
     assert outputs(driver, PROMPTS, 6, chunk=100) == expected
 
 

@@ -20,7 +20,7 @@ def make_inputs(**changes: object) -> DecodeInputs:
 
 def given(inputs: DecodeInputs, size: int) -> list[list[int]]:
     """By token."""
-    return inputs.columns(size).step[:NUM_GIVEN].T.tolist()
+    return inputs.buffers_of(size).step[:NUM_GIVEN].T.tolist()
 
 
 def test_steps_are_padded_to_the_sizes_of_graphs():

@@ -70,7 +70,7 @@ def bytes_of(module: torch.nn.Module) -> int:
     """What a model's tensors take, those of its packed matrices too."""
     found = {}
     for weight in module.parameters():
-        form = getattr(weight, "form", None)
+        form = getattr(weight, "quant_method", None)
         for tensor in [weight] if form is None else vars(form).values():
             if isinstance(tensor, torch.Tensor):
                 found[tensor.data_ptr()] = tensor.nbytes

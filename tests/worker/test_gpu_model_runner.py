@@ -107,7 +107,7 @@ def test_a_decode_step_never_waits_for_the_device(folder: Path, sync_mode):
 
     def watched(bitmask=None) -> SimpleNamespace:
         output = sample(bitmask)
-        with sync_mode("default"):  # the harvest may wait
+        with sync_mode("default"):  # the collect may wait
             done = output.result()
         return SimpleNamespace(result=lambda: done)
 

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import torch
 
-from servd.messages.engine import Decodes, NewRequest, ScheduledRequest, SchedulerOutput
+from servd.messages.engine import DecodeBatch, NewRequest, ScheduledRequest, SchedulerOutput
 from servd.messages.params import SamplingParams
 from servd.worker.batch.input_batch import AttentionRows, InputBatch
 from servd.worker.batch.request_states import RequestStates
@@ -45,7 +45,7 @@ def test_columns_are_gathered_as_rows_are():
             blocks = {slot: 100 + slot for slot in slots}
             for slot in slots:
                 states.block_tables.append(slot, [blocks[slot]])
-            decodes = Decodes(slots, [computed[slot] for slot in slots], blocks)
+            decodes = DecodeBatch(slots, [computed[slot] for slot in slots], blocks)
             step = SchedulerOutput(1, [], decodes=decodes)
             if not is_columns:
                 step = SchedulerOutput(1, step.rows)
@@ -100,8 +100,8 @@ def test_drafts_at_hand_are_gathered_as_those_of_a_device_are():
 def test_columns_come_before_rows():
     """In one step, as the answer of the workers is read."""
     states, computed = filled_states(0)
-    decodes = Decodes([5, 2], [computed[5], computed[2]])
-    others = SchedulerOutput(1, [], decodes=Decodes([7], [computed[7]])).rows
+    decodes = DecodeBatch([5, 2], [computed[5], computed[2]])
+    others = SchedulerOutput(1, [], decodes=DecodeBatch([7], [computed[7]])).rows
     batch = InputBatch.gather(SchedulerOutput(1, others, decodes=decodes), states)
     assert batch.host_slots.tolist() == [5, 2, 7]
     assert batch.seq_lens.tolist() == [computed[slot] + 1 for slot in (5, 2, 7)]
@@ -111,7 +111,7 @@ def test_columns_come_before_rows():
 def test_a_part_of_columns_is_computed_though_the_whole_has_not_begun():
     """As when a graph fails; and that it has begun is no harm."""
     expected, computed = filled_states(0)
-    decodes = Decodes([5, 2, 7], [computed[slot] for slot in (5, 2, 7)])
+    decodes = DecodeBatch([5, 2, 7], [computed[slot] for slot in (5, 2, 7)])
     whole = InputBatch.gather(SchedulerOutput(1, [], decodes=decodes), expected)
     states, _ = filled_states(0)
     states.inputs.sizes = [4]  # of graphs

@@ -31,7 +31,7 @@ uses = st.builds(
 
 @given(use=uses, missing=st.integers(1, 10 * GB))
 def test_advice_is_enough_and_no_more_than_that(use: MemoryUse, missing: int):
-    advice = " ".join(use.remedies(missing))
+    advice = " ".join(use.hints(missing))
     if found := re.search(r"lower --max-num-seqs to (\d+)", advice):
         num_seqs = int(found[1])
         assert 1 <= num_seqs < use.max_num_seqs

@@ -16,7 +16,7 @@ from servd.base.errors import ModelNotFound, UnsupportedModel
 from servd.checkpoint import hf
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers import embedding
-from servd.worker.layers._matrix import Form, MakeForm
+from servd.worker.layers._matrix import MakeQuantMethod, QuantMethod
 from servd.worker.loading import model_loader
 from servd.worker.loading.model_loader import read_tensors
 from servd.worker.runner import dry_run
@@ -35,10 +35,10 @@ def test_whole_matrices_are_packed_from_the_mapped_file(tiny_gpt2: Path):
     cpu = torch.device("cpu")
     parallel = Parallel.connect(0, 1, cpu, None)
     model = model_loader.build_model(hf.read_spec(tiny_gpt2), torch.float32, cpu, parallel)
-    pack = model_loader.form_maker(torch.float32, None, str(tiny_gpt2)).dense
+    pack = model_loader.quant_method_maker(torch.float32, None, str(tiny_gpt2)).dense
     file, num_mapped = tiny_gpt2 / "model.safetensors", 0
 
-    def make(weight: torch.Tensor) -> Form | None:
+    def make(weight: torch.Tensor) -> QuantMethod | None:
         nonlocal num_mapped
         num_mapped += any(weight.data_ptr() in page for page in mapped(file))
         form = pack(weight)
@@ -46,7 +46,7 @@ def test_whole_matrices_are_packed_from_the_mapped_file(tiny_gpt2: Path):
         assert torch.equal(form.multiply(torch.eye(weight.shape[1]), None), weight.t())
         return form
 
-    model_loader.load_weights(model, str(tiny_gpt2), lambda fraction: None, MakeForm(make))
+    model_loader.load_weights(model, str(tiny_gpt2), lambda fraction: None, MakeQuantMethod(make))
     whole = [name for name, _ in model.named_parameters() if name.endswith("c_proj.weight")]
     assert 0 < len(whole) <= num_mapped
 

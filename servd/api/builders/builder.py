@@ -82,7 +82,7 @@ class ResponseBuilder(ABC):
         self.wants_manifest = request.headers.get("x-servd-receipt") == "1"
         self.token_ids: list[list[int]] = []  # by choice, for the run manifest
         if self.wants_manifest and asked.use_beam_search:
-            raise InvalidRequest("there is no receipt of a beam search: leave out X-Servd-Receipt")
+            raise InvalidRequest("beam search has no run manifest: leave out X-Servd-Receipt")
 
     def start(self) -> None:  # noqa: B027
         """Set up per-choice state once the request has been validated."""

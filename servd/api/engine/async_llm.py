@@ -17,7 +17,7 @@ from servd.api.engine.delta_stream import DeltaStream
 from servd.api.engine.engine_client import EngineClient
 from servd.api.engine.fair_loop import FairLoop
 from servd.api.engine.fair_threads import FairThreads
-from servd.api.engine.load_balancer import Router
+from servd.api.engine.load_balancer import LoadBalancer
 from servd.api.engine.output_processor import OutputProcessor
 from servd.api.engine.processor import NO_OPTIONS, Processor
 from servd.api.engine.progress import Progress, combine
@@ -92,7 +92,7 @@ class AsyncLLM:
     output_processor: OutputProcessor  # EngineCoreOutput -> text
     tracer: Tracer  # the middleware calls its `finish_request`
     metrics: Metrics
-    router: Router | None = None  # chooses among several engines
+    load_balancer: LoadBalancer | None = None  # chooses among several engines
 
     def __post_init__(self, clients: Sequence[EngineCoreClient]) -> None:
         config = self.config
@@ -322,8 +322,8 @@ class AsyncLLM:
         )
         recorded.marks.append(Mark("sent", state.sent_ns))
         self.observer.began(state)
-        if self.router is not None:
-            state.routed = self.router.route(state.request, self._open_ranks())
+        if self.load_balancer is not None:
+            state.routed = self.load_balancer.route(state.request, self._open_ranks())
             state.rank = state.routed.rank
         if not state.route:  # else its call has added it
             self.requests[state.request_id] = state
@@ -355,10 +355,10 @@ class AsyncLLM:
             self.processor.max_model_len = min(
                 status.max_model_len for status in statuses if isinstance(status, EngineReady)
             )
-        if self.router is not None:
+        if self.load_balancer is not None:
             if engine.is_asleep or not engine.is_ready:
-                self.router.forget(engine.rank)
-            self.router.start_anew()
+                self.load_balancer.forget(engine.rank)
+            self.load_balancer.start_anew()
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix caches of all engines, but for blocks in use."""
@@ -366,15 +366,15 @@ class AsyncLLM:
             if engine.is_ready and not engine.is_asleep:  # others have none
                 engine.client.send(ResetPrefixCache())
                 engine.cache_number += 1
-                if self.router is not None:
-                    self.router.forget(engine.rank)
+                if self.load_balancer is not None:
+                    self.load_balancer.forget(engine.rank)
         self.has_changed.set()
         self.has_changed = asyncio.Event()
 
     def _move(self) -> None:
         """Move requests of restarting engines to other engines, where these have free slots."""
         lost = [engine for engine in self.engines if engine.recovery.is_restarting]
-        if self.router is None or not lost:
+        if self.load_balancer is None or not lost:
             return
         ready = [each for each in self.engines if each.is_ready]
         awake = [each for each in ready if not each.is_asleep]  # see `_open_ranks`
@@ -387,7 +387,7 @@ class AsyncLLM:
                     continue
                 assert state.routed is not None
                 state.routed.leave(state.num_output_tokens)
-                state.routed = self.router.route(state.request, fitting)
+                state.routed = self.load_balancer.route(state.request, fitting)
                 free[state.routed.rank] -= num_choices
                 self.engines[state.routed.rank].take_over(state, engine)
 
@@ -429,5 +429,5 @@ def _significance(engine: EngineClient) -> int:
             return 0
         case EngineReady():
             return 2
-    was_ready = engine.recovery.is_restarting or engine.client.incarnation
+    was_ready = engine.recovery.is_restarting or engine.client.generation
     return 3 if was_ready else 1

@@ -209,7 +209,7 @@ class EngineClient:
         outputs: list[EngineCoreOutput] = []
         while messages := self.client.drain(MAX_MESSAGES):
             for message in messages:
-                if getattr(message, "incarnation", current := self.client.incarnation) < current:
+                if getattr(message, "generation", current := self.client.generation) < current:
                     continue  # from an engine that has died
                 if isinstance(message, EngineCoreOutputs):
                     outputs += message.all_outputs
@@ -268,8 +268,8 @@ class EngineClient:
             self.tracer.lose_engine(lost, self.rank)
         self.status = EngineStatus("restarting")
         self.is_stalled = False
-        self.metrics.observe_restarts(message.incarnation)
-        guilty = self.recovery.engine_died(message.incarnation, message.computing)
+        self.metrics.observe_restarts(message.generation)
+        guilty = self.recovery.engine_died(message.generation, message.computing)
         outputs: list[EngineCoreOutput] = []
         if guilty is not None:
             report = uuid4().hex[:8]

@@ -44,7 +44,7 @@ LEARNING_RATE = 1 / 64
 class Routed:
     """A routed prompt, as it counts toward its engine's pending work."""
 
-    router: Router
+    load_balancer: LoadBalancer
     rank: int
     prompt: int  # tokens to compute until its first token; 0 from then on
     cached: int  # tokens expected in the engine's prefix cache
@@ -53,20 +53,20 @@ class Routed:
     def answer(self, num_cached: int) -> None:
         """Its first token has arrived; so many of the prompt's tokens were cached."""
         if self.prompt:
-            self.router.add_work(self.rank, -self.prompt, self.cached - num_cached)
+            self.load_balancer.add_work(self.rank, -self.prompt, self.cached - num_cached)
             self.prompt = 0
 
     def leave(self, num_tokens: int) -> None:
         """It has left the engine, with so many output tokens in all its choices."""
         work = self.prompt + OUTPUT_WEIGHT * self.output
-        self.router.add_work(self.rank, -work, num_tokens - self.output - self.prompt)
+        self.load_balancer.add_work(self.rank, -work, num_tokens - self.output - self.prompt)
 
     def end(self, num_tokens: Sequence[int]) -> None:
         """It has finished, with so many output tokens in each of its choices."""
         total = sum(num_tokens)
         self.leave(total)
         if self.output:
-            self.router.learn(total / len(num_tokens))
+            self.load_balancer.learn(total / len(num_tokens))
 
 
 def make_file() -> int:
@@ -76,7 +76,7 @@ def make_file() -> int:
     return descriptor
 
 
-class Router:
+class LoadBalancer:
     """Tracks what all API servers have sent to each engine, in shared memory (`descriptor`, from
     `make_file`; -1 if there is only one API server).
 
@@ -110,7 +110,7 @@ class Router:
         self.expected_output = FIRST_GUESS
 
     @classmethod
-    def of(cls, config: Config, place: int = 0, descriptor: int = -1) -> Router | None:
+    def of(cls, config: Config, place: int = 0, descriptor: int = -1) -> LoadBalancer | None:
         """A router, if there is more than one engine."""
         size = config.parallel.data_parallel_size
         cache = config.cache

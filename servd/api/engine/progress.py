@@ -67,7 +67,7 @@ def progress(
     requests = list(unfinished)
     found = Progress("ready", "idle", len(requests) + num_others)
     if steps:
-        found.seconds_since_step = round((now_ns - steps[-1].harvested_ns) / SECOND, 3)
+        found.seconds_since_step = round((now_ns - steps[-1].collected_ns) / SECOND, 3)
     due = [request for request in requests if request.is_due]
     if not due:
         return found
@@ -77,7 +77,7 @@ def progress(
     expected = Pace.of(steps).expected_seconds(num_tokens)
     found.expected_seconds = round(expected, 3)
     begin = min(request.sent_ns for request in due)
-    silent = (now_ns - max(begin, steps[-1].harvested_ns if steps else 0)) / SECOND
+    silent = (now_ns - max(begin, steps[-1].collected_ns if steps else 0)) / SECOND
     if silent > OVERDUE_FACTOR * expected + GRACE:
         found.status = found.activity = "stalled"
         found.reason = (

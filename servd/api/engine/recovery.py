@@ -36,13 +36,13 @@ class Recovery:
         self._untried: list[str] = []
         self._tried: str | None = None  # suspect that was sent, and has got no token since
 
-    def engine_died(self, incarnation: int, computing: Iterable[str]) -> RequestState | None:
+    def engine_died(self, generation: int, computing: Iterable[str]) -> RequestState | None:
         """Attach to the next engine. Return the request at fault, if the engine ids of the prompts
         that were being computed at the crash show it.
         """
         had_all = not self.is_restarting
         self.is_restarting = True
-        self.client.follow(incarnation)
+        self.client.follow(generation)
         if not had_all:  # it died before the requests were resent
             return None
         engine_ids = {*computing}

@@ -69,7 +69,7 @@ class RequestContext:
     spans: SpanExporter | None = None
 
     def __post_init__(self) -> None:
-        self.is_behind_front = MODEL in os.environ  # then only the front can reach this server
+        self.is_behind_gateway = MODEL in os.environ  # then only the gateway can reach this server
         self.num_arriving = 0  # bytes of bodies that are not whole yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -149,7 +149,7 @@ class RequestContext:
             unique_id=unique_id,
             client=address,
             span=span,
-            since_ns=int(headers.get(SINCE, 0)) if self.is_behind_front else 0,
+            since_ns=int(headers.get(SINCE, 0)) if self.is_behind_gateway else 0,
             priority_class=int(ON_BEHALF_OF in scope),
             blocked=connection.blocked,
             refusal=connection.refusal,

@@ -43,7 +43,7 @@ class EngineState(msgspec.Struct):
         ):
             yield "vllm:num_requests_kv_fetch_by_stage", count, {"stage": stage}
         yield "vllm:kv_cache_usage_perc", stats.kv_cache_usage, {}
-        in_host_memory = [tier.num_blocks / tier.max_blocks for tier in stats.tiers[:1]]
+        in_host_memory = [tier.num_blocks / tier.max_blocks for tier in stats.kv_stores[:1]]
         yield "vllm:kv_offload_cpu_cache_usage_perc", sum(in_host_memory), {}
         if self.is_asleep is not None:
             for state, is_so in (("awake", not self.is_asleep), ("discard_all", self.is_asleep)):

@@ -22,7 +22,7 @@ NUM_STRETCHES = 40  # of a request's time, in each of which they are merged
 MAX_STEPS = 512  # the longest are kept
 STALL_FACTOR = 5  # a stall takes so many times what the step should take
 MIN_STALL_NS = 50_000_000  # and so much longer
-NUM_FIRST_STEPS = 4  # these fill caches and build programs and graphs
+NUM_FIRST_STEPS = 4  # these fill caches and record graphs
 NEVER = 1 << 62  # number of a step
 
 # Phase -> description for users. Those up to `write` are the request's own work.
@@ -171,7 +171,7 @@ def step_times(steps: Iterable[StepRecord]) -> list[StepTime]:
     found: list[StepTime] = []
     for record in steps:
         begin_ns = max(record.started_ns, end_ns)
-        end_ns = max(record.harvested_ns, begin_ns)
+        end_ns = max(record.collected_ns, begin_ns)
         num_extra = record.num_drafts - record.num_accepted + sum(record.prefills.values())
         found.append(StepTime(begin_ns, end_ns, record, num_extra))
     return found
@@ -203,7 +203,7 @@ def _state(seen: Mapping[str, int], following: str) -> str:
             return "decoding" if seen["first_token"] > num_ended else "prefilling"
         if seen["reading"] > seen["scheduled"]:
             return "tier_read"
-        if seen["aside"] > seen["scheduled"]:
+        if seen["deferred"] > seen["scheduled"]:
             return "queue_adapters"
         if seen["scheduled"] >= seen["queued"]:
             return "swapped" if seen["swapped"] >= seen["preempted"] else "preemption"

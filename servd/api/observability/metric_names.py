@@ -39,7 +39,7 @@ GAUGES = {  # see `EngineState.samples`
     "vllm:num_requests_running": "Requests in the current batch.",
     "vllm:num_requests_waiting": "Requests that wait to be scheduled.",
     "vllm:num_requests_waiting_by_reason": "Requests waiting for room or (deferred) a grammar.",
-    "vllm:num_requests_swapped": "Of those that wait, those whose blocks are in lower tiers.",
+    "vllm:num_requests_swapped": "Of those that wait, those whose blocks are offloaded.",
     "vllm:num_requests_kv_fetch_by_stage": "Waiting requests that load blocks from files, or have.",
     "vllm:kv_cache_usage_perc": "Share of the KV cache in use; 1 is all of it.",
     "vllm:kv_offload_cpu_cache_usage_perc": "Share of the KV cache in host memory that has blocks.",

@@ -177,7 +177,7 @@ class Metrics(Observer):
         self._gaps = self.histograms["vllm:inter_token_latency_seconds"]
         self._note_gap = self._gaps.values.append
         self._note_steps = self.histograms["vllm:iteration_tokens_total"].values.extend
-        # Tokens not yet in a counter; prompt tokens as (all, cached, loaded from lower tiers).
+        # Tokens not yet in a counter; prompt tokens as (all, cached, loaded from offload storage).
         self._num_generated = self._num_prompt = self._num_cached = self._num_external = 0
 
     def stepped(self, steps: Sequence[StepRecord], stats: SchedulerStats | None, rank: int) -> None:
@@ -212,7 +212,7 @@ class Metrics(Observer):
         }
         self.state.cache = {name: str(fact) for name, fact in facts.items()}
         self.state.is_asleep = ready.is_asleep
-        self.state.max_loras = config.lora.num_places
+        self.state.max_loras = config.lora.num_adapter_slots
 
     def observe_restarts(self, count: int) -> None:
         self.state.num_restarts = count
@@ -241,7 +241,13 @@ class Metrics(Observer):
         # Most steps have nothing else to count, and calls of the library are slow.
         looked_up = stats.prefix_cache_queries
         failed = stats.num_failed
-        if looked_up or failed or stats.num_preemptions or stats.drafts.num_drafts or stats.tiers:
+        if (
+            looked_up
+            or failed
+            or stats.num_preemptions
+            or stats.drafts.num_drafts
+            or stats.kv_stores
+        ):
             self._count(stats)
         for block in stats.evictions:
             for name, times in (

@@ -140,7 +140,7 @@ def render_steps(records: Iterable[StepRecord], origin_ns: int) -> list[shapes.T
             times = record.worker_ns
             if len(times) < 4:
                 scheduled_ns = record.scheduled_ns
-                times = (scheduled_ns, scheduled_ns, record.executed_ns, record.harvested_ns)
+                times = (scheduled_ns, scheduled_ns, record.executed_ns, record.collected_ns)
             passes = zip(times[1::4], times[2::4], strict=False)
             forward_ms = [_ms(end - begin) for begin, end in passes]
             step = shapes.TimelineStep(

@@ -51,7 +51,7 @@ class Snapshot(msgspec.Struct):
         engines = [*self.timeline.earlier, (self.timeline.rank, self.marks[-1].at_ns)]
         for engine, end_ns in engines:
             steps = self.steps.get(engine, ())
-            start = bisect_left(steps, begin_ns, key=attrgetter("harvested_ns"))
+            start = bisect_left(steps, begin_ns, key=attrgetter("collected_ns"))
             stop = bisect_left(steps, end_ns, key=attrgetter("started_ns"))
             found += steps[max(start - num_before, 0) : stop]
             begin_ns = end_ns
@@ -89,7 +89,7 @@ class Tracer(Observer):
     def lose_engine(self, states: Iterable[RequestState], engine: int) -> None:
         """Record when the engine of these requests was last known to be alive."""
         steps = self.steps[engine]
-        last_ns = steps[-1].harvested_ns if steps else 0
+        last_ns = steps[-1].collected_ns if steps else 0
         for state in states:
             marks = state.recorded.marks
             marks.append(Mark("engine_lost", max(last_ns, marks[-1].at_ns)))

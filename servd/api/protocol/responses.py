@@ -216,12 +216,12 @@ class ResponsesRequest(TranslatedRequest):
 
     @model_validator(mode="after")
     def _check_support(self) -> ResponsesRequest:
-        for name, value, remedy in (
+        for name, value, hint in (
             ("conversation", self.conversation, "use `previous_response_id`"),
             ("prompt", self.prompt, "send `instructions` and `input`"),
         ):
             if value:
-                raise InvalidRequest(f"`{name}` is not supported: {remedy}", param=name)
+                raise InvalidRequest(f"`{name}` is not supported: {hint}", param=name)
         return self
 
     def ignored(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""GET /v1/cache: how full the KV cache is, and the tiers behind it; GET /kv_event_sources; POST
+"""GET /v1/cache: how full the KV cache is, and its offload storage; GET /kv_event_sources; POST
 /reset_prefix_cache.
 """
 
@@ -41,7 +41,7 @@ class EngineCache(msgspec.Struct):
 
     rank: int  # among --data-parallel-size
     block_size: int  # tokens
-    num_swapped: int  # requests that wait after they had to yield, with blocks in lower tiers
+    num_swapped: int  # requests that wait after they were preempted, with offloaded blocks
     tiers: list[Tier]  # the fastest first
     pinned: int = 0  # blocks of the device that stay until a time
     max_pinned: int = 0
@@ -131,7 +131,7 @@ def _cache_of(rank: int, ready: EngineReady, stats: SchedulerStats, share: float
             each.num_bad,
             each.is_skipped,
         )
-        for each in stats.tiers or ready.tiers
+        for each in stats.kv_stores or ready.kv_stores
     ]
     return EngineCache(
         rank, ready.block_size, stats.num_swapped, tiers, stats.num_pinned, int(num_blocks * share)

@@ -65,7 +65,7 @@ class AdapterQueue:
         self.deferred[request] = None
         if request.deferred_since < 0:
             request.deferred_since = self._step
-            request.marks.append(Mark("aside", self.clock()))
+            request.marks.append(Mark("deferred", self.clock()))
 
     def remove(self, request: Request) -> None:
         if request in self.deferred:

@@ -31,7 +31,7 @@ MAX_FLOOR_GROUPS = 8  # groups that `_floor` looks at: there may be as many as p
 
 
 @dataclass(slots=True, eq=False)
-class Account:
+class OwnerState:
     """The service that an owner got in one priority class."""
 
     weight: float
@@ -58,17 +58,17 @@ class WaitingQueue(FcfsQueue):
     def __init__(self, long_prompt: int, max_adapters: int = 1, clock: Clock = now_ns) -> None:
         super().__init__(long_prompt, max_adapters, clock)
         self._pushes = count()
-        self._accounts: dict[tuple[int, str], Account] = {}
-        self._max_accounts = MAX_IDLE_OWNERS
-        self._running: dict[Account, None] = {}  # a set with an order
+        self._owners: dict[tuple[int, str], OwnerState] = {}
+        self._max_owners = MAX_IDLE_OWNERS
+        self._running: dict[OwnerState, None] = {}  # a set with an order
         self._group_of: dict[Request, Group] = {}  # of each that waits
         self._num_waiting: Counter[Group] = Counter()
         self._sorted: list[Group] = []  # keys of it: there may be as many as priorities
         self._bypasses: Counter[Group] = Counter()  # of each, since the last start in it
         # By group: (counter when pushed, slots / weight, whether it was served since it came, push
-        # number, account). Counters only grow, so the first is the least, if it is current.
-        self._heaps: dict[Group, list[tuple[float, float, bool, int, Account]]] = {}
-        self._latest: dict[int, Account] = {}  # by priority class: of the request started last
+        # number, owner). Counters only grow, so the first is the least, if it is current.
+        self._heaps: dict[Group, list[tuple[float, float, bool, int, OwnerState]]] = {}
+        self._latest: dict[int, OwnerState] = {}  # by priority class: of the request started last
 
     def is_long(self, request: Request) -> bool:
         """Whether more than `long_prompt` tokens of its prompt are left."""
@@ -109,27 +109,27 @@ class WaitingQueue(FcfsQueue):
         self._num_waiting[group] += 1
         if self._num_waiting[group] == 1:
             insort(self._sorted, group)
-        account = self._account(request)
-        if not any(account.waiting.values()):
-            account.served = max(account.counter(self._step), self._floor(group[0]))
-            account.weight = request.weight
-        if group not in account.waiting:
-            account.waiting[group] = []
+        owner = self._owner_of(request)
+        if not any(owner.waiting.values()):
+            owner.served = max(owner.counter(self._step), self._floor(group[0]))
+            owner.weight = request.weight
+        if group not in owner.waiting:
+            owner.waiting[group] = []
             heap = self._heaps.setdefault(group, [])
-            heappush(heap, self._entry(account, was_served=False))
-        insort(account.waiting[group], request, key=by_order)
+            heappush(heap, self._entry(owner, was_served=False))
+        insort(owner.waiting[group], request, key=by_order)
 
     def dequeue(self, request: Request) -> None:
         super().dequeue(request)
         group = self._group_of.pop(request)
-        requests = self._account(request).waiting[group]
+        requests = self._owner_of(request).waiting[group]
         del requests[bisect_left(requests, request.order, key=by_order)]
         self._num_waiting[group] -= 1
         if not self._num_waiting[group]:
             del self._num_waiting[group], self._bypasses[group]
             del self._sorted[bisect_left(self._sorted, group)]
-            for *_, account in self._heaps.pop(group):
-                del account.waiting[group]
+            for *_, owner in self._heaps.pop(group):
+                del owner.waiting[group]
 
     def start(self, request: Request) -> None:
         group = self._group_of[request]
@@ -139,24 +139,24 @@ class WaitingQueue(FcfsQueue):
             del self._bypasses[longer]
         elif longer in self._heaps:
             self._bypasses[longer] += 1
-        account = self._account(request)
-        account.counter(self._step)
-        account.num_running += 1
-        self._running[account] = None
-        self._latest[request.order[0]] = account
+        owner = self._owner_of(request)
+        owner.counter(self._step)
+        owner.num_running += 1
+        self._running[owner] = None
+        self._latest[request.order[0]] = owner
 
     def stop(self, request: Request) -> None:
-        account = self._account(request)
-        account.counter(self._step)
-        account.num_running -= 1
-        if not account.num_running:
-            del self._running[account]
+        owner = self._owner_of(request)
+        owner.counter(self._step)
+        owner.num_running -= 1
+        if not owner.num_running:
+            del self._running[owner]
         super().stop(request)
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """Charge the owner for prompt tokens that are computed."""
-        account = self._account(request)
-        account.served += num_tokens / account.weight
+        owner = self._owner_of(request)
+        owner.served += num_tokens / owner.weight
 
     def victim(self, running: Sequence[Request]) -> Request | None:
         """The running request to preempt: the last of a lower class, or of the owner with the most
@@ -166,8 +166,8 @@ class WaitingQueue(FcfsQueue):
         if victim is not None or not running:
             return victim
         head = self.head(running)
-        mine = self._account(head)
-        most = max(self._running, key=lambda account: (account.num_running - 1) / account.weight)
+        mine = self._owner_of(head)
+        most = max(self._running, key=lambda owner: (owner.num_running - 1) / owner.weight)
         has_more = (most.num_running - 1) * mine.weight >= (mine.num_running + 1) * most.weight
         if not has_more or most.counter(self._step) < mine.counter(self._step):
             return None
@@ -175,7 +175,7 @@ class WaitingQueue(FcfsQueue):
         is_long &= mine.served == most.served  # length decides only between equals
         for request in reversed(running):  # the victim must not precede the head afterwards
             group = [*request.order[:2], request.num_tokens > self.long_prompt]
-            if self._account(request) is most and group >= [*rank, is_long]:
+            if self._owner_of(request) is most and group >= [*rank, is_long]:
                 return request
         return None
 
@@ -199,23 +199,25 @@ class WaitingQueue(FcfsQueue):
         return priority, self.is_long(request), counter, request.slot < 0, arrival
 
     def _counter(self, request: Request) -> float:
-        return self._account(request).counter(self._step)
+        return self._owner_of(request).counter(self._step)
 
     def _head_of(self, group: Group) -> Request:
         heap = self._heaps[group]
         while True:
-            pushed_at, *_, account = heap[0]
-            if not account.waiting[group]:
+            pushed_at, *_, owner = heap[0]
+            if not owner.waiting[group]:
                 heappop(heap)
-                del account.waiting[group]
-            elif account.counter(self._step) > pushed_at:
-                heapreplace(heap, self._entry(account, was_served=True))
+                del owner.waiting[group]
+            elif owner.counter(self._step) > pushed_at:
+                heapreplace(heap, self._entry(owner, was_served=True))
             else:
-                return account.waiting[group][0]
+                return owner.waiting[group][0]
 
-    def _entry(self, account: Account, was_served: bool) -> tuple[float, float, bool, int, Account]:
-        share = account.num_running / account.weight
-        return account.counter(self._step), share, was_served, next(self._pushes), account
+    def _entry(
+        self, owner: OwnerState, was_served: bool
+    ) -> tuple[float, float, bool, int, OwnerState]:
+        share = owner.num_running / owner.weight
+        return owner.counter(self._step), share, was_served, next(self._pushes), owner
 
     def _floor(self, priority_class: int) -> float:
         """Least counter of an owner that was idle: that of the owners who are next."""
@@ -223,20 +225,20 @@ class WaitingQueue(FcfsQueue):
         groups = self._sorted[begin : begin + MAX_FLOOR_GROUPS]
         # The group of the request that comes may have no heap yet.
         known = [each for each in groups if each[0] == priority_class and each in self._heaps]
-        accounts = [self._account(self._head_of(group)) for group in known]
-        if not accounts and priority_class in self._latest:
-            accounts = [self._latest[priority_class]]
-        return min((account.counter(self._step) for account in accounts), default=0.0)
+        owners = [self._owner_of(self._head_of(group)) for group in known]
+        if not owners and priority_class in self._latest:
+            owners = [self._latest[priority_class]]
+        return min((owner.counter(self._step) for owner in owners), default=0.0)
 
-    def _account(self, request: Request) -> Account:
+    def _owner_of(self, request: Request) -> OwnerState:
         key = request.order[0], request.owner
-        account = self._accounts.get(key)
-        if account is None:
-            if len(self._accounts) >= self._max_accounts:
-                for other, each in [*self._accounts.items()]:
+        owner = self._owners.get(key)
+        if owner is None:
+            if len(self._owners) >= self._max_owners:
+                for other, each in [*self._owners.items()]:
                     if not each.num_running and not any(each.waiting.values()):
-                        del self._accounts[other]
-                self._max_accounts = MAX_IDLE_OWNERS + 2 * len(self._accounts)
-            account = Account(request.weight, 0.0, self._step)
-            self._accounts[key] = account
-        return account
+                        del self._owners[other]
+                self._max_owners = MAX_IDLE_OWNERS + 2 * len(self._owners)
+            owner = OwnerState(request.weight, 0.0, self._step)
+            self._owners[key] = owner
+        return owner

@@ -235,7 +235,7 @@ class Scheduler:
                 new_block_ids = self._allocate_blocks(step, request, 1)
             if new_block_ids is None:
                 break
-            if decodes and len(new_block_ids) < 2:  # Decodes has room for one per row
+            if decodes and len(new_block_ids) < 2:  # DecodeBatch has room for one per row
                 self._schedule_decode(step, request, new_block_ids)
             else:
                 scheduled = step.add_row(request, 1, new_block_ids, num_drafts, drafts[:num_drafts])
@@ -373,7 +373,7 @@ class Scheduler:
         """
         step = self._in_flight.popleft()
         record = step.record
-        record.harvested_ns = self.clock()
+        record.collected_ns = self.clock()
         record.worker_ns = result.times_ns
         took_ns, is_report_due = self.step_log.add(record)
         if is_report_due:
@@ -401,7 +401,7 @@ class Scheduler:
         if not result.tokens_of(row):
             return
         record = step.record
-        output = request.collect_output(result, row, end, record.harvested_ns, record.step)
+        output = request.collect_output(result, row, end, record.collected_ns, record.step)
         if scheduled.num_drafts or scheduled.max_new_drafts:
             record.num_drafts += scheduled.num_drafts
             record.num_accepted += self.drafts.settle(request, scheduled, output, result, row)

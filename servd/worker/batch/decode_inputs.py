@@ -30,7 +30,7 @@ NOT_COMPUTED = -1
 NUM_BUFFERS = 4  # pinned: the host fills one while the device may still read earlier ones
 
 
-class Columns(NamedTuple):
+class DecodeBuffers(NamedTuple):
     """Views of the buffer for a step of n tokens, padded to m for a graph."""
 
     step: Tensor  # int64 [NUM_NUMBERS, m], contiguous; see above
@@ -68,7 +68,7 @@ class DecodeInputs:
         self.seq_lens = torch.zeros(max_num_tokens, dtype=torch.int32, device=self.device)
         self.indices = torch.arange(max_num_tokens + 1, device=self.device)
         self.starts = self.indices.int()
-        self.views: dict[tuple[int, int], Columns] = {}
+        self.views: dict[tuple[int, int], DecodeBuffers] = {}
         self.buffers: cycle[tuple[np.ndarray, Tensor, Any]] | None = None
 
     @property
@@ -79,13 +79,13 @@ class DecodeInputs:
         self.padding[BLOCK] = block_id
         self.padding_d = torch.tensor(self.padding, device=self.device)
 
-    def columns(self, num_tokens: int, size: int | None = None) -> Columns:
+    def buffers_of(self, num_tokens: int, size: int | None = None) -> DecodeBuffers:
         """Views for a step of so many tokens, padded to `size`; cached."""
         size = num_tokens if size is None else size
         if (found := self.views.get((num_tokens, size))) is None:
             step = self.memory[: NUM_NUMBERS * size].view(NUM_NUMBERS, size)
             own = step[:, :num_tokens]
-            found = self.views[num_tokens, size] = Columns(
+            found = self.views[num_tokens, size] = DecodeBuffers(
                 step,
                 self.seq_lens[:size],
                 tokens=own[: COLUMN + 1],
@@ -104,7 +104,7 @@ class DecodeInputs:
         slots: Sequence[int] | np.ndarray,
         changes: np.ndarray,
         columns: np.ndarray | int = NOT_COMPUTED,
-    ) -> tuple[Columns, np.ndarray]:
+    ) -> tuple[DecodeBuffers, np.ndarray]:
         """Fill in the host's part of a step, and start its copy to the device. Returns the step,
         without what `begin_decode` finds, and the slots, int64 [n], on the host. Both are valid
         until the next step. `slots`: of each token; distinct with NOT_COMPUTED. `changes`: see
@@ -127,17 +127,17 @@ class DecodeInputs:
             part = slice(0, NUM_GIVEN * size)
             self.memory[part].copy_(pinned[part], non_blocking=True)
             is_sent.record()
-        return self.columns(num_tokens, size), given[SLOT, :num_tokens]
+        return self.buffers_of(num_tokens, size), given[SLOT, :num_tokens]
 
     def put(self, tokens: Tensor, size: int) -> None:
         """Write `InputBatch.tokens` of other memory for a graph of `size`."""
         (num_inputs, num_tokens) = tokens.shape
-        step = self.columns(size).step
+        step = self.buffers_of(size).step
         self.clear(size)
         step[:num_inputs, :num_tokens] = tokens
 
     def clear(self, size: int) -> None:
-        self.columns(size).step[:NUM_GIVEN] = self.padding_d
+        self.buffers_of(size).step[:NUM_GIVEN] = self.padding_d
 
     def size_for(self, num_tokens: int) -> int:
         return self.sizes[bisect_left(self.sizes, num_tokens)] if self.sizes else num_tokens

@@ -9,9 +9,9 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from servd.messages.engine import Decodes, SchedulerOutput
+from servd.messages.engine import DecodeBatch, SchedulerOutput
 from servd.worker.attention import AttentionBatch
-from servd.worker.batch.decode_inputs import PLACE, Columns
+from servd.worker.batch.decode_inputs import PLACE, DecodeBuffers
 from servd.worker.batch.request_states import RequestStates
 from servd.worker.device.device import upload
 
@@ -52,7 +52,7 @@ class InputBatch:
     sample_positions: torch.Tensor  # int64 [m]: position of the sampled token in its sequence
     # Set if each row computes one known token and samples (on a CPU also with drafts): the buffers
     # of the step, of which this batch's tensors are views until the next step is gathered.
-    columns: Columns | None = None
+    buffers: DecodeBuffers | None = None
     is_part: bool = False  # of a step; graphs must not be used for it
     # Whether it is known that each row computes one token, without drafts for this step or the
     # next.
@@ -147,17 +147,17 @@ class InputBatch:
         )
 
     @classmethod
-    def _decode(cls, decodes: Decodes, states: RequestStates) -> InputBatch:
+    def _decode(cls, decodes: DecodeBatch, states: RequestStates) -> InputBatch:
         """A step in which each row decodes one token: one kernel finds all inputs, the first one of
         a graph where there are graphs.
         """
         num_rows = len(decodes.slots)
         inputs = states.inputs
-        columns, slots = inputs.fill(decodes.slots, states.take_changes(num_rows))
+        buffers, slots = inputs.fill(decodes.slots, states.take_changes(num_rows))
         if not inputs.sizes:
-            states.begin_decode(columns)
+            states.begin_decode(buffers)
         if inputs.is_shared and not inputs.sizes:  # the host can read the exact ones
-            seq_lens = columns.next_columns.numpy()
+            seq_lens = buffers.next_columns.numpy()
         else:
             seq_lens = np.array(decodes.num_computed_tokens, dtype=np.int64) + 1
         indices, ones, zeros = (
@@ -165,8 +165,8 @@ class InputBatch:
         )
         return cls(
             states=states,
-            tokens=columns.tokens,
-            positions=columns.columns,
+            tokens=buffers.tokens,
+            positions=buffers.columns,
             host_slots=slots,
             query_lens=ones,
             seq_lens=seq_lens,
@@ -176,10 +176,10 @@ class InputBatch:
             attention_rows=AttentionRows(ones, seq_lens, None),
             sample_rows=indices,
             sample_host_slots=slots,
-            sample_tokens=columns.indices,
-            sample_slots=columns.slots,
-            sample_positions=columns.next_columns,
-            columns=columns,
+            sample_tokens=buffers.indices,
+            sample_slots=buffers.slots,
+            sample_positions=buffers.next_columns,
+            buffers=buffers,
             is_plain=True,
         )
 
@@ -232,13 +232,13 @@ class InputBatch:
             sample_tokens=torch.arange(len(rows), device=positions.device),
             sample_slots=tokens[0],
             sample_positions=next_positions,
-            columns=step,
+            buffers=step,
         )
 
     def part(self, first: int, end: int) -> InputBatch:
         """The rows [first, end) alone, for the forward pass."""
-        if self.columns is not None:  # may be repeated: it finds the same
-            self.states.begin_decode(self.columns)
+        if self.buffers is not None:  # may be repeated: it finds the same
+            self.states.begin_decode(self.buffers)
         ends = np.cumsum(self.query_lens)
         begin = int(ends[first] - self.query_lens[first])
         stop = int(ends[end - 1])
@@ -250,7 +250,7 @@ class InputBatch:
             query_lens=self.query_lens[first:end],
             num_drafts=self.num_drafts[first:end],
             attention_rows=self.attention_rows.part(begin, stop),
-            columns=None,
+            buffers=None,
             is_part=True,
         )
 
@@ -278,15 +278,15 @@ class InputBatch:
     def token_ids(self) -> torch.Tensor:
         """int64 [num_tokens]; -1 in place of a draft that was not found."""
         has_drafts = len(self.sample_host_slots) > len(self.sample_rows)
-        if self.columns is not None and not has_drafts:
-            return self.columns.token_ids
+        if self.buffers is not None and not has_drafts:
+            return self.buffers.token_ids
         return self.states.read(self.tokens[0], self.tokens[1])
 
     @property
     def input_ids(self) -> torch.Tensor:
         """int64 [num_tokens]: with any token in place of a draft that was not found."""
-        if self.columns is not None:
-            return self.columns.token_ids
+        if self.buffers is not None:
+            return self.buffers.token_ids
         return self.token_ids.clamp(min=0) if self.num_drafts.any() else self.token_ids
 
     def ends(self, num_kept: torch.Tensor | None) -> torch.Tensor:
@@ -303,9 +303,9 @@ class InputBatch:
 
     @cached_property
     def attention(self) -> AttentionBatch:
-        if self.columns is not None:
+        if self.buffers is not None:
             rows = self.attention_rows
-            return columns_attention(self.states, self.columns, rows.query_lens, rows.seq_lens)
+            return buffers_attention(self.states, self.buffers, rows.query_lens, rows.seq_lens)
         return self.attention_rows.gather(self.states, *self.tokens)
 
 
@@ -395,34 +395,34 @@ def _columns(scheduled: SchedulerOutput) -> np.ndarray:
     return columns
 
 
-def columns_attention(
-    states: RequestStates, columns: Columns, query_lens: np.ndarray, seq_lens: np.ndarray
+def buffers_attention(
+    states: RequestStates, buffers: DecodeBuffers, query_lens: np.ndarray, seq_lens: np.ndarray
 ) -> AttentionBatch:
     """The attention of a step whose inputs are found; see `AttentionBatch` for the lengths."""
     tables = states.block_tables
-    slots = columns.slots
+    slots = buffers.slots
     blocks = tables.tables[:, : tables.blocks_for(int(seq_lens.max()))]
     batch = AttentionBatch(
         query_lens=query_lens,
         seq_lens=seq_lens,
-        query_start_loc=columns.starts,
-        seq_lens_device=columns.seq_lens[: len(slots)],
+        query_start_loc=buffers.starts,
+        seq_lens_device=buffers.seq_lens[: len(slots)],
         block_tables=blocks.index_select(0, slots),
-        slot_mapping=columns.kv_slots,
+        slot_mapping=buffers.kv_slots,
         slots=slots,
     )
     if tables.num_groups == 1:
         return batch
-    return _of_groups(batch, states, slots, columns.columns, (slots, columns.columns, None))
+    return _of_groups(batch, states, slots, buffers.columns, (slots, buffers.columns, None))
 
 
-def captured_attention(states: RequestStates, columns: Columns) -> AttentionBatch:
-    num_rows = len(columns.slots)
+def captured_attention(states: RequestStates, buffers: DecodeBuffers) -> AttentionBatch:
+    num_rows = len(buffers.slots)
     if states.tree is not None:
-        places = columns.step[PLACE]
-        return decode_attention(states, columns.slots, columns.columns, places, is_captured=True)
+        places = buffers.step[PLACE]
+        return decode_attention(states, buffers.slots, buffers.columns, places, is_captured=True)
     longest = np.full(num_rows, states.max_model_len, dtype=np.int64)
-    return columns_attention(states, columns, np.ones_like(longest), longest)
+    return buffers_attention(states, buffers, np.ones_like(longest), longest)
 
 
 def decode_attention(

@@ -10,7 +10,7 @@ from servd.config.speculative import MOST_DRAFTS
 from servd.messages.engine import NewRequest, ScheduledRequest
 from servd.worker import ops
 from servd.worker.batch.block_table import NO_CHANGES, BlockTables
-from servd.worker.batch.decode_inputs import Columns, DecodeInputs
+from servd.worker.batch.decode_inputs import DecodeBuffers, DecodeInputs
 from servd.worker.batch.draft_tree import DraftTree
 from servd.worker.device.device import upload
 
@@ -90,11 +90,11 @@ class RequestStates:
         self.block_tables.pad(block_id)
         self.inputs.pad(block_id)
 
-    def begin_decode(self, columns: Columns) -> None:
+    def begin_decode(self, buffers: DecodeBuffers) -> None:
         tables = self.block_tables
         self.ops.begin_decode(
-            columns.step,
-            columns.seq_lens,
+            buffers.step,
+            buffers.seq_lens,
             self.token_ids,
             self.num_computed,
             tables.tables,
@@ -103,7 +103,7 @@ class RequestStates:
 
     def begin_verify(
         self, slots: np.ndarray, token_slots: np.ndarray, offsets: np.ndarray
-    ) -> Columns:
+    ) -> DecodeBuffers:
         """Find the inputs of a step, on a CPU, in which slots compute their next token and drafts.
         `slots`: int64 [n]; `token_slots`: slot of each token, int64 [m]; `offsets`: of each token
         from the first one of its row, int64 [m].

@@ -96,7 +96,7 @@ class MemoryUse:
         step = max(self.forward, self.sampling) - max(self.forward, sampling)
         return step + self.per_request * (self.max_num_seqs - num_seqs)
 
-    def remedies(self, missing: int) -> list[str]:
+    def hints(self, missing: int) -> list[str]:
         """Changes of options that would each free `missing` bytes."""
         found = []
         if enough := next(

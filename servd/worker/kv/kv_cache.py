@@ -58,9 +58,7 @@ def count_blocks(
     block_size = layout.block_size
     per_request = layout.blocks(max_model_len)
     needed = per_request * block_bytes
-    remedies = more_memory(needed - memory) or [
-        f"raise --kv-cache-memory to {format_bytes(needed)}"
-    ]
+    hints = more_memory(needed - memory) or [f"raise --kv-cache-memory to {format_bytes(needed)}"]
     num_blocks = min(max(memory, 0) // block_bytes, max_num_seqs * per_request)
     numbers = (
         f"weights {format_bytes(weights_bytes)}, KV cache {num_blocks} blocks of {block_size} "
@@ -76,22 +74,22 @@ def count_blocks(
                 numbers,
                 max_model_len,
                 longest,
-                _either(remedies),
+                _either(hints),
             )
             return num_blocks
         shorter = [f"lower --max-model-len to {longest}"] if longest else []
         raise NotEnoughMemory(
             f"{format_bytes(max(memory, 0))} for the KV cache do not hold one request of "
             f"{max_model_len} tokens, "
-            f"which takes {format_bytes(needed)} ({numbers}): {_either([*shorter, *remedies])}"
+            f"which takes {format_bytes(needed)} ({numbers}): {_either([*shorter, *hints])}"
         )
     log.info("%s: %.1f requests of %d tokens", numbers, num_blocks / per_request, max_model_len)
     return num_blocks
 
 
-def _either(remedies: Sequence[str]) -> str:
+def _either(hints: Sequence[str]) -> str:
     """E.g. "lower this, lower that or raise something"."""
-    *others, last = remedies
+    *others, last = hints
     return f"{', '.join(others)} or {last}" if others else last
 
 

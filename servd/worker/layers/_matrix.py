@@ -1,4 +1,4 @@
-"""Matrix: a weight for matrix products; Form: how it is stored and multiplied once loaded."""
+"""Matrix: a weight for matrix products; QuantMethod: how it is stored and multiplied."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from servd.worker.ops import native
 PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Form(Protocol):
+class QuantMethod(Protocol):
     """How a matrix [out, in] is stored and multiplied."""
 
     nbytes: int
@@ -34,7 +34,7 @@ class Form(Protocol):
         ...
 
 
-class MakeForm(NamedTuple):
+class MakeQuantMethod(NamedTuple):
     """Converts a loaded matrix to its form: the fastest on the device, or a quantized one.
 
     Args:
@@ -44,12 +44,12 @@ class MakeForm(NamedTuple):
         importance: importance matrix: checkpoint name -> float32 [in], passed to `dense`.
     """
 
-    dense: Callable[..., Form | None]
+    dense: Callable[..., QuantMethod | None]
     x_dtype: torch.dtype = torch.float32
-    table: Callable[[Tensor], Form | None] | None = None
+    table: Callable[[Tensor], QuantMethod | None] | None = None
     importance: Mapping[str, Tensor] = MappingProxyType({})
 
-    def of(self, name: str, weight: Weight) -> MakeForm:
+    def of(self, name: str, weight: Weight) -> MakeQuantMethod:
         """The same with the importance of the tensor of this name. Raises ValueError: the
         importance has another shape.
         """
@@ -81,7 +81,7 @@ class Dense:
 class Stacked:
     """Matrices of several forms, stacked by rows: q, k and v of different types."""
 
-    def __init__(self, forms: Sequence[Form], num_rows: Sequence[int]) -> None:
+    def __init__(self, forms: Sequence[QuantMethod], num_rows: Sequence[int]) -> None:
         self.forms = forms
         self.num_rows = num_rows
         self.nbytes = sum(form.nbytes for form in forms)
@@ -97,12 +97,12 @@ class Stacked:
 
 
 class Matrix(Weight):
-    """Loaded as an ordinary tensor; `reform` converts it to a faster or smaller form.
+    """Loaded as an ordinary tensor; `process_weights` converts it to a faster or smaller form.
 
     Parts that are quantized in the checkpoint stay quantized.
     """
 
-    form: Form | None = None
+    form: QuantMethod | None = None
     # The checkpoint's rows, over all ranks, as they follow each other here; None: as there.
     row_order: Tensor | None = None
 
@@ -113,15 +113,15 @@ class Matrix(Weight):
 
     @property
     def num_bytes(self) -> int:
-        return self.nbytes if self.form is None else self.form.nbytes
+        return self.nbytes if self.quant_method is None else self.quant_method.nbytes
 
     def load(
         self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
     ) -> None:
         """16-bit weights stay so if the device can multiply them; a whole matrix
-        is not copied from the mapped file, as `reform` packs it.
+        is not copied from the mapped file, as `process_weights` packs it.
         """
-        if self.form is not None:
+        if self.quant_method is not None:
             raise ValueError("come twice")
         if isinstance(tensor, Tensor) and native.library() and self.device.type == "cpu":
             is_first = len(self.missing) + len(self.quantized) == len(self.part_shapes)
@@ -143,20 +143,20 @@ class Matrix(Weight):
         self.quantized[part] = share.padded(rows.stop - rows.start)
         self.missing.discard(part)
 
-    def reform(self, make: MakeForm) -> None:
+    def process_weights(self, make: MakeQuantMethod) -> None:
         form = self._stack(make) if self.quantized else make.dense(self.data)
         if form is not None:
-            self.form = form
+            self.quant_method = form
             self.data = torch.empty(0)
             self.quantized = {}
         elif self.device.type == "cpu":
             self.data = self.data.to(self.compute_dtype, copy=True)  # no longer the file's
 
-    def _stack(self, make: MakeForm) -> Form:
+    def _stack(self, make: MakeQuantMethod) -> QuantMethod:
         def kind(part: int) -> tuple[object, ...]:
             return self.quantized[part].kind if part in self.quantized else ()
 
-        forms: list[Form] = []
+        forms: list[QuantMethod] = []
         rows: list[int] = []
         for _, together in groupby(range(len(self.part_shapes)), kind):
             parts = list(together)
@@ -166,7 +166,7 @@ class Matrix(Weight):
             if parts[0] in self.quantized:
                 # What is stacked is not needed twice.
                 quantized = stack([self.quantized.pop(part) for part in parts])
-                forms.append(form_of(quantized, self.data.dtype, make.x_dtype))
+                forms.append(quant_method_of(quantized, self.data.dtype, make.x_dtype))
             else:
                 dense = self.data[first.start : last.stop]
                 kept = make.dense(dense)
@@ -178,17 +178,23 @@ class Matrix(Weight):
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """[n, in] -> x @ self.T + bias, [n, out]."""
-        return F.linear(x, self, bias) if self.form is None else self.form.multiply(x, bias)
+        return (
+            F.linear(x, self, bias)
+            if self.quant_method is None
+            else self.quant_method.multiply(x, bias)
+        )
 
     def rows(self, index: Tensor) -> Tensor:  # int64 [n] -> [n, in]
-        if self.form is None:
+        if self.quant_method is None:
             return F.embedding(index, self)
-        return self.form.rows(index).to(self.compute_dtype)
+        return self.quant_method.rows(index).to(self.compute_dtype)
 
 
-def form_of(quantized: Quantized, dtype: torch.dtype, x_dtype: torch.dtype = torch.float32) -> Form:
+def quant_method_of(
+    quantized: Quantized, dtype: torch.dtype, x_dtype: torch.dtype = torch.float32
+) -> QuantMethod:
     """The fastest form for quantized weights on their device; `dtype` is the model's type, for
-    `x_dtype` see `MakeForm`.
+    `x_dtype` see `MakeQuantMethod`.
     """
     if quantized.codes.device.type == "cpu" and native.library() is not None:
         return packed.GroupedMatrix(quantized, x_dtype)

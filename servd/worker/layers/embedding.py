@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from servd.worker import ops
 from servd.worker.device.parallel import Parallel
-from servd.worker.layers._matrix import MakeForm, Matrix
+from servd.worker.layers._matrix import MakeQuantMethod, Matrix
 from servd.worker.layers.weight import Weight
 
 
@@ -31,8 +31,8 @@ def padded_rows(vocab_size: int, device: torch.device) -> int:
 
 
 class Table(Matrix):
-    def reform(self, make: MakeForm) -> None:
-        super().reform(make._replace(dense=make.table or make.dense))
+    def process_weights(self, make: MakeQuantMethod) -> None:
+        super().process_weights(make._replace(dense=make.table or make.dense))
 
 
 class VocabEmbedding(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from servd.base.errors import ConfigError
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers import packed
-from servd.worker.layers._matrix import MakeForm, Matrix
+from servd.worker.layers._matrix import MakeQuantMethod, Matrix
 from servd.worker.layers.activation import Activation, Gate
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.layers.quantized import Quantized
@@ -22,7 +22,7 @@ from servd.worker.ops import native
 from servd.worker.ops.reference import Routing
 
 
-class GroupedForm(Protocol):
+class GroupedQuantMethod(Protocol):
     """How the matrices of several experts are multiplied."""
 
     is_capturable: bool  # in a CUDA graph: it asks the device for nothing
@@ -54,8 +54,8 @@ class OneByOne:
         return out
 
 
-def grouped_form(matrices: Sequence[Matrix]) -> GroupedForm:
-    forms = [matrix.form for matrix in matrices]
+def grouped_quant_method(matrices: Sequence[Matrix]) -> GroupedQuantMethod:
+    forms = [matrix.quant_method for matrix in matrices]
     kinds = {packed.ExpertMatrices.kind(form) for form in forms}
     if len(kinds) == 1 and None not in kinds:
         return packed.ExpertMatrices(forms)  # pyright: ignore[reportArgumentType]
@@ -67,13 +67,13 @@ def grouped_form(matrices: Sequence[Matrix]) -> GroupedForm:
 
 
 class WithBiases:
-    def __init__(self, form: GroupedForm, biases: Sequence[Tensor]) -> None:
-        self.form = form
+    def __init__(self, form: GroupedQuantMethod, biases: Sequence[Tensor]) -> None:
+        self.quant_method = form
         self.is_capturable = form.is_capturable
         self.biases = torch.stack(tuple(biases))  # [num_experts, out]
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
-        out = self.form.multiply(x, index, starts)
+        out = self.quant_method.multiply(x, index, starts)
         rows = torch.arange(len(out), dtype=starts.dtype, device=starts.device)
         return out.add_(self.biases[torch.bucketize(rows, starts[1:-1], right=True)])
 
@@ -81,9 +81,11 @@ class WithBiases:
 class RouterMatrix(Matrix):
     """Is never quantized: small errors would choose other experts."""
 
-    def reform(self, make: MakeForm) -> None:
+    def process_weights(self, make: MakeQuantMethod) -> None:
         is_native = self.device.type == "cpu" and native.library() is not None
-        super().reform(MakeForm(packed.PackedMatrix if is_native else lambda _: None))
+        super().process_weights(
+            MakeQuantMethod(packed.PackedMatrix if is_native else lambda _: None)
+        )
 
 
 class Router(nn.Module):
@@ -177,8 +179,10 @@ class SparseMoE(nn.Module):
         self.parallel = parallel
 
     @cached_property
-    def grouped(self) -> tuple[GroupedForm, GroupedForm]:
-        first, second = (grouped_form([each.weight for each in layers]) for layers in self.layers)
+    def grouped(self) -> tuple[GroupedQuantMethod, GroupedQuantMethod]:
+        first, second = (
+            grouped_quant_method([each.weight for each in layers]) for layers in self.layers
+        )
         if self.gate.bias is None:
             return first, second
         biases = [[each.bias for each in layers if each.bias is not None] for layers in self.layers]

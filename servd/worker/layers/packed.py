@@ -234,7 +234,7 @@ class ExpertMatrices:
 def _addresses(tensors: Sequence[Tensor | None]) -> Tensor | None:
     """Addresses of tensors, int64 [n]; None if these are None."""
     addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
-    # By NumPy, as this may run while a program is recorded.
+    # By NumPy, as this may run while a graph is recorded.
     return torch.from_numpy(np.array(addresses, dtype=np.int64)) if addresses else None
 
 

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from servd.base import plugins
 from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
 from servd.checkpoint.hf import ModelSpec, quantization_of, read_json, weight_files
+from servd.checkpoint.multimodal_config import is_part, text_name
 from servd.checkpoint.pooling import is_encoder, is_encoder_as_decoder
-from servd.checkpoint.text_part import is_part, text_name
 from servd.worker.compat import without_function_modes
 from servd.worker.device.device import defaults
 from servd.worker.device.parallel import Parallel
 from servd.worker.device.staging import Staging
 from servd.worker.layers import packed
-from servd.worker.layers._matrix import Form, MakeForm, Matrix
+from servd.worker.layers._matrix import MakeQuantMethod, Matrix, QuantMethod
 from servd.worker.layers.attention import Attention, ForwardContext
 from servd.worker.layers.quantized import NamedTensors, Quantized
 from servd.worker.layers.weight import Loadable, Weight
@@ -107,7 +107,7 @@ def load_weights(
     model: Loadable,
     folder: str,
     progress: Callable[[float], None],
-    make: MakeForm,
+    make: MakeQuantMethod,
     rename: Callable[[str], str] = str,
     load_format: str = "auto",
 ) -> None:
@@ -142,7 +142,7 @@ def load_weights(
                     target.load(tensor, part, copy)
                     names.add(renamed)
                     if isinstance(target, Matrix) and not target.missing:
-                        target.reform(make.of(renamed, target))
+                        target.process_weights(make.of(renamed, target))
                         if type(target) is Matrix and renamed not in make.importance:
                             plain.append(renamed)
         except ValueError as error:
@@ -350,7 +350,7 @@ def _target(
     )
 
 
-def init_dummy_weights(model: Loadable, seed: int, make: MakeForm) -> None:
+def init_dummy_weights(model: Loadable, seed: int, make: MakeQuantMethod) -> None:
     """Fill the model with small random numbers, equal for a seed on every rank; vectors are 1."""
     for index, (_, weight) in enumerate(model.named_parameters()):
         generator = torch.Generator(device=weight.device).manual_seed(seed + index)
@@ -359,16 +359,16 @@ def init_dummy_weights(model: Loadable, seed: int, make: MakeForm) -> None:
         else:
             weight.data.normal_(std=DUMMY_STD, generator=generator)
         if isinstance(weight, Matrix):
-            weight.reform(make)
+            weight.process_weights(make)
 
 
-def form_maker(
+def quant_method_maker(
     dtype: torch.dtype,
     quantization: str | None,
     folder: str,
     activations: str = "auto",
     imatrix: str | None = None,
-) -> MakeForm:
+) -> MakeQuantMethod:
     """Return what converts matrices. Raises ConfigError: the checkpoint is quantized already, or
     should be but is not. `dtype`: of matrices that are not quantized; narrower ones stay as they
     are. `quantization`: a module of servd/worker/quantization, or None. `activations`:
@@ -378,7 +378,7 @@ def form_maker(
     method = stated and str(stated.get("quant_method")).replace("-", "_")
     x_dtype = torch.int8 if activations == "int8" else torch.float32
     if not quantization or quantization.replace("-", "_") == method:
-        return MakeForm(partial(_pack, dtype), x_dtype)
+        return MakeQuantMethod(partial(_pack, dtype), x_dtype)
     if method:
         raise ConfigError(
             f"--quantization {quantization}: the checkpoint is quantized already, by {method}: "
@@ -398,11 +398,11 @@ def form_maker(
     if activations != "float32" and "x_dtype" in signature(quantize).parameters:
         quantize, table = (partial(make, x_dtype=torch.int8) for make in (quantize, table))
     if imatrix is None:
-        return MakeForm(quantize, table=table)
-    return MakeForm(quantize, table=table, importance=_imatrix.read(Path(imatrix)))
+        return MakeQuantMethod(quantize, table=table)
+    return MakeQuantMethod(quantize, table=table, importance=_imatrix.read(Path(imatrix)))
 
 
-def _pack(dtype: torch.dtype, weight: Tensor) -> Form | None:
+def _pack(dtype: torch.dtype, weight: Tensor) -> QuantMethod | None:
     if weight.device.type != "cpu" or native.library() is None:
         return None
     kept = weight.to(dtype) if dtype.itemsize < weight.dtype.itemsize else weight

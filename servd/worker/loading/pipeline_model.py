@@ -22,7 +22,7 @@ from servd.worker.layers.norm import LayerNorm, RMSNorm
 LAYER = re.compile(r"(?:^|\.)(\d+)\.")  # the first number in a tensor's name
 
 
-class Arrived(nn.Module):
+class StageInput(nn.Module):
     """Replaces the embedding: the previous stage's output, at a fixed address for graphs."""
 
     def __init__(self, hidden_size: int) -> None:
@@ -50,7 +50,7 @@ class Sum(nn.Module):
         return stream, stream
 
 
-class NoHead(nn.Module):
+class MissingHead(nn.Module):
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
         self.vocab_size = vocab_size
@@ -102,11 +102,11 @@ def _replace_ends(model: Any, parallel: Parallel) -> str:
         if is_tokens:
             embedding = f"{model.base_prefix}{name}.weight"
         if isinstance(part, VocabEmbedding | Embedding) and not parallel.is_first_stage:
-            setattr(base, name, Arrived(part.weight.shape[1]) if is_tokens else Nothing())
+            setattr(base, name, StageInput(part.weight.shape[1]) if is_tokens else Nothing())
         elif isinstance(part, RMSNorm | LayerNorm) and not parallel.is_last_stage:
             setattr(base, name, Sum())
     if not parallel.is_last_stage:
-        model.lm_head = NoHead(model.lm_head.vocab_size)
+        model.lm_head = MissingHead(model.lm_head.vocab_size)
     return embedding
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from servd.checkpoint.lora import layer_of
 from servd.worker import ops
-from servd.worker.layers._matrix import Dense, Form, Matrix
+from servd.worker.layers._matrix import Dense, Matrix, QuantMethod
 from servd.worker.loading.model_loader import Model
 from servd.worker.ops import LowRank
 
@@ -33,19 +33,17 @@ class Target(NamedTuple):
 
 
 class AdaptedMatrix:
-    """The form of a matrix that some rows of a step have additions to. `num_places`: adapters at
-    once.
-    """
+    """A matrix that some rows of a step have additions to. `num_adapter_slots`: at once."""
 
     def __init__(
         self,
         matrix: Matrix,
         rows: AdapterRows,
-        num_places: int,
+        num_adapter_slots: int,
         max_rank: int,
         dtype: torch.dtype,
     ) -> None:
-        self.base: Form = matrix.form or Dense(matrix.data)
+        self.base: QuantMethod = matrix.quant_method or Dense(matrix.data)
         self.matrix = matrix
         self.step = rows
         self.max_rank = max_rank
@@ -57,9 +55,11 @@ class AdaptedMatrix:
         width = -(-parts * max_rank // WIDTH) * WIDTH
         device = rows.places.device
         self.factors = LowRank(
-            torch.zeros(num_places, num_inputs, width, dtype=dtype, device=device),
-            torch.zeros(num_places, max_rank, self.rows_of[-1].stop, dtype=dtype, device=device),
-            torch.zeros(num_places, parts, dtype=torch.int64, device="cpu"),
+            torch.zeros(num_adapter_slots, num_inputs, width, dtype=dtype, device=device),
+            torch.zeros(
+                num_adapter_slots, max_rank, self.rows_of[-1].stop, dtype=dtype, device=device
+            ),
+            torch.zeros(num_adapter_slots, parts, dtype=torch.int64, device="cpu"),
             torch.tensor([part.stop for part in self.rows_of], device="cpu"),
         )
         self.nbytes = self.base.nbytes + self.factors.a.nbytes + self.factors.b.nbytes
@@ -114,14 +114,14 @@ def _whole(share: object) -> Tensor:
 
 
 def adapt(
-    model: Model, rows: AdapterRows, num_places: int, max_rank: int, dtype: torch.dtype
+    model: Model, rows: AdapterRows, num_adapter_slots: int, max_rank: int, dtype: torch.dtype
 ) -> dict[str, Target]:
     """Let every linear layer add what adapters have for it; by the names of `layer_of`."""
     targets: dict[str, Target] = {}
     for layer, (matrix, part) in _linear_layers(model).items():
-        if not isinstance(matrix.form, AdaptedMatrix):
-            matrix.form = AdaptedMatrix(matrix, rows, num_places, max_rank, dtype)
-        targets[layer] = Target(matrix.form, part)
+        if not isinstance(matrix.quant_method, AdaptedMatrix):
+            matrix.quant_method = AdaptedMatrix(matrix, rows, num_adapter_slots, max_rank, dtype)
+        targets[layer] = Target(matrix.quant_method, part)
     return targets
 
 

@@ -17,7 +17,7 @@ from servd.checkpoint.hf import ModelSpec
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers._matrix import Matrix
 from servd.worker.layers.attention import Attention, ForwardContext
-from servd.worker.layers.experts import GroupedForm, Router, SparseMoE, grouped_form
+from servd.worker.layers.experts import GroupedQuantMethod, Router, SparseMoE, grouped_quant_method
 from servd.worker.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from servd.worker.layers.norm import RMSNorm
 from servd.worker.layers.quantized import NamedTensors, Quantized
@@ -38,8 +38,8 @@ class OfHeads(nn.Module):
         self.weights = nn.ParameterList(Matrix(shape, Parallel()) for _ in range(num_heads))
 
     @cached_property
-    def grouped(self) -> GroupedForm:
-        return grouped_form([*self.weights])
+    def grouped(self) -> GroupedQuantMethod:
+        return grouped_quant_method([*self.weights])
 
     @property
     def is_capturable(self) -> bool:

@@ -45,8 +45,8 @@ TYPES = {
     torch.float8_e4m3fn: 5,
 }
 FUNCTIONS = {"gelu_new": 0, "gelu_pytorch_tanh": 0, "silu": 1, "relu": 2, "gelu": 3}
-WORDS = {"i": "i4x", "q": "q", "f": "f4x"}  # a number of cpu/program.cpp in 8 bytes; others: q
-# What the addresses of cpu/program.cpp point to. A: addresses.
+WORDS = {"i": "i4x", "q": "q", "f": "f4x"}  # a number of cpu/graph.cpp in 8 bytes; others: q
+# What the addresses of cpu/graph.cpp point to. A: addresses.
 ELEMENTS = {
     "F": torch.float32,
     "D": torch.float64,
@@ -55,7 +55,7 @@ ELEMENTS = {
     "A": torch.int64,
 }
 DTYPES = {number: dtype for dtype, number in TYPES.items()}
-PARAMETER = re.compile(  # see the table in cpu/program.cpp
+PARAMETER = re.compile(  # see the table in cpu/graph.cpp
     r"(?P<name>\w+)(?P<null>\?\w*)?(<(?P<type>\w+)>)?"
     r"(?P<open>[\[{])?(?(open)(?P<size>.+?)[\]}])(, |$)"
 )
@@ -166,7 +166,7 @@ class Library:
         return self._packed_size(TYPES[dtype], terms, num_rows, size)
 
     def encode(self, kernel: str, *arguments: Any) -> bytes:
-        """A program of one call. It holds addresses, so the tensors must live until it has run.
+        """A graph of one call. It holds addresses, so the tensors must live until it has run.
         Raises KeyError: no such kernel; TypeError: not as many arguments as the kernel has
         parameters; ValueError: a tensor has another type than the kernel's, is not contiguous, or
         too short for the sizes beside it.
@@ -182,13 +182,13 @@ class Library:
                 words.append(0 if value is None else value.data_ptr())
         return signature.layout.pack(signature.number, *words)
 
-    def run(self, program: bytes) -> None:
-        """Make the calls of a program, in order. Raises IndexError: a call was given an index
+    def run(self, graph: bytes) -> None:
+        """Make the calls of a graph, in order. Raises IndexError: a call was given an index
         outside of what it indexes. It and those after it have not run; MemoryError: a call found no
         memory for its intermediate results. Those after it have not run.
         """
         message = Message()
-        if status := self._run(program, len(program) // 8, message, len(message)):
+        if status := self._run(graph, len(graph) // 8, message, len(message)):
             raise FAILURES[status](message.value.decode())
 
 
@@ -381,7 +381,7 @@ def can_concatenate(parts: Any, dim: int = 0) -> bool:
 
 
 def concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """float32 [n, size] each, side by side. A call for each row of each: for a program of few."""
+    """float32 [n, size] each, side by side. A call for each row of each: for a graph of few."""
     sizes = [part.shape[1] for part in parts]
     out = torch.empty(len(parts[0]), sum(sizes))
     for part, to in zip(parts, out.split(sizes, dim=1), strict=True):
@@ -392,7 +392,7 @@ def concatenate(parts: Sequence[Tensor]) -> Tensor:
 
 def look_up(index: Tensor, table: Tensor) -> Tensor:
     """Numbers `index` [n] of a table; int64 each."""
-    out = torch.empty(2 * len(index))  # in a program they lie in its buffers
+    out = torch.empty(2 * len(index))  # in a graph they lie in its buffers
     call("embed", table.view(torch.float32), len(table), 2, index, len(index), out)
     return out.view(torch.int64)
 
@@ -426,7 +426,7 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
     if not _fits(logits):
         return reference.route(logits, top_k, renormalize)
     num_tokens, num_experts = logits.shape
-    # Numbers of 32 bits, made as floats: in a program they lie in its buffers.
+    # Numbers of 32 bits, made as floats: in a graph they lie in its buffers.
     tokens, starts, places = (
         torch.empty(shape).view(torch.int32)
         for shape in ((num_tokens * top_k,), (num_experts + 1,), (num_tokens, top_k))

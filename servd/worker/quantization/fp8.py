@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from servd.base.errors import ConfigError, UnsupportedModel
-from servd.worker.layers._matrix import Form
+from servd.worker.layers._matrix import QuantMethod
 from servd.worker.layers.quantized import NamedTensors, Quantized
 from servd.worker.quantization._packed import Module, floats, read_modules, take
 
@@ -26,7 +26,7 @@ CPU_TORCH = "2.13"  # the first known to multiply 8-bit floats on a CPU
 MULTIPLE = 16  # both sizes of a matrix are one, for the tensor cores
 
 
-def quantize(weight: Tensor) -> Form | None:
+def quantize(weight: Tensor) -> QuantMethod | None:
     """[out, in] of any float type; None if its sizes cannot be multiplied. Raises ConfigError: as
     of `check_device`.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from servd.worker.layers._matrix import Form, form_of
+from servd.worker.layers._matrix import QuantMethod, quant_method_of
 from servd.worker.layers.quantized import Quantized
 from servd.worker.quantization import int8
 
@@ -27,7 +27,7 @@ quantize_table = int8.quantize  # whose errors no later layer makes up for
 
 def quantize(
     weight: Tensor, x_dtype: torch.dtype = torch.float32, importance: Tensor | None = None
-) -> Form:
+) -> QuantMethod:
     """[out, in] of any float type; x_dtype: see `GroupedMatrix`; importance: float32 [in]."""
     num_rows, size = weight.shape
     num_groups = -(-size // GROUP_SIZE)
@@ -39,7 +39,9 @@ def quantize(
     for start in range(0, num_rows, ROWS):
         part = slice(start, start + ROWS)
         codes[part], scale[part], offset[part] = _round(weight[part].float(), importance)
-    return form_of(Quantized(codes, scale, offset, GROUP_SIZE, TABLE), weight.dtype, x_dtype)
+    return quant_method_of(
+        Quantized(codes, scale, offset, GROUP_SIZE, TABLE), weight.dtype, x_dtype
+    )
 
 
 def _round(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

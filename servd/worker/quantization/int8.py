@@ -13,14 +13,14 @@ from torch import Tensor
 
 from servd.worker.compat import multiply_int8
 from servd.worker.layers import packed
-from servd.worker.layers._matrix import Form
+from servd.worker.layers._matrix import QuantMethod
 from servd.worker.ops import native
 
 ROWS = 1024  # at once: what is computed in float32 on the way is several times as large
 MAX_PACKED_ROWS = 8  # above, torch's product of packed bytes is slower than one of floats
 
 
-def quantize(weight: Tensor, x_dtype: torch.dtype = torch.float32) -> Form:
+def quantize(weight: Tensor, x_dtype: torch.dtype = torch.float32) -> QuantMethod:
     """[out, in] of any float type; x_dtype: see `PackedMatrix`."""
     is_native = weight.device.type == "cpu" and native.library() is not None
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)

@@ -48,8 +48,8 @@ def make_batch_invariant(runner: ModelRunner) -> None:
     for name, weight in runner.model.named_parameters():
         if not isinstance(weight, Matrix):
             continue
-        if weight.form is not None:
+        if weight.quant_method is not None:
             raise ConfigError(f"--batch-invariant is for 16 and 32 bits, and {name} is quantized")
-        weight.form, weight.data = InvariantMatrix(weight.data), weight.data.new_empty(0)
+        weight.quant_method, weight.data = InvariantMatrix(weight.data), weight.data.new_empty(0)
     spec = replace(runner.backend.spec, batch_invariant=True)
     runner.backend = type(runner.backend)(spec)

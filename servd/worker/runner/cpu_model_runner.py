@@ -1,4 +1,4 @@
-"""CPUModelRunner: a model in main memory, with decode steps as recorded programs."""
+"""CPUModelRunner: a model in main memory, with decode steps as recorded graphs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from servd.worker.batch.draft_chain import Chain, Drafter
 from servd.worker.batch.input_batch import Forward, InputBatch
 from servd.worker.device.device import available_memory, keep_freed_memory
 from servd.worker.ops import native
-from servd.worker.readers import StepPart
+from servd.worker.output_heads import StepPart
+from servd.worker.runner.cpu_graph_runner import ChainRunner, CPUGraphRunner
 from servd.worker.runner.model_runner import ModelRunner
-from servd.worker.runner.program_runner import ChainRunner, ProgramRunner
 
 log = logging.getLogger("servd.worker")
 
@@ -29,8 +29,8 @@ def kv_cache_share(available: int, num_ranks: int) -> int:
 
 
 class CPUModelRunner(ModelRunner):
-    programs: ProgramRunner | None = None  # set by allocate_kv_cache, where they can be used
-    num_threads = 1  # of torch, for steps without a program; set by allocate_kv_cache
+    graphs: CPUGraphRunner | None = None  # set by allocate_kv_cache, where they can be used
+    num_threads = 1  # of torch, for steps without a graph; set by allocate_kv_cache
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -48,7 +48,7 @@ class CPUModelRunner(ModelRunner):
         return kv_cache_share(available_memory(), self.num_workers)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the cache, then record programs: these contain its addresses."""
+        """Allocate the cache, then record graphs: these contain its addresses."""
         size = num_blocks * self.bytes_per_block * self.num_workers
         free = available_memory()
         if size > free:
@@ -63,26 +63,26 @@ class CPUModelRunner(ModelRunner):
         self.num_threads = torch.get_num_threads()
         keep_freed_memory()  # only now: memory freed by loading goes back to the system
         self.states.inputs.reserve(self.max_num_samples)
-        self.programs = self.make_programs(self.run, self.max_num_samples)
-        if self.programs is not None:
+        self.graphs = self.make_graphs(self.run, self.max_num_samples)
+        if self.graphs is not None:
             proposer = self.proposer
-            self.programs.variant = lambda: (self.variant, proposer is None or proposer.is_reading)
+            self.graphs.variant = lambda: (self.variant, proposer is None or proposer.is_reading)
 
     @property
-    def makes_programs(self) -> bool:
+    def makes_graphs(self) -> bool:
         is_alone = self.parallel.size == 1
         return native.library() is not None and is_alone and not self.config.model.enforce_eager
 
-    def make_programs(self, forward: Forward, max_num_rows: int) -> ProgramRunner | None:
+    def make_graphs(self, forward: Forward, max_num_rows: int) -> CPUGraphRunner | None:
         """A runner of recorded passes; None where they cannot be used."""
-        if not self.makes_programs:
+        if not self.makes_graphs:
             return None
         tables = self.states.block_tables
-        return ProgramRunner(forward, max_num_rows, tables.tables.shape[1], tables.num_groups)
+        return CPUGraphRunner(forward, max_num_rows, tables.tables.shape[1], tables.num_groups)
 
     def make_chain(self, drafter: Drafter, max_num_rows: int, max_num_tokens: int) -> Chain:
         chain = super().make_chain(drafter, max_num_rows, max_num_tokens)
-        if (passes := self.make_programs(drafter.begin, max_num_tokens)) is None:
+        if (passes := self.make_graphs(drafter.begin, max_num_tokens)) is None:
             return chain
         return ChainRunner(
             drafter,
@@ -93,12 +93,12 @@ class CPUModelRunner(ModelRunner):
         )
 
     def forward(self, batch: InputBatch) -> Tensor:
-        programs = self.programs if batch.is_decode else None
-        # After each of its few operations in a program torch's threads busy-wait for milliseconds
+        graphs = self.graphs if batch.is_decode else None
+        # After each of its few operations in a graph torch's threads busy-wait for milliseconds
         # on the CPUs of the native kernels' threads, which made a step of 32 tokens 20 % slower.
-        is_program = programs is not None and programs.is_recordable
-        torch.set_num_threads(1 if is_program else self.num_threads)
-        return (programs or self.run)(batch.input_ids, batch.positions, batch.attention)
+        is_graph = graphs is not None and graphs.is_recordable
+        torch.set_num_threads(1 if is_graph else self.num_threads)
+        return (graphs or self.run)(batch.input_ids, batch.positions, batch.attention)
 
     def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
         """Nothing to copy, nothing to wait for."""

@@ -14,10 +14,10 @@ import torch
 from servd.base.errors import ConfigError
 from servd.messages.engine import GrammarBitmask, NewRequest, ScheduledRequest, SchedulerOutput
 from servd.messages.params import SamplingParams
-from servd.worker.batch.decode_inputs import PLACE, Columns
+from servd.worker.batch.decode_inputs import PLACE, DecodeBuffers
 from servd.worker.batch.input_batch import InputBatch, captured_attention, mixed_attention
 from servd.worker.device.memory import CudaMeter, MemoryUse, Meter
-from servd.worker.readers import StepPart
+from servd.worker.output_heads import StepPart
 from servd.worker.runner.graph_runner import CudaRecorder, GraphRunner, GraphSize, Record
 from servd.worker.runner.model_runner import ModelRunner
 
@@ -69,7 +69,7 @@ class GPUModelRunner(ModelRunner):
         """Compile the kernels with which plain decode steps begin and end, on a row of padding."""
         inputs = self.states.inputs
         inputs.clear(1)
-        step = inputs.columns(1)
+        step = inputs.buffers_of(1)
         self.states.begin_decode(step)
         hidden = torch.zeros(1, self.spec.hidden_size, dtype=self.dtype, device=self.device)
         self.choose(hidden, step)
@@ -130,14 +130,14 @@ class GPUModelRunner(ModelRunner):
         """Steps run as graphs, those that are too large for one kernel by kernel."""
         if self.graphs is not None and not batch.is_part:
             ends = None if batch.is_decode else batch.attention_rows.ends
-            if (hidden := self.graphs(batch.tokens, ends, batch.columns)) is not None:
+            if (hidden := self.graphs(batch.tokens, ends, batch.buffers)) is not None:
                 return hidden
         return super().forward(batch)
 
     def _captured(self, tokens: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
         states = self.states
         if ends is None:
-            step = states.inputs.columns(tokens.shape[1])
+            step = states.inputs.buffers_of(tokens.shape[1])
             states.begin_decode(step)
             attention = captured_attention(states, step)
             places = None if states.tree is None else step.step[PLACE]
@@ -147,12 +147,12 @@ class GPUModelRunner(ModelRunner):
         positions = states.positions(columns, *(places or [None]))
         return self.run(input_ids, positions, mixed_attention(states, tokens, ends))
 
-    def choose(self, hidden: torch.Tensor, columns: Columns) -> torch.Tensor:
+    def choose(self, hidden: torch.Tensor, buffers: DecodeBuffers) -> torch.Tensor:
         graphs = self.graphs
         chosen = None
         if graphs is not None and hidden.data_ptr() == graphs.hidden.data_ptr():
-            chosen = graphs.chosen_of(columns)
-        return super().choose(hidden, columns) if chosen is None else chosen
+            chosen = graphs.chosen_of(buffers)
+        return super().choose(hidden, buffers) if chosen is None else chosen
 
     @torch.inference_mode()
     def _capture(self, graphs: GraphRunner, size: GraphSize) -> None:
@@ -183,7 +183,7 @@ class GPUModelRunner(ModelRunner):
         return self.memory_use.available - self.bytes_per_block  # the block of padding
 
     def more_memory(self, missing: int) -> list[str]:
-        return self.memory_use.remedies(missing) if self.memory_use else []
+        return self.memory_use.hints(missing) if self.memory_use else []
 
     def _profile(self, meter: Meter) -> MemoryUse:
         """Run the largest steps and capture graphs, with as few blocks of KV cache as they need."""

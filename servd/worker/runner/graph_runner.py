@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from servd.worker.batch.decode_inputs import Columns, DecodeInputs
+from servd.worker.batch.decode_inputs import DecodeBuffers, DecodeInputs
 
 log = logging.getLogger("servd.worker")
 
@@ -31,9 +31,9 @@ Record = Callable[[Callable[[], object]], Run]
 """Records what a call launches on the device; returns a function that launches it again."""
 Forward = Callable[[Tensor, Tensor | None], Tensor]
 """`InputBatch.tokens` and the index of each row's last token -> hidden states [num_tokens, hidden].
-For decode graphs: `Columns.step` and None.
+For decode graphs: `DecodeBuffers.step` and None.
 """
-Choose = Callable[[Tensor, Columns], Tensor]
+Choose = Callable[[Tensor, DecodeBuffers], Tensor]
 """Hidden states [m, hidden] of a step padded to m tokens -> [m]; see `SamplingOps.choose`."""
 
 MOST_MIXED_TOKENS = 2048
@@ -115,11 +115,11 @@ class GraphRunner:
         return self.hidden.nbytes + self.inputs.nbytes + self.chosen.nbytes
 
     def __call__(
-        self, tokens: Tensor, ends: Tensor | None, columns: Columns | None = None
+        self, tokens: Tensor, ends: Tensor | None, buffers: DecodeBuffers | None = None
     ) -> Tensor | None:
         """Hidden states [num_tokens, hidden] of a step, valid until the next call; None if it is
         larger than any graph. `ends`: index of each row's last token; None for decode steps.
-        `columns`: set if the step is in `decode_inputs` already.
+        `buffers`: set if the step is in `decode_inputs` already.
         """
         num_tokens = tokens.shape[1]
         sizes = self.decode_sizes if ends is None else self.mixed_sizes
@@ -130,23 +130,23 @@ class GraphRunner:
             return None
         key = size, self.variant()
         if key not in self.graphs:
-            assert columns is None, "capturing now would overwrite the step"
+            assert buffers is None, "capturing now would overwrite the step"
             self.capture(size)
         if ends is not None:
             self._put(tokens, ends, size)
-        elif columns is None:
+        elif buffers is None:
             self.decode_inputs.put(tokens, size.num_tokens)
         self.graphs[key]()
         return self.hidden[:num_tokens]
 
-    def chosen_of(self, columns: Columns) -> Tensor | None:
+    def chosen_of(self, buffers: DecodeBuffers) -> Tensor | None:
         """The result of `Choose` for the step that was run last, [num_tokens], valid until the next
         step; None if it is not captured.
         """
-        if (head := self.heads.get((columns.step.shape[1], self.variant()))) is None:
+        if (head := self.heads.get((buffers.step.shape[1], self.variant()))) is None:
             return None
         head()
-        return self.chosen[: len(columns.slots)]
+        return self.chosen[: len(buffers.slots)]
 
     def _put(self, tokens: Tensor, ends: Tensor, size: GraphSize) -> None:
         num_tokens = tokens.shape[1]
@@ -159,12 +159,12 @@ class GraphRunner:
     def capture(self, size: GraphSize) -> None:
         started = time.monotonic()
         num_tokens = size.num_tokens
-        columns = None
+        buffers = None
         ends = None
         if size.is_decode:
             self.decode_inputs.clear(num_tokens)
-            columns = self.decode_inputs.columns(num_tokens)
-            inputs = columns.step
+            buffers = self.decode_inputs.buffers_of(num_tokens)
+            inputs = buffers.step
         else:
             self.inputs[:, :num_tokens] = self.padding
             self.ends.zero_()
@@ -175,10 +175,10 @@ class GraphRunner:
             self.hidden[:num_tokens] = self.forward(inputs, ends)
 
         self.graphs[size, self.variant()] = self._recorded(run)
-        if self.choose is not None and columns is not None:
+        if self.choose is not None and buffers is not None:
             choose = self.choose
             chosen = self.chosen[:num_tokens]
-            head = self._recorded(lambda: chosen.copy_(choose(self.hidden[:num_tokens], columns)))
+            head = self._recorded(lambda: chosen.copy_(choose(self.hidden[:num_tokens], buffers)))
             self.heads[num_tokens, self.variant()] = head
         log.debug("CUDA graph for %s captured in %.2f s", size, time.monotonic() - started)
 

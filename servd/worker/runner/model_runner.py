@@ -26,9 +26,9 @@ from servd.messages.engine import (
     SchedulerOutput,
 )
 from servd.messages.params import SamplingParams
-from servd.worker import readers, spec_decode
+from servd.worker import output_heads, spec_decode
 from servd.worker.attention import AttentionBatch, Backend, make_backend
-from servd.worker.batch.decode_inputs import Columns
+from servd.worker.batch.decode_inputs import DecodeBuffers
 from servd.worker.batch.draft_chain import Chain, Drafter
 from servd.worker.batch.input_batch import InputBatch
 from servd.worker.batch.request_states import RequestStates
@@ -40,7 +40,7 @@ from servd.worker.layers import state
 from servd.worker.layers.attention import ForwardContext, spec_of
 from servd.worker.loading import model_loader
 from servd.worker.lora.adapters import Adapters, check_modules
-from servd.worker.readers import StepPart
+from servd.worker.output_heads import StepPart
 from servd.worker.runner.isolation import Failures, forward_apart
 from servd.worker.sample.sampled_tokens import SampledTokens
 from servd.worker.sample.sampler import Sampler, SamplerOutput
@@ -154,7 +154,7 @@ class ModelRunner(ABC):
         self.states.make_room(state.arrange(self.model))
         mode = self.config.model.logprobs_mode
         self.sampler = Sampler(self.spec.vocab_size, self.max_num_seqs, self.device, mode)
-        self.readers = readers.load(self.states, self.model.compute_logits, self.spec)
+        self.output_heads = output_heads.load(self.states, self.model.compute_logits, self.spec)
         self.proposer = spec_decode.load(
             Target(
                 self.config,
@@ -169,14 +169,14 @@ class ModelRunner(ABC):
         has_draft = self.proposer is not None and self.proposer.bytes_per_block > 0
         self.kv_windows = kv_groups.arrange(self.model, self.config, self.backend, has_draft)
         self.states.block_tables.arrange(len(self.kv_windows))
-        self.followers = [
-            each for each in (*self.readers, self.adapters, self.proposer) if each is not None
+        self.request_listeners = [
+            each for each in (*self.output_heads, self.adapters, self.proposer) if each is not None
         ]
 
     def _load_weights(self, progress: Callable[[float], None]) -> None:
         check_modules(self.config.lora, self.model)  # first, as loading takes long
         config = self.config.model
-        make = model_loader.form_maker(
+        make = model_loader.quant_method_maker(
             self.dtype,
             config.quantization,
             self.spec.folder,
@@ -258,7 +258,7 @@ class ModelRunner(ABC):
         batch = InputBatch.gather(scheduled, self.states)
         prepared = now_ns()
         hidden = self._forward(batch)
-        read = (reader.read(hidden, batch) for reader in self.readers)
+        read = (head.read(hidden, batch) for head in self.output_heads)
         parts: list[StepPart] = [part for part in read if part is not None]
         if self.failed:
             parts.append(Failures.of(batch, self.failed))
@@ -333,11 +333,11 @@ class ModelRunner(ABC):
         self, batch: InputBatch, hidden: torch.Tensor, bitmask: GrammarBitmask | None
     ) -> SampledTokens:
         drafts = SpecDecodeMetadata.of(batch, self.acceptance_chances)
-        columns = batch.columns
+        buffers = batch.buffers
         has_others = drafts is not None and drafts.is_synthetic
-        if columns is not None and bitmask is None and not has_others:
+        if buffers is not None and bitmask is None and not has_others:
             if self.sampler.is_plain(batch.host_slots):
-                return self._sample_plain(batch, self.choose(hidden, columns), drafts)
+                return self._sample_plain(batch, self.choose(hidden, buffers), drafts)
         chosen = hidden if batch.samples_all else hidden[batch.sample_tokens]
         logits = self.model.compute_logits(chosen)  # [m, vocab]
         sampled = self.sampler(
@@ -362,10 +362,10 @@ class ModelRunner(ABC):
         output = SamplerOutput(token_ids, None, num_kept)
         return SampledTokens(batch.sample_rows, batch.num_drafts, output)
 
-    def choose(self, hidden: torch.Tensor, columns: Columns) -> torch.Tensor:
+    def choose(self, hidden: torch.Tensor, buffers: DecodeBuffers) -> torch.Tensor:
         logits = self.model.compute_logits(hidden)
         token_ids = self.states.token_ids
-        return self.sampler.ops.choose(logits, columns.slots, columns.next_columns, token_ids)
+        return self.sampler.ops.choose(logits, buffers.slots, buffers.next_columns, token_ids)
 
     def _line_up(
         self, batch: InputBatch, hidden: torch.Tensor, order: torch.Tensor
@@ -412,8 +412,8 @@ class ModelRunner(ABC):
         if isinstance(params, SamplingParams):
             params.verify(self.spec.vocab_size)
         self.states.add(request)
-        for follower in self.followers:
-            follower.add(request)
+        for listener in self.request_listeners:
+            listener.add(request)
         if is_sampling:
             outputs = request.token_ids[prompt_len:]
             prompt = request.token_ids[:prompt_len]
@@ -423,8 +423,8 @@ class ModelRunner(ABC):
 
     def _remove(self, slot: int) -> None:
         self.sampler.remove(slot)
-        for follower in self.followers:
-            follower.remove(slot)
+        for listener in self.request_listeners:
+            listener.remove(slot)
 
     def _fail(self, request: NewRequest, error: Exception) -> None:
         """Record the error of a request that cannot be added. Its tokens are computed all the same,

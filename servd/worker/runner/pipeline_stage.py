@@ -14,7 +14,7 @@ import torch
 
 from servd.messages.engine import GrammarBitmask, SchedulerOutput
 from servd.worker.device.device import upload
-from servd.worker.loading.pipeline_model import Arrived
+from servd.worker.loading.pipeline_model import StageInput
 from servd.worker.runner.model_runner import AsyncOutput, ModelRunner
 
 
@@ -27,11 +27,11 @@ class Stage:
         self.runner = runner
         self.parallel = runner.parallel
         modules = runner.model.named_modules()
-        self.arrived = next((each for _, each in modules if isinstance(each, Arrived)), None)
-        if self.arrived is not None:
-            self.arrived.make_room(runner.max_num_tokens)
+        self.stage_input = next((each for _, each in modules if isinstance(each, StageInput)), None)
+        if self.stage_input is not None:
+            self.stage_input.make_room(runner.max_num_tokens)
         if not self.parallel.is_last_stage:
-            runner.readers.clear()  # they need the last layer's output
+            runner.output_heads.clear()  # they need the last layer's output
         self.sent: deque[tuple[Any, torch.Tensor]] = deque()  # sends in progress
         self.slots: list[int] = []  # of the latest launched step, number `step`
         self.step = 0
@@ -42,8 +42,8 @@ class Stage:
         self.step = scheduled.step
         self.slots = scheduled.slots
         self.entered |= dict.fromkeys((new.slot for new in scheduled.new_requests), self.step)
-        if self.arrived is not None and scheduled.num_tokens:
-            self.parallel.receive(self.arrived.stream[: scheduled.num_tokens])
+        if self.stage_input is not None and scheduled.num_tokens:
+            self.parallel.receive(self.stage_input.stream[: scheduled.num_tokens])
         self.runner.execute_model(scheduled)
         launched = self.runner.launched
         assert launched is not None

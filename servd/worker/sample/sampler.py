@@ -27,16 +27,16 @@ from servd.messages.params import MAX_LOGPROBS, LogprobsMode, SamplingParams
 from servd.worker.device.device import upload
 from servd.worker.sample import logits_processors, ops
 from servd.worker.sample.fixed_point import MAX_VOCAB_SIZE
+from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.logprobs import LogprobsTensors, SampledLogprobs
-from servd.worker.sample.narrowing import Narrowing
 from servd.worker.sample.rows import Rows
-from servd.worker.sample.shift import Shift
+from servd.worker.sample.top_k_top_p import TopKTopPFilter
 from servd.worker.sample.verification import SpecDecodeMetadata
 
 # Features that a row can use, as bits; from FIRST_PROCESSOR on one for each logits processor.
 RANDOM = 1
-NARROWED = 2
+FILTERED = 2
 LOGPROBS = 4
 FIRST_PROCESSOR = 8
 
@@ -85,7 +85,7 @@ class Sampler:
         self.temperature = torch.ones(max_num_seqs, device=device)
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.ops = ops.for_device(device)
-        self.narrowing = Narrowing(vocab_size, max_num_seqs, device, self.ops)
+        self.top_k_top_p = TopKTopPFilter(vocab_size, max_num_seqs, device, self.ops)
         self.logprobs = SampledLogprobs(mode.endswith("logits"))
         self.tells_processed = mode.startswith("processed")
         self.null_slot = max_num_seqs  # for rows after a rejected draft, which must change no state
@@ -140,7 +140,7 @@ class Sampler:
             uses |= RANDOM
             self.temperature[slot] = params.temperature
             self.seeds[slot] = params.seed or 0
-            uses |= NARROWED * self.narrowing.add(slot, params)
+            uses |= FILTERED * self.top_k_top_p.add(slot, params)
         self.uses[slot] = uses | LOGPROBS * self.logprobs.add(slot, params)
         return not (uses & self.stateful or params.structured_output)
 
@@ -173,7 +173,7 @@ class Sampler:
         host_slots = np.asarray(host_slots, dtype=np.int64)
         step = Rows(slots, positions, host_slots, self.uses[host_slots])
         used = int(np.bitwise_or.reduce(step.uses))
-        if used & ~(RANDOM | NARROWED) or bitmask is not None:
+        if used & ~(RANDOM | FILTERED) or bitmask is not None:
             logits = logits.float()
         asked = step.subset(LOGPROBS) if used & LOGPROBS else None
         told = None  # logits to report: of the rows that asked; of all, if `order` may change
@@ -210,10 +210,10 @@ class Sampler:
         """Sample tokens [n]; rows that are not `is_kept`, [n] bool, change no state."""
         used = int(np.bitwise_or.reduce(step.uses))
         active = [(bit, each, step.subset(bit)) for bit, each in self.processors if used & bit]
-        shift = Shift(bitmask=bitmask)
+        edits = LogitEdits(bitmask=bitmask)
         for _, processor, rows in active:
-            processor.apply(logits, rows, shift)
-        token_ids = self.ops.shift(logits, shift)
+            processor.apply(logits, rows, edits)
+        token_ids = self.ops.edit_logits(logits, edits)
         if used & RANDOM:
             self._draw(logits, token_ids, step.subset(RANDOM))
         if is_kept is not None:
@@ -248,7 +248,7 @@ class Sampler:
         whole, best, logits = logits, token_ids[rows.index], logits[rows.index].float()
         peaks = logits.gather(1, best.unsqueeze(1)).squeeze(1)  # NaN if the row holds any
         weights = self.ops.to_weights(logits, peaks, self.temperature[rows.slots])
-        lowest = self.narrowing.lowest(weights, rows, NARROWED)
+        lowest = self.top_k_top_p.lowest(weights, rows, FILTERED)
         drawn = self.ops.draw(weights, lowest, self.seeds[rows.slots], rows.positions)
         token_ids[rows.index] = torch.where(peaks.isfinite(), drawn, best)
         if self.tells_processed and (rows.uses & LOGPROBS).any():

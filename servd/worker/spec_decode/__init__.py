@@ -84,8 +84,8 @@ class Target:
         with defaults(spec.dtype, spec.device):
             draft = make()
         dtype = getattr(torch, self.config.model.dtype)
-        make_form = model_loader.form_maker(dtype, speculative.quantization, folder)
-        model_loader.load_weights(draft, folder, lambda _: None, make_form, rename)
+        make_quant_method = model_loader.quant_method_maker(dtype, speculative.quantization, folder)
+        model_loader.load_weights(draft, folder, lambda _: None, make_quant_method, rename)
         return draft
 
 

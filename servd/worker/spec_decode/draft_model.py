@@ -23,7 +23,7 @@ from servd.worker.kv import kv_cache
 from servd.worker.layers.attention import ForwardContext
 from servd.worker.loading import model_loader
 from servd.worker.sample import ops
-from servd.worker.sample.shift import Shift
+from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.spec_decode import Proposer, Target
 
 MAX_DECODE_TOKENS = 8  # per row, in a pass where each token is a row of the attention
@@ -81,7 +81,7 @@ class DraftModelProposer(Proposer):
         return kv_cache.bytes_per_block(self.backend, self.model)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Programs know its addresses."""
+        """Graphs know its addresses."""
         self.kv_caches = kv_cache.allocate(self.backend, self.model, num_blocks)
         self.chain = self.target.make_chain(self, self.states.max_num_seqs, self.max_num_rows)
 
@@ -171,7 +171,7 @@ class DraftModelProposer(Proposer):
         return drafts
 
     def top(self, features: Tensor) -> Tensor:
-        return self.ops.shift(self.model.compute_logits(features), Shift())
+        return self.ops.edit_logits(self.model.compute_logits(features), LogitEdits())
 
     def advance(
         self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch, features: Tensor

@@ -29,7 +29,7 @@ from servd.worker.layers.rotary import Rotary
 from servd.worker.loading.model_loader import tensor_shapes
 from servd.worker.models.llama import LlamaForCausalLM
 from servd.worker.sample import ops
-from servd.worker.sample.shift import Shift
+from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.spec_decode import Proposer, Target
 
 # Prompts are not followed while drafts are only tried now and then: after about 100 steps without
@@ -124,7 +124,7 @@ class EagleHead(nn.Module):
 
     def top(self, features: Tensor) -> Tensor:
         """[n, hidden] -> the likeliest tokens after those of the features, int64 [n]."""
-        return self.ops.shift(self.compute_logits(features), Shift())
+        return self.ops.edit_logits(self.compute_logits(features), LogitEdits())
 
 
 def embedding_of(target: Target) -> Callable[[Tensor], Tensor]:

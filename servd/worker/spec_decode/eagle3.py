@@ -30,7 +30,7 @@ from servd.worker.spec_decode.eagle import EagleHead, EagleProposer
 
 class AuxHiddenStates:
     """The residual stream that enters some layers of a model, kept at the same place every step:
-    programs and graphs write there too. `target`: its model has one list of layers, called with
+    recorded graphs write there too. `target`: its model has one list of layers, called with
     what is to be added to the stream, and the stream; `layers`: their numbers.
     """
 

@@ -28,7 +28,7 @@ from servd.worker.layers.embedding import VocabEmbedding
 from servd.worker.layers.weight import Weight
 from servd.worker.loading.model_loader import tensor_shapes
 from servd.worker.sample import ops
-from servd.worker.sample.shift import Shift
+from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.spec_decode import Proposer, Target
 
 # Names of vLLM's layout and of https://github.com/FasterDecoding/Medusa, and the names here.
@@ -140,7 +140,7 @@ class MedusaHeads(nn.Module):
     def likeliest(self, logits: Tensor, width: int) -> Tensor:  # [n, vocab] -> token ids [n, width]
         if width > 1:
             return logits.topk(width).indices
-        return self.ops.shift(logits, Shift()).unsqueeze(1)
+        return self.ops.edit_logits(logits, LogitEdits()).unsqueeze(1)
 
 
 class MedusaProposer(Proposer):

@@ -102,7 +102,7 @@ def test_all_workers_run_every_step_and_the_smallest_cache_decides(start):
         ranks = record.worker_ns[:4], record.worker_ns[4:]
         assert ranks[0] != ranks[1] and len(ranks[1]) == 4
         for times in ranks:
-            order = [record.scheduled_ns, *times, record.harvested_ns]
+            order = [record.scheduled_ns, *times, record.collected_ns]
             assert order == sorted(order)
     pids = [worker.process.pid for worker in executor.workers]
     folder = executor.folder

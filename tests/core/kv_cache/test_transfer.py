@@ -123,9 +123,9 @@ def test_one_computes_the_prompt_and_another_goes_on(fleet, depth, policy):
         fleet.prefill(one, cache_salt=salt)
         output = decode(other, fleet, cache_salt=salt)
         assert output.num_external_tokens == output.num_cached_tokens == 36
-    stats = other.scheduler.report(0).tiers[-1]
+    stats = other.scheduler.report(0).kv_stores[-1]
     assert (stats.name, stats.num_hits, stats.num_bad) == ("remote", 18, 0)
-    assert one.scheduler.report(0).tiers[-1].num_blocks == 20
+    assert one.scheduler.report(0).kv_stores[-1].num_blocks == 20
 
 
 def test_only_what_is_asked_for_is_kept_and_not_for_ever(fleet, monkeypatch):
@@ -345,7 +345,7 @@ def test_a_spoiled_block_is_never_a_wrong_token(fleet, seed):
             fleet.port = one_port
             num_external += decode(other, fleet, str(i), prompt).num_external_tokens
             check(other)
-        stats = other.scheduler.report(0).tiers[-1]
+        stats = other.scheduler.report(0).kv_stores[-1]
         assert num_external > 0 and stats.num_bad > 0
     finally:
         hostile.close()

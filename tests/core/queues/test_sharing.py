@@ -370,10 +370,10 @@ def test_the_background_alone_keeps_all_stages_of_a_pipeline_busy():
 def test_the_background_ends_with_its_own_tokens():
     engine = make_engine(max_num_seqs=2, num_blocks=64)
     background = [make_request(f"f{i}", [i, 1, 2, 3, 4], 12, priority_class=1) for i in range(4)]
-    front = [make_request(f"i{i}", [7, i, 2], 9) for i in range(3)]
-    log = generate(engine, *background, *front)
+    foreground = [make_request(f"i{i}", [7, i, 2], 9) for i in range(3)]
+    log = generate(engine, *background, *foreground)
     assert list(log.outputs)[:3] == ["i0", "i1", "f0"] or "f0" not in list(log.outputs)[:2]
-    for request in (*background, *front):
+    for request in (*background, *foreground):
         assert log.token_ids(request.request_id) == solo(request)
 
 
@@ -397,4 +397,4 @@ def test_a_policy_forgets_those_that_leave(policy):
     if policy != "fcfs":
         assert not queue._num_waiting and not queue._sorted and not queue._bypasses
         assert not queue._heaps and not queue._running
-        assert not any(account.waiting for account in queue._accounts.values())
+        assert not any(owner.waiting for owner in queue._owners.values())

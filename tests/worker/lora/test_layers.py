@@ -7,7 +7,7 @@ import torch
 
 from servd.base import plugins
 from servd.worker.device.parallel import Parallel
-from servd.worker.layers._matrix import MakeForm
+from servd.worker.layers._matrix import MakeQuantMethod
 from servd.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from servd.worker.lora.layers import AdaptedMatrix, AdapterRows
 from servd.worker.ops import native
@@ -73,7 +73,7 @@ def test_the_same_is_added_to_a_quantized_matrix(
     layer = RowParallelLinear(64, 48, Parallel(), bias=False)
     layer.weight.data.normal_()
     quantize = plugins.load("servd.worker.quantization", quantization, "quantize")
-    layer.weight.reform(MakeForm(quantize))
+    layer.weight.process_weights(MakeQuantMethod(quantize))
     tokens, a, b = torch.randn(NUM_TOKENS, 64), torch.randn(RANK, 64), torch.randn(48, RANK)
     plain = layer.weight.product(tokens)
     rows = AdapterRows(torch.tensor([-1, 1, 1, 0, 1]), is_active=True)

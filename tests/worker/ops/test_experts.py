@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from servd.worker.layers import packed
-from servd.worker.layers._matrix import Form
+from servd.worker.layers._matrix import QuantMethod
 from servd.worker.layers.experts import OneByOne
 from servd.worker.layers.packed import PackedMatrix
 from servd.worker.ops import native
@@ -46,7 +46,9 @@ def bounds(*counts: int) -> Tensor:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("form", FORMS)
 def test_each_expert_multiplies_its_own_rows(form: str):
-    matrices: list[Form] = [FORMS[form](random(33 + i, SIZE)[:33]) for i in range(NUM_EXPERTS)]
+    matrices: list[QuantMethod] = [
+        FORMS[form](random(33 + i, SIZE)[:33]) for i in range(NUM_EXPERTS)
+    ]
     x, counts = random(40, SIZE), (3, 0, 131, 1, 14, 0)
     starts = bounds(*counts)
     index = (torch.arange(sum(counts)) * 7 % 40).int()

@@ -22,8 +22,8 @@ from servd.base.errors import ConfigError
 from servd.worker.layers.packed import ExpertMatrices, GroupedMatrix, PackedMatrix, spread
 from servd.worker.layers.quantized import Quantized
 from servd.worker.ops import LowRank, native
+from servd.worker.sample.logit_edits import LogitEdits, Penalized
 from servd.worker.sample.ops import native as sampling
-from servd.worker.sample.shift import Penalized, Shift
 from tests.worker.cpu_kernels import forced
 from tests.worker.driver import Driver, config_for
 
@@ -263,18 +263,18 @@ def test_a_library_without_the_table_of_kernels_is_not_used(
 
 
 @pytest.mark.parametrize(
-    ("switch", "is_built", "remedy"),
+    ("switch", "is_built", "hint"),
     [("", False, r"install g\+\+"), ("", True, "install servd again"), ("off", False, "^$")],
 )
 def test_what_it_costs_to_have_no_kernels_is_said_unless_it_is_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: str, is_built: bool, remedy: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: str, is_built: bool, hint: str
 ):
     monkeypatch.setattr(native, "FOLDER", tmp_path)
     monkeypatch.setenv(native.SWITCH, switch)
     if is_built:
         shutil.copy(_ctypes.__file__, tmp_path / "_generic.so")
     native.library.cache_clear()
-    assert re.search(remedy, native.explain_absence())
+    assert re.search(hint, native.explain_absence())
     native.library.cache_clear()
 
 
@@ -338,7 +338,7 @@ def call_many(tiny_llama: Path) -> None:
     ends = torch.tensor([64])
     factors = LowRank(torch.rand(2, 64, 16), torch.rand(2, 16, 64), torch.tensor([[4], [8]]), ends)
     native.add_low_rank(x.clone(), x, factors, torch.tensor([0, 1, -1]))
-    sampling.shift(x, Shift(bitmask=torch.full((3, 2), -1, dtype=torch.int32)))
+    sampling.shift(x, LogitEdits(bitmask=torch.full((3, 2), -1, dtype=torch.int32)))
     weights = sampling.to_weights(x, x.amax(dim=1), torch.ones(3))
     lowest, top_p = torch.zeros(3), torch.ones(3, dtype=torch.float64)
     sampling.narrow(weights, lowest, positions, top_p)
@@ -417,11 +417,11 @@ def penalize(slots: list[int]) -> None:
     counts, factors = torch.zeros(4, 50, dtype=torch.int32), torch.ones(4, 3)
     rows = torch.arange(len(slots))
     penalized = Penalized(rows, torch.tensor(slots), counts, factors)
-    sampling.shift(torch.zeros(2, 50), Shift(penalized=penalized))
+    sampling.shift(torch.zeros(2, 50), LogitEdits(penalized=penalized))
 
 
 def mask(*shape: int) -> None:
-    sampling.shift(torch.zeros(2, 50), Shift(bitmask=torch.full(shape, -1, dtype=torch.int32)))
+    sampling.shift(torch.zeros(2, 50), LogitEdits(bitmask=torch.full(shape, -1, dtype=torch.int32)))
 
 
 @pytest.mark.usefixtures("kernels")
@@ -433,9 +433,9 @@ def mask(*shape: int) -> None:
         (lambda: embed([0] * 20 + [2**62]), f"embed: index[20] is {2**62}, not in [0, 10)"),
         (lambda: gather_rows([0, 33]), "gather_rows: index[1] is 33, not in [0, 33)"),
         (lambda: score([49, 50]), "score: token_ids[1] is 50, not in [0, 50)"),
-        (lambda: penalize([3, 4]), "shift: slots[1] is 4, not in [-1, 4)"),
-        (lambda: mask(1, 2), "shift: rows of the bitmask is 2, at most 1 are there"),
-        (lambda: mask(2, 1), "shift: vocab of the bitmask is 50, at most 32 are there"),
+        (lambda: penalize([3, 4]), "edit_logits: slots[1] is 4, not in [-1, 4)"),
+        (lambda: mask(1, 2), "edit_logits: rows of the bitmask is 2, at most 1 are there"),
+        (lambda: mask(2, 1), "edit_logits: vocab of the bitmask is 50, at most 32 are there"),
     ],
 )
 def test_an_index_outside_is_an_error_that_names_it(call: Callable[[], None], message: str):

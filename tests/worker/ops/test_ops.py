@@ -175,15 +175,17 @@ def test_low_rank_additions(
     """Places without an adapter, with small ranks, with nothing for a part; tokens without any."""
     if dtype == torch.bfloat16 and device.type == "cpu" and module.__name__.endswith("triton"):
         pytest.skip("Triton's interpreter multiplies the bits of bfloat16 as integers")
-    num_places, parts, width = 3, len(sizes), -(-len(sizes) * max_rank // 16) * 16
+    num_adapter_slots, parts, width = 3, len(sizes), -(-len(sizes) * max_rank // 16) * 16
     x = random((num_tokens, num_inputs), dtype, device, 0.3)
     before = random((num_tokens, sum(sizes)), dtype, device)
-    a = torch.zeros(num_places, num_inputs, width, dtype=dtype, device=device)
-    b = torch.zeros(num_places, max_rank, sum(sizes), dtype=dtype, device=device)
+    a = torch.zeros(num_adapter_slots, num_inputs, width, dtype=dtype, device=device)
+    b = torch.zeros(num_adapter_slots, max_rank, sum(sizes), dtype=dtype, device=device)
     ends = torch.tensor(sizes).cumsum(0)
     ranks = torch.tensor([[max_rank] * parts, [0] * parts, [1, *[max_rank // 2] * (parts - 1)]])
-    exact = torch.zeros(num_places, num_tokens, sum(sizes), dtype=torch.float64, device=device)
-    for place, part in [(p, q) for p in range(num_places) for q in range(parts)]:
+    exact = torch.zeros(
+        num_adapter_slots, num_tokens, sum(sizes), dtype=torch.float64, device=device
+    )
+    for place, part in [(p, q) for p in range(num_adapter_slots) for q in range(parts)]:
         rank, columns = int(ranks[place, part]), slice(ends[part] - sizes[part], ends[part])
         first = part * max_rank
         a[place, :, first : first + rank] = random((num_inputs, rank), dtype, device, 0.3)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from servd.base import plugins
 from servd.checkpoint.hf import quantization_of, read_spec, weight_files
 from servd.worker.device.parallel import Parallel
-from servd.worker.layers._matrix import MakeForm, Matrix
+from servd.worker.layers._matrix import MakeQuantMethod, Matrix
 from servd.worker.layers.quantized import Quantized
 from servd.worker.runner.cpu_model_runner import CPUModelRunner
 from servd.worker.runner.dry_run import load as load_dry
@@ -81,7 +81,7 @@ def check(
         assert driver.free(slot)[: len(prompt) + 12] == greedy(reference, prompt, 12)
     runner = driver.worker.runner
     assert isinstance(runner, CPUModelRunner)
-    assert runner.programs is None or (runner.programs.is_recordable and runner.programs.programs)
+    assert runner.graphs is None or (runner.graphs.is_recordable and runner.graphs.graphs)
     taken = runner.weights_bytes
     assert taken < sum(tensor.nbytes for tensor in meant.values())
     for planned in (folder, _hollow(folder)) if is_plannable else (folder,):
@@ -129,7 +129,7 @@ def check_slices(folder: Path, shard_dim: int) -> None:
     for rank in range(2):
         matrix = Matrix(whole.shape, Parallel(rank, 2), shard_dim=shard_dim)
         matrix.load(whole)
-        matrix.reform(MakeForm(lambda _: None))
+        matrix.process_weights(MakeQuantMethod(lambda _: None))
         parts.append(matrix.product(x.chunk(2, dim=1)[rank].contiguous() if shard_dim else x))
     got = parts[0] + parts[1] if shard_dim else torch.cat(parts, dim=1)
     torch.testing.assert_close(got, x @ whole.dequantize().t())

@@ -46,7 +46,7 @@ def test_the_error_is_less_than_with_a_grid_from_the_least_to_the_largest_number
 def test_the_table_of_the_vocabulary_has_8_bits(tiny_llama: Path):
     driver = Driver(config_for(tiny_llama, quantization="int4", block_size=16))
     forms = {
-        name: w.form
+        name: w.quant_method
         for name, w in driver.worker.runner.model.named_parameters()
         if isinstance(w, Matrix)
     }
@@ -68,8 +68,8 @@ def test_outputs_are_close_to_those_without(
             logits.append(torch.stack(driver.logits[slot][:1]).log_softmax(-1))
             runner = driver.worker.runner
             if switch != "off":
-                assert isinstance(runner, CPUModelRunner) and runner.programs is not None
-                assert runner.programs.is_recordable and runner.programs.programs
+                assert isinstance(runner, CPUModelRunner) and runner.graphs is not None
+                assert runner.graphs.is_recordable and runner.graphs.graphs
         divergence = torch.nn.functional.kl_div(*reversed(logits), log_target=True, reduction="sum")
         assert 0 < divergence < 0.1
 
@@ -86,7 +86,9 @@ def test_a_matrix_takes_its_form_before_the_next_is_read(
         model = driver_model[0]
         unformed.append(
             sum(
-                isinstance(w, Matrix) and w.form is None and len(w.missing) < len(w.part_shapes)
+                isinstance(w, Matrix)
+                and w.quant_method is None
+                and len(w.missing) < len(w.part_shapes)
                 for _, w in model.named_parameters()
             )
         )

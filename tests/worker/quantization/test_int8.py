@@ -102,7 +102,7 @@ def test_activations_are_rounded_where_it_was_asked_for_rounded_weights(
     def num_terms(**options: str) -> set[int]:
         config = config_for(tiny_llama, block_size=16, quantization=quantization, **options)
         parameters = Driver(config).worker.runner.model.named_parameters()
-        return {w.form.num_terms for _, w in parameters if isinstance(w, Matrix)}
+        return {w.quant_method.num_terms for _, w in parameters if isinstance(w, Matrix)}
 
     if native.library() is None:
         pytest.skip("no compiled kernels: activations are float32 with torch's products")
@@ -132,7 +132,7 @@ def test_keys_and_values_have_16_bits_where_activations_are_rounded(
 
 def test_activations_stay_exact_with_a_checkpoint_that_is_quantized(tiny_llama: Path):
     got = {
-        name: model_loader.form_maker(torch.float32, None, str(tiny_llama), name).x_dtype
+        name: model_loader.quant_method_maker(torch.float32, None, str(tiny_llama), name).x_dtype
         for name in ("auto", "float32", "int8")
     }
     assert got == {"auto": torch.float32, "float32": torch.float32, "int8": torch.int8}

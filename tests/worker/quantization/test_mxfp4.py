@@ -52,7 +52,7 @@ def test_tokens_are_those_of_what_the_codes_stand_for(tmp_path: Path):
     driver.generate([slot], 12, chunk=5)
     assert driver.tokens[slot] == greedy(tmp_path / "plain", PROMPT, 12)
     weights = dict(driver.worker.runner.model.named_parameters())
-    form = weights["model.layers.0.mlp.experts.0.down_proj.weight"].form
+    form = weights["model.layers.0.mlp.experts.0.down_proj.weight"].quant_method
     assert isinstance(form, GroupedMatrix | QuantizedMatrix)
 
 

@@ -8,11 +8,11 @@ import torch
 from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 
 from servd.messages.params import MAX_BAD_WORD_TOKENS, SamplingParams
+from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.sample.logits_processors import SlotRequest
 from servd.worker.sample.logits_processors.bad_words import Processor as BadWords
 from servd.worker.sample.rows import Rows
 from servd.worker.sample.sampler import Sampler
-from servd.worker.sample.shift import Shift
 
 VOCAB_SIZE = 5  # so small that sequences meet the words all the time
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def test_masks_equal_transformers(seed):
         rows = Rows(torch.tensor(host_slots), positions, host_slots, uses[host_slots]).subset(1)
         logits = torch.randn(4, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
         got = logits.clone()
-        step.apply(got, rows, Shift())
+        step.apply(got, rows, LogitEdits())
         sampled = torch.from_numpy(rng.integers(0, VOCAB_SIZE, 4))
         for row, slot in enumerate(host_slots.tolist()):
             expected = logits[row]
@@ -64,7 +64,7 @@ def test_the_longest_allowed_word():
     rows = Rows(torch.tensor([0]), torch.tensor([0]), np.array([0]), np.array([int(uses)]))
     for is_next in (False, True, True):
         logits = torch.zeros(1, VOCAB_SIZE)
-        step.apply(logits, rows, Shift())
+        step.apply(logits, rows, LogitEdits())
         assert bool(logits[0, 3] == -torch.inf) is is_next
         step.update(torch.tensor([3]), rows)
 

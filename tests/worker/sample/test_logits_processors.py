@@ -10,11 +10,11 @@ import torch
 from servd.base import plugins
 from servd.messages.params import SamplingParams
 from servd.worker.sample import logits_processors
+from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.ops import reference
 from servd.worker.sample.rows import Rows
 from servd.worker.sample.sampler import Sampler
-from servd.worker.sample.shift import Shift
 
 NAMES = plugins.names(logits_processors.__name__)
 CPU = torch.device("cpu")
@@ -69,9 +69,9 @@ def test_it_changes_the_rows_that_use_it_and_no_other(name):
     slots, positions = torch.tensor([1, 2, 3]), torch.tensor([len(PROMPT)] * 3)
     rows = Rows(slots, positions, slots.numpy(), torch.tensor([0, 1, 0]).numpy()).subset(1)
     changed = logits.clone()
-    shift = Shift()
-    processor.apply(changed, rows, shift)
-    reference.shift(changed, shift)
+    edits = LogitEdits()
+    processor.apply(changed, rows, edits)
+    reference.edit_logits(changed, edits)
     assert torch.equal(changed[[0, 2]], logits[[0, 2]])
     assert not torch.equal(changed[1], logits[1])
 

@@ -15,7 +15,7 @@ import torch
 
 from servd.worker.sample import ops
 from servd.worker.sample.fixed_point import MAX_VOCAB_SIZE, WEIGHT_ONE
-from servd.worker.sample.shift import IN_PROMPT, Biased, Penalized, Shift
+from servd.worker.sample.logit_edits import IN_PROMPT, Biased, LogitEdits, Penalized
 
 MODULES = [module.name for module in pkgutil.iter_modules(ops.__path__)]
 SHAPES = [(1, 7), (3, 100), (2, 5000)]  # the last one is more than one block of a kernel
@@ -88,7 +88,7 @@ def test_a_token_whose_logit_is_not_finite_is_told(module, device):
     assert token_ids[:4, 0].tolist() == [4500, 3, 0, 4999]
 
 
-# ---- shift ----
+# ---- logit edits ----
 
 
 def random_biases(
@@ -153,7 +153,7 @@ def test_shift_equals_float64(
         penalized = Penalized(
             index, torch.from_numpy(slots).to(device), counts, torch.from_numpy(factors).to(device)
         )
-    best = module.shift(logits, Shift(biased, bitmask, penalized))
+    best = module.edit_logits(logits, LogitEdits(biased, bitmask, penalized))
     np.testing.assert_allclose(logits.cpu().numpy(), exact, rtol=1e-5, atol=1e-5)
     assert best.tolist() == logits.argmax(-1).tolist()
 
@@ -167,7 +167,7 @@ def test_the_best_token_of_narrow_logits_is_that_of_the_same_in_float32(
     wide[0, :3], wide[0, 5] = torch.tensor([0.0, -0.0, -torch.inf]), torch.inf
     logits = torch.full((shape[0], shape[1] + 5), torch.nan, device=device).bfloat16()
     logits = logits[:, : shape[1]].copy_(wide)
-    assert module.shift(logits, Shift()).tolist() == wide.argmax(-1).tolist()
+    assert module.edit_logits(logits, LogitEdits()).tolist() == wide.argmax(-1).tolist()
     assert torch.equal(logits.float(), wide)
 
 
@@ -183,7 +183,14 @@ def test_the_best_token_is_the_first_nan_or_the_first_maximum(
         [1.0, inf, nan, nan],
         [1.0, inf, inf, 7.0],
     ]
-    assert module.shift(torch.tensor(rows, device=device), Shift()).tolist() == [1, 0, 2, 0, 2, 1]
+    assert module.edit_logits(torch.tensor(rows, device=device), LogitEdits()).tolist() == [
+        1,
+        0,
+        2,
+        0,
+        2,
+        1,
+    ]
 
 
 # ---- weights ----
@@ -205,7 +212,7 @@ def test_weights_are_relative_probabilities(module: ops.SamplingOps, shape, devi
     assert weights.amax(-1).tolist() == [WEIGHT_ONE] * shape[0]
 
 
-# ---- narrow ----
+# ---- top-k and top-p ----
 
 
 def exact_limit(weights: list[float], lowest: float, k: int, p: float) -> float:
@@ -239,7 +246,7 @@ def test_narrow_equals_the_definition(
     top_k = torch.tensor([k for k, _, _ in cases], device=device)
     top_p = torch.tensor([p for _, p, _ in cases], dtype=torch.float64, device=device)
     lowest = torch.tensor([low for _, _, low in cases], device=device)
-    got = module.narrow(weights.repeat(len(cases), 1), lowest, top_k, top_p)
+    got = module.filter_top_k_top_p(weights.repeat(len(cases), 1), lowest, top_k, top_p)
     row = weights[0].cpu().numpy()
     for case, limit in zip(cases, got.tolist(), strict=True):
         k, p, low = case
@@ -262,8 +269,8 @@ def test_narrow_equals_the_reference_bit_for_bit(
     top_p = torch.from_numpy(rng.choice([0.1, 0.9, 0.999, 1.0], rows)).to(device)
     reference = importlib.import_module("servd.worker.sample.ops.reference")
     assert torch.equal(
-        module.narrow(weights, lowest, top_k, top_p),
-        reference.narrow(weights, lowest, top_k, top_p),
+        module.filter_top_k_top_p(weights, lowest, top_k, top_p),
+        reference.filter_top_k_top_p(weights, lowest, top_k, top_p),
     )
 
 

@@ -17,11 +17,11 @@ from transformers.generation.logits_process import (
 from servd.base import plugins
 from servd.messages.params import SamplingParams
 from servd.worker.sample import logits_processors
+from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
-from servd.worker.sample.narrowing import Narrowing
 from servd.worker.sample.ops import reference
 from servd.worker.sample.rows import Rows
-from servd.worker.sample.shift import Shift
+from servd.worker.sample.top_k_top_p import TopKTopPFilter
 from tests.worker.sample.reference import narrow, processed_logits, softmax
 
 CPU = torch.device("cpu")
@@ -52,17 +52,17 @@ def apply(
     rows = rows_of(requests, [processor.add(request) for request in requests])
     logits = logits.clone()
     if rows.uses.any():
-        shift = Shift()
-        processor.apply(logits, rows.subset(1), shift)
-        reference.shift(logits, shift)
+        edits = LogitEdits()
+        processor.apply(logits, rows.subset(1), edits)
+        reference.edit_logits(logits, edits)
     return logits
 
 
-def narrowed(weights: torch.Tensor, requests: list[SlotRequest]) -> torch.Tensor:
+def filtered(weights: torch.Tensor, requests: list[SlotRequest]) -> torch.Tensor:
     """What is left of weights by min-p, top-k and top-p."""
-    narrowing = Narrowing(weights.shape[1], NUM_SLOTS, CPU, reference)
-    uses = [narrowing.add(request.slot, request.params) for request in requests]
-    lowest = narrowing.lowest(weights, rows_of(requests, uses), 1)
+    top_k_top_p = TopKTopPFilter(weights.shape[1], NUM_SLOTS, CPU, reference)
+    uses = [top_k_top_p.add(request.slot, request.params) for request in requests]
+    lowest = top_k_top_p.lowest(weights, rows_of(requests, uses), 1)
     return weights.masked_fill(weights < lowest.unsqueeze(1), 0)
 
 
@@ -152,12 +152,12 @@ def test_repetition_penalty_equals_transformers(penalty):
     ("top_p", lambda: TopPLogitsWarper(top_p=0.83)),
     ("min_p", lambda: MinPLogitsWarper(min_p=0.12)),
 ])  # fmt: skip
-def test_narrowing_keeps_the_tokens_that_transformers_keeps(field, warper, vocab_size, scale):
+def test_filters_keep_the_tokens_that_transformers_keeps(field, warper, vocab_size, scale):
     value = {"top_k": 17, "top_p": 0.83, "min_p": 0.12}[field]
     logits = random_logits(6, vocab_size, seed=3, scale=scale)
     requests = [SlotRequest(i, SamplingParams(**{field: value}), [1], [], []) for i in range(6)]
     weights = weights_of(logits)
-    got = narrowed(weights, requests)
+    got = filtered(weights, requests)
     kept = warper()(torch.zeros(6, 1, dtype=torch.int64), logits) > -math.inf
     assert torch.equal(got, weights.masked_fill(~kept, 0))
 
@@ -177,7 +177,7 @@ def test_top_k_and_top_p_of_mixed_rows_equal_the_reference():
     logits = random_logits(len(params), 3000, seed=4)
     requests = [SlotRequest(i, p, [1], [], []) for i, p in enumerate(params)]
     weights = weights_of(logits)
-    got = narrowed(weights, requests)
+    got = filtered(weights, requests)
     for row, p in enumerate(params):
         kept = torch.from_numpy(narrow(softmax(logits[row].double().numpy()), p) > 0)
         assert torch.equal(got[row], weights[row].masked_fill(~kept, 0)), p
@@ -188,5 +188,5 @@ def test_top_k_and_top_p_of_mixed_rows_equal_the_reference():
 )
 def test_ties_with_the_last_kept_token_are_kept(params):
     weights = weights_of(torch.tensor([[2.0, 1.0, 2.0, 2.0, 0.0, 2.0, 2.0]]))
-    got = narrowed(weights, [SlotRequest(0, params, [1], [], [])])
+    got = filtered(weights, [SlotRequest(0, params, [1], [], [])])
     assert got[0].nonzero().flatten().tolist() == [0, 2, 3, 5, 6]

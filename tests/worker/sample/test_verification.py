@@ -204,7 +204,7 @@ def test_right_drafts_are_kept_and_wrong_ones_end_the_row(penalty):
 
 FREE = {
     "plain": SamplingParams(temperature=1.0),
-    "narrowed": SamplingParams(temperature=1.3, top_k=9, top_p=0.9),
+    "filtered": SamplingParams(temperature=1.3, top_k=9, top_p=0.9),
     "min_p": SamplingParams(temperature=0.8, min_p=0.05, logit_bias={5: 2.0, 9: -3.0}),
 }
 IN_TURN = {  # what follows the tokens that were said, which trees do not have

@@ -153,7 +153,7 @@ def rewrite(folder: Path, tensors: dict[str, Tensor], **config: Any) -> None:
 @pytest.mark.parametrize(
     "options",
     [{"block_size": 16}, {"block_size": 16, "enforce_eager": True}, {"block_size": 4}],
-    ids=["programs", "kernels", "torch"],
+    ids=["graphs", "kernels", "torch"],
 )
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_drafts_are_those_of_a_plain_implementation(
@@ -178,13 +178,13 @@ def test_decode_steps_remain_programs_and_drafts_are(target: Path, tmp_path: Pat
     driver = Driver(config_for(target, speculative_config=config, block_size=16))
     slot = driver.add([7, 8, 9])
     driver.generate([slot], 3)
-    programs = driver.worker.runner.programs
-    assert programs is not None and len(programs.programs) == 1
-    for num_drafts in (2, NUM_DRAFTS, NUM_DRAFTS - 1):  # all are parts of one program
+    graphs = driver.worker.runner.graphs
+    assert graphs is not None and len(graphs.graphs) == 1
+    for num_drafts in (2, NUM_DRAFTS, NUM_DRAFTS - 1):  # all are parts of one graph
         driver.step({slot: driver.left(slot)}, max_new_drafts={slot: num_drafts})
     proposer = driver.worker.runner.proposer
     assert proposer.chain.passes.is_recordable
-    assert {num_rows for _, num_rows in proposer.chain.programs} == {1}
+    assert {num_rows for _, num_rows in proposer.chain.graphs} == {1}
 
 
 def test_a_row_with_few_drafts_beside_one_with_many(target: Path, tmp_path: Path):

@@ -147,7 +147,7 @@ def test_logits_beside_drafts_have_the_bits_of_plain_steps(options, tiny_llama, 
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "narrowed": {"temperature": 1.6, "top_k": 7, "top_p": 0.9},
+    "filtered": {"temperature": 1.6, "top_k": 7, "top_p": 0.9},
     "min_p": {"temperature": 0.8, "min_p": 0.05, "logit_bias": {2: 1.0}},
     "penalized": {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.2},
 }
@@ -206,7 +206,7 @@ def test_texts_come_as_often_as_enumerated(
     )  # fmt: skip
     num_drafts, num_kept = (sum(column) for column in zip(*counts, strict=True))
     # What EAGLE-3's head says again and again is not among the seven most probable tokens.
-    assert num_kept > 0 or (name, sampling) == ("eagle3", "narrowed")
+    assert num_kept > 0 or (name, sampling) == ("eagle3", "filtered")
     assert num_kept < num_drafts
     drawn = Counter(tuple(log.token_ids(str(seed))) for seed in range(num_requests))
     exact = chances(target, sampling, has_grammar)

@@ -35,7 +35,7 @@ from servd.core.request import Request, RequestStatus
 from servd.core.step import Step
 from servd.ipc.channels import Keys
 from servd.messages.engine import BlockCopies, BlockCopy, SchedulerOutput, WorkerReady
-from servd.messages.stats import SchedulerStats, TierStats
+from servd.messages.stats import KVStoreStats, SchedulerStats
 
 logger = logging.getLogger("servd.engine")
 
@@ -224,7 +224,7 @@ class OffloadConnector(KVConnector):
         """A step was computed: what it copied to the host is there, and may be written."""
         record = step.record
         if record.prefills:
-            self.costs.computing.add(record.harvested_ns - record.started_ns, record.num_tokens)
+            self.costs.computing.add(record.collected_ns - record.started_ns, record.num_tokens)
         if step.copies is None:
             return
         for copy in step.copies.copies:
@@ -250,13 +250,13 @@ class OffloadConnector(KVConnector):
     def report(self, stats: SchedulerStats) -> None:
         size = self.host.slot_bytes
         for place in (self.host, *self._stores):
-            tier = TierStats(place.name, place.num_bytes // size, place.limit // size)
+            tier = KVStoreStats(place.name, place.num_bytes // size, place.limit // size)
             tier.num_bytes = place.num_bytes
             tier.max_bytes = place.limit
             tier.num_hits = place.num_hits
             tier.num_bad = place.num_bad
             tier.is_skipped = place.name in self.costs.skipped
-            stats.tiers.append(tier)
+            stats.kv_stores.append(tier)
         stats.num_swapped = len(self._swapped)
         self.loads.report(stats)
         counts, self._counts = self._counts, SchedulerStats()

@@ -1,6 +1,6 @@
 // Checks of what a kernel is given to index with, once per call and before anything is written.
 //
-// They throw std::out_of_range, which servd_run (program.cpp) hands to Python as an IndexError.
+// They throw std::out_of_range, which servd_run (graph.cpp) hands to Python as an IndexError.
 
 #pragma once
 

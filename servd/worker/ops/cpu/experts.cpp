@@ -49,10 +49,10 @@ void route(const float* logits, int64_t rows, int64_t num_experts, int64_t top_k
     }
 }
 
-// out [rows, size]: the weighted sum of each token's rows of y [num_places, size].
-void combine(const float* y, int64_t num_places, const int32_t* places, const float* weights,
+// out [rows, size]: the weighted sum of each token's rows of y [num_pairs, size].
+void combine(const float* y, int64_t num_pairs, const int32_t* places, const float* weights,
              int64_t rows, int64_t top_k, int64_t size, float* out) {
-    check_ids("places", places, 0, rows * top_k, num_places);
+    check_ids("places", places, 0, rows * top_k, num_pairs);
     parallel_for(rows, 1 + 16384 / (top_k * size + 1), [&](int64_t row) {
         for (int64_t d = 0; d < size; d += WIDTH) {
             const int count = int(std::min<int64_t>(WIDTH, size - d));

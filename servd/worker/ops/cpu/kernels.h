@@ -1,4 +1,4 @@
-// The kernels. Python finds those that are listed in program.cpp, by the names they have here.
+// The kernels. Python finds those that are listed in graph.cpp, by the names they have here.
 //
 // An address may be null where the definition says so. Strides and sizes count elements. `type` is
 // a `Type` of vectors.h. A kernel that reads or writes at indices it is given checks them first.
@@ -43,7 +43,7 @@ void gather_grouped(int type, int terms, const void* packed, const float* table,
 // Adapters: low_rank.cpp
 void add_low_rank(int type, const float* x, int64_t rows, int64_t k, const void* a, int64_t width,
                   const void* b, int64_t max_rank, const int64_t* ranks, const int64_t* part_ends,
-                  int64_t num_places, int64_t parts, const int64_t* places, float* y, int64_t n);
+                  int64_t num_adapter_slots, int64_t parts, const int64_t* places, float* y, int64_t n);
 
 // Attention: attention.cpp
 void write_kv(int type, const float* q, int64_t q_stride, const float* k, int64_t k_stride,
@@ -74,11 +74,11 @@ void activate(const float* x, int64_t rows, int64_t size, int function, int gate
 // Which experts a token goes through, and the sum of what they yield: experts.cpp
 void route(const float* logits, int64_t rows, int64_t num_experts, int64_t top_k, int renormalize,
            int32_t* tokens, int32_t* starts, int32_t* places, float* weights);
-void combine(const float* y, int64_t num_places, const int32_t* places, const float* weights,
+void combine(const float* y, int64_t num_pairs, const int32_t* places, const float* weights,
              int64_t rows, int64_t top_k, int64_t size, float* out);
 
 // The sampler: sampling.cpp
-void shift(float* logits, int64_t stride, const int32_t* bitmask, int64_t bitmask_rows, int64_t words,
+void edit_logits(float* logits, int64_t stride, const int32_t* bitmask, int64_t bitmask_rows, int64_t words,
            const int64_t* slots, int64_t num_slots, const int32_t* counts, const float* factors,
            int64_t rows, int64_t vocab, int64_t* best);
 void choose(const float* logits, int64_t stride, int64_t rows, int64_t vocab, const int64_t* slots,
@@ -86,7 +86,7 @@ void choose(const float* logits, int64_t stride, int64_t rows, int64_t vocab, co
             int64_t* chosen);
 void to_weights(const float* logits, int64_t stride, const float* peaks, const float* temperatures,
                 int64_t rows, int64_t vocab, float* weights);
-void narrow(const float* weights, const float* lowest, const int64_t* top_k, const double* top_p,
+void filter_top_k_top_p(const float* weights, const float* lowest, const int64_t* top_k, const double* top_p,
             int64_t rows, int64_t vocab, float* limits);
 void draw(const float* weights, const float* lowest, const int64_t* seeds,
           const int64_t* positions, int64_t rows, int64_t vocab, int64_t* token_ids);

@@ -25,8 +25,8 @@ struct Chunk {
 };
 
 std::vector<Tile> tiles_of(const int64_t* places, int64_t rows, const int64_t* ranks,
-                           int64_t num_places, int64_t parts) {
-    std::vector<int64_t> open(num_places, -1);  // the tile of each place that is not full
+                           int64_t num_adapter_slots, int64_t parts) {
+    std::vector<int64_t> open(num_adapter_slots, -1);  // the tile of each place that is not full
     std::vector<Tile> tiles;
     for (int64_t row = 0; row < rows; row++) {
         const int64_t place = places[row];
@@ -97,8 +97,8 @@ void expand(const Tile& tile, const Chunk& chunk, const float* h, int64_t width,
 template <typename T>
 void add_low_rank(const float* x, int64_t rows, int64_t k, const T* a, int64_t width, const T* b,
                   int64_t max_rank, const int64_t* ranks, const int64_t* part_ends,
-                  int64_t num_places, int64_t parts, const int64_t* places, float* y, int64_t n) {
-    const std::vector<Tile> tiles = tiles_of(places, rows, ranks, num_places, parts);
+                  int64_t num_adapter_slots, int64_t parts, const int64_t* places, float* y, int64_t n) {
+    const std::vector<Tile> tiles = tiles_of(places, rows, ranks, num_adapter_slots, parts);
     if (tiles.empty()) return;
     std::vector<Chunk> chunks;
     for (int64_t part = 0, begin = 0; part < parts; begin = part_ends[part++])
@@ -129,18 +129,18 @@ namespace kernels {
 
 // Adds the product with its adapter to each row of y [rows, n]; x is [rows, k]. Of each place, a
 // [k, width] holds `max_rank` columns for each part of the outputs, b [max_rank, n] what these are
-// multiplied with; ranks [num_places, parts] says how many of them count. A row without a place
+// multiplied with; ranks [num_adapter_slots, parts] says how many of them count. A row without a place
 // (-1) stays as it is.
 void add_low_rank(int type, const float* x, int64_t rows, int64_t k, const void* a, int64_t width,
                   const void* b, int64_t max_rank, const int64_t* ranks, const int64_t* part_ends,
-                  int64_t num_places, int64_t parts, const int64_t* places, float* y, int64_t n) {
-    check_ids("place", places, 0, rows, num_places, -1);
+                  int64_t num_adapter_slots, int64_t parts, const int64_t* places, float* y, int64_t n) {
+    check_ids("place", places, 0, rows, num_adapter_slots, -1);
     check_at_most("part_ends", part_ends[parts - 1], n);
     check_at_most("max_rank", max_rank * parts, width);
     with_type(type, [&](auto* null) {
         using T = std::remove_pointer_t<decltype(null)>;
         ::add_low_rank(x, rows, k, static_cast<const T*>(a), width, static_cast<const T*>(b),
-                       max_rank, ranks, part_ends, num_places, parts, places, y, n);
+                       max_rank, ranks, part_ends, num_adapter_slots, parts, places, y, n);
     });
 }
 

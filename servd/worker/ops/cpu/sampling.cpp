@@ -133,7 +133,7 @@ int32_t search(const float* weights, float lowest, int64_t vocab, const Above* b
     return answer;
 }
 
-float narrow_row(const float* weights, float lowest, int64_t k, double p, int64_t vocab,
+float filter_row(const float* weights, float lowest, int64_t k, double p, int64_t vocab,
                  int32_t* found) {
     if (k <= 0 && p >= 1) return lowest;
     std::unique_ptr<Above[]> bins(new Above[NUM_BINS]);
@@ -231,7 +231,7 @@ namespace kernels {
 // Applies bitmask [rows, words] and penalties to the logits, where they are not null; `best` gets
 // each row's argmax. slots [rows]: where counts [num_slots, vocab] and factors [num_slots, 3] have
 // a row's penalties, or -1.
-void shift(float* logits, int64_t stride, const int32_t* bitmask, int64_t bitmask_rows, int64_t words,
+void edit_logits(float* logits, int64_t stride, const int32_t* bitmask, int64_t bitmask_rows, int64_t words,
            const int64_t* slots, int64_t num_slots, const int32_t* counts, const float* factors,
            int64_t rows, int64_t vocab, int64_t* best) {
     if (bitmask) check_at_most("rows of the bitmask", rows, bitmask_rows);
@@ -282,11 +282,11 @@ void to_weights(const float* logits, int64_t stride, const float* peaks, const f
 }
 
 // limits [rows]: the lowest weight that top_k (0: all) and top_p keep, at least `lowest`.
-void narrow(const float* weights, const float* lowest, const int64_t* top_k, const double* top_p,
+void filter_top_k_top_p(const float* weights, const float* lowest, const int64_t* top_k, const double* top_p,
             int64_t rows, int64_t vocab, float* limits) {
     parallel_for(rows, 1, [&](int64_t row) {
         std::unique_ptr<int32_t[]> found(new int32_t[vocab + 1]);
-        limits[row] = narrow_row(weights + row * vocab, lowest[row], top_k[row], top_p[row], vocab,
+        limits[row] = filter_row(weights + row * vocab, lowest[row], top_k[row], top_p[row], vocab,
                                  found.get());
     });
 }

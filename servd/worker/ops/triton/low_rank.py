@@ -23,16 +23,16 @@ def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> No
     a = factors.a
     b = factors.b
     (num_rows, k) = x.shape
-    (num_places, max_rank, n) = b.shape
+    (num_adapter_slots, max_rank, n) = b.shape
     width = a.shape[2]
     hidden = torch.empty(num_rows, width, dtype=torch.float32, device=x.device)
     tiles = triton.cdiv(num_rows, ROWS)
     x = x.contiguous()
-    shrink_kernel[tiles, num_places, triton.cdiv(width, COLUMNS)](
+    shrink_kernel[tiles, num_adapter_slots, triton.cdiv(width, COLUMNS)](
         x, a, places, hidden, num_rows, k, width, ROWS, COLUMNS, DEPTH
     )
     for part, (start, end) in enumerate(pairwise([0, *factors.part_ends.tolist()])):
-        expand_kernel[tiles, num_places, triton.cdiv(end - start, COLUMNS)](
+        expand_kernel[tiles, num_adapter_slots, triton.cdiv(end - start, COLUMNS)](
             hidden,
             b,
             places,

@@ -10,7 +10,7 @@ tests/worker/sample/test_logits_processors.py runs its contract over all files. 
 | 60 to 89 | changes logits in any other way |
 | 90 | nothing may undo it: thinking_token_budget |
 
-The fused pass (`Shift`) itself runs after all of them: it adds biases, forbids, penalizes.
+The fused pass (`LogitEdits`) itself runs after all of them: it adds biases, forbids, penalizes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from servd.base import plugins
 from servd.messages.params import SamplingParams
+from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.sample.rows import Rows
-from servd.worker.sample.shift import Shift
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class LogitsProcessor(ABC):
         """Prepare the slot; returns whether the request uses the feature."""
 
     @abstractmethod
-    def apply(self, logits: Tensor, rows: Rows, shift: Shift) -> None:
+    def apply(self, logits: Tensor, rows: Rows, edits: LogitEdits) -> None:
         """Change the logits of `rows` in place, or leave it to the fused pass.
 
         `logits` [all rows of the step, vocab] includes rows that do not use the feature:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from servd.worker.device.device import upload
 from servd.worker.sample.bitmask import pack
+from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.rows import Rows
-from servd.worker.sample.shift import Shift
 
 
 class Processor(LogitsProcessor):
@@ -31,5 +31,5 @@ class Processor(LogitsProcessor):
         self.bitmasks[request.slot] = upload(pack(allowed, self.vocab_size), self.device)
         return True
 
-    def apply(self, logits: Tensor, rows: Rows, shift: Shift) -> None:
-        shift.writable_bitmask(logits)[rows.index] &= self.bitmasks[rows.slots]
+    def apply(self, logits: Tensor, rows: Rows, edits: LogitEdits) -> None:
+        edits.writable_bitmask(logits)[rows.index] &= self.bitmasks[rows.slots]

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from servd.messages.params import MAX_BAD_WORD_TOKENS
 from servd.worker.device.device import upload
+from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.rows import Rows
-from servd.worker.sample.shift import Shift
 
 ANY = -1  # in a sequence: matches every token
 NONE = -2  # in a history: before the beginning of the prompt
@@ -50,7 +50,7 @@ class Processor(LogitsProcessor):
         self.history[request.slot] = upload(history, self.device)
         return True
 
-    def apply(self, logits: Tensor, rows: Rows, shift: Shift) -> None:
+    def apply(self, logits: Tensor, rows: Rows, edits: LogitEdits) -> None:
         per_row = [self.words[slot] for slot in rows.host_slots.tolist()]
         counts = [len(words) for words in per_row]
         words = torch.cat(per_row)  # [words in all, WINDOW + 1]

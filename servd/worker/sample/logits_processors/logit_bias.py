@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from servd.worker.device.device import upload
+from servd.worker.sample.logit_edits import Biased, LogitEdits
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.rows import Rows
-from servd.worker.sample.shift import Biased, Shift
 
 
 class Processor(LogitsProcessor):
@@ -32,11 +32,11 @@ class Processor(LogitsProcessor):
         self.biases[slot] = upload(np.array(list(bias.values()), dtype=np.float32), self.device)
         return True
 
-    def apply(self, logits: Tensor, rows: Rows, shift: Shift) -> None:
+    def apply(self, logits: Tensor, rows: Rows, edits: LogitEdits) -> None:
         slots = rows.host_slots.tolist()
         counts = np.zeros(len(logits) + 1, dtype=np.int64)
         counts[1:][rows.host_index] = [len(self.token_ids[slot]) for slot in slots]
         token_ids, biases = (
             torch.cat([kept[slot] for slot in slots]) for kept in (self.token_ids, self.biases)
         )
-        shift.biased = Biased(upload(counts.cumsum(), self.device), token_ids, biases)
+        edits.biased = Biased(upload(counts.cumsum(), self.device), token_ids, biases)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from servd.messages.params import ReasoningTags
+from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.sample.logits_processors import LogitsProcessor, SlotRequest
 from servd.worker.sample.rows import Rows
-from servd.worker.sample.shift import Shift
 
 NEVER = 2**62  # a position
 NO_TOKEN = -1
@@ -52,13 +52,13 @@ class Processor(LogitsProcessor):
         self.due[slot] = begin + budget if is_reasoning else NEVER
         return True
 
-    def apply(self, logits: Tensor, rows: Rows, shift: Shift) -> None:
+    def apply(self, logits: Tensor, rows: Rows, edits: LogitEdits) -> None:
         is_due = rows.positions >= self.due[rows.slots]
         end_ids = self.end_ids[rows.slots]
         # Possible, whatever was done to it; and in the bitmask the only one.
         at = rows.repeat(1), end_ids
         logits[at] = logits[at].masked_fill_(is_due, 0.0)
-        bitmask = shift.writable_bitmask(logits)
+        bitmask = edits.writable_bitmask(logits)
         allowed = bitmask[rows.index]
         bits = torch.ones_like(end_ids, dtype=torch.int32) << (end_ids % 32).int()
         only_end = torch.zeros_like(allowed).scatter_(

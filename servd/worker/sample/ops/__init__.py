@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from servd.worker.ops import native as kernels
+from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.sample.ops import native, reference
-from servd.worker.sample.shift import Shift
 
 
 class SamplingOps(Protocol):
@@ -25,7 +25,7 @@ class SamplingOps(Protocol):
     valid token is drawn from them.
     """
 
-    def shift(self, logits: Tensor, changes: Shift) -> Tensor:
+    def edit_logits(self, logits: Tensor, changes: LogitEdits) -> Tensor:
         """Add biases, forbid what the bitmask does not allow, penalize; in place. Logits that are
         left as they are may be of a narrower type.
 
@@ -36,7 +36,7 @@ class SamplingOps(Protocol):
         ...
 
     def choose(self, logits: Tensor, slots: Tensor, columns: Tensor, token_ids: Tensor) -> Tensor:
-        """The most probable token of each row, as of `shift`; it is written to `token_ids`, too.
+        """Find the most probable token of each row, as `edit_logits`; also written to `token_ids`.
 
         Args:
             logits: of any floating type.
@@ -54,7 +54,9 @@ class SamplingOps(Protocol):
         """Weights [n, vocab] of logits whose row maxima are `peaks` [n], at `temperatures` [n]."""
         ...
 
-    def narrow(self, weights: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    def filter_top_k_top_p(
+        self, weights: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor
+    ) -> Tensor:
         """The smallest weight that top-k and then top-p keep of the weights that are at least
         `lowest`.
 

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from servd.worker.ops.native import call
+from servd.worker.sample.logit_edits import LogitEdits
 from servd.worker.sample.ops.reference import add_biases
-from servd.worker.sample.shift import Shift
 
 
-def shift(logits: Tensor, changes: Shift) -> Tensor:
+def edit_logits(logits: Tensor, changes: LogitEdits) -> Tensor:
     if logits.dtype != torch.float32:  # which nothing changes
         logits = logits.float()
     if changes.biased is not None:
         add_biases(logits, changes.biased)
-    # Made as floats: in a program they lie in its buffers.
+    # Made as floats: in a graph they lie in its buffers.
     best = torch.empty(2 * len(logits)).view(torch.int64)
     bitmask = changes.bitmask
     penalized = changes.penalized
@@ -25,7 +25,7 @@ def shift(logits: Tensor, changes: Shift) -> Tensor:
         counts = penalized.counts
         slots = penalized.slot_of_each(len(logits))
         penalties = (slots, len(counts), counts, penalized.factors)
-    call("shift", logits, logits.stride(0), *masked, *penalties, *logits.shape, best)
+    call("edit_logits", logits, logits.stride(0), *masked, *penalties, *logits.shape, best)
     return best
 
 
@@ -55,9 +55,9 @@ def to_weights(logits: Tensor, peaks: Tensor, temperatures: Tensor) -> Tensor:
     return weights
 
 
-def narrow(weights: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def filter_top_k_top_p(weights: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     limits = torch.empty(len(weights))
-    call("narrow", *_contiguous(weights, lowest, top_k, top_p), *weights.shape, limits)
+    call("filter_top_k_top_p", *_contiguous(weights, lowest, top_k, top_p), *weights.shape, limits)
     return limits
 
 

@@ -1,5 +1,5 @@
-"""The sampler's operations in plain torch, for CPUs. They run elsewhere too, but then `narrow`
-waits for the device.
+"""The sampler's operations in plain torch, for CPUs. They run elsewhere too, but then
+`filter_top_k_top_p` waits for the device.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from servd.worker.sample.bitmask import apply_bitmask
 from servd.worker.sample.fixed_point import WEIGHT_ONE
-from servd.worker.sample.shift import IN_PROMPT, Biased, Penalized, Shift
+from servd.worker.sample.logit_edits import IN_PROMPT, Biased, LogitEdits, Penalized
 from servd.worker.sample.uniform import uniform
 
 MAX_SORTED = 256  # a top-k up to this size is found faster by torch.topk than by counting digits
@@ -17,7 +17,7 @@ MAX_SORTED = 256  # a top-k up to this size is found faster by torch.topk than b
 DIGITS = ((20, 11), (10, 10), (0, 10))
 
 
-def shift(logits: Tensor, changes: Shift) -> Tensor:
+def edit_logits(logits: Tensor, changes: LogitEdits) -> Tensor:
     if changes.biased is not None:
         add_biases(logits, changes.biased)
     if changes.bitmask is not None:
@@ -55,12 +55,12 @@ def to_weights(logits: Tensor, peaks: Tensor, temperatures: Tensor) -> Tensor:
     return (logits - peaks.unsqueeze(1)).div_(temperatures.unsqueeze(1)).exp_().mul_(WEIGHT_ONE)
 
 
-def narrow(weights: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def filter_top_k_top_p(weights: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     weights = _at_least(weights, lowest)
     limits = lowest.clone()
     is_small = (top_k > 0) & (top_k <= MAX_SORTED)
     is_other = ~is_small & ((top_k > 0) | (top_p < 1))
-    for chosen, method in ((is_small, _narrow_by_sorting), (is_other, _narrow_by_digits)):
+    for chosen, method in ((is_small, _filter_by_sorting), (is_other, _filter_by_digits)):
         rows = chosen.nonzero().squeeze(1)
         if len(rows):
             part = weights if len(rows) == len(weights) else weights[rows]
@@ -68,7 +68,7 @@ def narrow(weights: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor) -> Ten
     return torch.maximum(limits, lowest)
 
 
-def _narrow_by_sorting(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def _filter_by_sorting(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     candidates = weights.topk(min(int(top_k.max()), weights.shape[1]), dim=-1).values
     ranks = torch.arange(candidates.shape[1], device=weights.device)
     candidates.masked_fill_(ranks >= top_k.unsqueeze(1), 0)
@@ -79,7 +79,7 @@ def _narrow_by_sorting(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return candidates.gather(1, (num_kept - 1).clamp_(min=0)).squeeze(1)
 
 
-def _narrow_by_digits(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def _filter_by_digits(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     masses = weights.to(torch.int64)
     totals = masses.sum(dim=-1)
     kth = torch.zeros_like(weights[:, 0])

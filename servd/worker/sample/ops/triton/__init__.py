@@ -3,9 +3,9 @@ interpreter.
 """
 
 from servd.worker.sample.ops.triton.draw import draw
-from servd.worker.sample.ops.triton.narrow import narrow
+from servd.worker.sample.ops.triton.logit_edits import choose, edit_logits
 from servd.worker.sample.ops.triton.score import score
-from servd.worker.sample.ops.triton.shift import choose, shift
 from servd.worker.sample.ops.triton.to_weights import to_weights
+from servd.worker.sample.ops.triton.top_k_top_p import filter_top_k_top_p
 
-__all__ = ["choose", "draw", "narrow", "score", "shift", "to_weights"]
+__all__ = ["choose", "draw", "filter_top_k_top_p", "score", "edit_logits", "to_weights"]

@@ -29,7 +29,7 @@ from servd.config import Config
 from servd.gateway.backend import ModelServer
 from servd.gateway.models import ModelFolder
 from servd.gateway.pool import ModelServers
-from servd.gateway.proxy import create_front
+from servd.gateway.proxy import create_gateway
 from servd.gateway.request import MAX_KEEP_ALIVE, seconds_of
 from servd.gateway.server import check, link_models, reload
 from tests.api.harness import Served, events, listening, serve, until
@@ -116,7 +116,7 @@ def make_gguf(path: Path) -> bytes:
 
 
 @asynccontextmanager
-async def front(
+async def gateway(
     folder: Path, *names: str, **options: object
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Servers]]:
     for name in names:
@@ -125,7 +125,7 @@ async def front(
     async with AsyncExitStack() as stack:
         servers = Servers(config, stack)
         url = await stack.enter_async_context(
-            listening(create_front(config, servers, Keys(config.access)))
+            listening(create_gateway(config, servers, Keys(config.access)))
         )
         http = await stack.enter_async_context(
             httpx.AsyncClient(base_url=url, timeout=WAIT_SECONDS)
@@ -134,7 +134,7 @@ async def front(
 
 
 async def test_each_request_goes_to_the_model_it_names(tmp_path: Path):
-    async with front(tmp_path, "one", "two", models_max=2) as (http, servers):
+    async with gateway(tmp_path, "one", "two", models_max=2) as (http, servers):
         assert (await http.get("/health")).status_code == 200 and servers.served == {}
         for name in ("one", "two", "one"):
             answer = await http.post(COMPLETIONS, json={**BODY, "model": name})
@@ -162,11 +162,11 @@ async def test_each_request_goes_to_the_model_it_names(tmp_path: Path):
         assert f"{name} 5.0" in lines
         assert [line.split()[1:] for line in lines if line.startswith("process_max_fds")] == [
             [f"{float(resource.getrlimit(resource.RLIMIT_NOFILE)[0])}"]
-        ]  # the front's own, not a sum
+        ]  # the gateway's own, not a sum
 
 
 async def test_what_no_model_can_answer_starts_none(tmp_path: Path):
-    async with front(tmp_path, "one", api_key=["secret"]) as (http, servers):
+    async with gateway(tmp_path, "one", api_key=["secret"]) as (http, servers):
         assert (await http.post(COMPLETIONS, json={**BODY, "model": "one"})).status_code == 401
         key = {"authorization": "Bearer secret"}
         unknown = await http.post(COMPLETIONS, json={**BODY, "model": "no"}, headers=key)
@@ -180,7 +180,7 @@ async def test_what_no_model_can_answer_starts_none(tmp_path: Path):
 
 
 async def test_what_would_overflow_a_parser_is_a_400_before_any_model_starts(tmp_path: Path):
-    async with front(tmp_path, "one", api_key=["secret"]) as (http, servers):
+    async with gateway(tmp_path, "one", api_key=["secret"]) as (http, servers):
         head = f"GET /v1/models HTTP/1.1\r\nhost: x\r\ncontent-length: {'0' * 4301}\r\n\r\n"
         reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
         writer.write(head.encode())  # refused before authentication
@@ -196,7 +196,7 @@ async def test_what_would_overflow_a_parser_is_a_400_before_any_model_starts(tmp
 
 
 async def test_models_take_turns_and_no_request_is_refused(tmp_path: Path):
-    async with front(tmp_path, "one", "three", "two") as (http, servers):
+    async with gateway(tmp_path, "one", "three", "two") as (http, servers):
 
         async def ask(i: int) -> str:
             name = ("one", "two", "three")[i % 3]
@@ -209,7 +209,7 @@ async def test_models_take_turns_and_no_request_is_refused(tmp_path: Path):
 
 
 async def test_a_model_that_is_never_idle_makes_room_in_time(tmp_path: Path):
-    async with front(tmp_path, "one", "two") as (http, servers):
+    async with gateway(tmp_path, "one", "two") as (http, servers):
         is_over = asyncio.Event()
 
         async def keep_busy() -> None:
@@ -227,7 +227,7 @@ async def test_a_model_that_is_never_idle_makes_room_in_time(tmp_path: Path):
 
 
 async def test_an_answer_that_is_not_read_holds_up_no_other_model(tmp_path: Path):
-    async with front(tmp_path, "one", "two") as (http, servers):
+    async with gateway(tmp_path, "one", "two") as (http, servers):
         assert (await http.post(COMPLETIONS, json={**BODY, "model": "one"})).status_code == 200
         served = servers.served["one"]  # sleep does not wait for its engine
         served.engine.step_seconds = 0.05
@@ -243,7 +243,7 @@ async def test_the_wait_for_a_model_is_part_of_the_account(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(log.MODEL, "one")  # as its processes have it
-    async with front(tmp_path, "one") as (http, servers):
+    async with gateway(tmp_path, "one") as (http, servers):
         servers.slow.add("one")
         forged = {"x-servd-since": "1"}
         task = asyncio.create_task(
@@ -271,7 +271,7 @@ async def test_a_server_with_one_model_believes_no_client_when_its_request_began
 
 
 async def test_a_client_that_leaves_ends_its_request(tmp_path: Path):
-    async with front(tmp_path, "one") as (http, servers):
+    async with gateway(tmp_path, "one") as (http, servers):
         assert (await http.post(COMPLETIONS, json={**BODY, "model": "one"})).status_code == 200
         served = servers.served["one"]
         served.engine.step_seconds = 0.05
@@ -283,7 +283,7 @@ async def test_a_client_that_leaves_ends_its_request(tmp_path: Path):
 
 
 async def test_a_model_that_cannot_be_started(tmp_path: Path):
-    async with front(tmp_path, "one", "two") as (http, servers):
+    async with gateway(tmp_path, "one", "two") as (http, servers):
         servers.broken.add("one")
         for _ in range(2):
             answer = await http.post(COMPLETIONS, json={**BODY, "model": "one"})
@@ -295,7 +295,7 @@ async def test_a_model_that_cannot_be_started(tmp_path: Path):
 
 async def test_sleep_is_shown_and_asking_for_it_loads_nothing(tmp_path: Path):
     key = {"authorization": "Bearer secret"}
-    async with front(tmp_path, "one", "two", models_max=2, api_key=["secret"]) as (http, servers):
+    async with gateway(tmp_path, "one", "two", models_max=2, api_key=["secret"]) as (http, servers):
         http.headers.update(key)
 
         async def states() -> list[str]:
@@ -318,7 +318,7 @@ async def test_sleep_is_shown_and_asking_for_it_loads_nothing(tmp_path: Path):
 
 
 async def test_the_folder_is_read_again(tmp_path: Path):
-    async with front(tmp_path, "one", "gone") as (http, servers):
+    async with gateway(tmp_path, "one", "gone") as (http, servers):
 
         async def names() -> list[str]:
             return [card["id"] for card in (await http.get("/v1/models")).json()["data"]]
@@ -337,7 +337,7 @@ async def test_the_folder_is_read_again(tmp_path: Path):
 
 async def test_another_model_of_the_name_takes_the_place_of_one_that_is_gone(tmp_path: Path):
     make_gguf(tmp_path / "one.gguf")
-    async with front(tmp_path) as (http, servers):
+    async with gateway(tmp_path) as (http, servers):
         body = {**BODY, "model": "one"}
         assert (await http.post(COMPLETIONS, json=body)).status_code == 200
         (tmp_path / "one.gguf").unlink()
@@ -349,7 +349,7 @@ async def test_another_model_of_the_name_takes_the_place_of_one_that_is_gone(tmp
 
 
 async def test_no_server_is_started_once_the_front_ends(tmp_path: Path):
-    async with front(tmp_path, "one", "two") as (http, servers):
+    async with gateway(tmp_path, "one", "two") as (http, servers):
         servers.slow.add("one")
         asked = [
             asyncio.create_task(http.post(COMPLETIONS, json={**BODY, "model": name}))
@@ -370,7 +370,7 @@ async def test_a_server_that_dies_in_an_answer_cuts_it(
         await send({"type": "http.response.body", "body": b"a", "more_body": True})
 
     async with AsyncExitStack() as stack:
-        http, servers = await stack.enter_async_context(front(tmp_path, "one"))
+        http, servers = await stack.enter_async_context(gateway(tmp_path, "one"))
         body = {**BODY, "model": "one"}
         assert (await http.post(COMPLETIONS, json=body)).status_code == 200
         url = await stack.enter_async_context(listening(dies))
@@ -390,13 +390,13 @@ async def test_a_server_that_dies_in_an_answer_cuts_it(
     ],
 )  # fmt: skip
 async def test_what_cannot_be_read_loads_no_model(tmp_path: Path, body: bytes, status: int):
-    async with front(tmp_path, "one", "two") as (http, servers):
+    async with gateway(tmp_path, "one", "two") as (http, servers):
         answer = await http.post(COMPLETIONS, content=body)
         assert answer.status_code == status and servers.launched == []
 
 
 async def test_a_folder_without_models_says_so(tmp_path: Path):
-    async with front(tmp_path) as (http, _):
+    async with gateway(tmp_path) as (http, _):
         for answer in (await http.post(COMPLETIONS, json=BODY), await http.get("/v1/cache")):
             assert answer.status_code == 404
             assert "no model is served here yet" in answer.json()["error"]["message"]
@@ -414,7 +414,7 @@ async def test_folders_in_folders_and_single_files(
     (snapshot.parent.parent / "refs" / "main").write_text("abc")
     make(tmp_path / ".locks" / "hidden")
     tiny = make_gguf(tmp_path / "tiny.gguf")
-    async with front(tmp_path, "one") as (http, servers):
+    async with gateway(tmp_path, "one") as (http, servers):
         (tmp_path / "torn.gguf").write_bytes(tiny[:100])
         odd = tmp_path / "models--hub--odd" / "refs" / "main"
         odd.parent.mkdir(parents=True)
@@ -443,7 +443,7 @@ async def test_folders_in_folders_and_single_files(
 
 
 async def test_a_client_that_leaves_while_its_model_starts(tmp_path: Path):
-    async with front(tmp_path, "one") as (http, servers):
+    async with gateway(tmp_path, "one") as (http, servers):
         servers.slow.add("one")
         body = {**BODY, "model": "one"}
         first = asyncio.create_task(http.post(COMPLETIONS, json=body))
@@ -464,7 +464,7 @@ async def test_a_client_that_leaves_while_its_model_starts(tmp_path: Path):
     ],
 )  # fmt: skip
 async def test_paths_are_passed_on_as_they_came(tmp_path: Path, path: Any, status: Any):
-    async with front(tmp_path, "one") as (http, _):
+    async with gateway(tmp_path, "one") as (http, _):
         answer = await http.get("/", extensions={"target": path.encode()})
         assert answer.status_code == status, answer.text
 
@@ -474,7 +474,7 @@ async def test_paths_are_passed_on_as_they_came(tmp_path: Path, path: Any, statu
     [b'{"a":' * 100_000, b'{"model": "one", "a":' + b"[" * 100_000, b'{"model": 5}', b"\xff"],
 )
 async def test_what_is_no_request_is_not_the_servers_fault(tmp_path: Path, body: Any):
-    async with front(tmp_path, "one") as (http, _):
+    async with gateway(tmp_path, "one") as (http, _):
         headers = {"content-type": "application/json"}
         answer = await http.post(COMPLETIONS, content=body, headers=headers)
         assert answer.status_code == 400, answer.text
@@ -486,7 +486,7 @@ ODD_GGUF += struct.pack("<IQ", 8, 1) + b"x"
 
 
 async def test_a_folder_that_cannot_be_served_is_left_out(tmp_path: Path):
-    async with front(tmp_path, "one") as (http, _):
+    async with gateway(tmp_path, "one") as (http, _):
         for name in (b"dangling", b"\xff"):
             folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
             folder.mkdir()
@@ -504,14 +504,14 @@ async def test_a_folder_that_cannot_be_served_is_left_out(tmp_path: Path):
 
 
 async def test_metrics_with_either_header_of_a_key(tmp_path: Path):
-    async with front(tmp_path, "one", api_key=["secret"]) as (http, _):
+    async with gateway(tmp_path, "one", api_key=["secret"]) as (http, _):
         http.headers["x-api-key"] = "secret"
         assert (await http.post(COMPLETIONS, json={**BODY, "model": "one"})).status_code == 200
         assert "vllm:request_success_total{" in (await http.get("/metrics")).text
 
 
 async def test_a_start_that_hangs_ends_and_others_go_on(tmp_path: Path):
-    async with front(tmp_path, "one", "two", models_start_timeout=0.3) as (http, servers):
+    async with gateway(tmp_path, "one", "two", models_start_timeout=0.3) as (http, servers):
         servers.slow.add("one")
         hung = [http.post(COMPLETIONS, json={**BODY, "model": "one"}) for _ in range(3)]
         waiting = [http.post(COMPLETIONS, json={**BODY, "model": "two"}) for _ in range(3)]
@@ -532,7 +532,7 @@ async def test_a_start_that_hangs_ends_and_others_go_on(tmp_path: Path):
 @pytest.mark.parametrize(("most_asleep", "num_starts"), [(4, 3), (1, 6), (0, 6)])
 async def test_who_sleeps_is_not_started_again(tmp_path: Path, most_asleep: int, num_starts: int):
     names = ("one", "two", "three")
-    async with front(tmp_path, *names, models_asleep=most_asleep) as (http, servers):
+    async with gateway(tmp_path, *names, models_asleep=most_asleep) as (http, servers):
         for name in names * 2:
             answer = await http.post(COMPLETIONS, json={**BODY, "model": name})
             assert answer.status_code == 200
@@ -541,7 +541,7 @@ async def test_who_sleeps_is_not_started_again(tmp_path: Path, most_asleep: int,
 
 
 async def test_a_model_that_never_goes_to_sleep_is_stopped(tmp_path: Path):
-    async with front(tmp_path, "one", "two", models_start_timeout=0.3) as (http, servers):
+    async with gateway(tmp_path, "one", "two", models_start_timeout=0.3) as (http, servers):
         assert (await http.post(COMPLETIONS, json={**BODY, "model": "one"})).status_code == 200
 
         async def is_asleep(path: str) -> None:
@@ -553,7 +553,7 @@ async def test_a_model_that_never_goes_to_sleep_is_stopped(tmp_path: Path):
 
 
 async def test_the_folder_is_read_beside_what_is_served(tmp_path: Path):
-    async with front(tmp_path, "one") as (http, servers):
+    async with gateway(tmp_path, "one") as (http, servers):
         read, may_read = servers.models.read, threading.Event()
         servers.models.read = lambda: may_read.wait(WAIT_SECONDS) and read()  # type: ignore[method-assign]
         listing = asyncio.create_task(http.get("/v1/models"))
@@ -567,7 +567,7 @@ async def test_the_console_is_there_for_all_models(tmp_path: Path):
     browser = {"accept": "text/html"}
     for has_console in (True, False):
         options = {"api_key": ["secret"], "console": has_console}
-        async with front(tmp_path, **options) as (http, servers):  # it needs no model, and no key
+        async with gateway(tmp_path, **options) as (http, servers):  # it needs no model, and no key
             page = await http.get("/", headers=browser)
             script = await http.get("/console/app.js")
         if has_console:
@@ -578,7 +578,7 @@ async def test_the_console_is_there_for_all_models(tmp_path: Path):
 
 
 async def test_who_looks_wakes_nothing_up(tmp_path: Path):
-    async with front(tmp_path, "one") as (http, servers):
+    async with gateway(tmp_path, "one") as (http, servers):
         one = {"model": "one"}
         assert (await http.get("/version", params=one)).status_code == 200
         assert len((await http.get("/openapi.json")).json()["paths"]) > 20
@@ -629,7 +629,7 @@ def test_keep_alive_that_is_no_duration(given: Any):
 
 
 async def test_a_wrong_keep_alive_hides_no_model(tmp_path: Path):
-    async with front(tmp_path, "one", "two") as (http, servers):
+    async with gateway(tmp_path, "one", "two") as (http, servers):
         content = b'{"model": "two", "prompt": "a", "keep_alive": ' + b"9" * 5000 + b"}"
         answer = await http.post(COMPLETIONS, content=content)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "keep_alive"
@@ -637,7 +637,7 @@ async def test_a_wrong_keep_alive_hides_no_model(tmp_path: Path):
 
 
 async def test_a_model_is_kept_as_long_as_its_last_request_says(tmp_path: Path):
-    async with front(tmp_path, "one", sleep_idle_seconds=0.05) as (http, servers):
+    async with gateway(tmp_path, "one", sleep_idle_seconds=0.05) as (http, servers):
         servers.options = {"strict_fields": True}
         one = servers.servers["one"]
 
@@ -658,7 +658,7 @@ async def test_a_model_is_kept_as_long_as_its_last_request_says(tmp_path: Path):
 
 
 async def test_what_a_model_does_in_the_background_is_no_idleness(tmp_path: Path):
-    async with front(tmp_path, "one", sleep_idle_seconds=0.05) as (http, servers):
+    async with gateway(tmp_path, "one", sleep_idle_seconds=0.05) as (http, servers):
         assert (await http.post(COMPLETIONS, json={**BODY, "model": "one"})).status_code == 200
         served, one = servers.served["one"], servers.servers["one"]
         served.engine.may_step.clear()
@@ -671,7 +671,7 @@ async def test_what_a_model_does_in_the_background_is_no_idleness(tmp_path: Path
 
 
 async def test_each_client_has_its_own_address_behind_the_front(tmp_path: Path):
-    async with front(tmp_path, "one") as (http, servers):
+    async with gateway(tmp_path, "one") as (http, servers):
         assert (await http.post(COMPLETIONS, json={**BODY, "model": "one"})).status_code == 200
         seen = []
         llm = servers.served["one"].async_llm
@@ -691,7 +691,7 @@ async def test_each_client_has_its_own_address_behind_the_front(tmp_path: Path):
 
 
 async def test_pages_of_allowed_origins_reach_the_models(tmp_path: Path):
-    async with front(tmp_path, "one", allowed_origins=["https://a.example"]) as (http, _):
+    async with gateway(tmp_path, "one", allowed_origins=["https://a.example"]) as (http, _):
         for origin, status in (("https://b.example", 403), ("https://a.example", 200)):
             headers = {"origin": origin, "sec-fetch-site": "cross-site"}
             body = {**BODY, "model": "one"}
@@ -703,7 +703,7 @@ async def test_each_answer_has_one_line_in_the_access_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level("INFO", "servd.access")
-    async with front(tmp_path, "one", access_log="requests") as (http, servers):
+    async with gateway(tmp_path, "one", access_log="requests") as (http, servers):
         servers.options = {"access_log": "requests"}
         http.headers["x-forwarded-for"] = "192.0.2.1"
         await http.post(COMPLETIONS, json={**BODY, "model": "one"})
@@ -741,7 +741,7 @@ async def test_adapters_are_asked_for_by_name(tmp_path: Path, caplog: pytest.Log
     models = tmp_path / "models"
     models.mkdir()
     options = {"enable_lora": True, "lora_modules": given, "lora_dir": str(lora)}
-    async with front(models, "one", "two", **options) as (http, servers):
+    async with gateway(models, "one", "two", **options) as (http, servers):
         assert [each for each in caplog.messages if "nobodys" in each and "three" in each]
         listed = (await http.get("/v1/models")).json()["data"]
         parents = {card["id"]: card["parent"] for card in listed if card["parent"]}
@@ -759,7 +759,7 @@ async def test_adapters_are_asked_for_by_name(tmp_path: Path, caplog: pytest.Log
 
 
 async def test_adapters_that_a_server_was_told_of_are_found_there(tmp_path: Path):
-    async with front(tmp_path, "one", "two", enable_lora=True) as (http, servers):
+    async with gateway(tmp_path, "one", "two", enable_lora=True) as (http, servers):
         for name in ("one", "two"):
             assert (await http.post(COMPLETIONS, json={**BODY, "model": name})).status_code == 200
         card = {"id": "told", "object": "model", "created": 1, "root": "x", "max_model_len": 1}
@@ -776,7 +776,7 @@ async def test_adapters_that_a_server_was_told_of_are_found_there(tmp_path: Path
 async def test_wrong_adapters_in_a_new_configuration_change_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    async with front(tmp_path, "one", enable_lora=True) as (http, servers):
+    async with gateway(tmp_path, "one", enable_lora=True) as (http, servers):
         options = {"models_dir": str(tmp_path), "enable_lora": True, "lora_modules": ["nonsense"]}
         keys = Keys(servers.config.access)
         reload(lambda: Config.load(options), keys, None, servers)

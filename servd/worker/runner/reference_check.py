@@ -1,5 +1,5 @@
 """Self-check: before serving, compares embeddings or scores of a pooling model with a reference by
-transformers, which `python -m servd.worker.runner.self_check` computes.
+transformers, which `python -m servd.worker.runner.reference_check` computes.
 
 The reference runs in its own process while the model loads, as transformers takes seconds and
 hundreds of megabytes, and is cached. The comparison runs at every start.
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import servd
 from servd.base.errors import UnsupportedModel
-from servd.checkpoint import pooling, published
+from servd.checkpoint import pooling, remote_code_configs
 from servd.checkpoint.hf import ModelSpec, quantization_of, read_json, read_spec, weight_files
 from servd.checkpoint.pooling import PoolingSpec
 from servd.messages.engine import ModelRunnerOutput, NewRequest, ScheduledRequest, SchedulerOutput
@@ -54,7 +54,7 @@ def prompts(spec: ModelSpec, limit: int) -> list[list[int]]:
     return [[ids.pop() for _ in range(length)] for length in lengths]
 
 
-class SelfCheck:
+class ReferenceCheck:
     """Starts computing the reference; `run` waits for it and compares. `runner`: of the model to
     check, whose weights need not be loaded yet.
     """
@@ -80,7 +80,7 @@ class SelfCheck:
             _cached(spec, config.model.load_format, len(self.prompts[-1])) if self.is_on else Path()
         )
         if self.is_on and runner.parallel.rank == 0 and not self.cached.exists():
-            module = "servd.worker.runner.self_check"
+            module = "servd.worker.runner.reference_check"
             command = [sys.executable, "-m", module, spec.folder, str(limit)]
             command.append(str(self.cached))
             self.process = subprocess.Popen(
@@ -183,7 +183,7 @@ def reference(folder: str, limit: int) -> list[list[float]]:
     """Compute the prompts' vectors with transformers and plain torch, in float32."""
     import transformers
 
-    from servd.worker.readers.pooler import Dense, score_of
+    from servd.worker.output_heads.pooler import Dense, score_of
 
     spec = read_spec(folder)
     files = pooling.read(spec)
@@ -194,7 +194,7 @@ def reference(folder: str, limit: int) -> list[list[float]]:
     if files.score_tokens:
         kind = transformers.AutoModelForCausalLM
     options: dict[str, Any] = {"dtype": "auto", "attn_implementation": "eager"}
-    if read_json(Path(folder) / "config.json").get("model_type") == published.GTE:
+    if read_json(Path(folder) / "config.json").get("model_type") == remote_code_configs.GTE:
         options["config"] = transformers.CONFIG_MAPPING["gte"].from_dict(spec.config)
     model = kind.from_pretrained(folder, **options).eval()
     _compute_in_float32(model)

@@ -1,4 +1,4 @@
-"""Decode steps as programs: what is repeated is what would have been computed, to the bit."""
+"""Decode steps as graphs: what is repeated is what would have been computed, to the bit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 
 from servd.worker.models.gpt2 import GPT2MLP
 from servd.worker.ops import native
+from servd.worker.runner.cpu_graph_runner import CPUGraphRunner, Memory, NotRecordable, OnlyViews
 from servd.worker.runner.cpu_model_runner import CPUModelRunner
-from servd.worker.runner.program_runner import Memory, NotRecordable, OnlyViews, ProgramRunner
 from tests.parity.families import CASES, make_checkpoint
 from tests.worker.driver import Driver, config_for
 
@@ -29,9 +29,9 @@ FAMILIES = [
 ]  # fmt: skip
 
 
-def programs_of(driver: Driver) -> ProgramRunner | None:
+def graphs_of(driver: Driver) -> CPUGraphRunner | None:
     assert isinstance(driver.worker.runner, CPUModelRunner)
-    return driver.worker.runner.programs
+    return driver.worker.runner.graphs
 
 
 def churn(driver: Driver, seed: int = 4) -> list[tuple[list[int], torch.Tensor]]:
@@ -73,10 +73,10 @@ def test_steps_have_the_bits_of_single_calls(
     driver, by_calls = (
         Driver(config_for(folder, **options, enforce_eager=eager)) for eager in (False, True)
     )
-    programs = programs_of(driver)
-    assert programs is not None and programs_of(by_calls) is None
+    graphs = graphs_of(driver)
+    assert graphs is not None and graphs_of(by_calls) is None
     results, expected = churn(driver), churn(by_calls)
-    assert programs_of(driver) is programs and len(programs.programs) > 5
+    assert graphs_of(driver) is graphs and len(graphs.graphs) > 5
     assert len(results) > 5
     for (tokens, logits), (expected_tokens, expected_logits) in zip(results, expected, strict=True):
         assert tokens == expected_tokens
@@ -96,7 +96,7 @@ def test_layers_with_a_window_have_tables_of_their_own(checkpoints, model_type: 
         driver.gives_back = gives_back
         results.append(churn(driver))
         if gives_back:
-            assert (programs := programs_of(driver)) is not None and len(programs.programs) > 5
+            assert (graphs := graphs_of(driver)) is not None and len(graphs.graphs) > 5
     for (tokens, logits), (expected_tokens, expected_logits) in zip(*results, strict=True):
         assert tokens == expected_tokens
         assert torch.equal(logits, expected_logits)
@@ -105,14 +105,14 @@ def test_layers_with_a_window_have_tables_of_their_own(checkpoints, model_type: 
 def test_layers_share_their_memory(checkpoints, tmp_path: Path):
     driver = Driver(config_for(checkpoints("gpt2", "tied"), block_size=16))
     churn(driver)
-    programs = programs_of(driver)
-    assert programs is not None
-    num_buffers = len(programs.memory.buffers)
+    graphs = graphs_of(driver)
+    assert graphs is not None
+    num_buffers = len(graphs.memory.buffers)
     folder = make_checkpoint(tmp_path, "gpt2", CASES["gpt2"]["tied"] | {"n_layer": 9})
     deep = Driver(config_for(folder, block_size=16))
     churn(deep)
-    assert (programs := programs_of(deep)) is not None
-    assert len(programs.memory.buffers) == num_buffers
+    assert (graphs := graphs_of(deep)) is not None
+    assert len(graphs.memory.buffers) == num_buffers
 
 
 def test_memory_is_free_when_no_view_of_it_is_left():
@@ -132,7 +132,7 @@ def test_memory_is_free_when_no_view_of_it_is_left():
 def test_recording_does_not_import_torchs_compiler():
     """It takes seconds, which the first request would wait for."""
     code = (
-        "import sys, torch; from servd.worker.runner.program_runner import OnlyViews\n"
+        "import sys, torch; from servd.worker.runner.cpu_graph_runner import OnlyViews\n"
         "tokens = torch.zeros(4)\n"
         "with OnlyViews(): tokens.view(2, 2)\n"
         "print('torch._dynamo' in sys.modules)"
@@ -187,8 +187,8 @@ def test_a_model_that_does_more_runs_call_by_call(
     with caplog.at_level("INFO", logger="servd.worker"):
         results = churn(driver)
     assert "call by call: aten.mul.Tensor is not of the native library" in caplog.text
-    programs = programs_of(driver)
-    assert programs is not None and not programs.is_recordable
+    graphs = graphs_of(driver)
+    assert graphs is not None and not graphs.is_recordable
     for (tokens, logits), (expected_tokens, expected_logits) in zip(
         results, churn(by_calls), strict=True
     ):

@@ -1,8 +1,8 @@
-// The table of kernels, and programs: calls of kernels as data.
+// The table of kernels, and graphs: calls of kernels as data.
 //
 // Python reads names and parameters from the table (../native.py), and checks each call against
-// them, so that a kernel is stated once. Every call from there is a program, mostly of one call; the longer ones are recorded
-// (../../program_runner.py) and run as often as wanted.
+// them, so that a kernel is stated once. Every call from there is a graph, mostly of one call; the longer ones are recorded
+// (../../cpu_graph_runner.py) and run as often as wanted.
 
 #include <cstdio>
 #include <cstring>
@@ -116,9 +116,9 @@ extern const Kernel servd_kernel_table[] = {
            "offset?<scale_type>[packed_size(scale_type, 0, n, -(-k // group_size))], "
            "group_size, n, k, index[count], count, out[count * k]"),
     KERNEL(add_low_rank,
-           "type, x[rows * k], rows, k, a<type>[num_places * k * width], width, "
-           "b<type>[num_places * max_rank * n], max_rank, ranks[num_places * parts], "
-           "part_ends[parts], num_places, parts, places[rows], y[rows * n], n"),
+           "type, x[rows * k], rows, k, a<type>[num_adapter_slots * k * width], width, "
+           "b<type>[num_adapter_slots * max_rank * n], max_rank, ranks[num_adapter_slots * parts], "
+           "part_ends[parts], num_adapter_slots, parts, places[rows], y[rows * n], n"),
     KERNEL(write_kv,
            "type, q{(num_tokens - 1) * q_stride + num_heads * head_dim}, q_stride, "
            "k{(num_tokens - 1) * k_stride + kv_heads * head_dim}, k_stride, "
@@ -153,9 +153,9 @@ extern const Kernel servd_kernel_table[] = {
            "tokens[rows * top_k], starts[num_experts + 1], places[rows * top_k], "
            "weights[rows * top_k]"),
     KERNEL(combine,
-           "y[num_places * size], num_places, places[rows * top_k], weights[rows * top_k], rows, "
+           "y[num_pairs * size], num_pairs, places[rows * top_k], weights[rows * top_k], rows, "
            "top_k, size, out[rows * size]"),
-    KERNEL(shift,
+    KERNEL(edit_logits,
            "logits{(rows - 1) * stride + vocab}, stride, bitmask?[bitmask_rows * words], "
            "bitmask_rows, words, slots?[rows], num_slots, counts?slots[num_slots * vocab], "
            "factors?slots[num_slots * 3], rows, vocab, best[rows]"),
@@ -165,7 +165,7 @@ extern const Kernel servd_kernel_table[] = {
     KERNEL(to_weights,
            "logits{(rows - 1) * stride + vocab}, stride, peaks[rows], temperatures[rows], rows, "
            "vocab, weights[rows * vocab]"),
-    KERNEL(narrow,
+    KERNEL(filter_top_k_top_p,
            "weights[rows * vocab], lowest[rows], top_k[rows], top_p[rows], rows, vocab, "
            "limits[rows]"),
     KERNEL(draw,
@@ -199,16 +199,16 @@ int servd_is_usable() {
 #endif
 }
 
-// Runs a program: for each call the kernel's number in the table, and its arguments.
+// Runs a graph: for each call the kernel's number in the table, and its arguments.
 //
 // Returns a Status. After a failure, what follows the call has not run, and `message` [size] names
 // the kernel, and an index and its limit.
-int servd_run(const int64_t* program, int64_t num_words, char* message, int64_t size) {
-    const int64_t* const end = program + num_words;
-    while (program < end) {
-        const Kernel& kernel = servd_kernel_table[*program];
+int servd_run(const int64_t* graph, int64_t num_words, char* message, int64_t size) {
+    const int64_t* const end = graph + num_words;
+    while (graph < end) {
+        const Kernel& kernel = servd_kernel_table[*graph];
         try {
-            program = kernel.call(program + 1);
+            graph = kernel.call(graph + 1);
         } catch (const std::out_of_range& error) {
             snprintf(message, size, "%s: %s", kernel.name, error.what());
             return BAD_INDEX;

@@ -1,4 +1,4 @@
-"""Outputs of a step besides tokens, read from hidden states: one file each, with a `Reader`."""
+"""Outputs of a step besides tokens, read from hidden states: one file each, with a `OutputHead`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StepPart(Protocol):
 
 
 @dataclass(eq=False)
-class Reader(ABC):
+class OutputHead(ABC):
     """Follows the requests that ask for its kind of output, through all chunks of their prompts."""
 
     states: RequestStates  # those of all slots
@@ -52,7 +52,7 @@ class Reader(ABC):
 
 def load(
     states: RequestStates, compute_logits: Callable[[Tensor], Tensor], spec: ModelSpec
-) -> list[Reader]:
-    """One of each file; with the arguments of `Reader`."""
-    classes = [plugins.load(__name__, name, "Reader") for name in plugins.names(__name__)]
+) -> list[OutputHead]:
+    """One of each file; with the arguments of `OutputHead`."""
+    classes = [plugins.load(__name__, name, "OutputHead") for name in plugins.names(__name__)]
     return [each(states, compute_logits, spec) for each in classes]

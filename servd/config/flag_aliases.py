@@ -107,7 +107,7 @@ RAY = "use --data-parallel-backend ray for engines, --executor ray for workers o
 GUARDED = "leave it out: with --api-key or --api-key-file all but /health and / need a key"
 
 # Rejected options and short flags, and what to do instead.
-REMEDIES = {
+HINTS = {
     "all2all_backend": EXPERTS,
     "allowed_local_media_path": TEXT_ONLY,
     "allowed_media_domains": TEXT_ONLY,
@@ -138,7 +138,7 @@ REMEDIES = {
     "nnodes": RAY,
     "node_rank": RAY,
     "ignore_patterns": "leave it out: of a model's weights one form is read",
-    "kv_offloading_backend": "leave it out: servd's own tiers are used (docs/kv-cache.md)",
+    "kv_offloading_backend": "leave it out: servd's own offloading is used (docs/kv-cache.md)",
     "limit_mm_per_prompt": TEXT_ONLY,
     "log_config_file": "use --log-level, --log-format and --access-log",
     "logits_processors": "send `logit_bias`, `bad_words` or `structured_outputs` in the request",
@@ -210,7 +210,7 @@ def why_ignored(name: str) -> str | None:
     return IGNORED.get(name) or IGNORED.get(f"{name}=")
 
 
-def remedy(flag: str, known: Iterable[str], listed: str) -> str:
+def hint(flag: str, known: Iterable[str], listed: str) -> str:
     """What to use instead of an unknown flag.
 
     Args:
@@ -222,8 +222,8 @@ def remedy(flag: str, known: Iterable[str], listed: str) -> str:
     name, _, key = stem.removeprefix("--").replace("-", "_").partition(".")
     if not stem.startswith("--"):
         name = stem.rstrip("0123456789.")
-    if name in REMEDIES and "--max-model-len" in known:  # only commands that have an engine
-        return REMEDIES[name]
+    if name in HINTS and "--max-model-len" in known:  # only commands that have an engine
+        return HINTS[name]
     if key and f"--{name.replace('_', '-')}" in known:
         return f"write JSON: --{name.replace('_', '-')} '{{\"{key}\": ...}}'"
     if name.startswith("data_parallel_"):
@@ -235,4 +235,4 @@ def remedy(flag: str, known: Iterable[str], listed: str) -> str:
 def unknown(name: str, known: Iterable[str]) -> ConfigError:
     flag = f"--{name.replace('_', '-')}"
     flags = [f"--{each.replace('_', '-')}" for each in known]
-    return ConfigError(f"unknown option {flag}; {remedy(flag, flags, 'see `servd serve --help`')}")
+    return ConfigError(f"unknown option {flag}; {hint(flag, flags, 'see `servd serve --help`')}")

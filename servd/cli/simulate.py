@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         columns["simulated"] = simulate(server, recording.requests, found, ClusterOptions())
     if server is None or options != ClusterOptions() or arguments.speed != 1:
         requests = choose_requests(arguments, recording)
-        columns["what if"] = simulate(server or cluster.UNKNOWN_SERVER, requests, found, options)
+        columns["changed"] = simulate(server or cluster.UNKNOWN_SERVER, requests, found, options)
     print_table(columns)
     if arguments.json is not None:
         write_json("--json", arguments.json, {**columns, "costs": found})

@@ -125,7 +125,7 @@ def search(
 
 
 @triton.jit
-def narrow_kernel(
+def top_k_top_p_kernel(
     weights_ptr,
     lowest_ptr,
     top_k_ptr,
@@ -176,11 +176,11 @@ def narrow_kernel(
     tl.store(out_ptr + row, result)
 
 
-def narrow(weights: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def filter_top_k_top_p(weights: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     num_rows, vocab = weights.shape
     found = torch.empty(num_rows, CAPACITY, dtype=torch.int32, device=weights.device)
     out = torch.empty_like(lowest)
-    narrow_kernel[(num_rows,)](
+    top_k_top_p_kernel[(num_rows,)](
         weights,
         lowest,
         top_k,

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from servd.messages.engine import ModelRunnerOutput, NewRequest, PromptLogprobs, TokenLogprobs
 from servd.messages.params import SamplingParams
-from servd.worker import readers
+from servd.worker import output_heads
 from servd.worker.batch.input_batch import InputBatch
 from servd.worker.device.device import upload
 from servd.worker.sample.logprobs import LogprobsTensors, gather_logprobs
 
 
-class Reader(readers.Reader):
+class OutputHead(output_heads.OutputHead):
     """Scores every prompt token by the logits of the token before it, a slice of logits at a time:
     as many rows as a step samples at most, for which the memory is set aside.
     """

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from servd.worker.sample.shift import IN_PROMPT, Shift
+from servd.worker.sample.logit_edits import IN_PROMPT, LogitEdits
 
 BLOCK = 4096
 ENTRIES = 256
@@ -17,7 +17,7 @@ LAST = 2**31 - 1
 
 
 @triton.jit
-def shift_kernel(
+def edit_logits_kernel(
     logits_ptr,
     starts_ptr,
     ids_ptr,
@@ -78,12 +78,12 @@ def shift_kernel(
     tl.store(best_ptr + row * tl.num_programs(1) + block, tl.max(best, axis=0))
 
 
-def shift(logits: Tensor, changes: Shift) -> Tensor:
+def edit_logits(logits: Tensor, changes: LogitEdits) -> Tensor:
     return LAST - (best_of_blocks(logits, changes).amax(dim=-1) & 0xFFFFFFFF)
 
 
 def choose(logits: Tensor, slots: Tensor, columns: Tensor, token_ids: Tensor) -> Tensor:
-    best = best_of_blocks(logits, Shift())
+    best = best_of_blocks(logits, LogitEdits())
     (num_rows, num_blocks) = best.shape
     chosen = torch.empty_like(slots)
     choose_kernel[(num_rows,)](
@@ -124,7 +124,7 @@ def choose_kernel(
     tl.store(chosen_ptr + row, tl.where((best >> 32) >= 0x7F800000, -1 - token, token))
 
 
-def best_of_blocks(logits: Tensor, changes: Shift) -> Tensor:
+def best_of_blocks(logits: Tensor, changes: LogitEdits) -> Tensor:
     """[n, blocks] int64, which orders as (logit, -token) does."""
     num_rows, vocab = logits.shape
     biased = changes.biased
@@ -141,7 +141,7 @@ def best_of_blocks(logits: Tensor, changes: Shift) -> Tensor:
         factors = penalized.factors
     best = torch.empty(num_rows, triton.cdiv(vocab, BLOCK), dtype=torch.int64, device=logits.device)
     words = 0 if bitmask is None else bitmask.shape[1]
-    shift_kernel[best.shape](
+    edit_logits_kernel[best.shape](
         logits,
         starts,
         token_ids,

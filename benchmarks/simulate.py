@@ -1,4 +1,4 @@
-"""`servd what-if` against what it simulates: `python -m benchmarks.what_if [MODEL] [OPTION ...]`.
+"""`servd simulate` against what it simulates: `python -m benchmarks.simulate [MODEL] [OPTION ...]`.
 
 A server of this machine is recorded under a load that its costs are fitted to, and under three
 others. Each of those is replayed with the costs of the first, and with its own: the difference
@@ -60,7 +60,7 @@ def compare(trace: Path, costs: Path, out: Path, is_closed: bool) -> dict[str, A
         command += ["--speed", "1e6", "--concurrency", str(CLIENTS)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     found = json.loads(out.read_text())
-    return found | {"simulated": found.get("what if", found["simulated"])}
+    return found | {"simulated": found.get("changed", found["simulated"])}
 
 
 def main() -> None:

@@ -18,11 +18,11 @@ from servd.checkpoint import pooling
 from servd.checkpoint.hf import read_json
 from servd.messages.engine import ModelRunnerOutput, NewRequest
 from servd.messages.params import PoolingParams
-from servd.worker import readers
+from servd.worker import output_heads
 from servd.worker.batch.input_batch import InputBatch
 
 
-class Reader(readers.Reader):
+class OutputHead(output_heads.OutputHead):
     """Keeps the sum of a mean so far, the first token, and the chunks of what is wanted token by
     token.
     """

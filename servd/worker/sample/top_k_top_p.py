@@ -11,7 +11,7 @@ from servd.worker.sample.ops import SamplingOps
 from servd.worker.sample.rows import Rows
 
 
-class Narrowing:
+class TopKTopPFilter:
     """First min-p: the tokens at least min_p times as probable as the most probable one, which is a
     limit already.
 
@@ -42,7 +42,7 @@ class Narrowing:
         lowest = self.min_p[rows.slots]
         if (rows.uses & bit).any():
             part = rows.subset(bit)
-            lowest[part.index] = self.ops.narrow(
+            lowest[part.index] = self.ops.filter_top_k_top_p(
                 weights[part.index],
                 lowest[part.index],
                 self.top_k[part.slots],

@@ -1,8 +1,8 @@
-"""ProgramRunner: the forward pass of decode steps on a CPU as one call of the native library.
+"""CPUGraphRunner: the forward pass of decode steps on a CPU as one call of the native library.
 
 Between kernels, Python and torch run out of cold caches, as the weights evict everything else. So
 the first step with a number of rows records its kernel calls, and later ones pass the list to the
-library (`servd_run` in ops/cpu/program.cpp). Inputs have fixed buffers; all programs share those
+library (`servd_run` in ops/cpu/graph.cpp). Inputs have fixed buffers; all graphs share those
 of results.
 """
 
@@ -27,7 +27,7 @@ from servd.worker.ops import native
 
 log = logging.getLogger("servd.worker")
 
-# Tokens of a pass that is recorded with the chain after it: there is a program for each number of
+# Tokens of a pass that is recorded with the chain after it: there is a graph for each number of
 # them beside each number of rows.
 MOST_TOGETHER = 8
 
@@ -51,8 +51,8 @@ class Places:
             self.tails[:num_rows] = group.tails.numpy()
 
 
-class ProgramRunner:
-    """Records a program when a number of rows is first run; a model that needs other operations
+class CPUGraphRunner:
+    """Records a graph when a number of rows is first run; a model that needs other operations
     than the native library's runs them one by one. `max_num_rows`: of a step; each has one token,
     known or a draft. `max_num_blocks`: of a row.
     """
@@ -69,7 +69,7 @@ class ProgramRunner:
         self.places = [Places(max_num_rows, max_num_blocks) for _ in range(num_groups)]
         self.others: list[np.ndarray] = []
         self.memory = Memory(max_num_rows)
-        self.programs: dict[tuple[int, Hashable], Program] = {}
+        self.graphs: dict[tuple[int, Hashable], CPUGraph] = {}
         self.variant: Callable[[], Hashable] = lambda: False  # see `ModelRunner.variant`
 
     def __call__(
@@ -92,11 +92,11 @@ class ProgramRunner:
         self.fill(input_ids, positions, attention, *others)
         num_rows = len(input_ids)
         key = num_rows, self.variant()
-        if (program := self.programs.get(key)) is None:
-            program = self.programs[key] = self._record(num_rows)
+        if (graph := self.graphs.get(key)) is None:
+            graph = self.graphs[key] = self._record(num_rows)
         else:
-            program.run()
-        return program.results[0]
+            graph.run()
+        return graph.results[0]
 
     def fill(
         self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *others: Tensor
@@ -141,15 +141,15 @@ class ProgramRunner:
             *(torch.from_numpy(other[:num_rows]) for other in self.others),
         )
 
-    def _record(self, num_rows: int) -> Program:
+    def _record(self, num_rows: int) -> CPUGraph:
         inputs = self.inputs(num_rows)
         with Recorder(self.memory, num_rows) as recorder, OnlyViews():
             hidden = self.forward(*inputs)
-        return Program(b"".join(recorder.calls), [self.memory.lend(hidden)])
+        return CPUGraph(b"".join(recorder.calls), [self.memory.lend(hidden)])
 
 
 class ChainRunner(Chain):
-    """The longest chain of drafts as one program, for each number of rows, of which shorter chains
+    """The longest chain of drafts as one graph, for each number of rows, of which shorter chains
     are the beginning, and with the pass before it where that has few tokens; or pass by pass.
 
     Args:
@@ -160,7 +160,7 @@ class ChainRunner(Chain):
     """
 
     def __init__(
-        self, *arguments: Any, passes: ProgramRunner, max_num_rows: int, max_drafts: int
+        self, *arguments: Any, passes: CPUGraphRunner, max_num_rows: int, max_drafts: int
     ) -> None:
         super().__init__(*arguments)
         self.passes = passes
@@ -172,8 +172,8 @@ class ChainRunner(Chain):
         self.last = np.zeros(max_num_rows, dtype=np.int64)
         self.features: np.ndarray | None = None  # [max_num_rows, hidden]
         # By tokens of the pass before, 0 without it, and rows: positions, cache slots and lengths
-        # of all passes, [max_passes, 3, num_rows], and programs, by passes.
-        self.programs: dict[tuple[int, int], tuple[np.ndarray, list[Program]]] = {}
+        # of all passes, [max_passes, 3, num_rows], and graphs, by passes.
+        self.graphs: dict[tuple[int, int], tuple[np.ndarray, list[CPUGraph]]] = {}
 
     def run(self, first: Pass) -> Tensor:
         if first.rows is not None:
@@ -205,17 +205,17 @@ class ChainRunner(Chain):
             self.features[:num_rows] = features.numpy()
         self.block_tables[:num_rows] = tables.tables.numpy()[slots]
         given = positions, tables.host_slot_mapping(slots, columns), columns + 1
-        if found := self.programs.get((num_tokens, num_rows)):
-            numbers, programs = found
+        if found := self.graphs.get((num_tokens, num_rows)):
+            numbers, graphs = found
             for kind, each in enumerate(given):
                 numbers[:num_passes, kind] = each
-            programs[num_passes].run()
+            graphs[num_passes].run()
         else:  # what is made beyond stays in the last place that there is
             places = np.arange(self.max_passes).clip(max=num_passes - 1)
             numbers = np.stack(given, axis=1)[places]
-            programs = self._record(num_tokens, num_rows, numbers)
-            self.programs[num_tokens, num_rows] = numbers, programs
-        return torch.stack(programs[num_passes].results, dim=1)
+            graphs = self._record(num_tokens, num_rows, numbers)
+            self.graphs[num_tokens, num_rows] = numbers, graphs
+        return torch.stack(graphs[num_passes].results, dim=1)
 
     def _fill(self, first: Pass) -> None:
         slots = np.asarray(first.slots)
@@ -232,7 +232,7 @@ class ChainRunner(Chain):
         passes.fill_others(first.read)
         self.last[: len(first.last)] = first.last
 
-    def _record(self, num_tokens: int, num_rows: int, numbers: np.ndarray) -> list[Program]:
+    def _record(self, num_tokens: int, num_rows: int, numbers: np.ndarray) -> list[CPUGraph]:
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
         tables = torch.from_numpy(self.block_tables[:num_rows])
         passes = [
@@ -245,7 +245,7 @@ class ChainRunner(Chain):
             for position, mapping, lens in torch.from_numpy(numbers)
         ]
         made: list[Tensor] = []
-        programs: list[Program] = []
+        graphs: list[CPUGraph] = []
         inputs = self.passes.inputs(num_tokens)
         features = None
         with Recorder(self.passes.memory, num_tokens) as before, OnlyViews():
@@ -260,8 +260,8 @@ class ChainRunner(Chain):
             for draft in self.draft(features, passes):
                 made.append(draft)
                 calls = b"".join(before.calls + recorder.calls)
-                programs.append(Program(calls, [self.memory.lend(each) for each in made]))
-        return programs
+                graphs.append(CPUGraph(calls, [self.memory.lend(each) for each in made]))
+        return graphs
 
 
 class NotRecordable(Exception):
@@ -346,7 +346,7 @@ class Recorder(TorchFunctionMode):
         return result
 
 
-class Program:
+class CPUGraph:
     """Recorded calls, which make the same tensors at the same addresses every time."""
 
     def __init__(self, calls: bytes, results: list[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""`servd what-if`: the simulation against the engine that it stands for."""
+"""`servd simulate`: the simulation against the engine that it stands for."""
 
 from __future__ import annotations
 
@@ -165,9 +165,9 @@ def test_recordings_share_a_key_that_is_not_in_them(tmp_path):
         Recorder(str(tmp_path / "no" / "a"), config)
 
 
-def what_if(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+def run_simulate(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     with pytest.raises(SystemExit) as end:
-        cli.main(["what-if", *arguments])
+        cli.main(["simulate", *arguments])
     assert isinstance(end.value.code, int)
     shown = capsys.readouterr()
     return end.value.code, shown.out + shown.err
@@ -180,9 +180,9 @@ def test_routing_by_prefix_finds_more_than_turns(capsys, tmp_path):
     found = []
     for routing in ("servd", "round-robin", "prefix", "least", "random"):
         file = tmp_path / routing
-        code, shown = what_if(capsys, *common, "--routing", routing, "--json", str(file))
+        code, shown = run_simulate(capsys, *common, "--routing", routing, "--json", str(file))
         assert code == 0 and "prefix_hits_%" in shown, shown
-        found.append(json.loads(file.read_text())["what if"])
+        found.append(json.loads(file.read_text())["changed"])
     servd, turns, *_ = found
     assert servd["prefix_hits_%"] > turns["prefix_hits_%"] + 10
     assert servd["lost_by_routing_%"] < turns["lost_by_routing_%"] - 10
@@ -223,7 +223,7 @@ def test_what_is_missing_or_wrong_is_named(capsys, tmp_path):
         ([*made_up, "--max-num-seqs", "600"], "512 is below --max-num-seqs 600"),
         ([*made_up, "--requests", "2", "--json", str(tmp_path / "a" / "b")], "--json"),
     ):
-        code, shown = what_if(capsys, *arguments)
+        code, shown = run_simulate(capsys, *arguments)
         assert code == 2 and expected in shown, shown
 
 

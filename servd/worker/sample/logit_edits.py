@@ -1,4 +1,4 @@
-"""Shift: the changes of logits that one fused pass makes, which also finds their maximum."""
+"""LogitEdits: the changes of logits that one fused pass makes, which also finds their maximum."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Penalized:
 
 
 @dataclass(slots=True)
-class Shift:
+class LogitEdits:
     """Filled in by logits processors. Biases are added first, then tokens are forbidden, then
     penalized.
     """
