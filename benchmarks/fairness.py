@@ -82,7 +82,7 @@ def body_of_b(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
 
 
 def load(arguments: argparse.Namespace) -> None:
-    """A: always so many requests, until this process is ended."""
+    """A: always N requests, until this process is ended."""
 
     def ask(number: int) -> None:
         mine = client(arguments, "A")

@@ -20,7 +20,7 @@ ERRORS: dict[str, Exception] = {
     "error in forward": RuntimeError("a kernel failed"),
     "out of memory": MemoryError("Unable to allocate 10 GiB"),
 }
-# that request ends, and the engine goes on
+# that request ends, and the engine continues
 NAN = "NaN"
 ONE = "error of one request"
 

@@ -145,7 +145,7 @@ class Soak:
                 tasks.create_task(each)
 
     def is_time(self) -> bool:
-        """Whether the load goes on."""
+        """Whether the load continues."""
         return time.monotonic() < self.end
 
     async def ask(self, name: str) -> Any:
@@ -231,7 +231,7 @@ class Soak:
         await self.hold_open(b"POST /v1/completions HTTP/1.1\r\nhost: ", 32)
 
     async def hold_open(self, data: bytes, most: int) -> None:
-        """Keep so many connections that have sent this, and replace them one by one."""
+        """Keep N connections that have sent this, and replace them one by one."""
         held: list[socket.socket] = []
         name = "half-open connections" if most > 8 else "slow readers"
         try:

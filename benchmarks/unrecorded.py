@@ -75,7 +75,7 @@ def serve(
     module: str, of_engine: Callable[[], Replaced], of_api_server: Callable[[], Replaced]
 ) -> None:
     """Be whichever process of `servd serve` this one was started as, and start others of `module`.
-    A function each says what is replaced in it, so that no process imports another's room.
+    A function each states what is replaced in it, so that no process imports another's room.
     """
     if PARENT_DIR in os.environ:  # which only engines get
         from servd.core import engine_core_proc

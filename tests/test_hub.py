@@ -29,7 +29,7 @@ def hub(lost):
 
 
 def receive(receiver: HubReceiver, count: int) -> list:
-    """Return so many messages, waiting for them."""
+    """Return N messages, waiting for them."""
     found: list = []
     deadline = time.monotonic() + WAIT_SECONDS
     while len(found) < count:

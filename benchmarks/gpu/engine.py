@@ -112,7 +112,7 @@ class Bench:
         self.engine.handle(EngineCoreRequest(str(self.num_requests), prompt, params))
 
     def run(self, num_steps: int | None = None) -> int:
-        """Step until there is no work, or so many steps; returns the number of output tokens."""
+        """Step until there is no work, or N steps; returns the number of output tokens."""
         num_tokens = 0
         while self.engine.has_work and num_steps != 0:
             for outputs in self.engine.step().values():
@@ -198,7 +198,7 @@ def decode(
 def arrive(
     bench: Bench, rate: float, num_requests: int, input_len: int, output_len: int
 ) -> tuple[int, int, float]:
-    """Requests arrive at random, so many a second (a Poisson process).
+    """Requests arrive at random, N a second (a Poisson process).
 
     Returns:
         prompt tokens and output tokens that were computed between the arrivals of the first quarter

@@ -32,7 +32,7 @@ class ServdError(Exception):
 
 
 class RequestError(ServdError):
-    """A request that cannot be served as asked. The message says what is wrong and what would be
+    """A request that cannot be served as asked. The message states what is wrong and what would be
     right, with numbers; `param` is the field at fault, as the client wrote it; `code` is
     machine-readable, where OpenAI defines one.
     """

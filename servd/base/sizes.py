@@ -35,7 +35,7 @@ def format_bytes(number: int) -> str:
 
 
 def advise_more_memory(lacking: int, quantization: str | None) -> str:
-    """Say what helps a model that does not fit by so many bytes."""
+    """Say what helps a model that does not fit by that many bytes."""
     smaller = "" if quantization else ", or try --quantization int8"
     return f"{format_bytes(lacking)} more memory, or a higher --tensor-parallel-size{smaller}"
 

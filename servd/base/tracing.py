@@ -103,7 +103,7 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     num_bytes: int = 0
 
 
-OVERDUE_FACTOR = 5  # a step is overdue after so many times the expected time, plus some seconds
+OVERDUE_FACTOR = 5  # a step is overdue after this many times the expected time, plus some seconds
 FIRST_STEP = 120.0  # seconds that a step may take while nothing is known
 
 
@@ -124,7 +124,7 @@ class Pace(NamedTuple):
         )
 
     def expected_seconds(self, num_tokens: int) -> float:
-        """Upper estimate for a step of so many tokens: the longest recent step, or the time of its
+        """Upper estimate for a step of N tokens: the longest recent step, or the time of its
         tokens in the slowest step with prompts, whichever is longer.
         """
         if not self.per_token and num_tokens > self.most_tokens:

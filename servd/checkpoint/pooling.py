@@ -1,4 +1,4 @@
-"""What a model's own files say of its vectors and scores: modules.json of sentence-transformers and
+"""What a model's files state of its vectors and scores: modules.json of sentence-transformers and
 the folders that it names, prompts, labels. Imports no torch: every room reads it.
 """
 
@@ -77,12 +77,12 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def check_scores(self) -> None:
         """Check that the model scores pairs of texts. Raises InvalidRequest: its head sorts into
-        classes, or its files do not say how it scores.
+        classes, or its files do not state how it scores.
         """
         if not self.has_scores:
             raise InvalidRequest(
-                "the model is a reranker by its name or README.md, and its files do not say how it "
-                "scores: cosines would be wrong. Add modules.json with a LogitScore, as "
+                "the model is a reranker by its name or README.md, and its files do not state how "
+                "it scores: cosines would be wrong. Add modules.json with a LogitScore, as "
                 "docs/embeddings.md shows for Qwen3-Reranker",
                 param="model",
             )
@@ -94,7 +94,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def complete(self, params: PoolingParams) -> PoolingParams:
-        """Return `params` with what the files say where the request says nothing, verified."""
+        """Return `params` with what the files state where the request says nothing, verified."""
         self.check(params.task)
         params.verify(self.size)
         return msgspec.structs.replace(
@@ -210,7 +210,7 @@ def _is_reranker(folder: Path) -> bool:
 
 
 def _of_logits(spec: ModelSpec, folder: Path, place: Path) -> PoolingSpec:
-    """A decoder whose next token says how well a document fits, such as Qwen3-Reranker."""
+    """A decoder whose next token states how well a document fits, such as Qwen3-Reranker."""
     stated = _load(place / "config.json")
     texts = _texts(spec, folder)
     chosen = _load(folder / "config_sentence_transformers.json", {}).get("activation_fn")

@@ -83,7 +83,7 @@ class Parser(argparse.ArgumentParser):
             from servd.config.flag_aliases import hint
 
             known = self._option_string_actions
-            listed = f"`{self.prog} --help` says what there is"
+            listed = f"`{self.prog} --help` states what there is"
             flags = [each for each in unknown if each.startswith("-")] or unknown[:1]
             self.error(
                 "\n".join(f"unknown argument {flag}; {hint(flag, known, listed)}" for flag in flags)

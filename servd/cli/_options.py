@@ -70,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_needless(parser: argparse.ArgumentParser) -> None:
-    """Flags of other servers that --help does not show: `Config.load` says why not."""
+    """Flags of other servers that --help does not show: `Config.load` explains why not."""
     for name in IGNORED:
         style: dict[str, Any] = {} if name.endswith("=") else {"const": "", "action": "store_const"}
         name = name.removesuffix("=")

@@ -62,7 +62,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 @contextlib.contextmanager
 def own_server(options: dict[str, Any]) -> Iterator[Connect]:
     """Run `servd serve` with these options of Config on a private socket until the block ends.
-    Raises ServdError: it ended before it was ready; its log says why.
+    Raises ServdError: it ended before it was ready; its log explains why.
     """
     folder = private_dir()
     config = folder / "config.json"

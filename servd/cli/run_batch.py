@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Flags of this command, and those of a server of its own."""
     parser.usage = "%(prog)s [MODEL] -i IN.jsonl -o OUT.jsonl [OPTION ...]"
     parser.description = f"""{parser.description} Starts a server of its own with the options of
-        `servd serve`, unless --url names one. Run again with the same files, it goes on where it
+        `servd serve`, unless --url names one. Run again with the same files, it continues where it
         stopped."""
     parser.add_argument(
         "-i", dest="source", metavar="FILE", required=True, help="requests, one per line"
@@ -60,7 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
         with own_server(options) as connect:
             num_failed = work.run(connect, arguments.concurrency)
     if num_failed:
-        print(f"servd: {num_failed} requests failed; {arguments.results} says why", file=sys.stderr)
+        print(
+            f"servd: {num_failed} requests failed; {arguments.results} explains why",
+            file=sys.stderr,
+        )
     return int(num_failed > 0)
 
 
@@ -110,7 +113,7 @@ class Batch:
         self.bar.close()
         if self.problem is not None:
             raise ConfigError(
-                f"run-batch: {self.results.path}: {self.problem.strerror}; run again to go on"
+                f"run-batch: {self.results.path}: {self.problem.strerror}; run again to continue"
             )
         self.results.file.close()
         return self.num_failed

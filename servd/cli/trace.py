@@ -187,7 +187,7 @@ def of_timeline(
     """Return the way of a request with one choice, and where its time went. `runner` and `model`
     are names of classes; "" if the model's is not known.
     """
-    told = {
+    notes = {
         "tokenised": f"{len(prompt)} prompt tokens {shorten(prompt)}",
         "sent": f"EngineCoreRequest{_bytes(timeline)}",
         "detokenised": f"{len(sampled)} tokens {shorten(sampled)}",
@@ -196,7 +196,7 @@ def of_timeline(
     for process in processes:
         for mark in timeline["marks"]:
             if way := WAYS[process.name].get(mark["stage"]):
-                process.add(way, mark["took_ms"] / 1000, told.get(mark["stage"], ""))
+                process.add(way, mark["took_ms"] / 1000, notes.get(mark["stage"], ""))
     steps = [*_steps(timeline, sampled, runner, model)]
     processes[1].calls.append(Call("EngineCoreProc.busy_loop", calls=steps))
     phases = [Call(p["phase"], p["ms"] / 1000, p["meaning"]) for p in timeline["phases"] if p["ms"]]
@@ -234,8 +234,8 @@ def _steps(timeline: dict[str, Any], sampled: list[int], runner: str, model: str
         yield call
 
 
-def _bytes(told: dict[str, Any]) -> str:
-    return f", {told['message_bytes']} bytes" if "message_bytes" in told else ""
+def _bytes(notes: dict[str, Any]) -> str:
+    return f", {notes['message_bytes']} bytes" if "message_bytes" in notes else ""
 
 
 def shorten(ids: list[int]) -> str:

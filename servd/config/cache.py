@@ -66,7 +66,7 @@ class CacheConfig(Section, frozen=True):
         Gibibytes | None,
         about(
             "GiB of host memory, over all devices, for blocks that the KV cache has no room for, "
-            "of prompts and of requests that had to yield; they come back where that is faster "
+            "of prompts and of preempted requests; they come back where that is faster "
             "than to compute them. Default: none."
         ),
     ] = None
@@ -110,7 +110,7 @@ class CacheConfig(Section, frozen=True):
             and not self.enable_prefix_caching
         ):
             raise ConfigError(
-                "--kv-events-config tells what the prefix cache has, and that is off, as with "
+                "--kv-events-config reports what the prefix cache has, and that is off, as with "
                 "every encoder and with linear attention: leave it out"
             )
         if self.has_connector and not self.enable_prefix_caching:

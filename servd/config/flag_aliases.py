@@ -156,7 +156,7 @@ HINTS = {
     "num_speculative_tokens": "use --spec-tokens",
     "parallel": "use --max-num-seqs; --max-model-len is that of each request",  # llama-server
     "performance_mode": "leave it out: batches grow with the load",
-    "pooler_config": "the model's files say it; requests may have `pooling`, `normalize`",
+    "pooler_config": "the model's files state it; requests may have `pooling`, `normalize`",
     "prefill_context_parallel_size": CONTEXT,
     "prefix_caching_hash_algo": "leave it out: blocks have SHA-256 (docs/kv-cache.md)",
     "response_role": "leave it out: answers are the assistant's",

@@ -1,4 +1,4 @@
-"""KVEventsConfig: where an engine tells what its prefix cache has; keys as in vLLM's JSON."""
+"""KVEventsConfig: where an engine reports what its prefix cache has; keys as in vLLM's JSON."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is told."""
+        """Whether any events are published."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
     def of_rank(self, rank: int) -> KVEventsConfig:

@@ -33,7 +33,7 @@ class KVLayout(msgspec.Struct, frozen=True):
         return [self.first_read(position, window) for window in self.windows]
 
     def most(self, window: int | None, num_tokens: int, num_new: int | None = None) -> int:
-        """Upper bound of a request's blocks of one group, for so many tokens of which a step
+        """Upper bound of a request's blocks of one group, for N tokens of which a step
         computes `num_new` (default: `max_step`).
         """
         num_blocks = -(-num_tokens // self.block_size)
@@ -47,12 +47,12 @@ class KVLayout(msgspec.Struct, frozen=True):
         return sum(self.most(window, num_tokens, num_new) for window in self.windows)
 
     def num_tokens(self, num_blocks: int, each: int) -> int:
-        """Total tokens of requests of `each` tokens that fit in so many blocks."""
+        """Total tokens of requests of `each` tokens that fit in N blocks."""
         size = self.block_size
         return num_blocks * (-(-each // size) * size) // self.blocks(each)
 
     def max_tokens(self, num_blocks: int, longest: int) -> int:
-        """The longest request that fits in so many blocks, a multiple of the block size; more than
+        """The longest request that fits in N blocks, a multiple of the block size; more than
         `longest` if that fits.
         """
         size = self.block_size

@@ -69,7 +69,7 @@ class ModelConfig(Section, frozen=True):
         str | None,
         about(
             "Importance matrix for --quantization int4, a GGUF file of llama.cpp's "
-            "`llama-imatrix`: it tells which weights are to be rounded with less error."
+            "`llama-imatrix`: it states which weights are to be rounded with less error."
         ),
     ] = None
     cpu_activation_dtype: Annotated[

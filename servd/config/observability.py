@@ -30,7 +30,7 @@ class ObservabilityConfig(Section, frozen=True):
         bool,
         about(
             "A line for each prompt that the model gets, with its text, its token ids and its "
-            "parameters. Without it no line says what was asked."
+            "parameters. Without it no line states what was asked."
         ),
     ] = False
     max_log_len: Annotated[
@@ -55,7 +55,7 @@ class ObservabilityConfig(Section, frozen=True):
     per_request_spec_decode_metrics: Annotated[
         Literal["none", "summary", "detailed"],
         about(
-            "Answers with one choice tell what became of their drafts, in "
+            "Answers with one choice report what became of their drafts, in "
             "`metrics.speculative_decoding`. detailed: also step by step."
         ),
     ] = "none"

@@ -108,7 +108,7 @@ def _check_plugins(config: Config, spec: ModelSpec) -> None:
     _check_activations(config, spec)
     if config.model.quantization_imatrix and config.model.quantization != "int4":
         raise ConfigError(
-            "--quantization-imatrix tells which weights matter where they are rounded to 4 bits: "
+            "--quantization-imatrix states which weights matter where they are rounded to 4 bits: "
             "add --quantization int4"
         )
     if speculative := config.model.speculative_config:
@@ -228,7 +228,7 @@ def _check_observability(config: Config) -> None:
     tells_of_drafts = config.observability.per_request_spec_decode_metrics != "none"
     if tells_of_drafts and config.model.speculative_config is None:
         raise ConfigError(
-            "--per-request-spec-decode-metrics tells what became of drafts, and there are none: "
+            "--per-request-spec-decode-metrics reports what became of drafts, and there are none: "
             "add --speculative-config"
         )
     if (endpoint := config.observability.otlp_traces_endpoint) is None:

@@ -32,7 +32,7 @@ class SchedulerConfig(Section, frozen=True):
         Positive | None,
         about(
             "Prompts with more tokens left are long: shorter ones overtake them, and leave them "
-            "so many tokens of each step. Default: half of --max-num-batched-tokens."
+            "this many tokens of each step. Default: half of --max-num-batched-tokens."
         ),
     ] = None
     enable_chunked_prefill: Annotated[

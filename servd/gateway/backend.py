@@ -86,7 +86,7 @@ class ModelServer:
         return answer.json()["is_sleeping"] if answer.status_code == 200 else None
 
     def fail(self, why: str, seconds: float) -> None:
-        """Record a failure to start; it is not tried again for so many seconds."""
+        """Record a failure to start; it is not tried again for N seconds."""
         self.failure = why
         self.retry_at = time.monotonic() + seconds
 

@@ -168,7 +168,7 @@ class ModelServers:
                 await self._put_to_sleep(server)
 
     def _rest_later(self, server: ModelServer, seconds: float | None) -> None:
-        """Put a server to sleep after so many seconds, unless it is used again."""
+        """Put a server to sleep after N seconds, unless it is used again."""
         if server.rest is not None:
             server.rest.cancel()
             server.rest = None
@@ -244,7 +244,7 @@ class ModelServers:
         began = server.loading_since or time.monotonic()
         while not await server.ask("/health") or await server.is_asleep("/wake_up") is not False:
             if not server.runs:
-                server.fail("could not be started: the log says why", RETRY_AFTER)
+                server.fail("could not be started: the log explains why", RETRY_AFTER)
             await self._give_up_if_late(server, began, "was not ready")
             server.check()
             await asyncio.sleep(LOOK_INTERVAL)

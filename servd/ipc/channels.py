@@ -30,8 +30,8 @@ T = TypeVar("T")
 
 MAX_SOCKET_PATH = 107  # bytes: the kernel's limit for Unix sockets
 CONNECT_TIMEOUT = 1000  # milliseconds, to an existing inbox
-# A message between hosts is sent in frames of so many bytes: who has not shown yet that it has the
-# token can have a listener take memory for one, for so many milliseconds.
+# A message between hosts is sent in frames of MAX_FRAME bytes: a client that has not yet shown the
+# token can have a listener take memory for one, for this many milliseconds.
 MAX_FRAME = 1 << 18
 CURVE_OVERHEAD = 256  # bytes of a frame, at most
 HANDSHAKE_TIMEOUT = 5000
@@ -229,7 +229,7 @@ class Link(Generic[T]):
         return found
 
     def close(self, linger: float = 0.0) -> None:
-        """Close; queued messages get so many seconds to be sent."""
+        """Close; queued messages get N seconds to be sent."""
         self.socket.close(int(linger * 1000))
         self._context.term()
 

@@ -257,7 +257,7 @@ class ProcessTree:
         if code == 1:
             logger.error("%s: stopping", why)
         for folder in self.folders:
-            self.tell(folder, EngineDead(why))
+            self.notify(folder, EngineDead(why))
         self.wait_for_api_servers(DEATH_GRACE)
         return code
 
@@ -314,7 +314,7 @@ class ProcessTree:
         if (why := engine.handle_exit()) is not None:
             return why
         logger.error("%s: starting it again", engine.reason)
-        self.tell(engine.ipc_dir, engine.next_generation())
+        self.notify(engine.ipc_dir, engine.next_generation())
         engine.start(died_at)
         return None
 
@@ -342,9 +342,9 @@ class ProcessTree:
 
     def tell_stalled(self, engine: EngineSupervisor) -> None:
         """Tell API servers that an engine is hung, until it is restarted."""
-        self.tell(engine.ipc_dir, EngineStatus(STALLED, 0.0, engine.number))
+        self.notify(engine.ipc_dir, EngineStatus(STALLED, 0.0, engine.number))
 
-    def tell(self, folder: str, message: EngineDead | EngineRestarting | EngineStatus) -> None:
+    def notify(self, folder: str, message: EngineDead | EngineRestarting | EngineStatus) -> None:
         """Send a message to all API servers, also attached ones, as the engine of a folder."""
         for inbox, outbox in self.outboxes.items():
             if inbox.parent == Path(folder):
@@ -385,7 +385,7 @@ class ProcessTree:
             if (why := replace(engine)) is not None:
                 logger.error("%s: stopping", why)
                 for folder in self.folders:
-                    self.tell(folder, EngineDead(why))
+                    self.notify(folder, EngineDead(why))
                 replace = None
 
     def stop(self) -> None:
@@ -395,7 +395,7 @@ class ProcessTree:
         for child in self.api_servers:
             child.stop(API_STOP_TIMEOUT)
         for engine in self.engines:
-            self.tell(engine.ipc_dir, EngineDead("the engine was stopped"))  # to attached ones
+            self.notify(engine.ipc_dir, EngineDead("the engine was stopped"))  # to attached ones
             engine.terminate()
         for engine in self.engines:
             engine.stop(ENGINE_STOP_TIMEOUT)

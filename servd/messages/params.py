@@ -206,7 +206,7 @@ class PoolingParams(
 
     pooling: Literal["last", "mean", "cls", "all"] | None = None
     normalize: bool | None = None
-    dimensions: Count | None = None  # truncate the vector to so many
+    dimensions: Count | None = None  # truncate the vector to N numbers
     task: Literal["embed", "classify"] = "embed"
     second_text: Count = (
         0  # where the second of two texts begins that a model tells apart; 0: one text

@@ -157,7 +157,7 @@ class LLMEngine:
         """Wait for the next outputs of the engine; return the requests that got some, each complete
         so far.
 
-        A choice that failed in the engine has finish_reason "error", and `error` says why.
+        A choice that failed in the engine has finish_reason "error", and `error` explains why.
 
         Raises:
             EngineDead: the engine process is gone.

@@ -30,7 +30,7 @@ class VirtualClock:
 
 
 class SimulatedEngine:
-    """A Scheduler, and the step that it is in; `worker` says how large its cache is."""
+    """A Scheduler, and the step that it is in; `worker` states how large its cache is."""
 
     def __init__(
         self,

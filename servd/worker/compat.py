@@ -143,7 +143,7 @@ def parallel_plan(model: Any) -> dict[str, str]:
 
 
 def is_stateful(model: Any) -> bool:
-    """Whether the model says that it keeps a state that is no KV cache."""
+    """Whether the model states that it keeps a state that is no KV cache."""
     return model._is_stateful
 
 

@@ -149,7 +149,7 @@ class Worker:
         self.steps.take_tokens(sampled)
 
     def shutdown(self) -> None:
-        """Leave the process group, and free memory and threads for a process that goes on."""
+        """Leave the process group, and free memory and threads for a process that continues."""
         self.runner.drop_graphs()  # first: NCCL waits for ever for graphs that hold its kernels
         self.parallel.close()
         if self.parallel.size * self.parallel.num_stages == 1:

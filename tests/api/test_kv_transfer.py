@@ -1,4 +1,4 @@
-"""kv_transfer_params: a prompt that one server computes and another goes on with."""
+"""kv_transfer_params: a prompt that one server computes and another continues with."""
 
 from __future__ import annotations
 

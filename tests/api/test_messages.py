@@ -384,9 +384,9 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
     (
         {"messages": [*user("hi"), {"role": "assistant", "content": [TEXT, CALL]}]},
-        "text to go on with",
+        "text to continue with",
     ),
-    ({"messages": [*user("hi"), {"role": "assistant", "content": []}]}, "text to go on with"),
+    ({"messages": [*user("hi"), {"role": "assistant", "content": []}]}, "text to continue with"),
     ({"messages": user([])}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages[0]"),
     ({"messages": user([{"type": "image", "source": {}}])}, "image"),

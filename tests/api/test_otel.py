@@ -38,7 +38,7 @@ def spans(exporter) -> SpanExporter:
 
 
 async def spans_of(exporter: InMemorySpanExporter, number: int = 1) -> list[ReadableSpan]:
-    """All spans, once so many requests are exported; each request's own comes after its parts."""
+    """All spans, once N requests are exported; each request's own comes after its parts."""
 
     def ended() -> int:
         return sum(span.name == "llm_request" for span in exporter.get_finished_spans())

@@ -731,7 +731,7 @@ async def test_a_background_response_is_streamed_again_and_from_the_middle(
         assert [event.type for event in queued] == ["response.created", "response.queued"]
         assert {event.response.status for event in queued} == {"queued"}
         name = queued[0].response.id
-        await stream.close()  # the client leaves, and the response goes on
+        await stream.close()  # the client leaves, and the response continues
 
         async def told(**options: int) -> list[Any]:
             return await events_of(await client.responses.retrieve(name, stream=True, **options))

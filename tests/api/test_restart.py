@@ -32,7 +32,7 @@ def without_ids(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 async def die_after(served: Served, num_steps: int, task: asyncio.Task) -> None:
-    """Let the engine die after so many steps, and start it again."""
+    """Let the engine die after N steps, and start it again."""
     engine = served.engine
     begin = engine.core.scheduler._num_steps
     await until(lambda: engine.core.scheduler._num_steps >= begin + num_steps or task.done())

@@ -170,7 +170,7 @@ def test_a_wrong_command_line_is_exit_code_2(args, capsys):
             ["serve", "--data-parallel-multi-port-external-lb"],
             "behind a load balancer (docs/scale.md)",
         ),
-        (["serve", "a", "b"], "unknown argument b; `servd serve --help` says what there is"),
+        (["serve", "a", "b"], "unknown argument b; `servd serve --help` states what there is"),
     ],
 )
 def test_an_unknown_argument_is_named_with_what_may_have_been_meant(args, hint, capsys):

@@ -1,4 +1,4 @@
-"""RepetitionDetector against the definition: the output ends in so many copies of a pattern."""
+"""RepetitionDetector against the definition: the output ends in N copies of a pattern."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def replayed(request: EngineCoreRequest, log: Log) -> EngineCoreRequest:
 def serve_on_mortal_engines(
     arrivals: list[Arrival], lifetimes: list[int], depth: int = 1, num_blocks: int = 64, **options
 ) -> Log:
-    """Run engines of so many steps each, and a last one that lives on. They share a log."""
+    """Run engines of N steps each, and a last one that lives on. They share a log."""
     log, step = Log(), 0
     open_requests: dict[str, EngineCoreRequest] = {}
     for lifetime in [*lifetimes, 2000]:

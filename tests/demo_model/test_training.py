@@ -1,5 +1,5 @@
-"""The training code: its model is Qwen3, its loss counts answers, an interrupted run goes on as if
-never stopped.
+"""The training code: its model is Qwen3, its loss counts answers, an interrupted run continues as
+if never stopped.
 """
 
 import random

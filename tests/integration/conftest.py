@@ -102,7 +102,7 @@ class Server:
         assert answer.status_code == 200 and answer.json()["problems"] == [], answer.text
 
     def wait_idle(self) -> None:
-        """Until the engine says that nothing runs: it does so with a step, so one is asked for."""
+        """Wait until the engine reports that nothing runs. It does so with a step: ask for one."""
         body = {"prompt": "x", "max_tokens": 1}
         deadline = time.monotonic() + WAIT_SECONDS
         while True:

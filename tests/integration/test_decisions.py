@@ -20,7 +20,7 @@ QUESTION = {"type": "choice", "instructions": "Who is liable?", "choices": CHOIC
 
 
 def conditional(model, prompt: list[int], options: list[list[int]]) -> list[float]:
-    """Probability of each option if every token has to go on with one of them: one forward pass for
+    """Probability of each option if every token has to continue one of them: one forward pass for
     each option, and at each of its tokens a softmax over what the options allow there.
     """
     result = []

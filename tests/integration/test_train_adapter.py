@@ -79,7 +79,7 @@ def test_a_trained_adapter_replies_as_with_peft(start, tmp_path: Path, model: st
     for prompt, plain, adapted in replies_of_peft(model, adapter):
         assert complete(server, "base", prompt) == plain
         assert complete(server, "pirate", prompt) == adapted != plain
-    if model == "demo":  # the page says what it says
+    if model == "demo":  # the page states what it says
         body = {"model": "pirate", "messages": [{"role": "user", "content": QUESTIONS[0]}]}
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=body | {"temperature": 0})
         assert answer.json()["choices"][0]["message"]["content"] == "Ahoy! 7 + 5 = 12. Arr!"

@@ -210,7 +210,7 @@ def test_stages_in_processes_of_their_own_and_the_death_of_one(checkpoints):
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_stage_that_fails_computes_nothing_apart(checkpoints, stage: int):
-    """The others would go on with what it has not computed, or it with what is not of its part."""
+    """The others would continue with what it has not computed, or it with others' parts."""
     folder = checkpoints("llama", "untied")
     engine = make_engine(stages.Executor, folder, **cramped(folder, pipeline_parallel_size=2))
     runner = engine.executor.workers[stage].runner

@@ -59,7 +59,7 @@ def test_reasoning_ends_where_the_budget_does_and_the_form_begins_there(llm: LLM
             answer = tokenizer.decode(token_ids[BUDGET + 1 :], skip_special_tokens=False)
             assert re.fullmatch("[0-9]{3}-[a-f]{2}", answer)
             assert output.outputs[0].finish_reason is FinishReason.STOP
-        else:  # the model goes on from there by itself
+        else:  # the model continues from there by itself
             rest = msgspec.structs.replace(GREEDY, max_tokens=GREEDY.max_tokens - BUDGET - 1)
             (again,) = llm.generate([output.prompt_token_ids + token_ids[: BUDGET + 1]], rest)
             assert token_ids[BUDGET + 1 :] == again.outputs[0].token_ids

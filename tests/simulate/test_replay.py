@@ -1,4 +1,4 @@
-"""Run manifests: `X-Servd-Receipt: 1` says what made an answer, and `servd replay` repeats it."""
+"""Run manifests: `X-Servd-Receipt: 1` states what made an answer, and `servd replay` repeats it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def sync_mode() -> Callable[[str], AbstractContextManager[None]]:
     def switch(mode: str) -> Iterator[None]:
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that the mode is a prototype
+            warnings.simplefilter("ignore")  # torch states that the mode is a prototype
             torch.cuda.set_sync_debug_mode(mode)
         try:
             yield

@@ -167,8 +167,8 @@ class Driver:
         bitmask: GrammarBitmask | None = None,
         max_new_drafts: Mapping[int, int] = MappingProxyType({}),
     ) -> ModelRunnerOutput:
-        """Compute so many tokens of each slot, in this order; a slot with none left to know samples
-        and verifies its drafts, and may get so many new ones.
+        """Compute N tokens of each slot, in this order; a slot with none left to know samples
+        and verifies its drafts, and may get N new ones.
         """
         scheduled: list[ScheduledRequest] = []
         for slot, num_tokens in chunks.items():
@@ -215,7 +215,7 @@ class Driver:
         return self.tokens[slot][self.num_prompt[slot] :]
 
     def generate(self, slots: list[int], num_outputs: int, chunk: int = 10**6) -> None:
-        """Step until each slot has so many outputs; prompts in chunks, mixed with others'
+        """Step until each slot has N outputs; prompts in chunks, mixed with others'
         decoding.
         """
         while pending := [s for s in slots if len(self.outputs(s)) < num_outputs]:

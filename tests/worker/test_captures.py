@@ -1,5 +1,5 @@
 """Every family in every format, with adapters and with drafts, on a device that refuses what a CUDA
-graph cannot capture: steps are graphs with the outputs of steps without, or a warning says why not.
+graph cannot capture: steps are graphs with the outputs of steps without, or a warning explains it.
 """
 
 from __future__ import annotations

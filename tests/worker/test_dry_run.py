@@ -1,4 +1,4 @@
-"""The plan of memory: a dry run says what the engine then allocates."""
+"""The plan of memory: a dry run states what the engine then allocates."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ GRAMMAR = StructuredOutput("regex", "[a-z]{3,6}-[0-9]{2}")
 
 
 class ThreadedExecutor(UniProcExecutor):
-    """The worker runs on a thread of its own, as on a device: when the host goes on, nothing has
+    """The worker runs on a thread of its own, as on a device: when the host continues, nothing has
     been computed.
     """
 

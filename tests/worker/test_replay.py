@@ -1,4 +1,4 @@
-"""A request that goes on in another engine gets the tokens, and the bits of log-probabilities, that
+"""A request that continues in another engine gets the tokens, and the log-probabilities' bits, that
 it would have got: its output so far is computed as a prompt there, among others.
 """
 

@@ -1,4 +1,4 @@
-"""Train the demo model: `python -m tools.demo_model.train`. Interrupted, it goes on."""
+"""Train the demo model: `python -m tools.demo_model.train`. Interrupted, it continues."""
 
 from __future__ import annotations
 
@@ -351,7 +351,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--threads", type=int, default=2, help="of the CPU [%(default)s]")
     parser.add_argument(
-        "--base", type=Path, help="model folder to go on from; half of the examples are short"
+        "--base", type=Path, help="model folder to continue from; half of the examples are short"
     )
     parser.add_argument(
         "--topics", nargs="+", default=[], help="of small talk that one in four examples has"

@@ -1,6 +1,6 @@
 """Train a head that drafts for a model: `python -m tools.train_speculator MODEL --out FOLDER`.
 
-Interrupted, it goes on.
+Interrupted, it continues.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("model", help="folder or Hugging Face id; demo is servd's own")
     add("--out", type=Path, required=True, help="folder for the head")
-    add("--base", type=Path, help="folder of a head of the same sizes to go on with")
+    add("--base", type=Path, help="folder of a head of the same sizes to continue with")
     add("--method", choices=("eagle3", "medusa"), default="eagle3", help="[%(default)s]")
     add(
         "--prompts",

@@ -99,7 +99,7 @@ class Trainer:
     def measure(
         self, examples: Sequence[Example], cache: StateCache | None = None
     ) -> tuple[Tensor, list[float]]:
-        """Loss, and the shares of rows in which so many drafts are right."""
+        """Loss, and the shares of rows in which N drafts are right."""
         batch = self.read(examples, cache)
         enabled = self.dtype == torch.bfloat16
         with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled):

@@ -126,8 +126,8 @@ def inspect(source: Path, endpoint: str | None = None) -> Iterator[Problem | Non
 
 
 class Results:
-    """The answers so far, in a file that a later run goes on with: lines that are whole and tell of
-    no server failure are kept, with their `statuses`.
+    """The answers so far, in a file that a later run continues. Whole lines that report no server
+    failure are kept, with their `statuses`.
     """
 
     def __init__(self, path: Path) -> None:

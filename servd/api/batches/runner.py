@@ -106,7 +106,7 @@ class BatchRunner:
                 await _in_thread(_report, shelf, name, error)
                 await asyncio.sleep(PAUSE)
             except Exception:
-                log.exception("%s: could not go on; tried again later", name)
+                log.exception("%s: could not continue; tried again later", name)
                 await asyncio.sleep(PAUSE)
 
     async def _run(self, one: OpenBatch, shelf: Shelf) -> None:

@@ -85,7 +85,7 @@ class Shelf:
         return self.folder / f"{batch.id}.results"
 
     def check_room(self, num_bytes: int = 0) -> None:
-        """Check that the key may have one more batch, or file of so many bytes. Raises
+        """Check that the key may have one more batch, or file of that many bytes. Raises
         InvalidRequest.
         """
         sizes = self._sizes()
@@ -110,7 +110,7 @@ class Shelf:
         return sizes
 
     def check_bytes(self, total: int) -> None:
-        """Check that so many bytes are within the key's bound. Raises InvalidRequest."""
+        """Check that that many bytes are within the key's bound. Raises InvalidRequest."""
         if total > MAX_BYTES:
             raise InvalidRequest(
                 f"the files of this API key would have {total} bytes, at most {MAX_BYTES} are "

@@ -38,7 +38,7 @@ class ResponseBuilder(ABC):
 
     Streams and whole responses are made of the same outputs, so a stream joined is the response.
 
-    `asked` says what is generated and how; each of the prompts gets the same number of choices.
+    `asked` states what is generated and how; each of the prompts gets the same number of choices.
     `response_id` is the `id` of the body and of all frames.
     """
 
@@ -108,7 +108,7 @@ class ResponseBuilder(ABC):
         return 0
 
     def check_logprobs(self, num_tokens: int) -> None:
-        """Check the number of log-probabilities that the answer has with so many output tokens."""
+        """Check the number of log-probabilities that the answer has with N output tokens."""
         of_prompts = self.num_prompt_logprobs
         is_whole = not (self.stream and self.streams_logprobs)
         of_output = num_tokens * self.num_logprobs_each if is_whole else 0

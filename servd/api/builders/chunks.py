@@ -124,7 +124,7 @@ class ChunkBuilder(ResponseBuilder):
         )
 
     def kv_transfer_params(self) -> KVTransferAnswer | UnsetType:
-        """Where another engine finds what this one computed of the prompt, if it is to go on."""
+        """Where another engine finds what this one computed of the prompt, if it is to continue."""
         if not self.options.is_exported:
             return UNSET
         rank = self.prepared[0].rank

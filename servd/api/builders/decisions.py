@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 class Branch(msgspec.Struct):
     path: list[int]  # tokens that lead to it
-    members: dict[int, list[int]]  # next token -> the options that go on with it
+    members: dict[int, list[int]]  # next token -> the options that continue with it
     logprobs: dict[int, float] = {}  # by next token, as the model has them
 
     def shares(self) -> Iterator[tuple[list[int], float]]:
-        """Options that go on alike, and how likely that is if it must be one of these tokens."""
+        """Options that continue alike, and how likely that is if it must be one of these tokens."""
         most = max(self.logprobs[token_id] for token_id in self.members)
         weights = [math.exp(self.logprobs[token_id] - most) for token_id in self.members]
         for members, weight in zip(self.members.values(), weights, strict=True):

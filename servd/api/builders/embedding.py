@@ -81,7 +81,7 @@ async def compare(
     """Score texts, one with all others or pair by pair: by the model's head, or without one by
     cosines of embeddings.
 
-    Raises InvalidRequest: the model's head sorts into classes, or its files do not say how it
+    Raises InvalidRequest: the model's head sorts into classes, or its files do not state how it
     scores.
     """
     pooling = call_of(request).context.async_llm.processor.pooling

@@ -34,8 +34,8 @@ class EventBuilder(ResponseBuilder):
 
     names: ClassVar[Mapping[str, str]]
     """Chat field -> the field of this API that it was made of, for errors."""
-    end = b""  # the last event says that it is the last
-    max_logprobs = MAX_LOGPROBS_HELD // 4  # so many of the last events show all
+    end = b""  # the last event states that it is the last
+    max_logprobs = MAX_LOGPROBS_HELD // 4  # this many of the last events show all
     streams_logprobs = False
     response: Any
     """The body so far."""

@@ -1,4 +1,4 @@
-"""kv_transfer_params: a prompt that one engine computes and another goes on with."""
+"""kv_transfer_params: a prompt that one engine computes and another continues with."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check(options: RequestOptions, config: Config, num_prompts: int) -> None:
 
 
 def answer(config: Config, rank: int, request_id: str, num_tokens: int) -> KVTransferAnswer:
-    """Return what to send to the engine that goes on with a prompt which engine `rank` has
+    """Return what to send to the engine that continues with a prompt which engine `rank` has
     computed.
     """
     assert config.cache.kv_transfer_config is not None

@@ -87,7 +87,7 @@ class ResponseStore:
         self, response_id: str, missing: type[RequestError], param: str, code: str | None = None
     ) -> Stored:
         """Return the response with this id or X-Request-Id, which becomes the most recently used.
-        An error made of the other arguments says that it was never stored or was evicted.
+        An error made of the other arguments states that it was never stored or was evicted.
         """
         name = response_id if response_id in self._stored else self._name_of(response_id)
         if name is None:

@@ -42,7 +42,7 @@ from servd.messages.stats import SchedulerStats
 
 log = logging.getLogger("servd.api")
 
-# Time for reading messages, and again for detokenizing them, before the event loop goes on: an
+# Time for reading messages, and again for detokenizing them, before the event loop continues: an
 # engine faster than this process would block it. Outputs that are read together are merged.
 MAX_READ_NS = 400_000
 MAX_MESSAGES = 16  # between two readings of the clock

@@ -51,18 +51,18 @@ class Routed:
     output: float  # output tokens expected of all its choices
 
     def answer(self, num_cached: int) -> None:
-        """Its first token has arrived; so many of the prompt's tokens were cached."""
+        """Its first token has arrived; N of the prompt's tokens were cached."""
         if self.prompt:
             self.load_balancer.add_work(self.rank, -self.prompt, self.cached - num_cached)
             self.prompt = 0
 
     def leave(self, num_tokens: int) -> None:
-        """It has left the engine, with so many output tokens in all its choices."""
+        """It has left the engine, with N output tokens in all its choices."""
         work = self.prompt + OUTPUT_WEIGHT * self.output
         self.load_balancer.add_work(self.rank, -work, num_tokens - self.output - self.prompt)
 
     def end(self, num_tokens: Sequence[int]) -> None:
-        """It has finished, with so many output tokens in each of its choices."""
+        """It has finished, with N output tokens in each of its choices."""
         total = sum(num_tokens)
         self.leave(total)
         if self.output:

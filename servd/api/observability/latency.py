@@ -20,7 +20,7 @@ from servd.base.tracing import Mark, StepRecord
 MAX_SPANS = 400  # of a request; if there are more, short ones of the same phase are merged
 NUM_STRETCHES = 40  # of a request's time, in each of which they are merged
 MAX_STEPS = 512  # the longest are kept
-STALL_FACTOR = 5  # a stall takes so many times what the step should take
+STALL_FACTOR = 5  # a stall takes this many times what the step should take
 MIN_STALL_NS = 50_000_000  # and so much longer
 NUM_FIRST_STEPS = 4  # these fill caches and record graphs
 NEVER = 1 << 62  # number of a step

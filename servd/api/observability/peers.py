@@ -30,7 +30,7 @@ from servd.base.tracing import StepRecord, first
 log = logging.getLogger("servd.api")
 
 TIMEOUT = 3.0  # seconds for a peer's reply; a scrape of /metrics waits for it, too
-CHARS_PER_STEP = 16  # a step costs as much as so many characters, see `AsyncLLM.run_in_thread`
+CHARS_PER_STEP = 16  # a step costs as much as this many characters, see `AsyncLLM.run_in_thread`
 
 
 class ListRequests(msgspec.Struct, tag=True):

@@ -119,7 +119,7 @@ class Reader(msgspec.Struct):
         return self.take(min(self._at + 1, len(self._text)))
 
     def accept(self, literal: str) -> Steps[bool]:
-        """Consume `literal` if the text goes on with it, or a beginning that the end cuts off."""
+        """Consume `literal` if the text continues with it, or a beginning that the end cuts off."""
         while True:
             text = self._text[self._at : self._at + len(literal)]
             if not literal.startswith(text):

@@ -73,7 +73,7 @@ class ModelFormat:
         continued: str = "",
     ) -> ExpectedOutput:
         """Return what to expect after `prompt`, whose end tells whether the output begins with
-        reasoning. `continued` is content of the message that the output goes on with.
+        reasoning. `continued` is content of the message that the output continues with.
 
         Raises InvalidRequest: the form of the output cannot be held to begin after the reasoning,
         or is no JSON.

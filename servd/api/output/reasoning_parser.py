@@ -15,7 +15,7 @@ class ReasoningParser(Parser):
 
     Attributes:
         spans: where reasoning begins and ends, in characters of the output; the end of one that
-            goes on is infinite.
+            continues is infinite.
         is_over: all that follows is content.
 
     Args:

@@ -187,10 +187,10 @@ class CountTokensRequest(TranslatedRequest):
             if self.thinks
             else None,
         }
-        if messages and messages[-1]["role"] == "assistant":  # the answer goes on with it
+        if messages and messages[-1]["role"] == "assistant":  # the answer continues with it
             if "content" not in messages[-1] or "tool_calls" in messages[-1]:
                 raise InvalidRequest(
-                    "the last message is the assistant's, and not just text to go on with",
+                    "the last message is the assistant's, and not just text to continue with",
                     param="messages",
                 )
             fields |= {"continue_final_message": True, "add_generation_prompt": False}

@@ -64,7 +64,7 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     """The answer begins with the prompt."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_CANDIDATES)] | None = None
-    """Log-probabilities of the tokens, each with so many of the most likely."""
+    """Log-probabilities of the tokens, each with this many of the most likely."""
     best_of: int | None = None
     """Refused unless it equals `n`."""
     suffix: str | None = None

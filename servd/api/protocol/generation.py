@@ -141,7 +141,7 @@ class GenerationRequest(StructuredRequest):
     top_p: float | None = None
     """Sample among the most probable tokens that reach this probability together."""
     top_k: int | None = None
-    """Sample among so many of the most probable tokens; 0 and -1 are off."""
+    """Sample among this many of the most probable tokens; 0 and -1 are off."""
     min_p: float | None = None
     """Sample among tokens with at least this share of the most probable one's probability."""
     presence_penalty: float | None = None
@@ -186,11 +186,11 @@ class GenerationRequest(StructuredRequest):
     logprob_token_ids: TokenIds | None = None
     """With `logprobs`: also the log-probabilities of these tokens at every position."""
     prompt_logprobs: int | None = None
-    """Log-probabilities of the prompt's tokens, each with so many of the most likely, up to
+    """Log-probabilities of the prompt's tokens, each with this many of the most likely, up to
     --max-logprobs (20); not streamed.
     """
     truncate_prompt_tokens: KeptTokens | None = None
-    """Keep only so many of the prompt's last tokens; -1 for as many as fit."""
+    """Keep only this many of the prompt's last tokens; -1 for as many as fit."""
     use_beam_search: bool | None = None
     """Search with `n` beams instead of sampling."""
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
@@ -266,7 +266,7 @@ class GenerationRequest(StructuredRequest):
         transfer = self.kv_transfer_params or {}
         if transfer.get("do_remote_decode") and self.stream:
             raise InvalidRequest(
-                "`kv_transfer_params` of a prompt that another engine goes on with come in an "
+                "`kv_transfer_params` of a prompt that another engine continues with come in an "
                 "answer that is not streamed: leave out `stream`",
                 param="kv_transfer_params",
             )
@@ -293,7 +293,7 @@ class GenerationRequest(StructuredRequest):
             raise InvalidRequest(
                 f"`n` may be at most {MAX_BEAMS} with `use_beam_search`", param="n"
             )
-        # Each beam needs so many candidates more, at every step.
+        # Each beam needs this many candidates more, at every step.
         if len(self.stop_token_ids or ()) > MAX_STOP:
             raise InvalidRequest(
                 f"`stop_token_ids` may have at most {MAX_STOP} with `use_beam_search`",

@@ -32,7 +32,7 @@ class Tier(msgspec.Struct):
     bytes: int  # on the disk those of every engine that uses the folder
     max_bytes: int
     hits: int = 0  # blocks that came back from there
-    damaged: int = 0  # files that were not what their names say
+    damaged: int = 0  # files that were not what their names state
     skipped: bool = False  # to compute a block is faster
 
 
@@ -68,7 +68,7 @@ async def cache(request: Request) -> Response:
 
 
 class EventSource(msgspec.Struct):
-    """Where an engine tells what its prefix cache has, under vLLM's names."""
+    """Where an engine reports what its prefix cache has, under vLLM's names."""
 
     data_parallel_rank: int
     endpoint: str

@@ -1,4 +1,4 @@
-"""GET /: the console for a browser, and for a program where to go on."""
+"""GET /: the console for a browser, and for a program where to continue."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FILES = text_content("text/css", "text/html", "text/javascript", "image/svg+xml"
 @router.head("/", response_model=dict[str, str], responses=text_content("text/html"))
 async def index(request: Request) -> Response:
     """A page to talk to the model and to look into the server, for who accepts HTML; others get the
-    paths to go on with.
+    paths to continue with.
     """
     has_console = context_of(request).config.server.console
     if has_console and "text/html" in request.headers.get("accept", ""):

@@ -59,7 +59,7 @@ async def upload_file(request: Request) -> Response:
 
 @asynccontextmanager
 async def read_form(request: Request) -> AsyncIterator[FormData]:
-    """The parts of a multipart body. Raises InvalidRequest: it is none; the message says what the
+    """The parts of a multipart body. Raises InvalidRequest: it is none; the message states what the
     parser says.
     """
     content_type = request.headers.get("content-type", "none")
@@ -143,7 +143,7 @@ async def file_content(request: Request, file_id: PathPart) -> Response:
 
 @router.delete("/v1/files/{file_id}", response_model=DeletedFile)
 async def delete_file(request: Request, file_id: PathPart) -> Response:
-    """Forget a file. A batch that reads it at this moment goes on, but not after a restart."""
+    """Forget a file. A batch that reads it at this moment continues, but not after a restart."""
     shelf = call_of(request).shelf
     await asyncio.to_thread(lambda: shelf.delete_file(shelf.load(file_id, FileObject)))
     return json_response(DeletedFile(file_id))

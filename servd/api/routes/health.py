@@ -37,7 +37,7 @@ async def health(request: Request) -> Response:
     the model loads, while the engine restarts (requests wait for it), when the server ends, when
     the engine is gone, and when it has work but has ended no step for longer than the running one
     can take. Of several engines all must have loaded; later one that serves is enough, and
-    `engines` says what each does.
+    `engines` states what each does.
     """
     context = context_of(request)
     admission = context.async_llm.admission
@@ -50,13 +50,13 @@ async def health(request: Request) -> Response:
             return json_response(progress, 503 if progress.status == "stalled" else 200)
         case EngineStatus() as status:
             since = min(engine.loading_since for engine in context.async_llm.engines)
-            told = {
+            status = {
                 "status": "restarting" if context.async_llm.is_restarting else "loading",
                 "phase": status.phase,
                 "progress": status.progress,
                 "elapsed_seconds": round(time.monotonic() - since, 3),
             }
-            return json_response(told, 503, {"retry-after": "1"})
+            return json_response(status, 503, {"retry-after": "1"})
         case EngineDead() as status:
             return json_response({"status": "dead", "reason": without_paths(status.reason)}, 503)
 

@@ -152,13 +152,13 @@ async def cancel_response(request: Request, response_id: PathPart) -> HTTPRespon
 
 
 def _stream(request: Request, log: EventLog, start: int, headers: Mapping[str, str]) -> EventStream:
-    """The events of a response from number `start` on. It goes on if the client leaves."""
+    """The events of a response from number `start` on. It continues if the client leaves."""
     return EventStream(
         log.follow(start),
         request_id=call_of(request).request_id,
         keep_alive=context_of(request).keep_alive,
         headers=headers,
-        end=b"",  # the last event says that it is the last
+        end=b"",  # the last event states that it is the last
     )
 
 

@@ -138,7 +138,7 @@ class ChatTemplate:
             )
         if is_continued and chat.add_generation_prompt:
             raise InvalidRequest(
-                "continue_final_message goes on with the last message and add_generation_prompt "
+                "continue_final_message continues with the last message and add_generation_prompt "
                 "begins a new one: set only one of them",
                 param="continue_final_message",
             )
@@ -197,7 +197,7 @@ class _Budget(msgspec.Struct):
     num_chars: int = MAX_CHARS
 
     def check(self, num_chars: int = 0) -> None:
-        """Raise if a value of so many characters is too large, or time is up."""
+        """Raise if a value of N characters is too large, or time is up."""
         if num_chars > MAX_CHARS:
             raise jinja2.TemplateError(f"a value has more than {MAX_CHARS} characters")
         if time.thread_time() > self.deadline:
@@ -215,8 +215,8 @@ _budget: ContextVar[_Budget] = ContextVar("_budget")
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which loops, calls and operators ask the budget: they are what can go on
-    for long, or grow. Nested lists and the widths of filters may still take memory.
+    """Jinja's sandbox, in which loops, calls and operators ask the budget: they may take long.
+    Nested lists and the widths of filters may still take memory.
     """
 
     intercepted_binops = frozenset({"*", "**", "%", "+"})

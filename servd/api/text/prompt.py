@@ -39,7 +39,7 @@ class SharedText(msgspec.Struct):
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """Two texts that the model scores together; each may be cut off after so many tokens."""
+    """Two texts that the model scores together; each may be cut off after N tokens."""
 
     first: SharedText
     second: str

@@ -32,7 +32,7 @@ def check(template: ChatTemplate) -> None:
 def chat_of(
     prompt: Prompt, files: PoolingSpec, tokenizer: Tokenizer, options: RequestOptions
 ) -> Prompt:
-    """Return a pair as a chat: what the model's files say that pairs begin with, query, document.
+    """Return a pair as a chat: what the model's files state that pairs begin with, query, document.
     Raises InvalidRequest: it is no pair, or to be cut through the template.
     """
     pair = prompt.content

@@ -26,7 +26,7 @@ def choose_drafts(
 
 
 class Drafts:
-    """`draft_length` says how many are worth their time, `kv_cache` has the room for them."""
+    """`draft_length` states how many are worth their time, `kv_cache` has the room for them."""
 
     def __init__(self, draft_length: DraftLengthController, kv_cache: KVCacheManager) -> None:
         self.draft_length = draft_length

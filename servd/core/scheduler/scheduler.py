@@ -75,7 +75,7 @@ class Scheduler:
         policy = plugins.load(QUEUES, config.scheduling_policy, "WaitingQueue")
         self.waiting: WaitingQueue = policy(self.long_prompt, max_adapters, clock)
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._freed_slots: list[int] = []  # not yet told to the workers
+        self._freed_slots: list[int] = []  # not yet sent to the workers
         self._in_flight: deque[Step] = deque()
         self.clock = clock
         self.outputs = Outputs(clock)
@@ -413,7 +413,7 @@ class Scheduler:
 
     def take_outputs(self, num_deferred: int = 0) -> dict[int, EngineCoreOutputs]:
         """Outputs since the last call, by client, with the engine's current statistics. A client
-        without outputs gets none, unless the engine has become idle, which all are told.
+        without outputs gets none, unless the engine has become idle, which all clients learn.
         `num_deferred`: requests that wait for a grammar, not for capacity.
         """
         if self.outputs and not self.requests:

@@ -174,7 +174,7 @@ def _add_options(found: re.Match[str]) -> str:
     brace = found.string.index("{", found.start())
     try:
         schema, _ = json.JSONDecoder().raw_decode(found.string, brace)
-    except (ValueError, RecursionError):  # the library says what is wrong with it
+    except (ValueError, RecursionError):  # the library states what is wrong with it
         return found[0]
     if "x-guidance" in schema:
         return found[0]

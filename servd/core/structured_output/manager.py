@@ -157,7 +157,7 @@ class Row:
 
     @property
     def end(self) -> GrammarEnd | None:
-        """How the grammar ends the output; None: it goes on."""
+        """How the grammar ends the output; None: it continues."""
         if self.matcher is None:
             return GrammarEnd(error=self.error)
         return GrammarEnd() if not self.starts_after and self.matcher.is_complete else None

@@ -18,7 +18,7 @@ from servd.worker.device.device import upload
 
 # The longest row of a group may have this many times the blocks of the shortest ...
 MAX_PADDING = 1.25
-FREE_BLOCKS = 4  # ... or so many blocks more
+FREE_BLOCKS = 4  # ... or this many blocks more
 # Keys (or values) that a group gathers. On a CPU they should still be in its caches when read.
 MAX_GATHER_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 

@@ -50,7 +50,7 @@ def count_blocks(
     """Blocks to allocate in `memory` bytes: at most what all slots at full length can use. Raises
     NotEnoughMemory: not even one request of max_model_len fits, and the context may not be
     shortened. `block_bytes`: size of a block on this rank; `memory`: bytes that the cache may take;
-    `more_memory`: changes of options that would free so many bytes.
+    `more_memory`: changes of options that would free that many bytes.
     """
     max_model_len = config.model.max_model_len
     max_num_seqs = config.scheduler.max_num_seqs

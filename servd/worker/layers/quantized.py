@@ -58,7 +58,7 @@ class Quantized:
         return self.codes.new_tensor(self.table, dtype=torch.float32)
 
     def dequantize(self, table: Tensor | None = None) -> Tensor:
-        """Return what the format says that the weights are, float32 [out, in]. `table`: what
+        """Return what the format states that the weights are, float32 [out, in]. `table`: what
         `table_on_device` returned, for CUDA graphs, which cannot hold the call.
         """
         table = self.table_on_device() if table is None else table
@@ -72,7 +72,7 @@ class Quantized:
         return of_groups.float().repeat_interleave(self.group_size, dim=1)[:, : self.shape[1]]
 
     def split(self, rows: Sequence[int]) -> list[Quantized]:
-        """Parts of so many rows each."""
+        """Parts of N rows each."""
         starts = [sum(rows[:index]) for index in range(len(rows))]
         return [self.narrow(0, start, n) for start, n in zip(starts, rows, strict=True)]
 

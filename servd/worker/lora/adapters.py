@@ -105,7 +105,7 @@ class Adapters:
         if self.parallel.all_reduce(has_failed).item():
             raise failure or InvalidRequest(
                 f"the adapter {request.adapter.name} could not be loaded on all ranks: the log of "
-                "another worker says why"
+                "another worker explains why"
             )
         self.places.move_to_end(place)
         self.users[place] += 1

@@ -269,7 +269,7 @@ def exchange_weights(model: Any, vocab_size: int, linears: set[str], parallel: P
         elif dim is not None:
             raise UnsupportedModel(f"{path}: --tensor-parallel-size splits only products")
         elif is_table:
-            # Before nn.Embedding in the order of bases, so that a subclass goes on to it.
+            # Before nn.Embedding in the order of bases, so that a subclass continues to it.
             kind = type(module)
             bases = (Table,) if kind is nn.Embedding else (kind, Table)
             module.__class__ = type(kind.__name__, bases, {})

@@ -192,7 +192,7 @@ def context(ctx: ForwardContext | Notes | Probe, positions: Tensor) -> Iterator[
 
 
 class Mask(Tensor):
-    """Only says how it would be made; so does any part of it."""
+    """Only states how it would be made; so does any part of it."""
 
     rule: Callable[..., Any]
 

@@ -26,7 +26,7 @@ from servd.worker.loading.pipeline_model import LAYER
 from servd.worker.models.llama import LlamaForCausalLM, LlamaMLP
 from servd.worker.ops.reference import Routing, placed
 
-NORM_EPS = 1e-6  # of the norms of latents, whatever config.json says
+NORM_EPS = 1e-6  # of the norms of latents, whatever config.json states
 
 
 class OfHeads(nn.Module):

@@ -16,7 +16,7 @@ from servd.worker.models.qwen3 import Qwen3Attention
 
 
 def has_experts(config: dict[str, Any], layer: int) -> bool:
-    """All layers have, or those that config.json says."""
+    """All layers have, or those that config.json states."""
     is_dense = layer in (config.get("mlp_only_layers") or ())
     return not is_dense and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
 

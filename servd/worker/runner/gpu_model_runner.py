@@ -90,7 +90,7 @@ class GPUModelRunner(ModelRunner):
 
     @cached_property
     def can_capture(self) -> bool:
-        """Whether steps can be graphs. A warning, logged once, says why not."""
+        """Whether steps can be graphs. A warning, logged once, explains why not."""
         if self.config.model.enforce_eager:
             return False
         reason = ""

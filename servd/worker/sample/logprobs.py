@@ -66,7 +66,7 @@ class LogprobsTensors:
 
 class SampledLogprobs:
     """Which slots ask for the log-probabilities of their sampled tokens, and of how many others.
-    `are_logits`: logits are told in their place.
+    `are_logits`: logits are reported in their place.
     """
 
     def __init__(self, are_logits: bool = False) -> None:
@@ -92,10 +92,10 @@ class SampledLogprobs:
         for row, slot in zip(rows.host_index.tolist(), slots, strict=True):
             num_logprobs[row] = self.num_logprobs[slot]
         named = [self.named.get(slot, []) for slot in slots] if self.named else []
-        told = gather_logprobs(logits, sampled[rows.index], num_logprobs, named)
+        reported = gather_logprobs(logits, sampled[rows.index], num_logprobs, named)
         if self.are_logits:
-            return replace(told, logprobs=logits.gather(1, told.token_ids))
-        return told
+            return replace(reported, logprobs=logits.gather(1, reported.token_ids))
+        return reported
 
 
 def gather_logprobs(

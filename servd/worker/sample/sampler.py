@@ -176,16 +176,16 @@ class Sampler:
         if used & ~(RANDOM | FILTERED) or bitmask is not None:
             logits = logits.float()
         asked = step.subset(LOGPROBS) if used & LOGPROBS else None
-        told = None  # logits to report: of the rows that asked; of all, if `order` may change
+        reported = None  # logits to report: of the rows that asked; of all, if `order` may change
         in_order = drafts is None or drafts.parents is None
         if asked is not None and not self.tells_processed:
-            told = asked.copy_of(logits) if in_order else logits.clone()
+            reported = asked.copy_of(logits) if in_order else logits.clone()
         if drafts is not None and used & self.stateful:
             token_ids = self._choose_in_turn(logits, step, bitmask, drafts)
         else:
             token_ids = self._choose(logits, step, bitmask)
-        if asked is not None and told is None:
-            told = asked.copy_of(logits) if in_order else logits
+        if asked is not None and reported is None:
+            reported = asked.copy_of(logits) if in_order else logits
         best = logits.gather(1, token_ids.unsqueeze(1))
         num_kept = order = logprobs = None
         if drafts is not None:
@@ -194,10 +194,10 @@ class Sampler:
         if order is not None:
             token_ids = token_ids[order]
             best = best[order]
-            if asked is not None and told is not None:
-                told = told[order[asked.index]]
-        if asked is not None and told is not None:
-            logprobs = self.logprobs.gather(told, token_ids, asked, len(host_slots))
+            if asked is not None and reported is not None:
+                reported = reported[order[asked.index]]
+        if asked is not None and reported is not None:
+            logprobs = self.logprobs.gather(reported, token_ids, asked, len(host_slots))
         return SamplerOutput(token_ids, logprobs, num_kept, order, best)
 
     def _choose(

@@ -51,7 +51,7 @@ class Target:
     states: RequestStates
     parallel: Parallel
     backend: Backend[Any]
-    # Chains of passes of a draft, of so many rows at most, and tokens in the first one, as fast as
+    # Chains of passes of a draft, of N rows at most, and tokens in the first one, as fast as
     # this device can.
     make_chain: Callable[[Drafter, int, int], Chain]
 

@@ -109,7 +109,7 @@ class DraftModelProposer(Proposer):
         lens[order] = np.minimum(lens[order], left.clip(0))
         self.behind[slots] = missing - wants - lens
         limits[lens < missing] = 0
-        if limits.max(initial=0) > 1:  # the chain goes on, in the place of their newest token
+        if limits.max(initial=0) > 1:  # the chain continues, in the place of their newest token
             self.behind[slots[limits == 1]] += 1
         self.limits = limits[batch.max_new_drafts > 0]
         if lens.any():

@@ -138,7 +138,7 @@ class EagleProposer(Proposer):
     before any later token reads them.
 
     It follows rows that verify drafts or want some, and prompts, unless there have hardly been any
-    drafts recently. Other tokens are skipped: the head's cache goes on without them, so that a row
+    drafts recently. Other tokens are skipped: the head's cache continues without them. So a row
     has as many places in its blocks as tokens were followed, and a step that has nothing to do with
     drafts costs nothing. Blocks that the prefix cache lends may lack such tokens, or were made with
     the next token of another request: drafts after them may be worse.

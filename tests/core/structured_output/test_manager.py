@@ -255,7 +255,7 @@ EVERYTHING = bytes(32 * [255] + [0])
 
 @pytest.mark.parametrize("error", [RuntimeError("bug"), BaseException("panic"), None])
 @pytest.mark.parametrize("method", ["compute_bitmask", "consume_token", "compute_ff_tokens"])
-@pytest.mark.parametrize("num_ends", [0, 256], ids=["goes on", "would end"])
+@pytest.mark.parametrize("num_ends", [0, 256], ids=["continues", "would end"])
 def test_a_grammar_that_fails_while_decoding_ends_only_its_request(method, error, num_ends):
     """Even where the token after the failure would have ended it, the output is not complete."""
     if method == "compute_ff_tokens" and error is None:

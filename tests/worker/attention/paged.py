@@ -74,7 +74,7 @@ class Rows:
         spec: of the attention.
         lens: (tokens computed before, tokens of this step) per row.
         rotary: queries and keys are turned.
-        tail: so many of each row's last tokens lie scattered over blocks that are no row's.
+        tail: N of each row's last tokens lie scattered over blocks that are no row's.
         seed: of row r is `seed + r`: equal rows of different batches have equal tokens.
     """
 

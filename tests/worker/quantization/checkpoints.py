@@ -1,4 +1,4 @@
-"""Writes tiny checkpoints as quantizers do, from layouts that are published, and says what
+"""Writes tiny checkpoints as quantizers do, from layouts that are published, and states what
 transformers answers with the weights that they stand for.
 """
 

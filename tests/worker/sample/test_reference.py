@@ -36,7 +36,7 @@ def processor(name: str, vocab_size: int) -> LogitsProcessor:
 
 
 def rows_of(requests: list[SlotRequest], uses: list[bool]) -> Rows:
-    """Each request's row, at the position after its outputs; bit 1 says that it is used."""
+    """Each request's row, at the position after its outputs; bit 1 states that it is used."""
     slots = [request.slot for request in requests]
     positions = [
         len(request.prompt_token_ids) + len(request.output_token_ids) for request in requests

@@ -151,7 +151,7 @@ def test_drafts_change_no_token_and_no_logprob(cases, seed, quality):
     seed=st.integers(0, 2**32),
 )
 def test_branches_change_no_token_and_no_logprob(cases, seed):
-    """The text goes on in a random branch, among wrong ones, as far as it is drafted; there are
+    """The text continues in a random branch, among wrong ones, as far as it is drafted; there are
     chains beside it, where other processors follow the tokens.
     """
     without = [generate([case], lambda *_: [])[0] for case in cases]

@@ -60,7 +60,7 @@ def make_requests(count: int, grammar: StructuredOutput | None) -> list[EngineCo
 def serve_all(
     folder: Path, draft: Path | None, num_tokens: int, depth: int, grammar=None, **options
 ) -> Log:
-    """Seven requests, prompts in chunks, with blocks for so many tokens of the target."""
+    """Seven requests, prompts in chunks, with blocks for N tokens of the target."""
     if draft is not None:
         options["speculative_config"] = {"method": "draft_model", "model": str(draft)}
     return serve(

@@ -157,7 +157,7 @@ OPTIONS: dict[str, Any] = {"temperature": 1.0, "max_tokens": NUM_TOKENS}
 
 
 def allowed_after(outputs: tuple[int, ...], has_grammar: bool) -> list[int]:
-    """What a text may go on with."""
+    """What a text may continue with."""
     if not has_grammar:
         return [*range(EOS + 1)]
     dash = LETTERS.index("-")

@@ -45,7 +45,7 @@ def make_request(number: int) -> EngineCoreRequest:
 def serve_all(
     folder: Path, batch: int, depth: int, num_blocks: int, speculative: dict[str, Any] | None
 ) -> Log:
-    """All kinds of requests, so many at a time."""
+    """All kinds of requests, N at a time."""
     requests = [make_request(i) for i in range(len(SAMPLINGS))]
     requests.append(EngineCoreRequest("cannot enter", [10**6], SamplingParams(max_tokens=9)))
     drafts = {"speculative_config": speculative} if speculative else {}

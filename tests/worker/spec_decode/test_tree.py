@@ -121,7 +121,7 @@ def test_as_many_are_kept_as_a_walk_by_hand_finds(target, tmp_path, monkeypatch)
 
 
 def test_the_cache_holds_what_it_holds_without_drafts(target: Path, tmp_path: Path):
-    """A conversation that goes on, with cached blocks of texts that trees made, to the bit."""
+    """A conversation that continues, with cached blocks of texts that trees made, to the bit."""
     config = tree_for(target, tmp_path)
     driver = Driver(config_for(target, speculative_config=config, block_size=16))
     cold = Driver(config_for(target, block_size=16))

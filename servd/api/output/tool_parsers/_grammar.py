@@ -73,7 +73,7 @@ def calls_grammar(
     before = r"/\n{0,2}/"
     rules = []
     opening, closing = map(literal, syntaxes[0].reasoning)
-    if closing.startswith("<["):  # a special token, which no text goes on with
+    if closing.startswith("<["):  # a special token, which no text continues with
         before = "reasoning*"
         rules = [f"reasoning: {opening} text {closing}", r"text: /(.|\n)*/"]
     rules.insert(0, f"start: {before} ({' | '.join(starts)})")

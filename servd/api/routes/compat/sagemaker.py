@@ -44,7 +44,7 @@ async def read_invocation(request: Request) -> RequestBody:
         parse = partial(read_json, data, dict[str, msgspec.Raw])
         fields = await call.run_in_thread(len(data), parse, is_new=True)
     except ValueError:
-        fields = {"messages": None}  # reading a chat says what is wrong with it
+        fields = {"messages": None}  # reading a chat states what is wrong with it
     for name, (kind, _) in BODIES.items():
         if name in fields:
             return await call.read(request, kind)

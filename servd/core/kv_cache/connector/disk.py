@@ -54,7 +54,7 @@ class Disk:
         self.num_bytes = 0  # in all files when they were last counted, and since
         self._counted_bytes = 0
         self.num_hits = 0  # blocks that were loaded from here
-        self.num_bad = 0  # files that were not what their names say
+        self.num_bad = 0  # files that were not what their names state
         self._warned_at = -WARN_INTERVAL
 
     def open(self) -> None:

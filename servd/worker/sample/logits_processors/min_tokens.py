@@ -1,4 +1,4 @@
-"""min_tokens: end-of-sequence and stop tokens are impossible before so many outputs."""
+"""min_tokens: end-of-sequence and stop tokens are impossible before N outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""thinking_token_budget: reasoning that has had so many tokens goes on with its end tag."""
+"""thinking_token_budget: reasoning that has had N tokens continues with its end tag."""
 
 from __future__ import annotations
 
