@@ -1,4 +1,4 @@
-"""SamplingParams.verify: every bound, at the bound and just beyond it."""
+"""SamplingParams.validate: every bound, at the bound and just beyond it."""
 
 import msgspec
 import pytest
@@ -53,7 +53,7 @@ BOUNDS = [
     ("name", "value"), [(name, v) for name, inside, _ in BOUNDS for v in inside]
 )
 def test_values_up_to_the_bound_pass(name, value):
-    SamplingParams(**{name: value}).verify(VOCAB)
+    SamplingParams(**{name: value}).validate(VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_values_up_to_the_bound_pass(name, value):
 )
 def test_values_beyond_the_bound_fail_with_the_name_of_the_field(name, value):
     with pytest.raises(InvalidRequest, match=name) as error:
-        SamplingParams(**{name: value}).verify(VOCAB)
+        SamplingParams(**{name: value}).validate(VOCAB)
     assert error.value.param == name
     assert error.value.status == 400
 
@@ -99,7 +99,7 @@ def test_every_number_has_bounds_and_every_list_a_length(field):
 
 
 def test_min_tokens_is_free_when_max_tokens_is_not_set():
-    SamplingParams(min_tokens=10_000, max_tokens=None).verify(VOCAB)
+    SamplingParams(min_tokens=10_000, max_tokens=None).validate(VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -110,11 +110,11 @@ def test_is_greedy(temperature, greedy):
 
 
 def test_a_bad_word_has_a_limited_number_of_tokens():
-    SamplingParams(bad_words=["x"], bad_words_token_ids=[[1] * MAX_BAD_WORD_TOKENS]).verify(VOCAB)
+    SamplingParams(bad_words=["x"], bad_words_token_ids=[[1] * MAX_BAD_WORD_TOKENS]).validate(VOCAB)
     with pytest.raises(InvalidRequest, match="bad_words must be at most 32 tokens long"):
         SamplingParams(
             bad_words=["x"], bad_words_token_ids=[[1] * (MAX_BAD_WORD_TOKENS + 1)]
-        ).verify(VOCAB)
+        ).validate(VOCAB)
 
 
 @pytest.mark.parametrize(("field", "inside", "outside"), [
@@ -123,8 +123,8 @@ def test_a_bad_word_has_a_limited_number_of_tokens():
 ])  # fmt: skip
 def test_bounds_of_pooling_params(field, inside, outside):
     for value in inside:
-        PoolingParams(**{field: value}).verify(hidden_size=64)
+        PoolingParams(**{field: value}).validate(hidden_size=64)
     for value in outside:
         with pytest.raises(InvalidRequest, match=field) as error:
-            PoolingParams(**{field: value}).verify(hidden_size=64)
+            PoolingParams(**{field: value}).validate(hidden_size=64)
         assert error.value.param == field

@@ -17,10 +17,10 @@ MAX_TIMEOUT = 86400  # seconds; the largest timeout of a request
 
 Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX, extra={"is_token_id": True})]
-"""An index in the model's vocabulary, whose size `verify` gets as an argument."""
+"""An index in the model's vocabulary, whose size `validate` gets as an argument."""
 
 
-def verify(params: msgspec.Struct, vocab_size: int, param: str | None = None) -> None:
+def validate(params: msgspec.Struct, vocab_size: int, param: str | None = None) -> None:
     """Check every field of `params`, which msgspec does only when decoding. The InvalidRequest
     names the invalid field, or `param` instead, its bound and the value.
     """

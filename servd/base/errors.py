@@ -28,7 +28,7 @@ from typing import ClassVar
 
 
 class ServdError(Exception):
-    """Any error that servd raises on purpose. The message names the cause and the hint."""
+    """Any error that servd raises on purpose. The message names the reason and the remedy."""
 
 
 class RequestError(ServdError):
@@ -148,7 +148,7 @@ class UnsupportedModel(ConfigError):
 
 
 class DifferentTokens(UnsupportedModel):
-    """servd computes other tokens than transformers, and the cause is not known."""
+    """servd computes other tokens than transformers, for an unknown reason."""
 
 
 class NotEnoughMemory(ConfigError):

@@ -94,9 +94,9 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def complete(self, params: PoolingParams) -> PoolingParams:
-        """Return `params` with what the files state where the request says nothing, verified."""
+        """Return `params` with what the files state where the request says nothing, validated."""
         self.check(params.task)
-        params.verify(self.size)
+        params.validate(self.size)
         return msgspec.structs.replace(
             params,
             pooling=params.pooling or self.pooling,

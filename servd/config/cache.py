@@ -98,7 +98,7 @@ class CacheConfig(Section, frozen=True):
         options = self.kv_offloading_size, self.kv_cache_dir, self.kv_transfer_config
         return any(each is not None for each in options)
 
-    def verify(self) -> None:
+    def validate(self) -> None:
         """Check what is resolved.
 
         Raises:

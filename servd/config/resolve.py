@@ -158,7 +158,7 @@ def _check_adapters(config: Config) -> None:
 
 def _check_together(config: Config, spec: ModelSpec) -> None:
     """Check the compatibility of all options, given and decided."""
-    config.cache.verify()
+    config.cache.validate()
     if config.cache.kv_transfer_config is not None:
         read_token(config)
     model = config.model

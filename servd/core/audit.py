@@ -26,7 +26,7 @@ def problems(engine: EngineCore) -> list[str]:
     slots = sorted([*scheduler.free_slots, *(request.slot for request in scheduler.running)])
     found = {
         f"blocks {wrong[:8]} have {[pool.ref_counts[b] for b in wrong[:8]]} references, the "
-        f"requests and pins have {[owned[b] for b in wrong[:8]]}": not wrong,
+        f"requests and pinned prefixes have {[owned[b] for b in wrong[:8]]}": not wrong,
         f"{pool.num_free} of {pool.num_blocks} blocks are free, {len(owned)} are owned": (
             pool.num_free == pool.num_blocks - len(owned)
         ),

@@ -71,10 +71,10 @@ class RepetitionDetection(
     min_pattern_size: Annotated[int, Meta(ge=0, le=MAX_PATTERN_SIZE)] = 0  # 0 is 1
     min_count: Count = 0  # consecutive repetitions; at least 2
 
-    def verify(self) -> None:
+    def validate(self) -> None:
         """Check the bounds. The InvalidRequest has the field in `param`."""
         param = "repetition_detection"
-        bounds.verify(self, 0, param)
+        bounds.validate(self, 0, param)
         largest = self.max_pattern_size
         smallest = self.min_pattern_size
         problem = None
@@ -105,7 +105,7 @@ class SamplingParams(
     """How tokens are chosen and when generation ends. Defaults are neutral, as in vLLM.
 
     The engine, which makes `n` requests of one, uses all but TEXT_PARAMS. Bounds are those of the
-    annotations; `verify` checks them. A field with `made_of` is that field's texts as token ids.
+    annotations; `validate` checks them. A field with `made_of` is that field's texts as token ids.
     """
 
     n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
@@ -156,13 +156,13 @@ class SamplingParams(
     # With logprobs: also the log-probabilities of these tokens.
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] = []
 
-    def verify(self, vocab_size: int) -> None:
+    def validate(self, vocab_size: int) -> None:
         """Check every bound once, before the engine sees the request.
 
         Raises:
             InvalidRequest: with the field in `param`.
         """
-        bounds.verify(self, vocab_size)
+        bounds.validate(self, vocab_size)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens must be at most the limit of {self.max_tokens} output tokens, got "
@@ -170,9 +170,9 @@ class SamplingParams(
                 param="min_tokens",
             )
         if self.repetition_detection is not None:
-            self.repetition_detection.verify()
+            self.repetition_detection.validate()
         if self.reasoning_tags is not None:
-            bounds.verify(self.reasoning_tags, vocab_size, "thinking_token_budget")
+            bounds.validate(self.reasoning_tags, vocab_size, "thinking_token_budget")
 
     def of_choice(self, index: int) -> SamplingParams:
         """Parameters of one of `n` choices: seeds increase; only the first has prompt logprobs."""
@@ -212,13 +212,13 @@ class PoolingParams(
         0  # where the second of two texts begins that a model tells apart; 0: one text
     )
 
-    def verify(self, hidden_size: int) -> None:
+    def validate(self, hidden_size: int) -> None:
         """Check every bound once, before the engine sees the request.
 
         Raises:
             InvalidRequest: with the field in `param`.
         """
-        bounds.verify(self, 0)
+        bounds.validate(self, 0)
         if self.dimensions is not None and not 1 <= self.dimensions <= hidden_size:
             raise InvalidRequest(
                 f"dimensions must be between 1 and {hidden_size}, the size of this model's "

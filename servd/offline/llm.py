@@ -190,7 +190,7 @@ class LLM:
         Raises:
             InvalidRequest: a prompt or parameter is not acceptable; nothing has been computed.
         """
-        bounds.verify(params, 0)
+        bounds.validate(params, 0)
         self.engine.processor.check_sums()
         sampling = SamplingParams(
             n=params.beam_width,

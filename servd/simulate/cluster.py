@@ -82,7 +82,7 @@ class ClusterSim:
         self.clock = VirtualClock()
         given = {**recorded.options, **options.config}
         config = Config.load(given)
-        config.cache.verify()
+        config.cache.validate()
         num_tokens = config.scheduler.max_num_batched_tokens or 0
         num_seqs = config.scheduler.max_num_seqs or 0
         if num_tokens < num_seqs:

@@ -108,7 +108,7 @@ def test_any_parameters_are_refused_or_served(engine: Engine, fields: dict[str, 
     params = SamplingParams(**fields)
     refusal = None
     try:
-        params.verify(engine.spec.vocab_size)
+        params.validate(engine.spec.vocab_size)
     except InvalidRequest as error:
         refusal = error
         assert error.param in FIELDS

@@ -105,7 +105,7 @@ class Processor:
         else:
             if self.pooling.task != "generate":
                 self.pooling.check("generate")
-            params.verify(self.spec.vocab_size)
+            params.validate(self.spec.vocab_size)
             asked = params
         marked = self.render(prompt)
         text = marked.replace(SPLIT_HERE, "") if isinstance(marked, str) else marked
@@ -403,7 +403,7 @@ class Processor:
             filled |= self._limit_reasoning(prompt, expected, token_ids)
         completed = msgspec.structs.replace(params, **filled)
         if any(isinstance(value, list) for value in filled.values()):  # longer than checked before
-            completed.verify(self.spec.vocab_size)
+            completed.validate(self.spec.vocab_size)
         return completed
 
     def _limit_reasoning(

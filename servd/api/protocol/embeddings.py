@@ -15,7 +15,7 @@ from servd.base.errors import InvalidRequest
 from servd.messages.engine import RequestOptions
 from servd.messages.params import PoolingParams
 
-# The largest is the model's; `PoolingParams.verify` knows it.
+# The largest is the model's; `PoolingParams.validate` knows it.
 Dimensions = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1})]
 
 

@@ -151,7 +151,7 @@ def add_descriptions(properties: dict[str, Schema], texts: Mapping[str, str]) ->
 
 
 def add_bounds(properties: dict[str, Schema], params: type[msgspec.Struct]) -> None:
-    """Give the fields that become fields of `params` the bounds that `verify` enforces there."""
+    """Give the fields that become fields of `params` the bounds that `validate` enforces there."""
     for field in msgspec.structs.fields(params):
         for name in (field.name, *ALIASES.get(field.name, ())):
             if name in properties:

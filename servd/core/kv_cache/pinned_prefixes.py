@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 
 from servd.core.kv_cache.block_pool import BlockPool
 
-STALE = 1024  # outdated queue entries, beyond the number of pins, at which the queue is rebuilt
+STALE = 1024  # rebuild the queue with this many outdated entries beyond the pinned blocks
 
 
 class PinnedPrefixes:

@@ -1,4 +1,4 @@
-"""Adapters of running requests: read when first needed, in as many places as a step may have."""
+"""Adapters of running requests: read when first needed, in a slot of --max-loras."""
 
 from __future__ import annotations
 
@@ -69,12 +69,11 @@ class Adapters:
         self.targets = adapt(model, self.rows, config.max_loras, config.max_lora_rank, dtype)
         self.matrices = list(dict.fromkeys(target.matrix for target in self.targets.values()))
         self.dtype = dtype
-        self.place_of_slot = np.full(max_num_seqs + 1, -1, dtype=np.int64)  # on the host
-        self.places: OrderedDict[int, str] = OrderedDict(  # digests, the one used last at the end
-            (place, "") for place in range(config.max_loras)
-        )
-        self.users: Counter[int] = Counter()  # running requests, by place
-        self.kept: OrderedDict[str, Loaded] = OrderedDict()  # by digest, as the places
+        self.adapter_slot_of = np.full(max_num_seqs + 1, -1, dtype=np.int64)  # on the host
+        # Digests, the one used last at the end.
+        self.adapter_slots = OrderedDict.fromkeys(range(config.max_loras), "")
+        self.users: Counter[int] = Counter()  # running requests, by adapter slot
+        self.kept: OrderedDict[str, Loaded] = OrderedDict()  # by digest, as the slots have
         self.max_kept = config.max_cpu_loras or config.max_loras
         self.layers = layers_of(model)
 
@@ -95,48 +94,50 @@ class Adapters:
         if request.adapter is None:
             return
         failure: Exception | None = None
-        place = -1
+        adapter_slot = -1
         try:
-            place = self._place(request.adapter)
+            adapter_slot = self._take_adapter_slot(request.adapter)
         except Exception as error:
             failure = error
         # All ranks get the same requests, so all of them meet here.
-        has_failed = torch.tensor([float(failure is not None)], device=self.rows.places.device)
+        has_failed = torch.tensor(
+            [float(failure is not None)], device=self.rows.adapter_slots.device
+        )
         if self.parallel.all_reduce(has_failed).item():
             raise failure or InvalidRequest(
                 f"the adapter {request.adapter.name} could not be loaded on all ranks: the log of "
                 "another worker explains why"
             )
-        self.places.move_to_end(place)
-        self.users[place] += 1
-        self.place_of_slot[request.slot] = place
+        self.adapter_slots.move_to_end(adapter_slot)
+        self.users[adapter_slot] += 1
+        self.adapter_slot_of[request.slot] = adapter_slot
 
-    def _place(self, adapter: Adapter) -> int:
-        for place, digest in self.places.items():
+    def _take_adapter_slot(self, adapter: Adapter) -> int:
+        for adapter_slot, digest in self.adapter_slots.items():
             if digest == adapter.digest:
-                return place
+                return adapter_slot
         loaded = self._load(adapter)
-        place = next(place for place in self.places if not self.users[place])
-        self.places[place] = ""  # until all of it is there
+        adapter_slot = next(slot for slot in self.adapter_slots if not self.users[slot])
+        self.adapter_slots[adapter_slot] = ""  # until all of it is there
         for matrix in self.matrices:
-            matrix.clear(place)
+            matrix.clear(adapter_slot)
         for matrix, part, a, b in loaded:
-            matrix.put(place, part, a, b)
-        self.places[place] = adapter.digest
-        return place
+            matrix.put(adapter_slot, part, a, b)
+        self.adapter_slots[adapter_slot] = adapter.digest
+        return adapter_slot
 
     def remove(self, slot: int) -> None:
-        place = int(self.place_of_slot[slot])
-        if place >= 0:
-            self.users[place] -= 1
-            self.place_of_slot[slot] = -1
+        adapter_slot = int(self.adapter_slot_of[slot])
+        if adapter_slot >= 0:
+            self.users[adapter_slot] -= 1
+            self.adapter_slot_of[slot] = -1
 
     def begin_step(self, batch: InputBatch) -> None:
-        places = self.place_of_slot[batch.host_slots]
-        self.rows.is_active = bool((places >= 0).any())
+        adapter_slots = self.adapter_slot_of[batch.host_slots]
+        self.rows.is_active = bool((adapter_slots >= 0).any())
         if self.rows.is_active:
-            of_tokens = np.repeat(places, batch.query_lens)
-            rows = self.rows.places
+            of_tokens = np.repeat(adapter_slots, batch.query_lens)
+            rows = self.rows.adapter_slots
             rows[: len(of_tokens)] = upload(of_tokens, rows.device)
             rows[len(of_tokens) :] = -1  # what pads a graph
 

@@ -21,9 +21,9 @@ WIDTH = 16  # columns of `LowRank.a` are a multiple of it: the widest vector of 
 
 @dataclass
 class AdapterRows:
-    """Which place each token of the step has."""
+    """Which adapter slot each token of the step has."""
 
-    places: Tensor  # int64 [the most of a step], on the device; -1: none
+    adapter_slots: Tensor  # int64 [the most of a step], on the device; -1: none
     is_active: bool = False  # whether any token has one
 
 
@@ -53,7 +53,7 @@ class AdaptedMatrix:
         if matrix.shard_dim == 1:
             num_inputs = matrix.parallel.share(num_inputs)
         width = -(-parts * max_rank // WIDTH) * WIDTH
-        device = rows.places.device
+        device = rows.adapter_slots.device
         self.factors = LowRank(
             torch.zeros(num_adapter_slots, num_inputs, width, dtype=dtype, device=device),
             torch.zeros(
@@ -69,7 +69,7 @@ class AdaptedMatrix:
         """A step without adapters is that of the model."""
         out = self.base.multiply(x, bias)
         if self.step.is_active:
-            self.ops.add_low_rank(out, x, self.factors, self.step.places[: len(x)])
+            self.ops.add_low_rank(out, x, self.factors, self.step.adapter_slots[: len(x)])
         return out
 
     def rows(self, index: Tensor) -> Tensor:
@@ -92,20 +92,20 @@ class AdaptedMatrix:
     def _own(self, rows: Tensor, part: int) -> Tensor:
         return _whole(self.matrix.share(rows, part)) if self.matrix.shard_dim == 0 else rows
 
-    def put(self, place: int, part: int, a: Tensor, b: Tensor) -> None:
-        """Give a place what `shares` made for it. Where a rank has less of it, the rest is zero."""
+    def put(self, adapter_slot: int, part: int, a: Tensor, b: Tensor) -> None:
+        """Fill an adapter slot with what `shares` made. Where a rank has less, the rest is zero."""
         rank = a.shape[1]
         first = part * self.max_rank
         rows = self.rows_of[part]
-        self.factors.a[place, : len(a), first : first + rank].copy_(a)
-        self.factors.b[place, :rank, rows.start : rows.start + b.shape[1]].copy_(b)
-        self.factors.ranks[place, part] = rank
+        self.factors.a[adapter_slot, : len(a), first : first + rank].copy_(a)
+        self.factors.b[adapter_slot, :rank, rows.start : rows.start + b.shape[1]].copy_(b)
+        self.factors.ranks[adapter_slot, part] = rank
 
-    def clear(self, place: int) -> None:
-        if self.factors.ranks[place].any():
-            self.factors.ranks[place] = 0
-            self.factors.a[place].zero_()
-            self.factors.b[place].zero_()
+    def clear(self, adapter_slot: int) -> None:
+        if self.factors.ranks[adapter_slot].any():
+            self.factors.ranks[adapter_slot] = 0
+            self.factors.a[adapter_slot].zero_()
+            self.factors.b[adapter_slot].zero_()
 
 
 def _whole(share: object) -> Tensor:

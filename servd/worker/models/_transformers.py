@@ -216,7 +216,7 @@ def build(spec: ModelSpec) -> Any:
             "upgrade transformers if it is new; code that comes with a checkpoint is not run"
         ) from error
     if type(model).__name__ in DIFFERENT:
-        raise DifferentTokens("its tokens are not those of transformers, for an unknown cause")
+        raise DifferentTokens("its tokens are not those of transformers, for an unknown reason")
     for module in model.modules():
         for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
             setattr(module, name, buffer.to(device=torch.get_default_device()))

@@ -97,7 +97,7 @@ class FusedRotary(nn.Module):
 
 
 def fuse(model: Any, attentions: list[nn.Module], linears: set[str], parallel: Parallel) -> None:
-    """Exchange all parts that can be: attention in every layer, or in none."""
+    """Replace all parts that can be: attention in every layer, or in none."""
     device_ops = ops.for_device(torch.get_default_device())
     modules: list[tuple[str, Any]] = list(model.named_modules())
     names = {module: name for name, module in modules}

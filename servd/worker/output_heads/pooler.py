@@ -45,7 +45,7 @@ class OutputHead(output_heads.OutputHead):
         if not isinstance(request.params, PoolingParams):
             return
         is_all = request.params.pooling == "all"
-        request.params.verify(self.spec.hidden_size if is_all else self.size)
+        request.params.validate(self.spec.hidden_size if is_all else self.size)
         self.params[request.slot] = request.params
         if (start := request.params.second_text) > 0:
             second = self.states.token_ids[request.slot, start : len(request.token_ids)]

@@ -410,7 +410,7 @@ class ModelRunner(ABC):
         prompt_len = request.num_prompt_tokens
         is_sampling = isinstance(params, SamplingParams)
         if isinstance(params, SamplingParams):
-            params.verify(self.spec.vocab_size)
+            params.validate(self.spec.vocab_size)
         self.states.add(request)
         for listener in self.request_listeners:
             listener.add(request)

@@ -81,13 +81,13 @@ def test_what_is_to_stay_longer_takes_the_place_of_what_ends_first():
     generate(engine, make_request("a", PROMPT, retention=60.0))
     generate(engine, make_request("b", other, retention=600.0))
     crowd(engine)
-    pins = engine.scheduler.kv_cache.prefix_cache.pinned
-    assert len(pins) == 12
+    pinned = engine.scheduler.kv_cache.prefix_cache.pinned
+    assert len(pinned) == 12
     assert num_cached(engine, other) == 20
     assert num_cached(engine) == 24  # the last four blocks had to go
     generate(engine, make_request("c", [9, *PROMPT[1:]], retention=1.0))
     crowd(engine)
-    assert num_cached(engine, [9, *PROMPT[1:]]) == 0 and len(pins) == 12
+    assert num_cached(engine, [9, *PROMPT[1:]]) == 0 and len(pinned) == 12
 
 
 def test_nothing_stays_where_nothing_may():
@@ -196,7 +196,7 @@ def test_pins_are_those_that_end_last(asked, most):
     for block in blocks:
         pool.register(block, b"%d" % block)
     pool.release(blocks)
-    pins = PinnedPrefixes(pool, most)
+    pinned = PinnedPrefixes(pool, most)
     kept: dict[int, int] = {}
     now = 0
     for prompt, length, lasts, passes in asked:
@@ -204,9 +204,9 @@ def test_pins_are_those_that_end_last(asked, most):
         for block, end in [*kept.items()]:
             if end < now:
                 del kept[block]
-        pins.unpin(20, now)
+        pinned.unpin(20, now)
         end = now + lasts
-        pins.add([5 * prompt + place for place in range(length)], end)
+        pinned.add([5 * prompt + place for place in range(length)], end)
         for place in range(length):
             block = 5 * prompt + place
             if block in kept:
@@ -218,5 +218,5 @@ def test_pins_are_those_that_end_last(asked, most):
                     break
                 del kept[first]
             kept[block] = end
-        assert {*pins.blocks} == {*kept}
+        assert {*pinned.blocks} == {*kept}
         assert [pool.ref_counts[b] for b in blocks] == [int(b in kept) for b in blocks]

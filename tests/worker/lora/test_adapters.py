@@ -60,7 +60,7 @@ def test_what_one_rank_cannot_load_is_an_error_on_all(tmp_path: Path, llama: Pat
     adapters.parallel = other = OtherRank()  # type: ignore[assignment]
     with pytest.raises(InvalidRequest, match="sql could not be loaded on all ranks"):
         adapters.add(request)
-    assert not adapters.users and adapters.place_of_slot[2] == -1
+    assert not adapters.users and adapters.adapter_slot_of[2] == -1
     other.fails = False
     adapters.add(request)
     assert adapters.users.total() == 1

@@ -58,7 +58,7 @@ def test_only_requests_that_ask_for_it_use_it(name):
 
 @every_file
 def test_the_example_is_within_the_bounds_of_params(name):
-    example(name).verify(VOCAB)
+    example(name).validate(VOCAB)
 
 
 @every_file
@@ -108,6 +108,6 @@ def test_outputs_depend_on_the_request_alone(name, preempted_at):
 
 def test_the_costliest_request_uses_everything():
     sampler = Sampler(VOCAB, NUM_SLOTS, CPU)
-    sampler.costliest.verify(VOCAB)
+    sampler.costliest.validate(VOCAB)
     sampler.add(0, sampler.costliest, PROMPT, [], EOS)
     assert sampler.uses[0] == (8 << len(NAMES)) - 1
