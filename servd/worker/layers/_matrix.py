@@ -35,10 +35,10 @@ class QuantMethod(Protocol):
 
 
 class MakeQuantMethod(NamedTuple):
-    """Converts a loaded matrix to its form: the fastest on the device, or a quantized one.
+    """Make the quant method of a loaded matrix: the fastest on the device, or a quantized one.
 
     Args:
-        dense: makes the form of a matrix that is not quantized; may return None, to leave it.
+        dense: makes the quant method of an ordinary matrix; None leaves it as it is.
         x_dtype: type that x may be rounded to.
         table: like dense, for embeddings and heads; None: dense.
         importance: importance matrix: checkpoint name -> float32 [in], passed to `dense`.
@@ -79,17 +79,17 @@ class Dense:
 
 
 class Stacked:
-    """Matrices of several forms, stacked by rows: q, k and v of different types."""
+    """Matrices with different quant methods, stacked by rows: q, k and v of different types."""
 
-    def __init__(self, forms: Sequence[QuantMethod], num_rows: Sequence[int]) -> None:
-        self.forms = forms
+    def __init__(self, methods: Sequence[QuantMethod], num_rows: Sequence[int]) -> None:
+        self.methods = methods
         self.num_rows = num_rows
-        self.nbytes = sum(form.nbytes for form in forms)
+        self.nbytes = sum(method.nbytes for method in methods)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        biases = [None] * len(self.forms) if bias is None else bias.split(self.num_rows)
-        parts = zip(self.forms, biases, strict=True)
-        return torch.cat([form.multiply(x, b) for form, b in parts], dim=1)
+        biases = [None] * len(self.methods) if bias is None else bias.split(self.num_rows)
+        parts = zip(self.methods, biases, strict=True)
+        return torch.cat([method.multiply(x, b) for method, b in parts], dim=1)
 
     def rows(self, index: Tensor) -> Tensor:
         """Not needed: tables are one tensor."""
@@ -97,19 +97,19 @@ class Stacked:
 
 
 class Matrix(Weight):
-    """Loaded as an ordinary tensor; `process_weights` converts it to a faster or smaller form.
+    """Loaded as an ordinary tensor; `process_weights` gives it a quant method.
 
     Parts that are quantized in the checkpoint stay quantized.
     """
 
-    form: QuantMethod | None = None
+    quant_method: QuantMethod | None = None
     # The checkpoint's rows, over all ranks, as they follow each other here; None: as there.
     row_order: Tensor | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.compute_dtype = self.dtype  # `load` and forms may store another one
-        self.quantized: dict[int, Quantized] = {}  # by part; until they are in a form
+        self.compute_dtype = self.dtype  # `load` and quant methods may store another one
+        self.quantized: dict[int, Quantized] = {}  # by part; until a quant method has them
 
     @property
     def num_bytes(self) -> int:
@@ -144,9 +144,9 @@ class Matrix(Weight):
         self.missing.discard(part)
 
     def process_weights(self, make: MakeQuantMethod) -> None:
-        form = self._stack(make) if self.quantized else make.dense(self.data)
-        if form is not None:
-            self.quant_method = form
+        method = self._stack(make) if self.quantized else make.dense(self.data)
+        if method is not None:
+            self.quant_method = method
             self.data = torch.empty(0)
             self.quantized = {}
         elif self.device.type == "cpu":
@@ -156,7 +156,7 @@ class Matrix(Weight):
         def kind(part: int) -> tuple[object, ...]:
             return self.quantized[part].kind if part in self.quantized else ()
 
-        forms: list[QuantMethod] = []
+        methods: list[QuantMethod] = []
         rows: list[int] = []
         for _, together in groupby(range(len(self.part_shapes)), kind):
             parts = list(together)
@@ -166,15 +166,15 @@ class Matrix(Weight):
             if parts[0] in self.quantized:
                 # What is stacked is not needed twice.
                 quantized = stack([self.quantized.pop(part) for part in parts])
-                forms.append(quant_method_of(quantized, self.data.dtype, make.x_dtype))
+                methods.append(quant_method_of(quantized, self.data.dtype, make.x_dtype))
             else:
                 dense = self.data[first.start : last.stop]
                 kept = make.dense(dense)
-                forms.append(kept or Dense(dense.to(self.compute_dtype, copy=True)))
-        if len(forms) == 1:
-            return forms[0]
-        parts = [form for form in forms if isinstance(form, packed.Packed)]
-        return packed.Stacked(parts) if len(parts) == len(forms) else Stacked(forms, rows)
+                methods.append(kept or Dense(dense.to(self.compute_dtype, copy=True)))
+        if len(methods) == 1:
+            return methods[0]
+        parts = [method for method in methods if isinstance(method, packed.Packed)]
+        return packed.Stacked(parts) if len(parts) == len(methods) else Stacked(methods, rows)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """[n, in] -> x @ self.T + bias, [n, out]."""
@@ -193,8 +193,9 @@ class Matrix(Weight):
 def quant_method_of(
     quantized: Quantized, dtype: torch.dtype, x_dtype: torch.dtype = torch.float32
 ) -> QuantMethod:
-    """The fastest form for quantized weights on their device; `dtype` is the model's type, for
-    `x_dtype` see `MakeQuantMethod`.
+    """Return the fastest quant method for quantized weights on their device.
+
+    `dtype`: of the model, for what is not quantized; `x_dtype`: as in `MakeQuantMethod`.
     """
     if quantized.codes.device.type == "cpu" and native.library() is not None:
         return packed.GroupedMatrix(quantized, x_dtype)

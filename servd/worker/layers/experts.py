@@ -36,7 +36,7 @@ class GroupedQuantMethod(Protocol):
 
 
 class OneByOne:
-    """Expert by expert: slow, for forms without a grouped kernel."""
+    """Expert by expert: slow, for quant methods without a grouped kernel."""
 
     is_capturable = False
 
@@ -55,11 +55,11 @@ class OneByOne:
 
 
 def grouped_quant_method(matrices: Sequence[Matrix]) -> GroupedQuantMethod:
-    forms = [matrix.quant_method for matrix in matrices]
-    kinds = {packed.ExpertMatrices.kind(form) for form in forms}
+    methods = [matrix.quant_method for matrix in matrices]
+    kinds = {packed.ExpertMatrices.kind(method) for method in methods}
     if len(kinds) == 1 and None not in kinds:
-        return packed.ExpertMatrices(forms)  # pyright: ignore[reportArgumentType]
-    if matrices[0].is_cuda and not any(forms) and find_spec("triton"):
+        return packed.ExpertMatrices(methods)  # pyright: ignore[reportArgumentType]
+    if matrices[0].is_cuda and not any(methods) and find_spec("triton"):
         from servd.worker.ops.triton.experts import ExpertMatrices
 
         return ExpertMatrices(matrices)
@@ -67,9 +67,9 @@ def grouped_quant_method(matrices: Sequence[Matrix]) -> GroupedQuantMethod:
 
 
 class WithBiases:
-    def __init__(self, form: GroupedQuantMethod, biases: Sequence[Tensor]) -> None:
-        self.quant_method = form
-        self.is_capturable = form.is_capturable
+    def __init__(self, method: GroupedQuantMethod, biases: Sequence[Tensor]) -> None:
+        self.quant_method = method
+        self.is_capturable = method.is_capturable
         self.biases = torch.stack(tuple(biases))  # [num_experts, out]
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class SparseMoE(nn.Module):
 
     @property
     def is_capturable(self) -> bool:
-        return all(form.is_capturable for form in self.grouped)
+        return all(method.is_capturable for method in self.grouped)
 
     def route(self, x: Tensor) -> Routing:
         """The experts of tokens [num_tokens, hidden]."""
