@@ -50,13 +50,13 @@ async def health(request: Request) -> Response:
             return json_response(progress, 503 if progress.status == "stalled" else 200)
         case EngineStatus() as status:
             since = min(engine.loading_since for engine in context.async_llm.engines)
-            status = {
+            progress = {
                 "status": "restarting" if context.async_llm.is_restarting else "loading",
                 "phase": status.phase,
                 "progress": status.progress,
                 "elapsed_seconds": round(time.monotonic() - since, 3),
             }
-            return json_response(status, 503, {"retry-after": "1"})
+            return json_response(progress, 503, {"retry-after": "1"})
         case EngineDead() as status:
             return json_response({"status": "dead", "reason": without_paths(status.reason)}, 503)
 
