@@ -39,7 +39,7 @@ PLUGINS = {
     "servd/worker/attention": "Backend",
     "servd/worker/models": r"\w+(ForCausalLM|LMHeadModel|ForMaskedLM)",
     "servd/worker/quantization": "quantize|read",
-    "servd/worker/output_heads": "Reader",
+    "servd/worker/output_heads": "OutputHead",
     "servd/worker/sample/logits_processors": "Processor",
     "servd/worker/spec_decode": "Proposer",
 }

@@ -119,7 +119,7 @@ def test_requests_are_told_in_a_drain_that_no_engine_will_come(tree):
         told.append((folder, message.reason))
         server.exit_code = 0
 
-    tree.tell = tell
+    tree.notify = tell
     tree.events.put(engine)
     tree.wait_for_api_servers(30, lambda engine: "it died too often")
     assert told == [("here", "it died too often"), ("there", "it died too often")]

@@ -55,7 +55,7 @@ def test_columns_are_gathered_as_rows_are():
             ]
         one, other = batches
         for field in dataclasses.fields(InputBatch):
-            if field.name not in ("states", "columns", "is_plain"):
+            if field.name not in ("states", "buffers", "is_plain"):
                 assert plain(getattr(one, field.name)) == plain(getattr(other, field.name)), field
         assert one.states.num_computed.tolist() == other.states.num_computed.tolist()
         assert plain(one.token_ids) == plain(other.token_ids)
@@ -86,9 +86,9 @@ def test_drafts_at_hand_are_gathered_as_those_of_a_device_are():
                 states.token_ids[row.slot, first : first + len(ids)] = torch.tensor(ids).int()
             batches.append(InputBatch.gather(SchedulerOutput(1, rows), states))
         one, other = batches
-        assert one.columns is not None and other.columns is None
+        assert one.buffers is not None and other.buffers is None
         for field in dataclasses.fields(InputBatch):
-            if field.name not in ("states", "columns"):
+            if field.name not in ("states", "buffers"):
                 assert plain(getattr(one, field.name)) == plain(getattr(other, field.name)), field
         assert one.states.num_computed.tolist() == other.states.num_computed.tolist()
         for name in ("token_ids", "input_ids", "sample_columns"):

@@ -338,10 +338,10 @@ def call_many(tiny_llama: Path) -> None:
     ends = torch.tensor([64])
     factors = LowRank(torch.rand(2, 64, 16), torch.rand(2, 16, 64), torch.tensor([[4], [8]]), ends)
     native.add_low_rank(x.clone(), x, factors, torch.tensor([0, 1, -1]))
-    sampling.shift(x, LogitEdits(bitmask=torch.full((3, 2), -1, dtype=torch.int32)))
+    sampling.edit_logits(x, LogitEdits(bitmask=torch.full((3, 2), -1, dtype=torch.int32)))
     weights = sampling.to_weights(x, x.amax(dim=1), torch.ones(3))
     lowest, top_p = torch.zeros(3), torch.ones(3, dtype=torch.float64)
-    sampling.narrow(weights, lowest, positions, top_p)
+    sampling.filter_top_k_top_p(weights, lowest, positions, top_p)
     sampling.draw(weights, lowest, positions, positions)
     sampling.score(x, positions)
 
@@ -417,11 +417,13 @@ def penalize(slots: list[int]) -> None:
     counts, factors = torch.zeros(4, 50, dtype=torch.int32), torch.ones(4, 3)
     rows = torch.arange(len(slots))
     penalized = Penalized(rows, torch.tensor(slots), counts, factors)
-    sampling.shift(torch.zeros(2, 50), LogitEdits(penalized=penalized))
+    sampling.edit_logits(torch.zeros(2, 50), LogitEdits(penalized=penalized))
 
 
 def mask(*shape: int) -> None:
-    sampling.shift(torch.zeros(2, 50), LogitEdits(bitmask=torch.full(shape, -1, dtype=torch.int32)))
+    sampling.edit_logits(
+        torch.zeros(2, 50), LogitEdits(bitmask=torch.full(shape, -1, dtype=torch.int32))
+    )
 
 
 @pytest.mark.usefixtures("kernels")
