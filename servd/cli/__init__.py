@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from servd import __version__
-from servd.base import plugins
+from servd.base import compat, plugins
 from servd.base.errors import ConfigError, ServdError
 
 
@@ -65,7 +65,7 @@ def docstring(module: str) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(compat.ArgumentParser):
     """Says what an unknown flag may have meant."""
 
     def __init__(self, **options: Any) -> None:
@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             from servd.config.foreign_options import remedy
 
-            known, listed = self._option_string_actions, f"`{self.prog} --help` says what there is"
+            known, listed = self.flags, f"`{self.prog} --help` says what there is"
             flags = [each for each in unknown if each.startswith("-")] or unknown[:1]
             self.error(
                 "\n".join(
@@ -87,11 +87,11 @@ class Parser(argparse.ArgumentParser):
             )
         return parsed, unknown
 
-    def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """What a flag may be short for: `-ngl 99`, another server's, is no `-n gl`."""
+    def is_whole(self, flag: str) -> bool:
+        """`-ngl 99`, another server's, is no `-n gl`."""
         from servd.config.foreign_options import REMEDIES
 
-        return [] if option_string in REMEDIES else super()._get_option_tuples(option_string)
+        return flag in REMEDIES
 
 
 class Command(Parser):

@@ -287,7 +287,8 @@ def test_two_instances_are_independent():
 @given(st.lists(st.lists(st.one_of(st.floats(0, 100), st.sampled_from(ITL_BUCKETS)))))
 def test_values_handed_on_together_are_counted_as_one_by_one(batches: list[list[float]]):
     registry = CollectorRegistry()
-    tallied = TalliedHistogram("tallied", "", buckets=ITL_BUCKETS, registry=registry)
+    histogram = Histogram("tallied", "", buckets=ITL_BUCKETS, registry=registry)
+    tallied = TalliedHistogram(histogram, ITL_BUCKETS)
     plain = Histogram("plain", "", buckets=ITL_BUCKETS, registry=registry)
     for batch in batches:
         tallied.values.extend(batch)
