@@ -143,7 +143,7 @@ def wrong_shapes(source: Source) -> list[str]:
     """Imports of templates, parsers and grammars by the shapes of the wire."""
     if not source.path.startswith("servd/api/protocol/"):
         return []
-    allowed = ("servd.api.protocol.", "servd.api.text.prompt.", "servd.api.batches.format.")
+    allowed = ("servd.api.protocol.", "servd.api.text.prompt.")
     return [
         name
         for name in source.imports

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 from tqdm import tqdm
 
-from servd.api.batches import format as batch
-from servd.api.batches.format import Problem, Response, Result
+from servd.api.protocol import batch_file as batch
+from servd.api.protocol.batch_file import Problem, Response, Result
 from servd.base.errors import ConfigError
 from servd.terminal import engine_flags
 from servd.terminal.api_client import Client

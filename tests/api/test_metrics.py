@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from servd.api.engine.choice import Choice
 from servd.api.observability.metric_names import ITL_BUCKETS
 from servd.api.observability.metrics import Metrics, TalliedHistogram
+from servd.api.request.choice import Choice
 from servd.base.tracing import Mark
 from servd.config import Config
 from servd.messages.engine import EngineCoreOutput, EngineReady, FinishReason, WorkerReady

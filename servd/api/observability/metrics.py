@@ -20,8 +20,6 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.utils import floatToGoString
 
-from servd.api.engine.choice import Choice
-from servd.api.engine.request_state import Observer, RequestState
 from servd.api.observability import metric_names as names
 from servd.api.observability.collectors import (
     EngineCollector,
@@ -29,6 +27,8 @@ from servd.api.observability.collectors import (
     ProcessesCollector,
     WithExemplars,
 )
+from servd.api.request.choice import Choice
+from servd.api.request.request_state import Observer, RequestState
 from servd.base import compat
 from servd.base.tracing import StepRecord
 from servd.config import Config
