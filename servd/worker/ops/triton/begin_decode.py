@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from servd.worker.batch import decode_inputs
+from servd.worker.ops import _decode_rows
 
 TOKENS = 1024  # at a time
 
@@ -24,7 +24,7 @@ def begin_decode(
     if num_tokens := step.shape[1]:
         begin_decode_kernel[(1,)](
             step, seq_lens, token_ids, num_computed, tables, num_tokens, token_ids.stride(0),
-            tables.stride(0), block_size, decode_inputs.TABLE_ROW, decode_inputs.NEXT_COLUMN,
+            tables.stride(0), block_size, _decode_rows.TABLE_ROW, _decode_rows.NEXT_COLUMN,
             TOKENS, num_warps=8,
         )  # fmt: skip
 
