@@ -22,7 +22,7 @@ from safetensors import safe_open
 import servd
 from servd.base.errors import ServdError
 from servd.checkpoint.hf import local_folder, weight_files
-from servd.cli import _client, _server
+from servd.terminal import api_client, server_process
 
 FORMS = {
     "float32": ["--dtype", "float32"],
@@ -151,7 +151,7 @@ def server(model: str, port: int) -> Facts:
     serve = f"{model} --served-model-name model --dtype float32 --kv-cache-memory 512MiB"
     started = _bench("startup", "--repeats", "3", "--port", str(port), "--serve", serve)
     command = [sys.executable, "-m", "servd", "serve", *serve.split(), "--port", str(port)]
-    with _server.running(command, _client.Client(f"http://127.0.0.1:{port}"), 300):
+    with server_process.running(command, api_client.Client(f"http://127.0.0.1:{port}"), 300):
         [root] = [
             process for process in psutil.Process().children() if "servd" in process.cmdline()
         ]

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from servd.cli import _client, _server
+from servd.terminal import api_client, server_process
 
 KEYS = {"A": "key-of-a", "B": "key-of-b"}
 # at whole capacity, in a step
@@ -60,9 +60,9 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def client(arguments: argparse.Namespace, owner: str) -> _client.Client:
+def client(arguments: argparse.Namespace, owner: str) -> api_client.Client:
     """A client of the server that is measured."""
-    return _client.Client(f"http://127.0.0.1:{arguments.port}", KEYS[owner])
+    return api_client.Client(f"http://127.0.0.1:{arguments.port}", KEYS[owner])
 
 
 def body(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def serving(arguments: argparse.Namespace, slots: int, tokens: int) -> Iterator[
     command += ["--port", str(arguments.port), "--max-num-seqs", str(slots)]
     command += ["--max-num-batched-tokens", str(tokens), "--max-waiting-requests", "1000"]
     command += [part for key in KEYS.values() for part in ("--api-key", key)]
-    with _server.running(command, client(arguments, "B"), START_TIMEOUT):
+    with server_process.running(command, client(arguments, "B"), START_TIMEOUT):
         yield
 
 
@@ -140,14 +140,14 @@ def hurry() -> None:
         os.nice(-5)
 
 
-def generated(mine: _client.Client) -> float:
+def generated(mine: api_client.Client) -> float:
     """Tokens that the server has made."""
     lines = str(mine.ask("GET", "/metrics").body).splitlines()
     name = "vllm:generation_tokens_total"
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
-def phases_of(mine: _client.Client, request_id: str) -> Counter[str]:
+def phases_of(mine: api_client.Client, request_id: str) -> Counter[str]:
     """Asked at once: timelines of others soon push out this one."""
     timeline = mine.ask("GET", f"/v1/requests/{request_id}/timeline").body
     assert "spans" in timeline, timeline

@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from servd.cli._client import Client
-from servd.cli._server import running
+from servd.terminal.api_client import Client
+from servd.terminal.server_process import running
 
 PORT = 18437
 SERVD = [sys.executable, "-m", "servd"]

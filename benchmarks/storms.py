@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
-from servd.cli import _client
+from servd.terminal import api_client
 
 MINE = "key-of-the-one-beside"
 THEIRS = "key-of-the-storm"
@@ -194,7 +194,7 @@ def beside(url: str) -> None:
     refused = list[str]()
     over = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
-    client = _client.Client(url, MINE)
+    client = api_client.Client(url, MINE)
     while not over.wait(0.02) or len(seconds) < 2:
         begin = time.monotonic()
         answer = client.ask("POST", "/v1/completions", body)

@@ -43,11 +43,11 @@ def of_engine() -> Replaced:
 
 def of_api_server() -> Replaced:
     """No timelines and metrics."""
-    from servd.api.engine.choice import Choice
-    from servd.api.engine.request_state import RequestState, Timeline
     from servd.api.http import middleware
     from servd.api.observability.metrics import Metrics
     from servd.api.observability.tracer import Tracer
+    from servd.api.request.choice import Choice
+    from servd.api.request.request_state import RequestState, Timeline
 
     def count(metrics: Metrics, choice: Choice, num_tokens: int, now_ns: int) -> None:
         choice.num_tokens += num_tokens

@@ -13,7 +13,7 @@ import httpx
 import jinja2.sandbox
 import pytest
 
-from servd.api.http import auth
+from servd.api import keys
 from servd.api.http.http_protocol import MAX_HEAD
 from servd.api.output.tool_parsers import pythonic
 from servd.api.text.chat_template import ChatTemplate
@@ -51,7 +51,7 @@ async def test_cve_2025_59425_keys_are_compared_in_constant_time(monkeypatch: py
         compared.append(len(offered))
         return offered == known
 
-    monkeypatch.setattr(auth.hmac, "compare_digest", compare)
+    monkeypatch.setattr(keys.hmac, "compare_digest", compare)
     async with serve(api_key=["first", "second"]) as served:
         for key in ("first", "f", "x" * 999):
             await served.http.get("/version", headers={"x-api-key": key})

@@ -105,6 +105,10 @@ SOURCES = [
     for p in sorted(ROOT.glob("servd/**/*.py"))
 ]
 
+# What servd uses of libraries that they do not promise to keep.
+COMPAT = ("servd/base/compat.py", "servd/worker/compat.py")
+DOCUMENTED = {"_exit", "_replace"}  # in spite of their names: of os, of named tuples
+
 
 def pickling(source: Source) -> list[str]:
     """Imports and calls that pickle."""
@@ -139,7 +143,7 @@ def wrong_shapes(source: Source) -> list[str]:
     """Imports of templates, parsers and grammars by the shapes of the wire."""
     if not source.path.startswith("servd/api/protocol/"):
         return []
-    allowed = ("servd.api.protocol.", "servd.api.text.prompt.", "servd.api.batches.format.")
+    allowed = ("servd.api.protocol.", "servd.api.text.prompt.")
     return [
         name
         for name in source.imports
@@ -147,7 +151,86 @@ def wrong_shapes(source: Source) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("rule", [pickling, reading_by_name, wrong_shapes])
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def names_defined(source: Source) -> set[str]:
+    """Functions, classes, variables and attributes that a file gives a value."""
+    found: set[str] = set()
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                found.add(name)
+            case ast.AsyncFunctionDef(name=name):
+                found.add(name)
+            case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+    return found
+
+
+def names_of_libraries(source: Source) -> tuple[set[str], list[str]]:
+    """Names in a file that stand for what it imports from libraries, and its imports of private
+    modules and names of them.
+    """
+    aliases: set[str] = set()
+    private: list[str] = []
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        for alias in node.names:
+            path = f"{base}{alias.name}"
+            is_own = path.split(".")[0] == "servd" or getattr(node, "level", 0)
+            if not is_own:
+                aliases.add(alias.asname or (alias.name if base else path.split(".")[0]))
+                private += [path] if any(map(is_private, path.split("."))) else []
+    return aliases, private
+
+
+def overriding(source: Source, aliases: set[str]) -> list[str]:
+    """Private methods of classes that derive from a library's, which the file itself never calls:
+    the library does.
+    """
+    nodes = [*ast.walk(source.tree)]
+    called = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "super()"
+    }
+    return [
+        f"{node.name}.{method.name}"
+        for node in nodes
+        if isinstance(node, ast.ClassDef)
+        and any(ast.unparse(base).split(".")[0] in aliases for base in node.bases)
+        for method in node.body
+        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
+        and is_private(method.name)
+        and method.name not in called
+    ]
+
+
+def using_private_names(source: Source) -> list[str]:
+    """What a file uses of libraries that they do not promise to keep: it belongs into a compat.
+    Attributes of objects count as private ones of libraries if no file of servd sets them.
+    """
+    if source.path in COMPAT:
+        return []
+    aliases, found = names_of_libraries(source)
+    found += overriding(source, aliases)
+    own = DEFINED | names_defined(source)
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            root = ast.unparse(node).split(".")[0]
+            if root in aliases or node.attr not in own:
+                found.append(ast.unparse(node))
+    return [name for name in found if name.split(".")[-1] not in DOCUMENTED]
+
+
+DEFINED = {name for source in SOURCES for name in names_defined(source)}
+
+
+@pytest.mark.parametrize("rule", [pickling, reading_by_name, wrong_shapes, using_private_names])
 def test_no_file_breaks_a_rule(rule):
     broken = {source.path: rule(source) for source in SOURCES}
     assert {path: found for path, found in broken.items() if found} == {}
@@ -166,10 +249,37 @@ def test_no_file_breaks_a_rule(rule):
             "servd/api/protocol/x.py",
             "from servd.api.output.incremental import Delta",
         ),
+        (using_private_names, "servd/x.py", "from torch.x._y import z"),
+        (using_private_names, "servd/x.py", "import x.y as z\nz.w._v"),
+        (using_private_names, "servd/x.py", "def f(model): return model._of_a_library"),
+        (
+            using_private_names,
+            "servd/x.py",
+            "import x\nclass A(x.B):\n  def _of_x(self): super()._of_x()",
+        ),
     ],
 )
 def test_the_rules_can_fail(rule, path, text):
     assert len(rule(Source(path, text))) == 1
+
+
+@pytest.mark.parametrize("path", COMPAT)
+def test_what_is_private_of_a_library_has_its_versions_and_a_reason(path: str):
+    [source] = [source for source in SOURCES if source.path == path]
+    [tested] = [
+        ast.literal_eval(node.value)
+        for node in source.tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TESTED"
+    ]
+    assert all(re.search(r"\d+\.\d+-\d+\.\d+$", versions) for versions in tested.values())
+    used: set[str] = set()
+    for node in source.tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            reason = ast.get_docstring(node) or ""
+            named = {library for library in tested if library in reason}
+            assert named, f"{node.name} does not say which library it is for, and why"
+            used |= named
+    assert used == {*tested}
 
 
 def test_every_library_has_a_contract_that_says_where_it_may_be_imported():

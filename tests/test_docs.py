@@ -19,8 +19,8 @@ import msgspec
 import pytest
 
 from servd.cli import make_parser
-from servd.cli._options import read_config_file
 from servd.config import Config, options_by_name
+from servd.terminal.engine_flags import read_config_file
 from tests.integration.conftest import shared
 from tests.limits import WAIT_SECONDS
 

@@ -23,18 +23,19 @@ import servd
 from servd.api import console
 from servd.api.batches.runner import BatchRunner
 from servd.api.batches.store import BatchStore
-from servd.api.builders.response_store import ResponseStores
 from servd.api.call import call_of
 from servd.api.context import Context
 from servd.api.engine.adapters import Adapters
 from servd.api.engine.async_llm import AsyncLLM
-from servd.api.http.auth import OPEN_PATHS, ApiKeyAuth, Keys
-from servd.api.http.ignored_fields import IgnoredFields
+from servd.api.engine.peers import PeerServers
+from servd.api.http.auth import OPEN_PATHS, ApiKeyAuth
 from servd.api.http.middleware import RequestContext
 from servd.api.http.route import Route
-from servd.api.observability.peers import PeerServers
+from servd.api.keys import Keys
+from servd.api.observability.ignored_fields import IgnoredFields
 from servd.api.protocol.errors import error_reply
 from servd.api.protocol.validation import explain_parameters
+from servd.api.responses.response_store import ResponseStores
 from servd.api.routes import load_routers
 from servd.base import log
 from servd.base.errors import NotFound, ServdError

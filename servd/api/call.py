@@ -19,17 +19,17 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from servd.api.batches.store import Shelf
-from servd.api.builders import kv_transfer
 from servd.api.context import Context
+from servd.api.engine import kv_transfer
 from servd.api.engine.admission import Admitted
 from servd.api.engine.async_llm import AsyncLLM
-from servd.api.engine.request_state import RequestState
-from servd.api.http.auth import ANYONE, CALL
+from servd.api.keys import CALL
 from servd.api.protocol.generation import GenerationRequest
 from servd.api.protocol.validation import MAX_VALUES, Body, RequestBody, parse
+from servd.api.request.request_state import RequestState
 from servd.base.errors import Forbidden, InvalidRequest, NotFound, ServdError
 from servd.base.tracing import Mark, now_ns
-from servd.config.keys import Key
+from servd.config.keys import ANYONE, Key
 from servd.messages.adapter import Adapter
 from servd.messages.engine import RequestOptions
 

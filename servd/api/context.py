@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from servd.api.batches.runner import BatchRunner
-from servd.api.builders.response_store import ResponseStores
 from servd.api.engine.adapters import Adapters
 from servd.api.engine.async_llm import AsyncLLM
-from servd.api.http.auth import Keys
-from servd.api.http.ignored_fields import IgnoredFields
-from servd.api.observability.peers import PeerServers
+from servd.api.engine.peers import PeerServers
+from servd.api.keys import Keys
+from servd.api.observability.ignored_fields import IgnoredFields
+from servd.api.responses.response_store import ResponseStores
 from servd.base.errors import UnknownModel
 from servd.config import Config
 from servd.messages.adapter import Adapter

@@ -28,7 +28,7 @@ from typing import ClassVar
 
 
 class ServdError(Exception):
-    """Any error that servd raises on purpose. The message names the reason and the remedy."""
+    """Any error that servd raises on purpose. The message names the reason and the hint."""
 
 
 class RequestError(ServdError):

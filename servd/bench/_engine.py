@@ -8,10 +8,10 @@ from typing import Any
 
 from servd.bench import _data, _report
 from servd.bench._data import Prompt
-from servd.cli import _options
 from servd.messages.outputs import RequestOutput
 from servd.messages.params import SamplingParams
 from servd.offline.llm import LLM
+from servd.terminal import engine_flags
 
 
 def add_options(
@@ -21,11 +21,11 @@ def add_options(
     parser.usage = "%(prog)s [MODEL] [OPTION ...]"
     _report.add_options(parser)
     _data.add_options(parser, batch, input_len, output_len)
-    _options.add_options(parser)
+    engine_flags.add_options(parser)
 
 
 def make_llm(arguments: argparse.Namespace, **overrides: Any) -> LLM:
-    options = _options.load_options(arguments) | overrides
+    options = engine_flags.load_options(arguments) | overrides
     options.setdefault("enable_prefix_caching", False)
     return LLM(**options)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from servd.base.errors import ServdError
 from servd.bench._load import Record
-from servd.cli._output import format_row, write_json
+from servd.terminal.output import format_row, write_json
 
 PERCENTILES = (50, 90, 99)
 # Names that scripts for vLLM's results read -> those of `summarise`.

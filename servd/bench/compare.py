@@ -11,9 +11,9 @@ from typing import Any
 
 from servd.bench import _data, _load, _report
 from servd.bench._data import Prompt
-from servd.cli import _server
-from servd.cli._client import Client
-from servd.cli._output import format_row, write_json
+from servd.terminal import server_process
+from servd.terminal.api_client import Client
+from servd.terminal.output import format_row, write_json
 
 FIGURES = ("output_tokens_per_s", "ttft_ms mean", "ttft_ms p99", "tpot_ms mean")
 
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name in "ab" * arguments.rounds:
         client = Client(given[f"{name}_url"])
         command = shlex.split(given[name])
-        with _server.running(command, client, arguments.timeout) as seconds:
+        with server_process.running(command, client, arguments.timeout) as seconds:
             print(f"{name} ready after {seconds:.1f} s: {given[name]}")
             for level in arguments.concurrency:
                 summary = asyncio.run(_measure(client, prompts, level))

@@ -12,9 +12,9 @@ from typing import Any
 from servd.base.errors import ServdError
 from servd.bench import _data, _load, _report
 from servd.bench._data import Prompt
-from servd.cli import _client
-from servd.cli._client import Client
-from servd.cli._output import write_json
+from servd.terminal import api_client
+from servd.terminal.api_client import Client
+from servd.terminal.output import write_json
 
 CHATS = "openai-chat"
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
@@ -29,7 +29,7 @@ NEEDLESS = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    _client.add_server_options(parser)
+    api_client.add_server_options(parser)
     add = parser.add_argument
     add("--host", metavar="NAME", help="with --port, in place of --url")
     add("--port", type=int, metavar="N", help="with --host, in place of --url")

@@ -13,12 +13,12 @@ from typing import Any
 from servd.base.errors import EngineError
 from servd.bench import _data, _engine
 from servd.bench._data import Prompt
-from servd.cli import _options
-from servd.cli._output import format_row, write_json
 from servd.config.speculative import read_keys, readers
 from servd.offline import metrics as offline_metrics
 from servd.offline.llm import LLM
 from servd.offline.llm_engine import InProcess
+from servd.terminal import engine_flags
+from servd.terminal.output import format_row, write_json
 
 LEAST_SECONDS = 1.0  # per run: shorter ones vary by more than drafts gain
 COUNTED = "vllm:spec_decode_num_"
@@ -47,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    keys = read_keys(_options.load_options(arguments).get("speculative_config", {}))
+    keys = read_keys(engine_flags.load_options(arguments).get("speculative_config", {}))
     prompts = _data.make_prompts(arguments, more=1)
     print(format_row("method", *COLUMNS))
     rows, texts = measure(arguments, None, prompts, {})

@@ -13,8 +13,8 @@ from tqdm import tqdm
 from servd.base.errors import ServdError
 from servd.bench import _load, _report
 from servd.bench._data import TOKEN_IDS, Prompt
-from servd.cli import _server
-from servd.cli._client import Client
+from servd.terminal import server_process
+from servd.terminal.api_client import Client
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     first_token: list[float] = []
     for _ in tqdm(range(arguments.repeats), desc="starts", disable=None):
         started = time.perf_counter()
-        with _server.running(command, client, arguments.timeout) as seconds:
+        with server_process.running(command, client, arguments.timeout) as seconds:
             ready.append(seconds)
             load = _load.Load(client.url, client.first_model())
             [record], _ = asyncio.run(_load.run(load, [prompt], show_progress=False))

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from servd.base import compat
 from servd.base.errors import ModelNotFound, UnsupportedModel
 from servd.checkpoint.cached_folder import make_cached_folder
 
@@ -52,40 +53,13 @@ def open_file(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
     GGUF, or damaged; UnsupportedModel: the package `gguf` is not installed.
     """
     try:
-        from gguf import GGUFReader, GGUFValueType
+        reader_class = compat.make_gguf_reader(MAX_LENGTH)
     except ImportError:
         raise UnsupportedModel(
             f'{path}: reading GGUF needs the package gguf: pip install "servd[gguf]"'
         ) from None
-
-    class Reader(GGUFReader):
-        def _get_field_parts(
-            self, orig_offs: int, raw_type: int
-        ) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
-            """Read a list at once. As of 0.19, the package makes arrays of each value, which takes
-            seconds for a vocabulary, and reads on past the end of the file.
-            """
-            if raw_type != GGUFValueType.ARRAY:
-                return super()._get_field_parts(orig_offs, raw_type)
-            data = self.data.data
-            kind, length = struct.unpack_from("<IQ", data, orig_offs)
-            if kind == GGUFValueType.ARRAY or length > MAX_LENGTH:
-                raise ValueError(f"a list of {length} values of type {kind}")
-            offset = orig_offs + 12
-            parts: list[Any] = []
-            if kind == GGUFValueType.STRING:
-                for _ in range(length):
-                    (size,) = struct.unpack_from("<Q", data, offset)
-                    offset += 8 + size
-                    parts.append(data[offset - size : offset])
-            else:
-                parts.append(self._get(offset, self.gguf_scalar_to_np[GGUFValueType(kind)], length))
-                offset += parts[0].nbytes
-            types = [GGUFValueType.ARRAY, GGUFValueType(kind)]
-            return offset - orig_offs, parts, list(range(len(parts))), types
-
     try:
-        reader = Reader(path, "c")  # torch warns of memory that it could not write to
+        reader = reader_class(path, "c")  # torch warns of memory that it could not write to
         return reader, {name: field.contents() for name, field in reader.fields.items()}
     except (OSError, *DAMAGED) as error:
         raise ModelNotFound(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from servd import __version__
-from servd.base import plugins
+from servd.base import compat, plugins
 from servd.base.errors import ConfigError, ServdError
 
 # Command -> its former names.
@@ -69,7 +69,7 @@ def docstring(module: str) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(compat.ArgumentParser):
     """Says what an unknown flag may have meant."""
 
     def __init__(self, **options: Any) -> None:
@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             from servd.config.flag_aliases import hint
 
-            known = self._option_string_actions
+            known = self.flags
             listed = f"`{self.prog} --help` states what there is"
             flags = [each for each in unknown if each.startswith("-")] or unknown[:1]
             self.error(
@@ -90,11 +90,11 @@ class Parser(argparse.ArgumentParser):
             )
         return parsed, unknown
 
-    def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """What a flag may be short for: `-ngl 99`, another server's, is no `-n gl`."""
+    def is_whole(self, flag: str) -> bool:
+        """`-ngl 99`, another server's, is no `-n gl`."""
         from servd.config.flag_aliases import HINTS
 
-        return [] if option_string in HINTS else super()._get_option_tuples(option_string)
+        return flag in HINTS
 
 
 class Command(Parser):

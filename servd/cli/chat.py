@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from servd.base.errors import ServdError
-from servd.cli import _client
+from servd.terminal import api_client
 
 HELP = """\
 /reset          forget the conversation
@@ -24,14 +24,14 @@ PLAIN = "\033[0m"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    _client.add_options(parser)
+    api_client.add_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # gives input() line editing and history
 
-    client, options = _client.connect(arguments)
+    client, options = api_client.connect(arguments)
     conversation = Conversation(client, arguments.system, options)
     prompt = ""
     if sys.stdin.isatty():
@@ -52,7 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
 class Conversation:
     """A chat in the terminal. Reasoning is shown dimmed and is not part of the history."""
 
-    def __init__(self, client: _client.Client, system: str | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self, client: api_client.Client, system: str | None, options: dict[str, Any]
+    ) -> None:
         self.client = client
         self.options = options
         self.is_terminal = sys.stdout.isatty()

@@ -25,9 +25,9 @@ from servd.base import plugins
 from servd.base.errors import ConfigError, ModelNotFound
 from servd.base.sizes import format_bytes
 from servd.checkpoint import hf, pooling
-from servd.cli import _options
 from servd.config import Config
 from servd.config.resolve import look_at_machine
+from servd.terminal import engine_flags
 
 WORKER = "servd.worker"
 HUB_TIMEOUT = 3.0  # seconds
@@ -47,12 +47,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Those of `servd serve`, for which the machine is checked."""
     parser.usage = "%(prog)s [MODEL] [OPTION ...]"
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    _options.add_options(parser)
+    engine_flags.add_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the findings; 1 if a server would not start."""
-    config = Config.load(_options.load_options(arguments))
+    config = Config.load(engine_flags.load_options(arguments))
     logging.getLogger("servd").setLevel(logging.CRITICAL)  # what it would say is found here
     findings: list[Finding] = []
     for finding in itertools.chain.from_iterable(check(config) for check in CHECKS):

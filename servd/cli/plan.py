@@ -12,9 +12,9 @@ from servd.base import plugins
 from servd.base.errors import ConfigError
 from servd.base.sizes import MemoryPlan, advise_more_memory, format_bytes
 from servd.checkpoint import hf
-from servd.cli import _options
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
+from servd.terminal import engine_flags
 
 WORKER = "servd.worker"
 LENGTHS = (256, 1024, 4096, 16384, 65536)
@@ -32,12 +32,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="tokens of a request, prompt and answer, of which to say how many fit at once",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    _options.add_options(parser)
+    engine_flags.add_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan; 1 if not one request fits."""
-    config = Config.load(_options.load_options(arguments))
+    config = Config.load(engine_flags.load_options(arguments))
     config, spec, _ = launch.find_and_resolve(config)
     if not spec.folder:
         raise ConfigError("--executor fake has no weights to plan for")

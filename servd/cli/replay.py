@@ -11,10 +11,10 @@ import msgspec
 
 from servd.api.builders.run_manifest import RepeatablePrompt, RunManifest, make_manifest
 from servd.base.errors import ConfigError
-from servd.cli import _options
 from servd.config import Config
 from servd.messages.params import SamplingParams
 from servd.offline.llm import LLM
+from servd.terminal import engine_flags
 
 TIE = 1e-3  # nats: less than this between two tokens is decided by rounding
 
@@ -23,13 +23,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the manifest, and the options of `servd serve` that the server had."""
     parser.usage = "%(prog)s FILE [MODEL] [OPTION ...]"
     parser.add_argument("manifest", metavar="FILE", help="an answer with `receipt`, or that alone")
-    _options.add_options(parser)
+    engine_flags.add_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a line for each choice; 1 if a token differs."""
     manifest = read_manifest(arguments.manifest)
-    options = _options.load_options(arguments)
+    options = engine_flags.load_options(arguments)
     config = Config.load(options)  # a wrong option is named before anything is loaded
     llm = LLM(config.model.model, **{k: v for k, v in options.items() if k != "model"})
     processor = llm.engine.processor

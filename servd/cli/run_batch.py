@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 from tqdm import tqdm
 
-from servd.api.batches import format as batch
-from servd.api.batches.format import Problem, Response, Result
+from servd.api.protocol import batch_file as batch
+from servd.api.protocol.batch_file import Problem, Response, Result
 from servd.base.errors import ConfigError
-from servd.cli import _options
-from servd.cli._client import Client
-from servd.cli._server import Connect, key_of, own_server
+from servd.terminal import engine_flags
+from servd.terminal.api_client import Client
+from servd.terminal.server_process import Connect, key_of, own_server
 
 TIERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
@@ -42,14 +42,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="requests at the same time [%(default)s]",
     )
-    _options.add_options(parser)
+    engine_flags.add_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Answer the batch file; return 1 if a request failed."""
     if arguments.concurrency < 1:
         raise ConfigError(f"--concurrency {arguments.concurrency}: give 1 or more")
-    options = _options.load_options(arguments)
+    options = engine_flags.load_options(arguments)
     tier = "flex" if arguments.url is not None else None  # a server of its own has nobody else
     # Before a server is started in vain.
     work = Batch(Path(arguments.source), Path(arguments.results), tier)

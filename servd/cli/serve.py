@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 
-from servd.cli import _options
 from servd.config import Config
+from servd.terminal import engine_flags
 
 log = logging.getLogger("servd.launch")
 
@@ -14,7 +14,7 @@ log = logging.getLogger("servd.launch")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """A flag for every option of Config."""
     parser.usage = "%(prog)s [MODEL] [OPTION ...]"
-    _options.add_options(parser)
+    engine_flags.add_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -25,4 +25,4 @@ def run(arguments: argparse.Namespace) -> int:
             "--api-key: every user of this machine can read a command line; give the key in "
             "$SERVD_API_KEY or --config, or its hash in --api-key-file"
         )
-    return servd.launch.serve(lambda: Config.load(_options.load_options(arguments)))
+    return servd.launch.serve(lambda: Config.load(engine_flags.load_options(arguments)))

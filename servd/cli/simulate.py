@@ -12,13 +12,13 @@ import msgspec
 from tqdm import tqdm
 
 from servd.base.errors import ConfigError
-from servd.cli import _options
-from servd.cli._options import positive
-from servd.cli._output import format_row, write_json
 from servd.simulate import cluster, costs, report, traces
 from servd.simulate.cluster import OWN_ROUTER, POLICIES, ClusterOptions
 from servd.simulate.costs import Costs
 from servd.simulate.traces import Recording, RequestLine, ServerLine
+from servd.terminal import engine_flags
+from servd.terminal.engine_flags import positive
+from servd.terminal.output import format_row, write_json
 
 NUM_REQUESTS = 1000  # of what is made up
 RATE = 1.0
@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--num-blocks", type=count, metavar="N", help="of each engine's KV cache")
     group.argument_default = argparse.SUPPRESS
     for name in traces.OPTIONS:
-        _options.add_option(group, name)
+        engine_flags.add_option(group, name)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from servd.cli import _options
-from servd.cli._client import Client
-from servd.cli._output import write_file
-from servd.cli._server import key_of, own_server
 from servd.config import Config
+from servd.terminal import engine_flags
+from servd.terminal.api_client import Client
+from servd.terminal.output import write_file
+from servd.terminal.server_process import key_of, own_server
 
 NUM_CANDIDATES = 4
 WARM_UP = "What is new takes longer."
@@ -62,11 +62,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--url", help="ask a running server, instead of one that is started for it")
     parser.add_argument("--html", metavar="FILE", help="write a page instead")
-    _options.add_options(parser)
+    engine_flags.add_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    options = _options.load_options(arguments)
+    options = engine_flags.load_options(arguments)
     Config.load(options)  # a wrong option is named before anything is started
     prompt = arguments.prompt
     raw = arguments.raw

@@ -46,6 +46,10 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return self.expires is not None and datetime.now(UTC) >= self.expires
 
 
+# The key of every request to a server without API keys.
+ANYONE = Key(name="", sha256="", scopes=SCOPES)
+
+
 class KeyFile(msgspec.Struct, forbid_unknown_fields=True):
     """The file of API keys."""
 

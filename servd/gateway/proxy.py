@@ -31,12 +31,13 @@ from servd.api import console
 from servd.api.app import assemble, cross_origin
 from servd.api.call import call_of
 from servd.api.context import json_response
-from servd.api.engine.fair_loop import FairLoop
-from servd.api.http.auth import OPEN_PATHS, ApiKeyAuth, Keys
+from servd.api.http.auth import OPEN_PATHS, ApiKeyAuth
 from servd.api.http.middleware import SINCE, RequestContext
 from servd.api.http.streaming import while_connected
+from servd.api.keys import Keys
 from servd.api.observability.tracer import Tracer
 from servd.api.protocol.models import ModelCard
+from servd.api.request.fair_loop import FairLoop
 from servd.api.routes import load_routers
 from servd.api.routes.sleep import SleepState, check_level
 from servd.base import log

@@ -16,8 +16,8 @@ from types import FrameType
 import uvicorn
 import uvloop
 
-from servd.api.http.auth import Keys
 from servd.api.http.http_protocol import Connections, settings
+from servd.api.keys import Keys
 from servd.base.errors import ConfigError
 from servd.base.private_dir import private_dir
 from servd.checkpoint import hf

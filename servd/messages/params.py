@@ -26,6 +26,7 @@ MAX_PATTERN_SIZE = 256  # tokens that the engine compares for each new one
 MAX_BAD_WORDS = 512
 MAX_BAD_WORD_LENGTH = 256  # characters
 MAX_BAD_WORD_TOKENS = 32
+MAX_GRAMMAR_BYTES = 65536
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 

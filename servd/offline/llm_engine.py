@@ -18,7 +18,7 @@ from servd import launch
 from servd.api.engine.grammar_checker import GrammarChecker
 from servd.api.engine.output_processor import OutputProcessor
 from servd.api.engine.processor import Processor
-from servd.api.engine.request_state import RequestState, find_choice
+from servd.api.request.request_state import RequestState, find_choice
 from servd.api.text.prompt import Pair, Prompt
 from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import ConfigError, EngineDead, InvalidRequest

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from servd.api.engine.request_state import RequestState, find_choice
 from servd.api.observability.metrics import Metrics
+from servd.api.request.request_state import RequestState, find_choice
 from servd.base.tracing import now_ns
 from servd.messages.engine import EngineCoreOutput
 from servd.messages.outputs import CompletionOutput

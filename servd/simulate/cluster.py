@@ -16,7 +16,8 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from servd.api.engine.load_balancer import LoadBalancer, Routed
+from servd.api.engine.load_balancer import LoadBalancer
+from servd.api.request.request_state import Routed
 from servd.base.errors import ConfigError
 from servd.config import Config
 from servd.messages.engine import EngineCoreOutput, EngineCoreRequest, RequestOptions, WorkerReady

@@ -1,7 +1,7 @@
 """What servd uses of torch and transformers that they do not promise to keep, each with its reason.
 
-The tests run it with torch 2.13 and transformers 5.24, `make test-oldest` with 2.11 and 5.17. Look
-here first when a newer one fails. What takes long to import is imported inside of functions.
+`servd/base/compat.py` has what needs no torch. Look here first when a newer version fails. What
+takes long to import is imported inside of functions.
 """
 # pyright: reportPrivateUsage=false
 
@@ -17,6 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+# The oldest and the newest with which the tests run; `make test-oldest` has the oldest.
+TESTED = {"torch": "2.11-2.13", "transformers": "5.17-5.24"}
 
 # ---- torch ----
 
@@ -52,9 +55,9 @@ def multiply_int8(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def copy_with(module: nn.Module, **parts: nn.Module | Tensor) -> Any:
-    """Copy a module but for what it holds, and exchange some parts: `copy.copy` alone shares the
-    tables of parts, and assigning a part would change the original, too. If a part is a tensor, the
-    copy has no parameters but these.
+    """Copy a module of torch but for what it holds, and exchange some parts: `copy.copy` alone
+    shares the tables of parts, and assigning a part would change the original, too. If a part is a
+    tensor, the copy has no parameters but these.
     """
     made = copy.copy(module)
     modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
@@ -66,7 +69,7 @@ def copy_with(module: nn.Module, **parts: nn.Module | Tensor) -> Any:
 
 def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the module's own parameters and those of its buffers that checkpoints have. Public
-    functions do not tell these from others, nor leave a tensor that two modules share in both.
+    ones of torch do not tell these from others, nor leave a tensor that two modules share in both.
     """
     transient = module._non_persistent_buffers_set
     buffers = {name: each for name, each in module._buffers.items() if name not in transient}
@@ -74,7 +77,7 @@ def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def replace_stored_tensor(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Put a parameter in the place of a parameter or buffer, without the checks of the class."""
+    """Put a parameter in the place of one or of a buffer, without the checks of torch's class."""
     module._buffers.pop(name, None)
     module._parameters[name] = parameter
 
@@ -119,50 +122,61 @@ def conversion_rules(model: Any) -> tuple[list[Any], list[Any]]:
 def rename_tensor(
     name: str, renamings: list[Any], converters: list[Any], prefix: str, state: Mapping[str, Any]
 ) -> tuple[str, str | None]:
-    """Return a tensor's name in the model, and the pattern of the converter that makes it."""
+    """Return a tensor's name in the model, and the pattern of the converter that makes it. This
+    function of transformers is not documented.
+    """
     from transformers.core_model_loading import rename_source_key
 
     return rename_source_key(name, renamings, converters, prefix, state)  # type: ignore[arg-type]
 
 
 def unneeded_patterns(model: Any) -> list[str]:
-    """Patterns of tensors that checkpoints may have and the model does not use."""
+    """Patterns of tensors that checkpoints may have and the model does not use. transformers reads
+    them in its own loading alone.
+    """
     return [*(model._keys_to_ignore_on_load_unexpected or ())]
 
 
 def precise_modules(model: Any) -> list[str]:
-    """Parts that stay in float32, such as biases of routers: 16 bits choose other experts."""
+    """Parts that stay in float32, such as biases of routers: 16 bits choose other experts.
+    transformers reads them in its own loading alone.
+    """
     return [*(model._keep_in_fp32_modules_strict or ())]
 
 
 def parallel_plan(model: Any) -> dict[str, str]:
-    """Return how ranks share each linear layer, by patterns of names. Only a model's loading has
-    it in public, and that would split the model itself.
+    """Return how ranks share each linear layer, by patterns of names. In public, transformers has
+    it only in its own loading, which would split the model itself.
     """
     return model._tp_plan or {}
 
 
 def is_stateful(model: Any) -> bool:
-    """Whether the model states that it keeps a state that is no KV cache."""
+    """Whether the model states that it keeps a state that is no KV cache. transformers reads it in
+    `generate` alone.
+    """
     return model._is_stateful
 
 
 def set_attention(config: Any, name: str) -> None:
-    """Let layers with this config call a registered attention: the public setter checks the whole
-    model again, and refuses what `teach_attention` taught.
+    """Let layers with this config call a registered attention: the public setter of transformers
+    checks the whole model again, and refuses what `teach_attention` taught.
     """
     config._attn_implementation = name
 
 
 def sliding_window_rule(window: int) -> Callable[..., Any]:
+    """Return the rule of a sliding window. transformers makes masks of it, but does not document
+    it.
+    """
     from transformers.masking_utils import sliding_window_causal_mask_function
 
     return sliding_window_causal_mask_function(window)
 
 
 def teach_attention(model_type: str, name: str, flash: Callable[..., Tensor]) -> None:
-    """Let classes from before the interface of attention call `flash`, with the module first, where
-    they would call flash attention, under the `name` of an implementation.
+    """Let classes of transformers from before its interface of attention call `flash`, with the
+    module first, where they would call flash attention, under the `name` of an implementation.
     """
     modeling: Any = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     table = next(t for key, t in vars(modeling).items() if key.endswith("_ATTENTION_CLASSES"))

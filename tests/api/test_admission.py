@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from servd.api.engine.admission import Admission
-from servd.api.http.auth import ANYONE
 from servd.api.observability.metrics import Metrics
 from servd.base.errors import InvalidRequest, Overloaded, RateLimited, Unavailable
 from servd.config import Config
-from servd.config.keys import Key, hash_key
+from servd.config.keys import ANYONE, Key, hash_key
 from servd.messages.engine import EngineCoreRequest
 from tests.api.harness import Served, serve, until, user
 

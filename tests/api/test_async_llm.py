@@ -14,9 +14,9 @@ from servd.api.engine import engine_client
 from servd.api.engine.async_llm import AsyncLLM
 from servd.api.engine.output_processor import OutputProcessor
 from servd.api.engine.processor import Processor
-from servd.api.engine.request_state import RequestState
 from servd.api.observability.metrics import Metrics
 from servd.api.observability.tracer import Tracer
+from servd.api.request.request_state import RequestState
 from servd.api.text.prompt import Chat, Prompt
 from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import EngineDead, EngineError, InvalidRequest, Overloaded, ShuttingDown

@@ -14,8 +14,7 @@ import openai
 import pytest
 from starlette.routing import Route
 
-from servd.api import console
-from servd.api.http import auth
+from servd.api import console, keys
 from servd.api.http.auth import OPEN_PATHS
 from servd.api.routes import load_routers
 from servd.base.errors import ConfigError
@@ -308,7 +307,7 @@ async def test_all_keys_are_compared_whole_in_constant_time(key_file: Path, monk
         compared.append((len(offered), len(known)))
         return original(offered, known)
 
-    monkeypatch.setattr(auth.hmac, "compare_digest", compare)
+    monkeypatch.setattr(keys.hmac, "compare_digest", compare)
     async with serve(api_key_file=str(key_file)) as served:
         for key in (SECRETS["alice"], SECRETS["root"], "x", ""):
             compared.clear()

@@ -21,10 +21,10 @@ import pytest
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
-from servd.api.batches import format as batch_files
 from servd.api.batches import runner as batch_runner
 from servd.api.batches import store as batch_store
 from servd.api.batches.store import BatchStore
+from servd.api.protocol import batch_file as batch_files
 from servd.api.protocol.batches import Batch
 from servd.config.keys import hash_key
 from tests.api.harness import Served, output_text, serve, until

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from servd.api.console import FOLDER, files
-from servd.api.observability.latency import PHASES
+from servd.api.request.latency import PHASES
 from tests.api.harness import MODEL, serve
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from servd.api.engine.fair_loop import MAX_TURNS, PIECE_NS, FairLoop
+from servd.api.request.fair_loop import MAX_TURNS, PIECE_NS, FairLoop
 from tests.limits import WAIT_SECONDS
 
 

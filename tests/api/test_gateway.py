@@ -21,7 +21,7 @@ import httpx
 import msgspec
 import pytest
 
-from servd.api.http.auth import Keys
+from servd.api.keys import Keys
 from servd.base import log
 from servd.base.errors import ConfigError, InvalidRequest
 from servd.checkpoint import hf

@@ -9,7 +9,8 @@ import pytest
 
 import servd
 from servd.api.engine import engine_client
-from servd.api.engine.progress import Unfinished, progress
+from servd.api.engine.progress import progress
+from servd.api.request.request_state import Unfinished
 from servd.base.tracing import StepRecord, now_ns
 from servd.messages.engine import STALLED, EngineDead, EngineReady, EngineStatus
 from tests.api.harness import Served, serve, until

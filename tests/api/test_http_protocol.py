@@ -245,6 +245,23 @@ async def test_more_connections_with_open_requests_than_allowed(served: Served, 
             assert (await client.reader.readline()).startswith(b"HTTP/1.1 200 ")
 
 
+async def test_a_connection_that_waits_for_a_pipelined_answer_is_not_idle(served: Served, connect):
+    served.engine.may_step.clear()
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    async with listening(served.app, max_connections=1) as url:
+        busy = await connect(url)
+        head = b"GET /version HTTP/1.1\r\nhost: a\r\n\r\n"
+        busy.writer.write(head + completion(len(body)) + body)
+        await until(lambda: served.async_llm.num_unfinished == 1)
+        late = await connect(url)
+        assert await late.ask("/v1/models") == 503
+        served.engine.may_step.set()
+        received = b""
+        while b"text_completion" not in received:
+            received += (read := await asyncio.wait_for(busy.reader.read(65536), WAIT_SECONDS))
+            assert read, received
+
+
 class Yielding(asyncio.Transport):
     """A connection whose loss the loop does not get round to report."""
 

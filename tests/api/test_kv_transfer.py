@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from servd.api.builders import kv_transfer
+from servd.api.engine import kv_transfer
 from servd.config import Config
 from servd.core.kv_cache.connector import remote
 from servd.core.kv_cache.connector.costs import LoadCosts

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servd.api.observability import latency
-from servd.api.observability.latency import (
+from servd.api.request import latency
+from servd.api.request.latency import (
     MAX_SPANS,
     PHASES,
     Breakdown,

@@ -6,8 +6,8 @@ import pytest
 
 from servd.api.builders.builder import ResponseBuilder
 from servd.api.builders.events import EventBuilder
-from servd.api.engine.delta_stream import MAX_LOGPROBS_HELD, DeltaStream
-from servd.api.engine.fair_loop import FairLoop
+from servd.api.request.delta_stream import MAX_LOGPROBS_HELD, DeltaStream
+from servd.api.request.fair_loop import FairLoop
 from servd.base.errors import InvalidRequest
 from servd.messages.engine import TokenLogprobs
 from servd.messages.outputs import CompletionOutput

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from servd.api.engine.choice import Choice
 from servd.api.observability.metric_names import ITL_BUCKETS
 from servd.api.observability.metrics import Metrics, TalliedHistogram
+from servd.api.request.choice import Choice
 from servd.base.tracing import Mark
 from servd.config import Config
 from servd.messages.engine import EngineCoreOutput, EngineReady, FinishReason, WorkerReady
@@ -292,7 +292,8 @@ def test_two_instances_are_independent():
 @given(st.lists(st.lists(st.one_of(st.floats(0, 100), st.sampled_from(ITL_BUCKETS)))))
 def test_values_handed_on_together_are_counted_as_one_by_one(batches: list[list[float]]):
     registry = CollectorRegistry()
-    tallied = TalliedHistogram("tallied", "", buckets=ITL_BUCKETS, registry=registry)
+    histogram = Histogram("tallied", "", buckets=ITL_BUCKETS, registry=registry)
+    tallied = TalliedHistogram(histogram, ITL_BUCKETS)
     plain = Histogram("plain", "", buckets=ITL_BUCKETS, registry=registry)
     for batch in batches:
         tallied.values.extend(batch)

@@ -4,7 +4,7 @@ import pytest
 
 from servd.api.engine.output_processor import OutputProcessor
 from servd.api.engine.processor import Processor
-from servd.api.engine.request_state import RequestState, find_choice
+from servd.api.request.request_state import RequestState, find_choice
 from servd.api.text.prompt import Prompt
 from servd.api.text.tokenizer import Tokenizer
 from servd.checkpoint.hf import FAKE_SPEC

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from servd.api.observability import peers
+from servd.api.engine import peers
 from servd.base.tracing import Mark, StepRecord
 from tests.api.harness import Served, serve
 

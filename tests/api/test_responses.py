@@ -18,9 +18,9 @@ from openai.types.responses import Response as SDKResponse
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from servd.api.builders.response_store import ResponseStore, Stored
 from servd.api.protocol.response_items import chat_messages
 from servd.api.protocol.responses import Response
+from servd.api.responses.response_store import ResponseStore, Stored
 from servd.base.errors import NotFound
 from servd.messages.engine import AbortRequests, EngineDead
 from tests.api.harness import (

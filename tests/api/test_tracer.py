@@ -10,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from servd.api.engine import request_state
-from servd.api.engine.request_state import RequestState, Timeline
 from servd.api.observability import tracer as tracer_module
 from servd.api.observability.rendering import (
     render_steps,
@@ -21,6 +19,8 @@ from servd.api.observability.rendering import (
 )
 from servd.api.observability.tracer import MAX_SLOWEST, MAX_STEPS, Snapshot, Tracer
 from servd.api.protocol.requests import TimelineStep
+from servd.api.request import request_state
+from servd.api.request.request_state import RequestState, Timeline
 from servd.base.tracing import STAGES, Mark, StepRecord
 from tests.api.test_latency import MARKS, MS, STEPS
 from tests.api.test_latency import steps_of as random_steps

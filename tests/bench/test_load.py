@@ -15,7 +15,7 @@ from aiohttp import web  # noqa: E402
 
 from servd.base.errors import ServdError  # noqa: E402
 from servd.bench import _data, _load, _report, serve  # noqa: E402
-from servd.cli import _client  # noqa: E402
+from servd.terminal import api_client  # noqa: E402
 
 FIRST, GAP, TOKENS = 0.06, 0.02, 5  # seconds, seconds, tokens
 
@@ -93,7 +93,7 @@ async def test_failures_are_counted_apart(slow_server: str):
 
 async def test_a_server_that_refuses_to_list_its_models_counts_as_running(slow_server: str):
     with pytest.raises(ServdError, match="/v1/models: 404"):
-        await asyncio.to_thread(_client.Client(slow_server).first_model)
+        await asyncio.to_thread(api_client.Client(slow_server).first_model)
 
 
 async def test_request_rate_spreads_arrivals(slow_server: str):

@@ -11,14 +11,14 @@ import pytest
 
 from servd import cli
 from servd.base.errors import ConfigError
-from servd.cli import _options
 from servd.config import AccessConfig, Config, choices, options_by_name
 from servd.config.flag_aliases import ALIASES, HINTS, IGNORED, VALUE_ALIASES
 from servd.config.keys import read_keys
+from servd.terminal import engine_flags
 
 
 def load(*args: str) -> Config:
-    return Config.load(_options.load_options(cli.make_parser().parse_args(["serve", *args])))
+    return Config.load(engine_flags.load_options(cli.make_parser().parse_args(["serve", *args])))
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from servd.base.errors import ConfigError
-from servd.cli import _client, main, run_batch
-from servd.cli._client import Client, seconds_of
+from servd.cli import main, run_batch
 from servd.cli.run_batch import Batch
+from servd.terminal import api_client
+from servd.terminal.api_client import Client, seconds_of
 
 COMPLETIONS = "/v1/completions"
 
@@ -88,11 +89,11 @@ def test_a_refusal_that_is_kept_counts_as_a_failure_again(tmp_path):
 
 
 def test_retry_after_is_read_as_seconds_or_a_date(monkeypatch):
-    monkeypatch.setattr(_client.time, "time", lambda: 1_000_000_000.0)
+    monkeypatch.setattr(api_client.time, "time", lambda: 1_000_000_000.0)
     assert seconds_of("2") == 2 and seconds_of("0.5") == 0.5 and seconds_of("-1") == 0
     assert seconds_of("Sun, 09 Sep 2001 01:46:50 GMT") == 10
     assert seconds_of("Sun, 09 Sep 2001 01:46:30 GMT") == 0
-    assert seconds_of("86400") == _client.LONGEST_WAIT
+    assert seconds_of("86400") == api_client.LONGEST_WAIT
     assert seconds_of(None) is seconds_of("soon") is seconds_of("nan") is None
 
 

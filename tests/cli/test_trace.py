@@ -17,9 +17,9 @@ import servd
 from servd.base.errors import ConfigError
 from servd.base.tracing import STAGES
 from servd.cli import main, trace
-from servd.cli._client import Client
 from servd.cli.trace import Call
 from servd.messages.engine import EngineCoreRequest
+from servd.terminal.api_client import Client
 from tests.api.harness import chat_prompt, output_text, serve
 
 PROMPT = "Say <b>hi</b>"

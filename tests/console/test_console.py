@@ -21,7 +21,7 @@ import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
-from servd.api.observability.latency import PHASES
+from servd.api.request.latency import PHASES
 from servd.checkpoint.hf import DEMO_FOLDER, read_spec
 from tests.console.conftest import Page, browser
 from tests.integration.conftest import Server, shared

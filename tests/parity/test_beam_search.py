@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from servd.api.engine.beam_search import BeamSearch
-from servd.api.engine.request_state import RequestState
+from servd.api.request.request_state import RequestState
 from servd.messages.engine import EngineCoreRequest, TokenLogprobs
 from servd.messages.params import SamplingParams
 from tests.parity.families import logits_of, reference

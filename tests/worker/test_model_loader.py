@@ -18,7 +18,7 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers import embedding
 from servd.worker.layers._matrix import MakeQuantMethod, QuantMethod
 from servd.worker.loading import model_loader
-from servd.worker.loading.model_loader import read_tensors
+from servd.worker.quantization._files import read_tensors
 from servd.worker.runner import dry_run
 from servd.worker.worker import Worker
 from tests.worker.driver import config_for

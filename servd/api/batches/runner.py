@@ -20,7 +20,10 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 from starlette.types import ASGIApp, Message
 
-from servd.api.batches.format import (
+from servd.api.batches.store import BatchStore, OpenBatch, Shelf, describe_file
+from servd.api.engine.admission import MAX_RETRY_AFTER, Admission
+from servd.api.keys import ON_BEHALF_OF, Keys
+from servd.api.protocol.batch_file import (
     MAX_LINES,
     CustomId,
     Line,
@@ -34,9 +37,6 @@ from servd.api.batches.format import (
     read_line,
     results_of,
 )
-from servd.api.batches.store import BatchStore, OpenBatch, Shelf, describe_file
-from servd.api.engine.admission import MAX_RETRY_AFTER, Admission
-from servd.api.http.auth import ON_BEHALF_OF, Keys
 from servd.api.protocol.batches import Batch, FileObject, Problems, RequestCounts
 from servd.base.errors import InvalidRequest, NotFound
 from servd.config.keys import Key

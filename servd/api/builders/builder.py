@@ -17,14 +17,14 @@ from servd.api.builders.run_manifest import RepeatablePrompt, RunManifest, make_
 from servd.api.call import call_of
 from servd.api.engine import beam_search
 from servd.api.engine.async_llm import MAX_INLINE
-from servd.api.engine.delta_stream import MAX_LOGPROBS_HELD
-from servd.api.engine.request_state import RequestState
 from servd.api.http.streaming import DONE, KEEP_ALIVE, EventStream, event, while_connected
 from servd.api.output.incremental import Delta
 from servd.api.output.output_parser import OutputParser
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.generation import GenerationRequest
+from servd.api.request.delta_stream import MAX_LOGPROBS_HELD
+from servd.api.request.request_state import RequestState
 from servd.api.text.prompt import Prompt
 from servd.base.errors import EngineDead, InvalidRequest
 from servd.messages.engine import EngineReady

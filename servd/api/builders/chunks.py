@@ -9,10 +9,9 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from servd.api.builders import kv_transfer
 from servd.api.builders.builder import ResponseBuilder
 from servd.api.builders.logprobs import MIN_LOGPROB, encoded
-from servd.api.engine.request_state import RequestState
+from servd.api.engine import kv_transfer
 from servd.api.http.streaming import event
 from servd.api.observability.rendering import stage_times
 from servd.api.protocol.chat import ChatCompletionChunk
@@ -27,6 +26,7 @@ from servd.api.protocol.generation import (
     Timings,
     Usage,
 )
+from servd.api.request.request_state import RequestState
 from servd.messages.outputs import CompletionOutput
 
 

@@ -6,7 +6,6 @@ from msgspec import UNSET, UnsetType
 
 from servd.api.builders.chunks import ChunkBuilder
 from servd.api.builders.logprobs import TextOffsets
-from servd.api.engine.request_state import RequestState
 from servd.api.protocol.completions import (
     Completion,
     CompletionChoice,
@@ -14,6 +13,7 @@ from servd.api.protocol.completions import (
     CompletionRequest,
 )
 from servd.api.protocol.generation import Usage
+from servd.api.request.request_state import RequestState
 from servd.messages.outputs import CompletionOutput
 
 

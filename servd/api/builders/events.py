@@ -11,12 +11,12 @@ import msgspec
 from starlette.requests import Request
 
 from servd.api.builders.builder import ResponseBuilder
-from servd.api.engine.delta_stream import MAX_LOGPROBS_HELD
 from servd.api.output.incremental import Delta
 from servd.api.output.output_parser import OutputParser
 from servd.api.protocol.chat import ChatCompletionRequest
 from servd.api.protocol.errors import ErrorReply
 from servd.api.protocol.translation import TranslatedRequest, renamed
+from servd.api.request.delta_stream import MAX_LOGPROBS_HELD
 from servd.messages.engine import FinishReason
 from servd.messages.outputs import CompletionOutput
 

@@ -13,19 +13,18 @@ from itertools import repeat
 from typing import TypeVar
 
 from servd.api.engine.admission import Admission, Admitted
-from servd.api.engine.delta_stream import DeltaStream
 from servd.api.engine.engine_client import EngineClient
-from servd.api.engine.fair_loop import FairLoop
 from servd.api.engine.fair_threads import FairThreads
 from servd.api.engine.load_balancer import LoadBalancer
 from servd.api.engine.output_processor import OutputProcessor
 from servd.api.engine.processor import NO_OPTIONS, Processor
 from servd.api.engine.progress import Progress, combine
-from servd.api.engine.request_state import Observer, Observers, RequestState
-from servd.api.http.auth import ANYONE
 from servd.api.observability.metrics import Metrics
 from servd.api.observability.request_log import RequestLog
 from servd.api.observability.tracer import Tracer
+from servd.api.request.delta_stream import DeltaStream
+from servd.api.request.fair_loop import FairLoop
+from servd.api.request.request_state import Observer, Observers, RequestState
 from servd.api.text.prompt import Prompt
 from servd.base import plugins
 from servd.base.errors import (
@@ -41,7 +40,7 @@ from servd.base.log import current_request
 from servd.base.tracing import Mark, now_ns
 from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
-from servd.config.keys import Key
+from servd.config.keys import ANYONE, Key
 from servd.core.client import EngineCoreClient
 from servd.messages.engine import EngineDead as EngineDeadMessage
 from servd.messages.engine import (

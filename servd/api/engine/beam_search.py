@@ -17,9 +17,9 @@ from typing import Literal
 import msgspec
 
 from servd.api.engine.async_llm import AsyncLLM
-from servd.api.engine.choice import Choice
-from servd.api.engine.request_state import RequestState
 from servd.api.observability.metrics import Metrics
+from servd.api.request.choice import Choice
+from servd.api.request.request_state import RequestState
 from servd.api.text.detokenizer import Detokenizer
 from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import EngineError

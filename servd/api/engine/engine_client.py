@@ -16,9 +16,9 @@ import msgspec
 from servd.api.engine.output_processor import OutputProcessor
 from servd.api.engine.progress import Progress, progress
 from servd.api.engine.recovery import Recovery
-from servd.api.engine.request_state import Observer, RequestState, find_choice
 from servd.api.observability.metrics import Metrics
 from servd.api.observability.tracer import Tracer
+from servd.api.request.request_state import Observer, RequestState, find_choice
 from servd.base.errors import EngineDead, EngineError
 from servd.base.tracing import Mark, now_ns
 from servd.config import Config

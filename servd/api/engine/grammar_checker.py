@@ -18,12 +18,11 @@ from servd.checkpoint.hf import ModelSpec
 from servd.config import Config
 from servd.ipc.child import Child
 from servd.ipc.start_messages import GrammarVerdict, StartGrammarChecker
-from servd.messages.params import StructuredOutput
+from servd.messages.params import MAX_GRAMMAR_BYTES, StructuredOutput
 
 log = logging.getLogger("servd.grammar")
 
 MODULE = "servd.core.structured_output.checker"
-MAX_BYTES = 65536  # per grammar
 TIME_LIMIT = 2.0  # seconds for one grammar
 BUSY_FACTOR = 4  # times as long on a machine that gives it less than half of a CPU
 MEMORY_LIMIT = 256 << 20  # bytes for one grammar; large schemas take 20 MB
@@ -94,8 +93,8 @@ class GrammarChecker:
 
     def _verdict(self, output: StructuredOutput, client: str) -> str | None:
         size = len(output.value.encode())
-        if size > MAX_BYTES:
-            return f"the {output.kind} has {size} bytes, at most {MAX_BYTES} are accepted"
+        if size > MAX_GRAMMAR_BYTES:
+            return f"the {output.kind} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are accepted"
         with self._lock.take(client, QUEUE_LIMIT):
             if self.knows(output):  # another request had the same grammar
                 return None

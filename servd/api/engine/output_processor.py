@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from servd.api.engine.choice import Choice
-from servd.api.engine.request_state import RequestState, find_choice
+from servd.api.request.choice import Choice
+from servd.api.request.request_state import RequestState, find_choice
 from servd.api.text.detokenizer import Detokenizer
 from servd.api.text.tokenizer import Tokenizer
 from servd.messages.engine import EngineCoreOutput

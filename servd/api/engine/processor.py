@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from servd.api.engine.grammar_checker import GrammarChecker
-from servd.api.engine.request_state import RequestState
 from servd.api.output.model_format import ModelFormat
 from servd.api.output.output_parser import ExpectedOutput
+from servd.api.request.request_state import RequestState
 from servd.api.text import score_template
 from servd.api.text.chat_template import SPLIT_HERE, ChatTemplate
 from servd.api.text.fill_in_middle import FillInMiddle

@@ -6,21 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from servd.api.request.request_state import Unfinished
 from servd.base.tracing import OVERDUE_FACTOR, Pace, StepRecord
 
 SECOND = 1_000_000_000
 # In order of precedence when several engines are combined.
 ORDER = ("prefill", "decoding", "idle", "asleep", "stalled")
 GRACE = 10.0  # seconds beyond OVERDUE_FACTOR for a busy machine, or the first step of a size
-
-
-class Unfinished(msgspec.Struct):
-    """An unfinished request of the engine."""
-
-    sent_ns: int
-    num_prompt_tokens: int
-    has_begun: bool  # its first token has arrived
-    is_due: bool = True  # it waits for engine steps only, not for a grammar or another resource
 
 
 class Progress(msgspec.Struct):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from servd.api.engine.request_state import RequestState
+from servd.api.request.request_state import RequestState
 from servd.base.tracing import Mark, now_ns
 from servd.core.client import EngineCoreClient
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as Connection
 
-from servd.base.errors import ConfigError, Forbidden, Unauthorized
-from servd.config import AccessConfig
-from servd.config.keys import SCOPES, Key, Scope, hash_key, read_keys
+from servd.api.keys import CALL, ON_BEHALF_OF, Keys
+from servd.base.errors import Forbidden
+from servd.config.keys import Scope
 
 if TYPE_CHECKING:
     from servd.api.call import Call
@@ -35,53 +34,6 @@ SCOPE_OF_PATH: dict[str, Scope] = {
     "/v1/unload_lora_adapter": "admin",
     "/wake_up": "admin",
 }
-# The key of every request to a server without API keys.
-ANYONE = Key(name="", sha256="", scopes=SCOPES)
-# In an ASGI scope made by this process: the API key on whose behalf it sends a batch's request.
-ON_BEHALF_OF = "servd.on_behalf_of"
-CALL = "servd.call"  # the Call in the ASGI scope
-
-
-class Keys:
-    def __init__(self, access: AccessConfig) -> None:
-        self.are_needed = access.needs_keys
-        self.load(access)
-
-    def load(self, access: AccessConfig) -> None:
-        """Read the keys, at start and on reload. After a ConfigError, which a server started
-        without keys raises too, the current keys stay.
-        """
-        known = read_keys(access)
-        if known and not self.are_needed:
-            raise ConfigError("a server that started without API keys asks for none: restart it")
-        self.current = known
-        self.is_multi_tenant = len(known) > 1  # then their clients are isolated from each other
-
-    def named(self, owner: str) -> Key | None:
-        """The key with this name, unless it is gone or has expired."""
-        known = self.current if self.are_needed else [ANYONE]
-        return next((key for key in known if key.name == owner and not key.has_expired), None)
-
-    def find(self, headers: Sequence[tuple[bytes, bytes]]) -> Key:
-        """Return the key that a request was sent with. Raises Unauthorized: there is none, or it is
-        wrong or has expired.
-        """
-        offered: bytes | None = None
-        for name, value in headers:
-            if name == b"x-api-key":
-                offered = value
-            elif name == b"authorization" and value[:7].lower() == b"bearer ":
-                offered = value[7:].strip()
-        if offered is None:
-            raise Unauthorized("an API key is needed: send it as `Authorization: Bearer KEY`")
-        # Constant time: hashes have one length, and all keys are compared.
-        digest = hash_key(offered)
-        found = [key for key in self.current if hmac.compare_digest(digest, key.sha256)]
-        if not found:
-            raise Unauthorized("the API key is not valid here")
-        if found[0].has_expired:
-            raise Unauthorized("the API key has expired")
-        return found[0]
 
 
 @dataclass(eq=False)

@@ -1,17 +1,21 @@
-"""HttpProtocol: uvicorn's HTTP/1.1, with limits for connections, header size and slow clients."""
+"""HttpProtocol: uvicorn's HTTP/1.1, with limits for connections, header size and slow clients.
+
+It derives from a class of uvicorn that has public names but no documentation: the tests run it with
+uvicorn 0.54, `make test-oldest` with 0.45.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import select
-import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+import httptools
 import msgspec
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -85,6 +89,27 @@ class TimedFlow(FlowControl):
             self.blocked.extend((Mark("blocked", begin_ns), Mark("resumed", end_ns)))
 
 
+class RequestParser(httptools.HttpRequestParser):
+    """Ignores an Upgrade header, which Java's client sends with each request."""
+
+    def __init__(self, connection: HttpProtocol) -> None:
+        super().__init__(connection)
+        self.connection = connection
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+
+    @property
+    def is_fooled(self) -> bool:
+        """Whether it takes the body for data of another protocol. CONNECT has no body."""
+        return self.should_upgrade() and self.get_method() != b"CONNECT"
+
+    def feed_data(self, data: Any) -> None:
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self.is_fooled:
+                self.connection.read_again(data[upgrade.args[0] :])
+
+
 class HttpProtocol(HttpToolsProtocol):
     """One connection. Before authentication, it answers
 
@@ -102,6 +127,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def __init__(self, shared: Connections, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
+        self.parser = RequestParser(self)
         self.shared = shared
         self.limits = shared.config
         self.num_unparsed = 0  # bytes since the last complete head or part of a body
@@ -114,7 +140,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._has_eof = False  # received
         self._eof_timer: asyncio.TimerHandle | None = None
         self._served: RequestResponseCycle | None = None  # passed to the application
-        self._data = self._unread = b""  # what the parser reads, and what it must read again
+        self._unread = b""  # that the parser has not read, or must read again
         self._read_timer: asyncio.TimerHandle | None = None  # while a head or body is incomplete
         self._write_timer: asyncio.TimerHandle | None = None  # while the client does not read
 
@@ -155,10 +181,9 @@ class HttpProtocol(HttpToolsProtocol):
             if size <= 0 or self.num_unparsed > MAX_HEAD:
                 message = f"the request line and the headers may have at most {MAX_HEAD} bytes"
                 return self._refuse(431, message)
-            self._data, self._unread = self._unread[:size], self._unread[size:]
-            self.num_unparsed += len(self._data)
-            super().data_received(self._data)
-        self._data = b""
+            data, self._unread = self._unread[:size], self._unread[size:]
+            self.num_unparsed += len(data)
+            super().data_received(data)
         if not self._has_refused and not self.transport.is_closing():
             self._watch_reading()
 
@@ -191,30 +216,21 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             self._eof_timer = self.loop.call_later(RESET_INTERVAL, self._look_for_client)
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Ignore an Upgrade header, which Java's client sends with each request. The parser took
-        the body for data of the other protocol: it reads all again, without the header.
-        """
-        upgrade = sys.exception()
-        old = cast(Any, self.parser)
-        assert upgrade is not None
-        if (method := old.get_method()) == b"CONNECT":
-            return  # it has no body
-        target = b"%s %s HTTP/%s" % (method, self.url, old.get_http_version().encode())
+    def read_again(self, rest: bytes) -> None:
+        """Read all from the request's head on again, without its Upgrade header."""
+        parser = cast(RequestParser, self.parser)
+        target = b"%s %s HTTP/%s" % (
+            parser.get_method(),
+            self.url,
+            parser.get_http_version().encode(),
+        )
         kept = [b"%s: %s" % each for each in self.headers if each[0] != b"upgrade"]
-        rest = self._data[upgrade.args[0] :] + self._unread
-        self._unread = b"\r\n".join([target, *kept, b"", rest])
+        self._unread = b"\r\n".join([target, *kept, b"", rest + self._unread])
         self.num_unparsed = 0
-        self.parser = new = type(old)(self)
-        new.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
-
-    @property
-    def _is_read_again(self) -> bool:
-        parser = cast(Any, self.parser)
-        return parser.should_upgrade() and parser.get_method() != b"CONNECT"
+        self.parser = RequestParser(self)
 
     def on_headers_complete(self) -> None:
-        if self._is_read_again:
+        if cast(RequestParser, self.parser).is_fooled:
             return
         self.num_unparsed = self.num_body_bytes = self.num_chunks = 0
         self._stop_read_timer()
@@ -232,6 +248,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_surplus = False
         super().on_headers_complete()  # raises if the target is invalid
         self._is_in_body = True
+        if not self.pipeline:
+            self._served = self.cycle
 
     def on_body(self, body: bytes) -> None:
         """Receive a part of the body. A ValueError, for too many small chunks, stops the parser."""
@@ -247,19 +265,18 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._is_read_again:
+        if cast(RequestParser, self.parser).is_fooled:
             return
         self._is_in_body = False
         self._stop_read_timer()
         super().on_message_complete()
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._served = cycle
-        super()._start_asgi_task(cycle, app)
-
     def on_response_complete(self) -> None:
+        is_next_served = bool(self.pipeline)
+        if is_next_served:
+            self._served, _ = self.pipeline[-1]
         super().on_response_complete()
-        if self.pipeline or self.transport.is_closing():
+        if is_next_served or self.transport.is_closing():
             return
         if self._has_eof:
             return self.transport.close()

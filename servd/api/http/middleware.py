@@ -23,15 +23,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from servd.api.batches.store import MAX_UPLOAD
 from servd.api.call import Call
-from servd.api.engine.fair_loop import FairLoop
-from servd.api.engine.request_state import RequestState
-from servd.api.http.auth import CALL, ON_BEHALF_OF, OPEN_PATHS
+from servd.api.http.auth import OPEN_PATHS
 from servd.api.http.http_protocol import CONNECTION, ConnectionState
+from servd.api.keys import CALL, ON_BEHALF_OF
 from servd.api.observability.metrics import Metrics
 from servd.api.observability.rendering import server_timing
 from servd.api.observability.tracer import Tracer
 from servd.api.protocol.errors import error_reply
 from servd.api.protocol.validation import REQUEST_ID
+from servd.api.request.fair_loop import FairLoop
+from servd.api.request.request_state import RequestState
 from servd.base.bounds import MAX_TIMEOUT
 from servd.base.errors import Forbidden, InvalidRequest, Overloaded
 from servd.base.log import MODEL, current_request

@@ -6,8 +6,9 @@ prometheus-client then keeps all values in files there, and /metrics of each ser
 
 from __future__ import annotations
 
+import math
 import os
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import product
@@ -19,8 +20,6 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.utils import floatToGoString
 
-from servd.api.engine.choice import Choice
-from servd.api.engine.request_state import Observer, RequestState
 from servd.api.observability import metric_names as names
 from servd.api.observability.collectors import (
     EngineCollector,
@@ -28,6 +27,9 @@ from servd.api.observability.collectors import (
     ProcessesCollector,
     WithExemplars,
 )
+from servd.api.request.choice import Choice
+from servd.api.request.request_state import Observer, RequestState
+from servd.base import compat
 from servd.base.tracing import StepRecord
 from servd.config import Config
 from servd.config.kv_layout import KVLayout
@@ -47,28 +49,22 @@ class Report(msgspec.Struct):
     states: list[SchedulerStats]
 
 
-class TalliedHistogram(Histogram):
-    """Buffers values until `flush`: a call of the library takes microseconds, however many."""
+class TalliedHistogram:
+    """Buffers values of a histogram until `flush`."""
 
-    def _metric_init(self) -> None:
-        super()._metric_init()
+    def __init__(self, histogram: Histogram, bounds: Sequence[float]) -> None:
+        self.histogram = histogram
+        self.bounds = [float(bound) for bound in bounds]
         self.values: list[float] = []  # observed since the last `flush`
 
     def flush(self) -> None:
-        if not (values := self.values):
-            return
-        values.sort()
-        begin = 0
-        while begin < len(values):
-            bucket = bisect_left(self._upper_bounds, values[begin])
-            end = bisect_right(values, self._upper_bounds[bucket], lo=begin)
-            self._buckets[bucket].inc(end - begin)
-            begin = end
-        self._sum.inc(sum(values))
-        values.clear()
+        if self.values:
+            compat.observe_values(self.histogram, self.values)
+            self.values.clear()
 
     def bucket_of(self, value: float) -> str:
-        return floatToGoString(self._upper_bounds[bisect_left(self._upper_bounds, value)])
+        bucket = bisect_left(self.bounds, value)
+        return floatToGoString(self.bounds[bucket] if bucket < len(self.bounds) else math.inf)
 
 
 class Families:
@@ -92,9 +88,10 @@ class Families:
             name: Counter(name, text, [*labels, *own], registry=registry)
             for name, (text, own) in names.LABELLED.items()
         }
+        self.bounds = {name: own or lengths for name, (_, own) in names.HISTOGRAMS.items()}
         self.histograms = {
-            name: TalliedHistogram(name, text, labels, buckets=own or lengths, registry=registry)
-            for name, (text, own) in names.HISTOGRAMS.items()
+            name: Histogram(name, text, labels, buckets=self.bounds[name], registry=registry)
+            for name, (text, _) in names.HISTOGRAMS.items()
         }
         self.ignored_fields = Counter(
             "servd_ignored_fields", "Fields of requests that had no effect.", registry=registry
@@ -103,7 +100,7 @@ class Families:
         self.http_requests = Counter(
             "http_requests", "Answers.", ["handler", "method", "status"], registry=registry
         )
-        self.http_seconds = TalliedHistogram(
+        self.http_seconds = Histogram(
             "http_request_duration_seconds",
             "From the head of a request to the last byte of its answer.",
             ["handler", "method"],
@@ -135,9 +132,7 @@ class Families:
         answers, self.answers = self.answers, defaultdict(list)
         for (handler, method, status), seconds in answers.items():
             self.http_requests.labels(handler, method, str(status)).inc(len(seconds))
-            histogram = self.http_seconds.labels(handler, method)
-            histogram.values += seconds
-            histogram.flush()
+            compat.observe_values(self.http_seconds.labels(handler, method), seconds)
 
 
 class Metrics(Observer):
@@ -167,7 +162,8 @@ class Metrics(Observer):
             name: family.labels(**labels) for name, family in families.counters.items()
         }
         self.histograms: dict[str, TalliedHistogram] = {
-            name: family.labels(**labels) for name, family in families.histograms.items()
+            name: TalliedHistogram(family.labels(**labels), families.bounds[name])
+            for name, family in families.histograms.items()
         }
         self.labelled = {
             (name, *own): family.labels(*labels.values(), *own)

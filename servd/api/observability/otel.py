@@ -20,8 +20,8 @@ from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import servd
-from servd.api.engine.request_state import Timeline
-from servd.api.observability.latency import Breakdown, Span, break_down
+from servd.api.request.latency import Breakdown, Span, break_down
+from servd.api.request.request_state import Timeline
 from servd.base.tracing import now_ns
 from servd.messages.engine import FinishReason
 from servd.messages.params import SamplingParams

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 
-from servd.api.engine.request_state import Timeline
 from servd.api.protocol.requests import PrefixCache, PrefixDifference
+from servd.api.request.request_state import Timeline
 from servd.base.tracing import first
 from servd.config import CacheConfig
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import asdict
 
-from servd.api.engine.request_state import Observer, RequestState
+from servd.api.request.request_state import Observer, RequestState
 from servd.messages.params import SamplingParams
 
 log = logging.getLogger("servd.requests")

@@ -13,9 +13,9 @@ from operator import attrgetter
 
 import msgspec
 
-from servd.api.engine.choice import NO_TOKENS
-from servd.api.engine.request_state import Observer, RequestState, Timeline
-from servd.api.observability.latency import Breakdown, break_down
+from servd.api.request.choice import NO_TOKENS
+from servd.api.request.latency import Breakdown, break_down
+from servd.api.request.request_state import Observer, RequestState, Timeline
 from servd.base.tracing import Mark, StepRecord, now_ns
 from servd.messages.stats import SchedulerStats
 

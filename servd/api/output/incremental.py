@@ -18,6 +18,8 @@ from typing import TypeVar
 
 import msgspec
 
+from servd.api.text.detokenizer import overlap
+
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 """Reads a part of the text, yielding where the text that has come does not suffice."""
@@ -57,15 +59,6 @@ _JSON_MARKS = re.compile(r'["\\{}\[\]]')
 _JSON_SCALAR = re.compile(r"[\w.+-]*")
 _STRING_MARKS = re.compile(r'["\\]')
 _SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-def overlap(text: str, marker: str, start: int = 0) -> int:
-    """Length of the longest end of `text[start:]` that is a beginning of `marker`, but not all."""
-    start = max(start, len(text) - len(marker) + 1) - 1
-    while (start := text.find(marker[0], start + 1)) >= 0:
-        if marker.startswith(text[start:]):
-            return len(text) - start
-    return 0
 
 
 @cache

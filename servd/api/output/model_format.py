@@ -8,19 +8,18 @@ from typing import Any
 
 import msgspec
 
-from servd.api.engine.grammar_checker import MAX_BYTES
+from servd.api.output.call_grammar import NotExpressible, calls_grammar
 from servd.api.output.output_parser import ExpectedOutput
 from servd.api.output.reasoning_parser import ReasoningParser
 from servd.api.output.tool_choice import ForcedCallsParser, calls_schema
 from servd.api.output.tool_parser import ToolParser
-from servd.api.output.tool_parsers._grammar import NotExpressible, calls_grammar
 from servd.api.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from servd.api.text.prompt import ToolOptions
 from servd.api.text.tokenizer import Tokenizer
 from servd.base import plugins
 from servd.base.errors import InvalidRequest
 from servd.config import Config
-from servd.messages.params import StructuredOutput
+from servd.messages.params import MAX_GRAMMAR_BYTES, StructuredOutput
 
 log = logging.getLogger("servd.api")
 
@@ -151,7 +150,7 @@ class ModelFormat:
         except NotExpressible as reason:
             log.debug("tool calls are held to a JSON array: %s", reason)
             return None
-        return grammar if len(grammar.encode()) <= MAX_BYTES else None
+        return grammar if len(grammar.encode()) <= MAX_GRAMMAR_BYTES else None
 
     def _added_ids(self, *markers: str) -> frozenset[int]:
         return frozenset(i for marker in markers if (i := self._added_id(marker)) is not None)

@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from servd.api.output.call_grammar import moved, parameters_of
 from servd.api.output.incremental import Steps
 from servd.api.output.tool_parser import ToolParser
-from servd.api.output.tool_parsers._grammar import moved, parameters_of
 
 
 class ForcedCallsParser(ToolParser):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, ClassVar
 
+from servd.api.output.call_grammar import CallSyntax, json_rule, parameters_of
 from servd.api.output.incremental import (
     Content,
     Delta,
@@ -18,7 +19,6 @@ from servd.api.output.incremental import (
     ToolCallArguments,
     ToolCallStart,
 )
-from servd.api.output.tool_parsers._grammar import CallSyntax, json_rule, parameters_of
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field
 
-from servd.api.batches.format import ROUTES, Problem
+from servd.api.protocol.batch_file import ROUTES, Problem
 from servd.api.protocol.validation import FewKeys, RequestBody
 
 MetadataKey = Annotated[str, Field(max_length=64)]

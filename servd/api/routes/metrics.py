@@ -7,8 +7,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from servd.api.context import context_of
+from servd.api.engine.peers import WriteMetrics
 from servd.api.http.route import Route, text_content
-from servd.api.observability.peers import WriteMetrics
 
 router = APIRouter(route_class=Route)
 

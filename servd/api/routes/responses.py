@@ -12,9 +12,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response as HTTPResponse
 
-from servd.api.builders.event_log import EventLog
 from servd.api.builders.events import encode
-from servd.api.builders.response_store import ResponseStore, Stored
 from servd.api.builders.responses import ResponsesBuilder
 from servd.api.call import call_of
 from servd.api.context import context_of, json_response
@@ -34,6 +32,8 @@ from servd.api.protocol.responses import (
     ResponsesRequest,
 )
 from servd.api.protocol.translation import renamed
+from servd.api.responses.event_log import EventLog
+from servd.api.responses.response_store import ResponseStore, Stored
 from servd.base.errors import InvalidRequest, NotFound
 from servd.messages.outputs import CompletionOutput
 

@@ -15,15 +15,15 @@ from collections.abc import Collection, Iterable, Iterator
 from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
 import msgspec
 from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame
 from jinja2.parser import Parser
+from jinja2.visitor import NodeTransformer
 
 from servd.api.text.prompt import Chat
 from servd.api.text.tokenizer import Tokenizer
@@ -241,29 +241,25 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             raise jinja2.TemplateError("a width is too large")
         return super().call_binop(context, operator, left, right)
 
-    def concat_values(self, values: tuple[Any, ...]) -> str:
-        """What `~` is compiled to."""
-        _budget.get().check(sum(map(_length, values)))
-        return "".join(map(str, values))
 
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = super()._parse(source, name, filename)
-        for loop in list(tree.find_all(nodes.For)):
-            loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
-            loop.iter.set_environment(self)
-        return tree
+class _Limiter(NodeTransformer):
+    """Lets loops and `~` ask the budget, too."""
 
+    def __init__(self, environment: jinja2.Environment) -> None:
+        self.environment = environment
 
-class _Code(CodeGenerator):
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        self.write("environment.concat_values((")
-        for each in node.nodes:
-            self.visit(each, frame)
-            self.write(", ")
-        self.write("))")
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        node.iter = self._filter(node.iter, "counted")
+        return self.generic_visit(node)
 
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        values = nodes.List(node.nodes, lineno=node.lineno)
+        return self.generic_visit(self._filter(values, "concatenated"))
 
-_Sandbox.code_generator_class = _Code
+    def _filter(self, value: nodes.Node, name: str) -> nodes.Filter:
+        made = nodes.Filter(cast(nodes.Expr, value), name, [], [], None, None, lineno=value.lineno)
+        made.set_environment(self.environment)
+        return made
 
 
 def _counted(items: Iterable[Any]) -> Iterator[Any]:
@@ -271,6 +267,11 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
     for item in items:
         _budget.get().check()
         yield item
+
+
+def _concatenated(values: list[Any]) -> str:
+    _budget.get().check(sum(map(_length, values)))
+    return "".join(map(str, values))
 
 
 def _length(value: Any) -> int:
@@ -290,6 +291,7 @@ class _Compiled:
             extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
         )
         environment.filters["counted"] = _counted
+        environment.filters["concatenated"] = _concatenated
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
@@ -297,7 +299,7 @@ class _Compiled:
             tree = environment.parse(source)
             self.wants_parts = _wants_parts(tree)
             self.reads_documents = any(n.name == "documents" for n in tree.find_all(nodes.Name))
-            self.template = environment.from_string(source)
+            self.template = environment.from_string(_Limiter(environment).visit(tree))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
                 f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"

@@ -6,7 +6,6 @@ import codecs
 import re
 from collections.abc import Sequence
 
-from servd.api.output.incremental import overlap
 from servd.api.text.tokenizer import Tokenizer
 from servd.messages.params import SamplingParams
 
@@ -95,3 +94,12 @@ class Detokenizer:
         num_held = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]
+
+
+def overlap(text: str, marker: str, start: int = 0) -> int:
+    """Length of the longest end of `text[start:]` that is a beginning of `marker`, but not all."""
+    start = max(start, len(text) - len(marker) + 1) - 1
+    while (start := text.find(marker[0], start + 1)) >= 0:
+        if marker.startswith(text[start:]):
+            return len(text) - start
+    return 0

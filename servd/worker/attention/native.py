@@ -11,8 +11,8 @@ from torch import Tensor
 
 from servd.worker.attention import AttentionBatch, AttentionSpec, _int8
 from servd.worker.attention import Backend as AttentionBackend
-from servd.worker.layers.rotary import Rotation
 from servd.worker.ops.native import TYPES, call, library
+from servd.worker.ops.reference import Rotation
 
 MAX_HEAD_DIM = 256
 MAX_VALUE_DIM = 512

@@ -13,7 +13,7 @@ from servd.base.errors import ConfigError, UnsupportedModel
 from servd.checkpoint.hf import quantization_of, weight_files
 from servd.worker.calibration import checkpoint, gptq
 from servd.worker.calibration.walk import Model
-from servd.worker.loading.model_loader import read_tensors
+from servd.worker.quantization._files import read_tensors
 
 BATCH = 8  # rows
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from servd.checkpoint.hf import METADATA_FILES, read_json, weight_files
 from servd.worker.calibration.gptq import Codes
-from servd.worker.loading.model_loader import read_tensors
+from servd.worker.quantization._files import read_tensors
 
 LAYOUT = "pack-quantized"
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+LAYER = re.compile(r"(?:^|\.)(\d+)\.")  # the first number in a tensor's name
 
 
 @dataclass(frozen=True)

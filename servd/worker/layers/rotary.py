@@ -13,11 +13,9 @@ from servd.base.errors import UnsupportedModel
 from servd.checkpoint.hf import ModelSpec
 from servd.checkpoint.overrides import ROPE_TYPES
 from servd.worker import ops
+from servd.worker.ops.reference import Rotation
 
 log = logging.getLogger("servd.worker")
-
-Rotation = tuple[Tensor, Tensor]
-"""cos and sin of a step's positions, each [num_tokens, pairs]: head_dim / 2 of them, or less."""
 
 
 class Rotary(nn.Module):
@@ -41,15 +39,6 @@ class Rotary(nn.Module):
     def forward(self, positions: Tensor) -> Rotation:
         """[num_tokens] -> cos and sin."""
         return self.ops.rotation(positions, self.inv_freq, self.magnitude, self.dtype)
-
-
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the pairs (i, i + pairs) of `x` [num_tokens, num_heads, head_dim]; elements after them
-    are unchanged.
-    """
-    cos, sin = (part.unsqueeze(1) for part in rotation)
-    first, second, rest = x.tensor_split((cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 def rope_parameters(spec: ModelSpec) -> dict[str, Any]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-import zipfile
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -15,14 +14,13 @@ from typing import Any, Protocol
 import torch
 from msgspec.structs import replace
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from servd.base import plugins
 from servd.base.errors import ConfigError, ModelNotFound, UnsupportedModel
 from servd.checkpoint.hf import ModelSpec, quantization_of, read_json, weight_files
 from servd.checkpoint.multimodal_config import is_part, text_name
 from servd.checkpoint.pooling import is_encoder, is_encoder_as_decoder
-from servd.worker.compat import without_function_modes
 from servd.worker.device.device import defaults
 from servd.worker.device.parallel import Parallel
 from servd.worker.device.staging import Staging
@@ -34,6 +32,7 @@ from servd.worker.layers.weight import Loadable, Weight
 from servd.worker.loading.pipeline_model import cut
 from servd.worker.ops import native
 from servd.worker.quantization import _imatrix
+from servd.worker.quantization._files import read_tensors
 
 log = logging.getLogger("servd.worker")
 
@@ -42,7 +41,6 @@ QUANTIZATIONS = "servd.worker.quantization"
 DUMMY_STD = 0.02
 IN_LAYER = re.compile(r"\.(\d+)\.(.+)")
 MAX_NAMED = 8  # parameters
-MAX_PICKLE = 1 << 26  # bytes of the pickled metadata of a .bin file
 # In a calibrated checkpoint, beside the projections or below one of them.
 KV_SCALE = re.compile(r"(.+?)\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
 
@@ -244,62 +242,6 @@ def _quantized(files: list[Path], weight: Tensor) -> NamedTensors:
         return read(files, stated, device)
     except (AttributeError, TypeError) as error:  # such as a list in place of an object
         raise UnsupportedModel(f"the quantization_config cannot be read: {error}") from None
-
-
-def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Memory-mapped tensors of the files, unconverted, by name. Raises ModelNotFound: a file is
-    broken.
-    """
-    for path in files:
-        try:
-            if path.suffix == ".bin":
-                yield from _unpickle(path).items()
-                continue
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():
-                    yield name, file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise ModelNotFound(f"{path} cannot be read: {error}") from None
-
-
-def _unpickle(path: Path) -> dict[str, Tensor]:
-    """Unpickle tensors by name; anything else in the file is rejected."""
-    _check_archive(path)
-    # These have storage in a dry run, too.
-    with without_function_modes():
-        try:
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # broken bytes may raise anything
-            raise OSError(error) from None
-    if not isinstance(found, dict) or not all(map(_is_plain, found.items())):
-        raise OSError("it holds other things than plain tensors by name")
-    return found
-
-
-def _check_archive(path: Path) -> None:
-    """Reject compressed members, which torch never writes: nothing may expand beyond the file."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        raise OSError(f"{error}: save it with a torch of after 2020") from None
-    for entry in entries:
-        if entry.compress_type != zipfile.ZIP_STORED:
-            raise OSError(f"{entry.filename} is compressed")
-        if entry.filename.endswith(".pkl") and entry.file_size > MAX_PICKLE:
-            raise OSError(f"{entry.filename} has {entry.file_size} bytes, at most {MAX_PICKLE}")
-
-
-def _is_plain(named: tuple[Any, Any]) -> bool:
-    """Whether it is a name and a dense, real tensor whose data is within the file."""
-    name, tensor = named
-    return (
-        isinstance(name, str)
-        and type(tensor) in (Tensor, nn.Parameter)
-        and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        and not (tensor.is_complex() or tensor.is_quantized)
-    )
 
 
 def _load_kv_scale(

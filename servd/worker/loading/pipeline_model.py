@@ -6,7 +6,6 @@ input from the previous stage, the final norm by the sum that it would normalise
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,8 +17,7 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers.attention import attention_layers
 from servd.worker.layers.embedding import Embedding, VocabEmbedding
 from servd.worker.layers.norm import LayerNorm, RMSNorm
-
-LAYER = re.compile(r"(?:^|\.)(\d+)\.")  # the first number in a tensor's name
+from servd.worker.layers.quantized import LAYER
 
 
 class StageInput(nn.Module):

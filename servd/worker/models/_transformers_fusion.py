@@ -20,9 +20,9 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers.activation import Gate
 from servd.worker.layers.attention import Attention
 from servd.worker.layers.linear import ColumnParallelLinear
-from servd.worker.layers.rotary import Rotation, rotate
 from servd.worker.models._transformers_attention import CONTEXT, Probe, context, first_line
 from servd.worker.ops import reference
+from servd.worker.ops.reference import Rotation, rotate
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,8 @@ from servd.worker.layers.attention import Attention, ForwardContext
 from servd.worker.layers.experts import GroupedQuantMethod, Router, SparseMoE, grouped_quant_method
 from servd.worker.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from servd.worker.layers.norm import RMSNorm
-from servd.worker.layers.quantized import NamedTensors, Quantized
+from servd.worker.layers.quantized import LAYER, NamedTensors, Quantized
 from servd.worker.layers.rotary import Rotary, Rotation, rope_parameters
-from servd.worker.loading.pipeline_model import LAYER
 from servd.worker.models.llama import LlamaForCausalLM, LlamaMLP
 from servd.worker.ops.reference import Routing, placed
 

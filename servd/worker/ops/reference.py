@@ -11,7 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from servd.worker.batch.decode_inputs import KV_SLOT, NEXT_COLUMN, NUM_GIVEN, TOKEN_ID
+from servd.worker.ops._decode_rows import KV_SLOT, NEXT_COLUMN, NUM_GIVEN, TOKEN_ID
+
+Rotation = tuple[Tensor, Tensor]
+"""cos and sin of a step's positions, each [num_tokens, pairs]: head_dim / 2 of them, or less."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -139,3 +142,12 @@ def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> No
         for part, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
             of_part = hidden[:, part * max_rank : (part + 1) * max_rank]
             out[:, start:end] += of_part @ b[:, start:end].to(x.dtype)
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate the pairs (i, i + pairs) of `x` [num_tokens, num_heads, head_dim]; elements after them
+    are unchanged.
+    """
+    cos, sin = (part.unsqueeze(1) for part in rotation)
+    first, second, rest = x.tensor_split((cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
 from servd.worker.layers.quantized import NamedTensors, Quantized
-from servd.worker.loading.model_loader import read_tensors
+from servd.worker.quantization._files import read_tensors
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 TABLE = MAGNITUDES + tuple(-value for value in MAGNITUDES)

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from servd.api.output.call_grammar import calls_grammar, parameters_of
 from servd.api.output.model_format import ModelFormat
 from servd.api.output.output_parser import ExpectedOutput
 from servd.api.output.tool_choice import ForcedCallsParser
-from servd.api.output.tool_parsers._grammar import calls_grammar, parameters_of
 from servd.api.text.prompt import ToolOptions
 from servd.api.text.tokenizer import Tokenizer
 from servd.base import plugins

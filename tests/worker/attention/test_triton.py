@@ -14,7 +14,7 @@ from servd.worker.attention import AttentionSpec
 from servd.worker.attention.triton import Backend
 from servd.worker.device.parallel import Parallel
 from servd.worker.layers.norm import RMSNorm
-from servd.worker.layers.rotary import rotate
+from servd.worker.ops.reference import rotate
 from tests.worker.attention.paged import Rows
 
 pytest.importorskip("triton")

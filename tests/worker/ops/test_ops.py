@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from servd.worker import ops
-from servd.worker.batch.decode_inputs import (
+from servd.worker.ops._decode_rows import (
     COLUMN,
     KV_SLOT,
     NEXT_COLUMN,

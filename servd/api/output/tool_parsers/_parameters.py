@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any, ClassVar, NoReturn
 
-from servd.api.output.incremental import Brackets, Steps
-from servd.api.output.tool_parser import ToolParser
-from servd.api.output.tool_parsers._grammar import (
+from servd.api.output.call_grammar import (
     NotExpressible,
     json_rule,
     parameters_of,
     properties_of,
     quoted,
 )
+from servd.api.output.incremental import Brackets, Steps
+from servd.api.output.tool_parser import ToolParser
 from servd.api.output.tool_parsers._text_values import texts_of, types_of
 
 # Python's words, which models like.

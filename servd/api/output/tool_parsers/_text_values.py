@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from servd.api.output.tool_parsers._grammar import ANNOTATIONS, NotExpressible, quoted
+from servd.api.output.call_grammar import ANNOTATIONS, NotExpressible, quoted
 
 OF_VALUES = {"type", "enum", "const"}  # keywords that texts can obey
 OF_TEXTS = OF_VALUES | {"minLength", "maxLength"}

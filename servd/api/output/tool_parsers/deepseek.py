@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from servd.api.output.call_grammar import CallSyntax
 from servd.api.output.incremental import Steps
-from servd.api.output.tool_parsers._grammar import CallSyntax
 from servd.api.output.tool_parsers._marked_calls import MarkedCallsParser
 
 CALLS_BEGIN = "<｜tool▁calls▁begin｜>"

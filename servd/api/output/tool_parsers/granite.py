@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from servd.api.output.tool_parsers._grammar import CallSyntax
+from servd.api.output.call_grammar import CallSyntax
 from servd.api.output.tool_parsers._marked_json import MarkedJsonParser
 
 TAG = "<|tool_call|>"

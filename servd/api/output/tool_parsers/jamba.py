@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from servd.api.output.call_grammar import CallSyntax
 from servd.api.output.tool_parsers import minimax
-from servd.api.output.tool_parsers._grammar import CallSyntax
 from servd.api.output.tool_parsers._marked_json import MarkedJsonParser
 from servd.api.output.tool_parsers.minimax import CLOSE, OPEN
 

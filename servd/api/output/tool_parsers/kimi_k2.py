@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from servd.api.output.call_grammar import CallSyntax
 from servd.api.output.incremental import Steps
-from servd.api.output.tool_parsers._grammar import CallSyntax
 from servd.api.output.tool_parsers._marked_calls import MarkedCallsParser
 
 CALLS_BEGIN = "<|tool_calls_section_begin|>"

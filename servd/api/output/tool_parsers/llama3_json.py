@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from servd.api.output.call_grammar import CallSyntax
 from servd.api.output.incremental import Steps
 from servd.api.output.tool_parser import ToolParser
-from servd.api.output.tool_parsers._grammar import CallSyntax
 
 TAG = "<|python_tag|>"
 

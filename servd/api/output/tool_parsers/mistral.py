@@ -6,9 +6,9 @@ import random
 import re
 import string
 
+from servd.api.output.call_grammar import CallSyntax
 from servd.api.output.incremental import Steps
 from servd.api.output.tool_parser import ToolParser
-from servd.api.output.tool_parsers._grammar import CallSyntax
 
 TAG = "[TOOL_CALLS]"
 CALL_ID = "[CALL_ID]"

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from servd.worker.batch import decode_inputs
+from servd.worker.ops import _decode_rows
 
 TOKENS = 1024  # at a time
 
@@ -32,8 +32,8 @@ def begin_decode(
             token_ids.stride(0),
             tables.stride(0),
             block_size,
-            decode_inputs.TABLE_ROW,
-            decode_inputs.NEXT_COLUMN,
+            _decode_rows.TABLE_ROW,
+            _decode_rows.NEXT_COLUMN,
             TOKENS,
             num_warps=8,
         )

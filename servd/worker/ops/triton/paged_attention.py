@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from servd.worker.attention import AttentionBatch
+from servd.worker.ops._attention_batch import AttentionBatch
 from servd.worker.ops.triton.attend import (
     attend,
     lines_of,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from servd.worker.layers.rotary import Rotation
+from servd.worker.ops.reference import Rotation
 
 TILE = 4096  # numbers per program, whatever head_dim is; not measured yet
 

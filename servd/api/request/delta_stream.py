@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from servd.api.engine.fair_loop import FairLoop
+from servd.api.request.fair_loop import FairLoop
 from servd.base.errors import InvalidRequest, ServdError
 from servd.messages.outputs import CompletionOutput
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from servd.api.engine.choice import NO_TOKENS, Choice
-from servd.api.engine.delta_stream import DeltaStream
-from servd.api.engine.load_balancer import Routed
-from servd.api.engine.progress import Unfinished
-from servd.api.observability.latency import Breakdown
 from servd.api.output.output_parser import ExpectedOutput
 from servd.api.protocol.requests import RequestSummary
+from servd.api.request.choice import NO_TOKENS, Choice
+from servd.api.request.delta_stream import DeltaStream
+from servd.api.request.latency import Breakdown
 from servd.base.tracing import Mark, StepRecord, first, now_ns
 from servd.messages.engine import (
     EngineCoreRequest,
@@ -31,6 +29,27 @@ from servd.messages.stats import SchedulerStats
 log = logging.getLogger("servd.api")
 
 NOT_YET: Any = None  # of a field that is set before anybody reads it
+
+
+class Unfinished(msgspec.Struct):
+    """An unfinished request of the engine."""
+
+    sent_ns: int
+    num_prompt_tokens: int
+    has_begun: bool  # its first token has arrived
+    is_due: bool = True  # it waits for engine steps only, not for a grammar or another resource
+
+
+class Routed(Protocol):
+    """A prompt as it counts toward its engine's pending work, which the load balancer knows."""
+
+    rank: int
+
+    def answer(self, num_cached: int) -> None: ...
+
+    def leave(self, num_tokens: int) -> None: ...
+
+    def end(self, num_tokens: Sequence[int]) -> None: ...
 
 
 class Timeline(msgspec.Struct, gc=False):

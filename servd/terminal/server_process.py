@@ -18,7 +18,7 @@ from typing import Any
 
 from servd.base.errors import ServdError
 from servd.base.private_dir import private_dir
-from servd.cli._client import Client
+from servd.terminal.api_client import Client
 
 POLL_INTERVAL = 0.05  # seconds
 STOP_TIMEOUT = 20.0  # seconds

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from servd.api.builders.event_log import EventLog
-from servd.api.http.auth import Keys
+from servd.api.keys import Keys
 from servd.api.protocol.responses import Response
+from servd.api.responses.event_log import EventLog
 from servd.base.errors import Overloaded, RequestError
 
 MAX_BYTES = 256 * 2**20  # for all keys together, unless MIN_BYTES per key is more

@@ -1,0 +1,1 @@
+"""One prompt on its way through the API process: its state, its choices, where its time went."""

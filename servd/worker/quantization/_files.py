@@ -1,0 +1,73 @@
+"""The tensors of a checkpoint's files, as they are."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from servd.base.errors import ModelNotFound
+from servd.worker.compat import without_function_modes
+
+MAX_PICKLE = 1 << 26  # bytes of the pickled metadata of a .bin file
+
+
+def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    """Memory-mapped tensors of the files, unconverted, by name. Raises ModelNotFound: a file is
+    broken.
+    """
+    for path in files:
+        try:
+            if path.suffix == ".bin":
+                yield from _unpickle(path).items()
+                continue
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():
+                    yield name, file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ModelNotFound(f"{path} cannot be read: {error}") from None
+
+
+def _unpickle(path: Path) -> dict[str, Tensor]:
+    """Unpickle tensors by name; anything else in the file is rejected."""
+    _check_archive(path)
+    # These have storage in a dry run, too.
+    with without_function_modes():
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # broken bytes may raise anything
+            raise OSError(error) from None
+    if not isinstance(found, dict) or not all(map(_is_plain, found.items())):
+        raise OSError("it holds other things than plain tensors by name")
+    return found
+
+
+def _check_archive(path: Path) -> None:
+    """Reject compressed members, which torch never writes: nothing may expand beyond the file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise OSError(f"{error}: save it with a torch of after 2020") from None
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise OSError(f"{entry.filename} is compressed")
+        if entry.filename.endswith(".pkl") and entry.file_size > MAX_PICKLE:
+            raise OSError(f"{entry.filename} has {entry.file_size} bytes, at most {MAX_PICKLE}")
+
+
+def _is_plain(named: tuple[Any, Any]) -> bool:
+    """Whether it is a name and a dense, real tensor whose data is within the file."""
+    name, tensor = named
+    return (
+        isinstance(name, str)
+        and type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.is_complex() or tensor.is_quantized)
+    )
