@@ -102,7 +102,7 @@ def start(tmp_path: Path, depth: int, **options: Any) -> tuple[EngineCore, Route
         "buffer_steps": 500,
     }
     engine = make_engine(depth=depth, kv_events_config=json.dumps(config), **options)
-    load_balancer = Router(endpoint, "kv")
+    router = Router(endpoint, "kv")
     events = engine.scheduler.kv_cache.events
     for _ in range(1000):  # a subscription takes effect when it arrives, of which nobody hears
         events._events.append(AllBlocksCleared())
