@@ -142,25 +142,6 @@ def test_a_wrong_query_is_found(query: str, problem: str, exported: dict[str, Ex
     assert any(problem in each for each in problems(query, exported))
 
 
-def test_what_is_no_query_is_found():
-    with pytest.raises(ValueError, match="invalid"):
-        promql_parser.parse("sum by (rate(a[5m]))")
-
-
-@pytest.mark.parametrize("board", BOARDS, ids=lambda path: path.name)
-def test_panels_do_not_overlap(board: Path):
-    cells: set[tuple[int, int]] = set()
-    for panel in json.loads(board.read_text())["panels"]:
-        at = panel["gridPos"]
-        own = {
-            (x, y)
-            for x in range(at["x"], at["x"] + at["w"])
-            for y in range(at["y"], at["y"] + at["h"])
-        }
-        assert not own & cells and at["x"] + at["w"] <= 24
-        cells |= own
-
-
 def read(path: Path) -> Any:
     return msgspec.yaml.decode(path.read_bytes())
 
