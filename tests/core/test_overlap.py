@@ -229,15 +229,6 @@ def reasons(log: Log) -> list[str | None]:
         (64, {"form": FORCED}, lambda log: reasons(log) == ["stop"] * 6),
         (9, {"form": FORCED, "logprobs": 1}, lambda log: log.total("num_preemptions") > 0),
     ],
-    ids=[
-        "stops",
-        "grammar",
-        "aborts",
-        "preemption",
-        "preempted grammar",
-        "forced",
-        "preempted forced",
-    ],
 )
 def test_each_of_these_happens_and_changes_no_output(
     depth, max_drafts, num_blocks, fields, happened

@@ -41,12 +41,8 @@ def test_a_long_prompt_is_computed_in_chunks():
 def test_only_the_last_chunk_samples():
     engine = make_engine(max_num_batched_tokens=10)
     generate(engine, make_request("a", list(range(25)), 2))
-    assert [step.rows[0].samples for step in engine.executor.steps] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    samples = [step.rows[0].samples for step in engine.executor.steps]
+    assert samples == [False, False, True, True]
 
 
 def test_decoding_goes_on_beside_a_long_prompt():
@@ -247,11 +243,7 @@ def test_a_prompt_larger_than_the_cache_ends_with_an_error_that_names_the_remedy
     log = generate(engine, make_request("a", list(range(40))), make_request("b", [1], 2))
     [output] = log.outputs["a"]
     assert output.finish_reason is FinishReason.ERROR and output.new_token_ids == []
-    assert (
-        "40 tokens" in output.error
-        and "16 tokens" in output.error
-        and "--kv-cache-memory" in output.error
-    )
+    assert all(part in output.error for part in ("40 tokens", "16 tokens", "--kv-cache-memory"))
     assert len(log.token_ids("b")) == 2
 
 

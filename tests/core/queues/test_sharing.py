@@ -154,11 +154,6 @@ def test_weights_divide_what_there_is():
     assert served["b"] / served["a"] == pytest.approx(3, rel=0.15)
 
 
-def test_first_come_first_served_knows_no_owners():
-    served = shares("fcfs", a=1.0, b=1.0)
-    assert served["a"] > 0 and served["b"] == 0
-
-
 def test_idleness_saves_nothing_up():
     simulation = Simulation()
     for i in range(300):
@@ -177,14 +172,6 @@ def test_many_choices_do_not_keep_a_stranger_waiting():
     simulation.send("b", 3, 4, at=1.0, owner="b")
     simulation.run(until=3.0)
     assert simulation.first["b"] - 1.0 <= 3 * (STEP + 128 * TOKEN)
-
-
-def test_nothing_is_left_idle_for_owners_that_are_not_there():
-    simulation = Simulation()
-    for i in range(32):
-        simulation.send(f"a{i}", 1, 10, owner="a")
-    simulation.run()
-    assert len(simulation.engine.executor.steps) == 20
 
 
 def test_preempted_for_another_owner_a_request_loses_no_token():
