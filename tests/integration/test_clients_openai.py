@@ -50,26 +50,6 @@ def test_a_chat_equals_transformers(client, reference):
     assert answer._request_id
 
 
-def test_n_choices_at_temperature_0_share_the_prompt(client):
-    long = [
-        {
-            "role": "user",
-            "content": "Unless required by applicable law or agreed to in writing. " * 5,
-        }
-    ]
-    answer = client.chat.completions.create(
-        model="tiny", messages=long, max_tokens=8, temperature=0, n=4
-    )
-    assert len({choice.message.content for choice in answer.choices}) == 1
-    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    hits = [
-        line
-        for line in client.get("../metrics", cast_to=httpx.Response).text.splitlines()
-        if line.startswith("vllm:prefix_cache_hits_total")
-    ]
-    assert float(hits[0].split()[-1]) >= 3 * (answer.usage.prompt_tokens // 16) * 16
-
-
 def test_streams_by_iteration_and_by_helper(client):
     options = {"model": "tiny", "messages": MESSAGES, "max_tokens": 20, "temperature": 0}
     whole = client.chat.completions.create(**options).choices[0].message.content
@@ -160,18 +140,6 @@ def test_beam_search_equals_transformers(client, reference):
     )
     texts = [tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True) for row in expected]
     assert [choice.text for choice in answer.choices] == texts
-
-
-def test_bad_words_are_not_written(client):
-    options = {"model": "tiny", "prompt": "Licensed under", "max_tokens": 16, "temperature": 0}
-    text = client.completions.create(**options).choices[0].text
-    word = text[3:6]
-    assert (
-        word
-        not in client.completions.create(**options, extra_body={"bad_words": list(word)})
-        .choices[0]
-        .text
-    )
 
 
 def test_errors_have_their_class_and_fields(client):
