@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from servd.base.errors import ConfigError
 from servd.checkpoint.hf import read_spec
 from servd.config.speculative import MAX_GRAMMAR_TOKENS
 from servd.core.engine_core import EngineCore
@@ -40,7 +39,6 @@ from tests.core.engines import Log
 from tests.parity.families import CASES, make_checkpoint
 from tests.worker.driver import Driver, config_for
 from tests.worker.recorded import (
-    GraphBackend,
     RecordedRunner,
     record,
     use_recorded_runner,
@@ -290,18 +288,6 @@ def test_a_failure_in_a_greedy_step_is_told_by_row(folder: Path):
     assert [len(log.token_ids(str(i))) for i in (0, 2)] == [9, 9]
 
 
-def test_steps_in_the_type_of_a_gpu(folder: Path):
-    """Logits reach the sampler, and what is told of them the host, in 16 bits."""
-    driver = Driver(config_for(folder, load_format="dummy", dtype="bfloat16"))
-    random = SamplingParams(temperature=1.0, seed=1, top_p=0.9)
-    told = SamplingParams(temperature=1.0, seed=1, logprobs=2, repetition_penalty=1.2)
-    slots = [driver.add([1, 2, 3]), driver.add([4] * 20, random), driver.add([5], told)]
-    driver.generate(slots[:1], 3)
-    driver.generate(slots[:2], 5, chunk=7)
-    driver.generate(slots, 8)
-    assert driver.logits[slots[0]][0].dtype == torch.bfloat16
-
-
 def test_a_cache_that_is_made_again_has_graphs_of_its_own(folder: Path):
     driver = Driver(config_for(folder, load_format="dummy"))
     worker = driver.worker
@@ -353,28 +339,12 @@ def steps_by_kind(runner: RecordedRunner) -> Counter[str]:
     return steps
 
 
-def test_graphs_with_adapters_are_captured_at_the_start_too(folder: Path):
-    config = config_for(folder, load_format="dummy", max_num_seqs=2, enable_lora=True, max_loras=1)
-    runner = Driver(config).worker.runner
-    assert set(runner.graphs.graphs) == set(itertools.product(runner.graphs.sizes, (False, True)))
-    assert not runner.variant, "the next step has none"
-
-
 def count_calls(capture, captured: list[GraphSize]):
     def counted(self: GraphRunner, size: GraphSize) -> None:
         captured.append(size)
         capture(self, size)
 
     return counted
-
-
-def test_a_backend_that_cannot_be_captured_serves_without(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setattr(GraphBackend, "supports_graphs", False)
-    driver = Driver(config_for(folder, load_format="dummy"))
-    assert driver.worker.runner.graphs is None
-    assert "no CUDA graphs: attention backend" in caplog.text
 
 
 def test_graphs_are_dropped_before_the_group_of_ranks_is_left(
@@ -425,15 +395,6 @@ def test_tensors_of_groups_of_layers_are_aligned_whatever_the_number_of_rows():
         rows = torch.zeros(num_rows, dtype=torch.int64)
         for other in decode_attention(states, rows, rows).others:
             assert other.slot_mapping.data_ptr() % 16 == other.block_tables.data_ptr() % 16 == 0
-
-
-def test_a_failing_capture_names_the_way_out(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    def fail(run):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(RecordedRunner, "recorder", lambda self: fail)
-    with pytest.raises(ConfigError, match=r"\(256 tokens, .* not permitted .* --enforce-eager"):
-        Driver(config_for(folder, load_format="dummy"))
 
 
 def test_no_garbage_is_collected_during_a_capture(monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from servd.base.errors import ConfigError, ModelNotFound, NotEnoughMemory, UnsupportedModel
+from servd.base.errors import ModelNotFound, NotEnoughMemory, UnsupportedModel
 from servd.base.sizes import parse_bytes
 from servd.checkpoint.hf import read_spec
 from servd.messages.engine import GrammarBitmask, SchedulerOutput
@@ -54,17 +54,6 @@ def test_calls_out_of_order(llama: Path):
     with pytest.raises(RuntimeError, match="twice"):
         driver.worker.execute_model(SchedulerOutput(2, []))
     assert driver.worker.sample_tokens().result().sampled_token_ids == []
-
-
-def test_progress_reaches_one(llama: Path):
-    seen: list[tuple[str, float]] = []
-    Driver(config_for(str(llama)), progress=lambda *mark: seen.append(mark))
-    *loading, last = seen
-    assert last == ("measuring memory", 0.0) and {phase for phase, _ in loading} == {
-        "loading weights"
-    }
-    fractions = [fraction for _, fraction in loading]
-    assert fractions == sorted(fractions) and fractions[0] == 0 and fractions[-1] == 1
 
 
 @pytest.mark.parametrize(("attention", "in_decode_steps"), [("native", 1), ("torch_sdpa", 2)])
@@ -274,11 +263,6 @@ def test_logprobs_belong_to_their_rows(llama: Path):
     assert logprobs.logprobs == pytest.approx(
         [float(top.values[0]), *top.values.tolist()], abs=1e-4
     )
-
-
-def test_unknown_backend(llama: Path):
-    with pytest.raises(ConfigError, match="needs CUDA"):
-        load(llama, attention_backend="varlen")
 
 
 def test_a_slot_can_be_used_again(llama: Path):

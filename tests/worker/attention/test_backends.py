@@ -267,20 +267,6 @@ def test_a_cache_of_int8_keeps_its_numbers_to_a_254th_of_the_largest():
     assert torch.equal(got.double(), rounded(x).float().double())
 
 
-def test_a_cache_of_fp8_is_said_to_be_slow_on_a_cpu(caplog: pytest.LogCaptureFixture):
-    spec = AttentionSpec(4, 4, 32, 16, None, torch.float32, torch.float8_e4m3fn, CPU)
-    assert make_backend("auto", spec)[0] == "torch_sdpa"
-    assert "fp8 is for GPUs; on a CPU it is slow" in caplog.text
-    assert "int8 takes nearly as little memory" in caplog.text
-
-
-@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
-def test_8_bits_of_values_in_keys_are_said_to_be_slow_on_a_cpu(caplog, kv_dtype: torch.dtype):
-    spec = AttentionSpec(4, 1, 48, 16, None, torch.float32, kv_dtype, CPU, value_dim=32)
-    assert make_backend("auto", spec)[0] == "torch_sdpa"
-    assert "bfloat16 is not, and takes half" in caplog.text and "int8 takes" not in caplog.text
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_numbers_that_an_8_bit_cache_cannot_hold_become_its_largest(name: str, device: str):

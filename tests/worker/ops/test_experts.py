@@ -60,13 +60,6 @@ def test_each_expert_multiplies_its_own_rows(form: str):
         assert torch.equal(some[starts[1] : starts[4]], got[starts[1] : starts[4]])
 
 
-def test_kinds_differ_by_what_a_call_has_once():
-    weight = random(8, 64)
-    kinds = {packed.ExpertMatrices.kind(make(weight)) for make in FORMS.values()}
-    assert len(kinds) == len(FORMS)
-    assert packed.ExpertMatrices.kind(None) is None
-
-
 @pytest.mark.usefixtures("kernels")
 def test_rows_outside_of_x_are_refused():
     matrices = [PackedMatrix(random(8, 16)) for _ in range(2)]

@@ -29,14 +29,7 @@ CASES = [
     ((64, 96), 16, torch.int8, torch.float32, False, None),
     ((40, 1000), 1000, torch.int8, torch.bfloat16, True, None),  # a group is a row
     ((48, 256), 128, torch.float8_e4m3fn, torch.float32, False, None),
-    (
-        (31, 2100),
-        32,
-        torch.uint8,
-        torch.float16,
-        False,
-        SIGNED,
-    ),  # blocks of k, the last group short
+    ((31, 2100), 32, torch.uint8, torch.float16, False, SIGNED),  # the last group is short
     ((95, 1152), 64, torch.uint8, torch.bfloat16, False, SIGNED),
     ((65, 2176), 128, torch.int8, torch.float16, True, None),
 ]

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-from servd.base.errors import ConfigError
 from servd.worker.layers.packed import ExpertMatrices, GroupedMatrix, PackedMatrix, spread
 from servd.worker.layers.quantized import Quantized
 from servd.worker.ops import LowRank, native
@@ -262,33 +261,6 @@ def test_a_library_without_the_table_of_kernels_is_not_used(
     native.library.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("switch", "is_built", "remedy"),
-    [("", False, r"install g\+\+"), ("", True, "install servd again"), ("off", False, "^$")],
-)
-def test_what_it_costs_to_have_no_kernels_is_said_unless_it_is_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: str, is_built: bool, remedy: str
-):
-    monkeypatch.setattr(native, "FOLDER", tmp_path)
-    monkeypatch.setenv(native.SWITCH, switch)
-    if is_built:
-        shutil.copy(_ctypes.__file__, tmp_path / "_generic.so")
-    native.library.cache_clear()
-    assert re.search(remedy, native.explain_absence())
-    native.library.cache_clear()
-
-
-def test_kernels_that_are_asked_for_and_not_there_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setattr(native, "FOLDER", tmp_path)
-    monkeypatch.setenv(native.SWITCH, "avx512")
-    native.library.cache_clear()
-    assert native.library() is None
-    assert "SERVD_CPU_KERNELS=avx512" in caplog.text
-    native.library.cache_clear()
-
-
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("kernel", "arguments"), [("embed", ()), ("no_such_kernel", ()), ("embed", ("x",) * 6)]
@@ -367,27 +339,6 @@ def test_no_kernel_takes_a_tensor_of_another_type_or_of_less_than_it_reads(
                 with pytest.raises(ValueError, match=f"^{kernel}: "):
                     native.call(kernel, *arguments[:place], bad, *arguments[place + 1 :])
     monkeypatch.setattr(native.Library, "run", run)
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({0: torch.zeros(10, 4, dtype=torch.bfloat16)}, "table torch.bfloat16 [10, 4]"),
-        ({0: torch.zeros(4, 10).T}, "table torch.float32 [10, 4], strides [1, 10]"),
-        ({0: torch.zeros(39)}, "table torch.float32 [39]"),
-        ({3: torch.zeros(2, dtype=torch.int32)}, "index torch.int32 [2]"),
-        ({5: torch.zeros(7)}, "out torch.float32 [7]"),
-        ({5: None}, "out is missing"),
-    ],
-)
-def test_a_tensor_that_a_kernel_cannot_take_is_named(change: dict[int, Any], message: str):
-    arguments = [torch.zeros(10, 4), 10, 4, torch.zeros(2, dtype=torch.int64), 2, torch.zeros(2, 4)]
-    native.call("embed", *arguments)
-    for place, value in change.items():
-        arguments[place] = value
-    with pytest.raises(ValueError, match=re.escape(f"embed: {message}")):
-        native.call("embed", *arguments)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -515,14 +466,3 @@ def test_setup_names_the_state_of_the_sources():
     command = [sys.executable, "-c", "\n".join(lines)]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert printed.stdout.strip() == native.state()
-
-
-def test_an_unknown_switch_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(native.SWITCH, "sse")
-    native.library.cache_clear()
-    with pytest.raises(
-        ConfigError,
-        match="SERVD_CPU_KERNELS=sse: there are amx, bf16, vnni, avx512, avx2, generic and off",
-    ):
-        native.library()
-    native.library.cache_clear()

@@ -99,23 +99,6 @@ def test_matrices_of_a_model_get_theirs(tiny_llama: Path, tmp_path: Path):
         assert after < 0.9 * before
 
 
-def test_matrices_that_it_does_not_have_are_counted(
-    tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    """Such as those of experts, which llama.cpp has as one."""
-    write(tmp_path / "all")
-    write(tmp_path / "some", ffn_down=None)
-    for name, told in (
-        ("all", []),
-        ("some", ["2 matrices, such as model.layers.0.mlp.down_proj."]),
-    ):
-        caplog.clear()
-        options = {"quantization": "int4", "quantization_imatrix": str(tmp_path / name)}
-        Driver(config_for(tiny_llama, block_size=16, **options))
-        found = [each.getMessage() for each in caplog.records if "imatrix" in each.getMessage()]
-        assert len(found) == len(told) and all(map(str.__contains__, found, told))
-
-
 def test_a_plan_with_one_is_that_without(tiny_llama: Path, tmp_path: Path):
     path = tmp_path / "file"
     write(path)

@@ -238,13 +238,8 @@ def test_no_end_before_min_tokens():
     sampler.add(0, params, [1, 2], [], EOS)
     logits = torch.zeros(1, VOCAB)
     logits[0, [0, 7, 11, 20]] = torch.tensor([5.0, 9.0, 8.0, 1.0])
-    assert [sample(sampler, logits, [0], [position])[0] for position in range(2, 7)] == [
-        20,
-        20,
-        20,
-        7,
-        7,
-    ]
+    drawn = [sample(sampler, logits, [0], [position])[0] for position in range(2, 7)]
+    assert drawn == [20, 20, 20, 7, 7]
 
 
 def test_a_grammar_bitmask_joins_allowed_tokens_and_bias():
@@ -303,12 +298,8 @@ def test_contradictory_constraints_still_yield_a_valid_id():
 
 
 def test_a_step_in_which_no_row_samples():
-    output = new_sampler()(
-        torch.empty(0, VOCAB),
-        torch.empty(0, dtype=torch.int64),
-        [],
-        torch.empty(0, dtype=torch.int64),
-    )
+    nothing = torch.empty(0, dtype=torch.int64)
+    output = new_sampler()(torch.empty(0, VOCAB), nothing, [], nothing)
     assert output.token_ids.shape == (0,)
     assert output.logprobs is None
 
