@@ -1,7 +1,5 @@
 """One test for each security advisory of other engines that could have been servd's."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """Monitoring: what the boards ask for is what servd exports, and compose starts what they need."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Documentation: generated pages are current, links and flags exist, and the examples run."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

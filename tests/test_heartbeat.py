@@ -1,7 +1,5 @@
 """What a parent reads of an engine's heartbeat."""
 
-from __future__ import annotations
-
 import os
 
 from servd.ipc.heartbeat import STOPPED_TIMEOUT, Heartbeat, Watchdog, make_file

@@ -1,6 +1,4 @@
-"""Model files: config.json of both families under one set of names, weight files, errors with a
-remedy.
-"""
+"""Model files: config.json of both families, weight files, errors with a remedy."""
 
 import json
 

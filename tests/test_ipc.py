@@ -1,6 +1,4 @@
-"""Channels: order, draining, an event loop on the edge-triggered descriptor, and who may enter the
-folder.
-"""
+"""Channels: order, draining, an event loop on the descriptor, and who may enter the folder."""
 
 import asyncio
 import contextlib

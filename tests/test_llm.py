@@ -1,8 +1,4 @@
-"""LLM.embed, with the engine in this process and in its own, and failing requests; docs/offline.md
-has the rest.
-"""
-
-from __future__ import annotations
+"""LLM.embed, with the engine in this process and in its own, and failing requests."""
 
 import math
 import os
@@ -292,9 +288,7 @@ def test_an_engine_sleeps_wakes_and_forgets_prefixes(separate_process):
 
 
 def test_beam_search():
-    """The fake model gives 1/2, 1/4, 1/8 ... to the k most likely tokens, of which the first is its
-    favourite.
-    """
+    """The fake model gives 1/2, 1/4, 1/8 ... to the likely tokens, its favourite first."""
     llm = LLM(executor="fake", use_tqdm=False)
     try:
         prompts = ["Once upon a time", {"prompt": "there was"}]

@@ -1,6 +1,4 @@
-"""Messages: every struct of the module survives the wire, and every union member is found by its
-tag.
-"""
+"""Messages: every struct survives the wire, and every union member is found by its tag."""
 
 import types
 import typing

@@ -1,6 +1,4 @@
-"""Resolve: every "auto" decided from config, model and machine; options that cannot work together
-refused.
-"""
+"""Resolve: every "auto" from config, model and machine; what cannot work together is refused."""
 
 from typing import Any
 

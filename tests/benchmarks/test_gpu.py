@@ -1,8 +1,4 @@
-"""`make bench-gpu`: every measurement runs on a CPU with tiny models; what fails is named and loses
-nothing else.
-"""
-
-from __future__ import annotations
+"""`make bench-gpu` on a CPU with tiny models: what fails is named and loses nothing else."""
 
 import re
 import subprocess
@@ -54,9 +50,7 @@ def test_what_arrives_is_counted_from_the_first_quarter_on(facts: dict):
     assert not bench.engine.has_work
 
 
-def test_a_failed_part_is_named_and_the_rest_is_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd
-):
+def test_a_failed_part_is_named_and_the_rest_is_kept(monkeypatch, tmp_path, capfd):
     scripts = {
         "ceilings": 'print(\'FACTS {"device": "a GPU", "bandwidth": 2e12}\')',
         "gpt2": "print('FACTS {\"gpt2_one_step\": 0.0003}', flush=True); raise SystemExit(3)",

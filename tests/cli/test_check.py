@@ -1,7 +1,5 @@
 """`servd check`: each thing that can be wrong has a line of its own, with what to do."""
 
-from __future__ import annotations
-
 import json
 import logging
 import resource

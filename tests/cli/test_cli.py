@@ -1,6 +1,4 @@
-"""The command line: flags become options, files and environment come after them, errors are one
-line and code 2.
-"""
+"""The command line: flags become options, before files and environment; errors have code 2."""
 
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """`servd trace`: the calls of one request, under the names that the code has."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """The console in headless Chromium, with the demo model."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

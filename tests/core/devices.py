@@ -1,6 +1,4 @@
-"""Devices that answer later: one as slow as the host allows, and one whose host and device take
-simulated times.
-"""
+"""Devices that answer later: a slow one, and one with simulated times of host and device."""
 
 from __future__ import annotations
 
@@ -105,9 +103,7 @@ class TimedOutput:
 
 
 class TimedExecutor(AuditedExecutor):
-    """Keeps the clocks of a host that takes `host` for each step and of a device that takes
-    `forward` and `sample`.
-    """
+    """Keeps the clocks of a host (`host` for a step) and of a device (`forward` and `sample`)."""
 
     host, forward, sample = 1.0, 3.0, 1.0
 

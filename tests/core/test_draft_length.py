@@ -1,8 +1,4 @@
-"""DraftLengthController: in a simulation with known costs and chances, it is never much slower than
-no drafts, and not far from the best fixed depth.
-"""
-
-from __future__ import annotations
+"""DraftLengthController, simulated: never much slower than no drafts, and near the best depth."""
 
 import random
 from collections.abc import Iterator

@@ -1,8 +1,4 @@
-"""The whole core under random requests, aborts, budgets and cache sizes, at every depth and with
-both policies.
-"""
-
-from __future__ import annotations
+"""The whole core under random requests, aborts, budgets and caches, by both policies."""
 
 import dataclasses
 import itertools
@@ -114,9 +110,7 @@ def test_two_steps_are_in_flight_at_depth_two():
 
 
 def test_scheduling_never_reads_the_history_again():
-    """The cost of a step must not grow with the length of a request: decoding may touch the end of
-    it only.
-    """
+    """The cost of a step must not grow with a request: decoding reads its end only."""
 
     class Counted(list):
         reads = 0
@@ -203,9 +197,7 @@ def test_a_request_that_cannot_be_taken_in_fails_alone(bad: EngineCoreRequest):
 
 
 def test_slow_steps_are_reported_at_once_to_waiting_clients():
-    """Or a long prompt, or a queue behind others' requests, would look like an engine that stands
-    still.
-    """
+    """Or a long prompt, or a queue behind others, would look like an engine that hangs."""
     clock = itertools.count(0, 2 * 10**9)
     engine = make_engine(max_num_batched_tokens=8, clock=clock.__next__)
     engine.handle(make_request("a", list(range(40)), client=1, max_tokens=1))

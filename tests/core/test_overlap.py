@@ -1,7 +1,5 @@
 """Steps in flight: the host works while the device does, and no depth changes an output."""
 
-from __future__ import annotations
-
 import dataclasses
 import queue
 from functools import cache
@@ -33,9 +31,7 @@ WITH_WINDOWS = with_windows(None, 5, base=SlowExecutor)
 
 
 def with_grammars(engine):
-    """An engine that takes in what its grammars' threads compile; returns a function that waits for
-    all of it.
-    """
+    """An engine that takes compiled grammars in; returns a function that waits for all of them."""
     news: queue.SimpleQueue[Any] = queue.SimpleQueue()
     engine.grammars.on_compiled = news.put
 

@@ -1,7 +1,5 @@
 """Scheduler: budgets, order, preemption, and the end of requests, seen through whole steps."""
 
-from __future__ import annotations
-
 import pytest
 
 from servd.core.executor.fake import expected_tokens
@@ -19,9 +17,7 @@ from tests.core.engines import (
 
 
 def run_and_list_steps(engine, *requests) -> tuple[Log, list[dict[int, int]]]:
-    """For every step: {slot: tokens}. Slots are handed out from 0, so slot i is the i-th
-    request.
-    """
+    """For every step: {slot: tokens}. Slots count from 0, so slot i is the i-th request's."""
     log = generate(engine, *requests)
     return log, [
         {item.slot: item.num_tokens for item in step.rows} for step in engine.executor.steps
@@ -253,9 +249,7 @@ def test_a_prompt_larger_than_the_cache_ends_with_an_error_that_names_the_remedy
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_steps", range(8))
 def test_an_abort_at_any_moment_frees_everything_and_disturbs_nobody(depth, num_steps):
-    """Steps 0 to 3 fall into the prompt of "a"; blocks are short enough that someone is preempted
-    later on.
-    """
+    """Steps 0 to 3 fall into the prompt of "a"; later, someone is preempted."""
     engine = make_engine(num_blocks=14, depth=depth, max_num_batched_tokens=8, max_model_len=56)
     log = Log()
     stays = make_request("stays", [9, 8, 7], 25)

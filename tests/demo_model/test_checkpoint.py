@@ -1,6 +1,4 @@
-"""The checkpoint that ships in the package: small, of the ordinary layout, with a tokenizer and
-template that hold.
-"""
+"""The checkpoint in the package: small, with a tokenizer and a template that hold."""
 
 import json
 from itertools import islice
@@ -49,9 +47,7 @@ def test_tokenizing_any_text_round_trips(tokenizer, text):
 
 
 def test_template_gives_the_training_text(tokenizer):
-    """Training renders by itself; transformers and servd must get the same text from the shipped
-    template.
-    """
+    """Training renders by itself; the shipped template must give the same text."""
     assert tokenizer.chat_template == TEMPLATE.read_text("utf8")
     render, servd_template = Renderer(), ChatTemplate(tokenizer.chat_template)
     examples = [example for example in islice(Corpus(5), 300) if "messages" in example]
@@ -88,9 +84,7 @@ def as_sent(messages):
 
 
 def test_a_next_turn_begins_with_the_tokens_of_the_last_one(tokenizer):
-    """Prompt and answer of a turn are a prefix of the next turn's prompt, so that a prefix cache
-    finds them.
-    """
+    """Prompt and answer begin the next turn's prompt, so that a prefix cache finds them."""
     messages = [{"role": "user", "content": "Hi"}]
     first = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     messages += [{"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "Bye"}]

@@ -1,6 +1,4 @@
-"""The training text: seeded, consistent in itself, and apart from the prompts of the quality
-test.
-"""
+"""The training text: seeded, consistent, and apart from the prompts of the quality test."""
 
 import json
 import re

@@ -1,6 +1,4 @@
-"""The training code: its model is Qwen3, its loss counts answers, an interrupted run goes on as if
-never stopped.
-"""
+"""The training code: Qwen3, a loss of answers, and an interrupted run that goes on as before."""
 
 import random
 from itertools import islice
@@ -13,13 +11,7 @@ from safetensors.torch import load_file
 from tools.demo_model.corpus import Corpus
 from tools.demo_model.model import ModelConfig, Qwen3
 from tools.demo_model.tokenizer import END, Renderer
-from tools.demo_model.train import (
-    Trainer,
-    encode,
-    export,
-    make_batches,
-    make_tokenizer,
-)
+from tools.demo_model.train import Trainer, encode, export, make_batches, make_tokenizer
 
 TINY = ModelConfig(
     vocab_size=700,

@@ -1,7 +1,5 @@
 """Real servers for the integration tests: `servd serve` in its own processes, on loopback."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -112,9 +110,7 @@ class Server:
             assert time.monotonic() < deadline, "requests still run"
 
     def children(self) -> dict[str, psutil.Process]:
-        """Child processes by kind: engine, api (the last one, of several), and standby, the engine
-        to come.
-        """
+        """Child processes by kind: engine, api (the last of several), standby (the next engine)."""
         kinds = {"engine_core_proc": "engine", "api.server": "api"}
         found: dict[str, psutil.Process] = {}
         for child in psutil.Process(self.process.pid).children():

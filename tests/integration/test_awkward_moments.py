@@ -1,7 +1,5 @@
 """What goes wrong at a bad time, or on purpose: with real processes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -73,9 +71,7 @@ def test_ipc_dir_that_is_too_long_is_refused(tmp_path: Path):
     assert "too long" in result.stderr
 
 
-def test_attach_refuses_an_engine_of_another_model_and_an_open_folder(
-    start, tmp_path: Path, tiny_llama: Path
-):
+def test_attach_refuses_an_engine_of_another_model_and_an_open_folder(start, tmp_path, tiny_llama):
     folder = tmp_path / "ipc"
     engine = start("--executor", "fake", "--headless", "--ipc-dir", str(folder))
     other = run_serve(str(tiny_llama), "--port", "0", "--attach", str(folder))
@@ -173,9 +169,7 @@ def test_a_large_body_and_large_headers_within_the_limit_pass(fake_server: Serve
     assert response.json()["count"] == 2_000_000
 
 
-def test_tokenizer_may_be_named_by_its_id_on_the_hub(
-    start, tiny_llama: Path, tmp_path: Path, monkeypatch
-):
+def test_tokenizer_may_be_named_by_its_id_on_the_hub(start, tiny_llama, tmp_path, monkeypatch):
     commit = "0" * 40
     repository = tmp_path / "models--some--tokenizer"
     (repository / "refs").mkdir(parents=True)

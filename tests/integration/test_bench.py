@@ -1,7 +1,5 @@
 """`servd bench` from the command line, and the benchmarks that use it."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

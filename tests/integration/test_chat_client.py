@@ -1,7 +1,5 @@
 """`servd chat` and `servd complete` against a real server."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

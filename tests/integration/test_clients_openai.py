@@ -1,8 +1,4 @@
-"""The openai client against real processes: sync, async, helpers, parse, embeddings, retries,
-timeouts.
-"""
-
-from __future__ import annotations
+"""The openai client against real processes: helpers, parse, embeddings, retries, timeouts."""
 
 import http.server
 import json
@@ -175,9 +171,7 @@ def test_a_timeout_ends_the_request_on_the_server(start, long_llama):
 
 
 class Flaky(http.server.BaseHTTPRequestHandler):
-    """A proxy before a server that answers every second request with 503, as a server that is
-    loading does.
-    """
+    """A proxy that answers every second request with 503, as a server that is loading does."""
 
     target: str
     num_requests = 0

@@ -1,7 +1,5 @@
 """Responses and Messages on real processes, driven by OpenAI's and Anthropic's clients."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Life and death of the process tree, with real processes."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -324,9 +322,7 @@ def test_headless_engine_serves_attached_api_servers(start, tmp_path: Path):
     assert engine.process.wait(WAIT_SECONDS) == 1
 
 
-async def test_an_attached_api_server_that_is_killed_takes_its_requests_with_it(
-    start, tmp_path: Path
-):
+async def test_an_attached_api_server_that_is_killed_takes_its_requests_with_it(start, tmp_path):
     folder = tmp_path / "ipc"
     patience = ["--engine-hang-timeout", "600"]
     engine = start("--executor", "fake", "--headless", "--ipc-dir", str(folder), *patience)

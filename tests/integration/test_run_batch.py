@@ -1,8 +1,4 @@
-"""`servd run-batch`: a server of its own, a running one, broken lines, and going on where it
-stopped.
-"""
-
-from __future__ import annotations
+"""`servd run-batch`: a server of its own, a running one, broken lines, and going on."""
 
 import json
 import signal

@@ -1,7 +1,5 @@
 """A real model behind real processes, driven by the real client."""
 
-from __future__ import annotations
-
 import asyncio
 
 import httpx
@@ -41,9 +39,7 @@ async def test_64_concurrent_streams_equal_their_solo_output(llama_server: Serve
     assert together == alone
 
 
-async def test_streamed_choices_differ_from_each_other_and_repeat_with_their_seed(
-    llama_server: Server,
-):
+async def test_streamed_choices_differ_from_each_other_and_repeat_with_their_seed(llama_server):
     async with openai.AsyncOpenAI(
         base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0
     ) as client:

@@ -1,7 +1,5 @@
 """`servd serve --models-dir`, as processes. What it does with requests: tests/api/test_front.py."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

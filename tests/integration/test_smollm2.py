@@ -2,8 +2,6 @@
 transformers. `SMOLLM2` names its folder, in the layout of Hugging Face; see CONTRIBUTING.md.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A client sees no difference between a server that drafts ahead and one that does not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

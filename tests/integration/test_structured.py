@@ -1,7 +1,5 @@
 """Structured outputs of a real model behind real processes, by the real client."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 

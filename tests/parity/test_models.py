@@ -1,8 +1,4 @@
-"""Every model file gives transformers' logits and greedy tokens, however its tokens are spread over
-steps.
-"""
-
-from __future__ import annotations
+"""Every model file gives transformers' logits and tokens, however they are spread over steps."""
 
 import random
 from pathlib import Path
@@ -90,9 +86,7 @@ def test_preemption_by_recompute(checkpoints, model_type: str):
 
 
 def test_requests_beyond_the_first_context_of_phi3(checkpoints):
-    """transformers takes other factors for requests of over 128 tokens, servd for all of a server
-    whose limit is over 128.
-    """
+    """transformers takes other factors over 128 tokens, servd where its limit is over 128."""
     folder = checkpoints("phi3", "long contexts")
     driver = Driver(config_for(folder, max_model_len=256))
     (prompt,) = prompts(140)

@@ -1,7 +1,5 @@
 """`servd what-if`: the simulation against the engine that it stands for."""
 
-from __future__ import annotations
-
 import json
 import stat
 from typing import Any
@@ -23,10 +21,7 @@ SIZES = {"max_num_seqs": 16, "max_num_batched_tokens": 256}
 
 
 def cluster(
-    num_blocks: int,
-    costs: Costs = COSTS,
-    windows: tuple[int | None, ...] = (None,),
-    **options: Any,
+    num_blocks: int, costs: Costs = COSTS, windows: tuple[int | None, ...] = (None,), **options: Any
 ) -> ClusterSim:
     options = {**SIZES, "block_size": 16, "max_model_len": 2000, **options}
     return ClusterSim(ServerLine(num_blocks, 1 << 20, options, windows), costs, ClusterOptions())
@@ -119,9 +114,7 @@ def test_blocks_are_those_of_the_prompt_and_of_the_answer():
 
 
 async def test_a_recorded_conversation_is_cached_as_it_was(tmp_path):
-    """Three turns, and others, over the fake executor: what the caches had is what the simulated
-    ones have; and nothing of the texts is in the file.
-    """
+    """The simulated caches have what those of the fake executor had; no text is in the file."""
     path = tmp_path / "trace.jsonl"
     async with serve(record_trace=str(path), block_size=4) as served:
         text = "Tell me of the sea, please."

@@ -1,7 +1,5 @@
 """The plan of memory: a dry run says what the engine then allocates."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any
@@ -48,9 +46,7 @@ def planned_and_loaded(
 
 
 @pytest.mark.parametrize(("family", "variant", "options"), FAMILIES, ids=str)
-def test_weights_and_kv_cache_are_as_planned(
-    tmp_path: Path, family: str, variant: str, options: dict[str, Any]
-):
+def test_weights_and_kv_cache_are_as_planned(tmp_path, family, variant, options):
     folder = make_checkpoint(tmp_path, family, CASES[family][variant])
     sizes, runner, cache = planned_and_loaded(folder, **options)
     assert sizes.weights == runner.weights_bytes == bytes_of(runner.model)
@@ -158,7 +154,7 @@ def test_nothing_is_allocated(tmp_path: Path):
     ],
 )
 def test_what_does_not_fit_is_refused_before_it_is_loaded(
-    tmp_path: Path, monkeypatch, free: int, options: dict[str, Any], message: str
+    tmp_path, monkeypatch, free, options, message
 ):
     folder = make_checkpoint(tmp_path, "llama", CASES["llama"]["untied"])
     monkeypatch.setattr(dry_run, "available_memory", lambda: free)

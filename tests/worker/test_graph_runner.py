@@ -1,8 +1,4 @@
-"""Steps as graphs: padding changes nothing, and what is replayed is what would have been
-computed.
-"""
-
-from __future__ import annotations
+"""Steps as graphs: padding changes nothing, and what is replayed is what would be computed."""
 
 import contextlib
 import gc
@@ -38,12 +34,7 @@ from servd.worker.sample.sampler import Sampler
 from tests.core.engines import Log
 from tests.parity.families import CASES, make_checkpoint
 from tests.worker.driver import Driver, config_for
-from tests.worker.recorded import (
-    RecordedRunner,
-    record,
-    use_recorded_runner,
-    write_config,
-)
+from tests.worker.recorded import RecordedRunner, record, use_recorded_runner, write_config
 
 NULL = 7
 
@@ -307,7 +298,7 @@ def test_a_cache_that_is_made_again_has_graphs_of_its_own(folder: Path):
 
 
 def test_all_that_is_captured_and_every_way_to_sample_comes_before_the_first_request(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder, monkeypatch
 ):
     captured, phases = [], []
     monkeypatch.setattr(GraphRunner, "capture", count_calls(GraphRunner.capture, captured))
@@ -347,9 +338,7 @@ def count_calls(capture, captured: list[GraphSize]):
     return counted
 
 
-def test_graphs_are_dropped_before_the_group_of_ranks_is_left(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_graphs_are_dropped_before_the_group_of_ranks_is_left(folder, monkeypatch):
     """NCCL waits for kernels of its own that graphs hold."""
     worker = Driver(config_for(folder, load_format="dummy")).worker
     graphs = worker.runner.graphs
@@ -365,9 +354,7 @@ def test_graphs_are_dropped_before_the_group_of_ranks_is_left(
     assert left == [(0, 0, None)]
 
 
-def test_the_thread_that_waits_for_a_step_uses_the_device_of_its_rank(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_the_thread_that_waits_for_a_step_uses_the_device_of_its_rank(monkeypatch):
     """A thread begins with device 0, whatever its process uses."""
     calls: list[tuple[str, int]] = []
 

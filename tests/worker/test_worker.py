@@ -1,7 +1,5 @@
 """Worker: order of calls, memory, errors at start-up, grammar masks, log-probabilities."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging
@@ -58,7 +56,7 @@ def test_calls_out_of_order(llama: Path):
 
 @pytest.mark.parametrize(("attention", "in_decode_steps"), [("native", 1), ("torch_sdpa", 2)])
 def test_torch_has_one_thread_where_kernels_do_the_work(
-    tmp_path: Path, attention: str, in_decode_steps: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path, attention, in_decode_steps, monkeypatch
 ):
     if native.library() is None:
         pytest.skip("no CPU kernels here")
@@ -102,12 +100,8 @@ def test_cache_is_not_larger_than_all_requests_need(llama: Path, caplog: pytest.
     )
 
 
-def test_a_cache_that_is_larger_than_the_memory_is_warned_of(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    """The system commits memory when it is first written: the server would start, and be killed one
-    day.
-    """
+def test_a_cache_that_is_larger_than_the_memory_is_warned_of(llama, monkeypatch, caplog):
+    """Memory is committed when first written: the server would be killed one day."""
     for free, is_said in ((1 << 40, False), (1 << 12, True)):
         monkeypatch.setattr(
             "servd.worker.runner.cpu_model_runner.available_memory", lambda free=free: free
@@ -133,9 +127,7 @@ def test_not_enough_memory_says_what_would_be(llama: Path):
         load(llama, kv_cache_memory=1)
 
 
-def test_the_context_is_shortened_to_the_cache_unless_asked_for(
-    llama: Path, caplog: pytest.LogCaptureFixture
-):
+def test_the_context_is_shortened_to_the_cache_unless_asked_for(llama, caplog):
     with caplog.at_level(logging.WARNING, logger="servd"):
         load(llama, kv_cache_memory=20_000, shorten_max_model_len=True)
     asked, given = map(
@@ -169,9 +161,7 @@ def test_the_context_is_shortened_to_the_cache_unless_asked_for(
         ({"intermediate_size": 96}, r"layer 0: mlp\.\w+\.weight has shape \[.*80.*\], expected"),
     ],
 )
-def test_refuses_what_it_would_compute_wrongly(
-    llama: Path, tmp_path: Path, config: dict[str, object], message: str
-):
+def test_refuses_what_it_would_compute_wrongly(llama, tmp_path, config, message):
     with pytest.raises(UnsupportedModel, match=message):
         load(changed(llama, tmp_path / "copy", **config))
 
@@ -191,9 +181,7 @@ def test_missing_weights(llama: Path, tmp_path: Path):
 
 
 def test_old_checkpoint_forms(tmp_path: Path, llama: Path):
-    """Names without the prefix of the bare model, old buffers, rope_theta outside
-    rope_parameters.
-    """
+    """Names without the bare model's prefix, old buffers, rope_theta at the top."""
     gpt2 = make_checkpoint(tmp_path / "gpt2", "gpt2", GPT2)
     file = gpt2 / "model.safetensors"
     tensors = {

@@ -1,7 +1,5 @@
 """The prefix cache as requests see it."""
 
-from __future__ import annotations
-
 import pytest
 
 from servd.core.request import Request

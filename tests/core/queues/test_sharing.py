@@ -1,7 +1,5 @@
 """How owners and priority classes share an engine: simulated seconds, so the figures are exact."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable
 from typing import Any
@@ -297,9 +295,7 @@ def test_a_long_output_that_yields_to_a_long_prompt_does_not_come_back_before_it
 
 
 def loaded(*clients: str, priority_class: int = 0) -> Simulation:
-    """A client that sends its requests one after another, one that has sent all of them, or
-    both.
-    """
+    """A client that sends its requests one after another, all at once, or both."""
     simulation = Simulation(max_num_seqs=32)
     for i in range(700 if "f" in clients else 0):
         simulation.send(f"f{i}", 20, 100, owner="f", priority_class=priority_class)

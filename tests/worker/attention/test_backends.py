@@ -1,8 +1,4 @@
-"""Contract of all attention backends: a mixed batch over a paged cache equals dense attention in
-float64.
-"""
-
-from __future__ import annotations
+"""Contract of all backends: a mixed batch over a paged cache equals dense attention in float64."""
 
 from itertools import product
 
@@ -228,9 +224,7 @@ def test_the_cache_may_be_narrower(name: str, device: str, kv_dtype: torch.dtype
 @pytest.mark.parametrize("window", [None, 1, 20])
 @pytest.mark.parametrize("batch", ["decode", "mixed", "long"])
 @pytest.mark.parametrize("name", ["native", "torch_sdpa"])
-def test_a_cache_of_int8_has_a_scale_for_each_token_and_head(
-    name: str, batch: str, window: int | None, shape: str
-):
+def test_a_cache_of_int8_has_a_scale_for_each_token_and_head(name, batch, window, shape):
     """As good as float64 from the same cache; and its rounding costs what the docs say."""
     *sizes, rotary = SHAPES[shape]
     spec = AttentionSpec(*sizes, 16, window, torch.float32, torch.int8, torch.device("cpu"))

@@ -1,8 +1,4 @@
-"""The FlashInfer backend before a stand-in that reads the arguments as its documentation says: no
-GPU is needed.
-"""
-
-from __future__ import annotations
+"""The FlashInfer backend before a stand-in that reads the arguments as documented; on a CPU."""
 
 import importlib.util
 import inspect

@@ -1,8 +1,4 @@
-"""The CPU kernel's own promises: the same bits however a prompt is divided, and little memory for
-long contexts.
-"""
-
-from __future__ import annotations
+"""The CPU kernel: equal bits however a prompt is divided, little memory for long contexts."""
 
 import dataclasses
 import re
@@ -25,9 +21,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="servd was installed w
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("window", [None, 300])
-def test_chunks_of_a_prompt_yield_what_the_whole_yields_to_the_bit(
-    window: int | None, kv_dtype: torch.dtype
-):
+def test_chunks_of_a_prompt_yield_what_the_whole_yields_to_the_bit(window, kv_dtype):
     """Chunks of one part of the context and of several, and of few queries and many."""
     spec = dataclasses.replace(SPEC, sliding_window=window, kv_dtype=kv_dtype)
     rows = Rows(spec, [(0, 2100)], rotary=True)
@@ -101,9 +95,7 @@ def batch(**changes: Any) -> AttentionBatch:
         ({"query_lens": np.array([3, 2])}, "attend: query_lens.sum() is 5, at most 4 are there"),
     ],
 )
-def test_a_step_outside_of_the_cache_is_an_error_that_names_it(
-    changes: dict[str, Any], message: str
-):
+def test_a_step_outside_of_the_cache_is_an_error_that_names_it(changes, message):
     backend = Backend(SPEC)
     cache = torch.zeros(backend.kv_cache_shape(6))
     q, kv = torch.ones(4, 4, 16), torch.ones(4, 2, 16)

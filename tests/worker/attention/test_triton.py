@@ -1,8 +1,4 @@
-"""The Triton backend: split rows, independence of the batch, narrow caches, what a captured step
-relies on.
-"""
-
-from __future__ import annotations
+"""The Triton backend: split rows, independence of the batch, narrow caches, captured steps."""
 
 import dataclasses
 
@@ -103,9 +99,7 @@ class Bounded(Backend):
 @pytest.mark.parametrize("lens", [[(9, 1), (79, 1), (60, 1)], SPLIT_LENS[1:4], [(0, 37), (60, 9)]])
 @pytest.mark.usefixtures("short_splits")
 def test_a_plan_of_upper_bounds_serves_every_step(spec, lens, batch_invariant):
-    """A captured step is planned for the longest rows; then its kernels run on whatever the
-    device's tensors hold.
-    """
+    """A captured step is planned for the longest rows, and runs on whatever tensors hold."""
     spec = dataclasses.replace(spec, batch_invariant=batch_invariant)
     exact, backend = Rows(spec, lens), Backend(spec)
     bounded, batch = Bounded(spec), exact.batch(exact.computed, exact.seq_lens)
@@ -126,8 +120,7 @@ def test_rows_and_tokens_of_padding_change_nothing(spec):
         block_tables=torch.cat((tables, tables[-1:].expand(2, -1))),
     )
     cache = torch.randn(
-        backend.kv_cache_shape(rows.num_blocks),
-        generator=torch.Generator().manual_seed(1),
+        backend.kv_cache_shape(rows.num_blocks), generator=torch.Generator().manual_seed(1)
     ).to(spec.device)
     q = torch.cat([x[first:] for x, first in zip(rows.q, rows.computed, strict=True)])
     expected = backend.attend(q, cache, backend.build_metadata(batch), 0.3, None)

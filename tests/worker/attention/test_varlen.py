@@ -1,8 +1,4 @@
-"""The varlen backend before a stand-in that reads the arguments as torch documents them: no GPU is
-needed for that.
-"""
-
-from __future__ import annotations
+"""The varlen backend before a stand-in that reads the arguments as torch documents; on a CPU."""
 
 import inspect
 import os

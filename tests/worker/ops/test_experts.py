@@ -1,8 +1,4 @@
-"""Products of several experts: those of each by itself, in every form, the same bits whatever the
-batch; routing by the definition.
-"""
-
-from __future__ import annotations
+"""Products of several experts: those of each by itself, in every form; routing."""
 
 import os
 from collections.abc import Iterator

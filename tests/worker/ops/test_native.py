@@ -1,8 +1,4 @@
-"""Packed matrices by every instruction set that this CPU has: exact, and the same bits whatever the
-batch.
-"""
-
-from __future__ import annotations
+"""Packed matrices by every instruction set of this CPU: exact, and equal bits in any batch."""
 
 import _ctypes
 import os
@@ -97,9 +93,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(shape: tuple[int, int], 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 2**-9), (torch.int8, 2**-6)])
 @pytest.mark.parametrize("shape", [(33, 20), (100, 1024), (50, 2500)], ids=str)
-def test_products_round_activations_at_most_to_what_they_may(
-    shape: tuple[int, int], dtype: torch.dtype, error: float
-):
+def test_products_round_activations_at_most_to_what_they_may(shape, dtype, error):
     """By some kernels; the others have no use for it. A row keeps its bits among others."""
     exact = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
     exact = exact.bfloat16() if dtype == torch.bfloat16 else (exact * 30).clamp(-127, 127).int()
@@ -116,9 +110,7 @@ def test_products_round_activations_at_most_to_what_they_may(
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("shape", [(33, 20), (100, 1024), (50, 2500)], ids=str)
-def test_libraries_with_integer_sums_give_the_same_bits(
-    shape: tuple[int, int], x_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-):
+def test_libraries_with_integer_sums_give_the_same_bits(shape, x_dtype, monkeypatch):
     codes = torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(0))
     x, results = inputs(MANY, shape[1]), []
     for switch in ROUNDING[torch.int8]:
@@ -188,9 +180,7 @@ def test_the_number_of_threads_changes_nothing(threads: Callable[[int], None]):
 
 @pytest.mark.usefixtures("kernels")
 def test_products_may_be_made_at_once(threads: Callable[[int], None]):
-    """Only one of them gets the threads, and a thread that comes late must not work on what came
-    after.
-    """
+    """Only one gets the threads, and a late thread must not work on what came after."""
     packed = [matrix((500 + 32 * i, 300), torch.float32)[0] for i in range(4)]
     x = inputs(40, 300)
     expected = [p.multiply(x, None) for p in packed]
@@ -247,9 +237,7 @@ def test_inputs_of_another_size_are_not_read_beyond_their_end():
             packed.multiply(x, None)
 
 
-def test_a_library_without_the_table_of_kernels_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_library_without_the_table_of_kernels_is_not_used(tmp_path, monkeypatch, caplog):
     """As one that was compiled by hand, before there was a table."""
     shutil.copy(_ctypes.__file__, tmp_path / "_generic.so")
     monkeypatch.setattr(native, "FOLDER", tmp_path)
@@ -319,9 +307,7 @@ def call_many(tiny_llama: Path) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_no_kernel_takes_a_tensor_of_another_type_or_of_less_than_it_reads(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_no_kernel_takes_a_tensor_of_another_type_or_of_less_than_it_reads(tiny_llama, monkeypatch):
     calls = calls_of(lambda: call_many(tiny_llama), monkeypatch)
     assert calls.keys() >= native.loaded_library().signatures.keys() - {"set_threads"}
     run = native.Library.run
@@ -416,13 +402,11 @@ def test_a_program_ends_at_a_bad_index():
 @pytest.mark.parametrize(
     ("kernel", "arguments"),
     [
-        ("matmul", lambda x: (0, 1, x, 2**40, 1, x, None, None, x, 1, 1)),  # before its loop
+        ("matmul", lambda x: (0, 1, x, 2**40, 1, x, None, None, x, 1, 1))  # before its loop
     ],
 )
 def test_a_kernel_without_memory_for_its_work_is_an_error_that_names_it(
-    kernel: str,
-    arguments: Callable[[torch.Tensor], tuple[Any, ...]],
-    monkeypatch: pytest.MonkeyPatch,
+    kernel, arguments, monkeypatch
 ):
     signature = native.loaded_library().signatures[kernel]
     monkeypatch.setattr(signature, "fits", lambda *_: True)  # its sizes are made up
@@ -431,9 +415,7 @@ def test_a_kernel_without_memory_for_its_work_is_an_error_that_names_it(
     embed([9])  # and the process is well
 
 
-def test_a_library_of_other_sources_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch, caplog):
     """With the functions of old and other arguments it would read and write anywhere."""
     if native.library() is None:
         pytest.skip("no CPU kernels here")

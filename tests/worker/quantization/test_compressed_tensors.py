@@ -1,8 +1,4 @@
-"""compressed-tensors and fp8 checkpoints: weights as the package compressed-tensors makes of them,
-bit by bit; tokens, ranks, and what is refused.
-"""
-
-from __future__ import annotations
+"""compressed-tensors and fp8 checkpoints: the package's weights, tokens, ranks, refusals."""
 
 import json
 from functools import partial
@@ -108,9 +104,7 @@ def config_of(scheme: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_weights_rounded_to_the_type_of_the_scales_are_those_of_the_package(
-    tmp_path: Path, scheme: str
-):
+def test_weights_rounded_to_the_type_of_the_scales_are_those_of_the_package(tmp_path, scheme):
     weight = torch.randn(128, 64, generator=torch.Generator().manual_seed(0))
     written, expected, _ = compress(scheme, weight)
     save_file({f"x.{leaf}": t for leaf, t in written.items()}, tmp_path / "model.safetensors")
@@ -123,9 +117,7 @@ def test_weights_rounded_to_the_type_of_the_scales_are_those_of_the_package(
 
 @pytest.mark.parametrize("switch", [next(iter(native.CAPABILITIES)), "off"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_llama_is_what_it_stands_for(
-    tiny_llama: Path, tmp_path: Path, scheme: str, switch: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_llama_is_what_it_stands_for(tiny_llama, tmp_path, scheme, switch, monkeypatch):
     meant = write(tiny_llama, tmp_path, config_of(scheme), partial(make, scheme))
     for _ in forced(switch, monkeypatch):
         check(tmp_path, tiny_llama, meant)
@@ -198,12 +190,7 @@ UP = "layer model.layers.0.mlp.up_proj has "
     ],
 )  # fmt: skip
 def test_what_is_not_known_is_refused_by_name(
-    tiny_llama: Path,
-    tmp_path: Path,
-    scheme: str,
-    config: dict[str, Any],
-    change: dict[str, Tensor | None],
-    message: str,
+    tiny_llama, tmp_path, scheme, config, change, message
 ):
     write(tiny_llama, tmp_path, config_of(scheme) | config, partial(make, scheme))
     file = tmp_path / "model.safetensors"

@@ -1,8 +1,4 @@
-"""fp8 weights: products within the rounding of both factors, and outputs close to those of the
-checkpoint.
-"""
-
-from __future__ import annotations
+"""fp8 weights: products within the rounding of both factors, and outputs close to exact ones."""
 
 import shutil
 from collections.abc import Callable
@@ -123,9 +119,7 @@ def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     "options", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}], ids=["weights", "cache"]
 )
-def test_outputs_are_close_to_those_without(
-    tiny_llama: Path, fp8_device: torch.device, options: dict[str, str]
-):
+def test_outputs_are_close_to_those_without(tiny_llama, fp8_device, options):
     device = fp8_device
     logits = []
     for changed in ({}, options):
@@ -144,7 +138,7 @@ def test_outputs_are_close_to_those_without(
 @needs_cpu_products
 @pytest.mark.parametrize("source", ["tiny_llama", "tiny_gpt2", "demo"])
 def test_a_checkpoint_of_16_bits_on_a_cpu_gets_the_tokens_of_torchs_attention(
-    source: str, tmp_path: Path, request: pytest.FixtureRequest
+    source, tmp_path, request
 ):
     """The CPU's kernels compute in float32, whatever the checkpoint is stored in."""
     folder = DEMO_FOLDER if source == "demo" else request.getfixturevalue(source)

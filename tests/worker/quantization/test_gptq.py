@@ -1,8 +1,4 @@
-"""GPTQ and AWQ checkpoints as their quantizers write them: weights bit by bit, tokens, ranks, and
-what is refused.
-"""
-
-from __future__ import annotations
+"""GPTQ and AWQ checkpoints as their quantizers write them: weights, tokens, ranks, refusals."""
 
 from functools import partial
 from pathlib import Path
@@ -96,13 +92,7 @@ def gptq_config(bits: int = 4, version: int = 1, **stated: Any) -> dict[str, Any
     ],
     ids=str,
 )
-def test_gptq_of_qwen_is_what_it_stands_for(
-    tiny_qwen: Path,
-    tmp_path: Path,
-    options: dict[str, Any],
-    switch: str,
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_gptq_of_qwen_is_what_it_stands_for(tiny_qwen, tmp_path, options, switch, monkeypatch):
     meant = write(
         tiny_qwen, tmp_path, gptq_config(**{"group_size": 32, **options}), partial(gptq, **options)
     )
@@ -156,9 +146,7 @@ def test_a_zero_point_of_nothing_in_version_1_borrows_from_the_next_one(tmp_path
 
 @pytest.mark.parametrize("shard_dim", [0, 1])
 @pytest.mark.parametrize("make", [gptq, awq])
-def test_ranks_take_slices_of_codes_and_scales(
-    tiny_llama: Path, tmp_path: Path, shard_dim: int, make: Any
-):
+def test_ranks_take_slices_of_codes_and_scales(tiny_llama, tmp_path, shard_dim, make):
     config = gptq_config(group_size=64) if make is gptq else {"quant_method": "awq"}
     write(tiny_llama, tmp_path, config, partial(make, group_size=64))
     check_slices(tmp_path, shard_dim)
@@ -185,13 +173,7 @@ def test_ranks_cannot_share_scattered_groups(tiny_llama: Path, tmp_path: Path):
         ({}, {"g_idx": torch.zeros(6).int()}, "up_proj has a g_idx whose groups are not of 32"),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(
-    tiny_llama: Path,
-    tmp_path: Path,
-    config: dict[str, Any],
-    change: dict[str, Tensor | None],
-    message: str,
-):
+def test_what_is_not_known_is_refused_by_name(tiny_llama, tmp_path, config, change, message):
     write(tiny_llama, tmp_path, gptq_config(group_size=32) | config, gptq)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)

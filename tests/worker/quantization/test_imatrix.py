@@ -1,7 +1,5 @@
 """--quantization-imatrix: files as llama-imatrix writes them, and what they do to the rounding."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,9 +25,7 @@ NAMES_OF_ONE = {"attn_output": "self_attn.o_proj", "ffn_down": "mlp.down_proj"}
 
 
 def write(path: Path, kind: str = "imatrix", **changed: Any) -> dict[str, np.ndarray]:
-    """Sums of squares of 50 inputs for each matrix of a model with two layers; returns the mean
-    squares.
-    """
+    """Sums of squares of 50 inputs for each matrix of two layers; returns the mean squares."""
     generator = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "")
     writer.add_type(kind)
@@ -116,9 +112,7 @@ def test_a_plan_with_one_is_that_without(tiny_llama: Path, tmp_path: Path):
         ("imatrix", {"ffn_down": 96}, UnsupportedModel, "128 columns, the importance matrix 96"),
     ],
 )
-def test_another_file_is_refused(
-    tiny_llama: Path, tmp_path: Path, kind: str, changed: dict[str, int], error: Any, told: str
-):
+def test_another_file_is_refused(tiny_llama, tmp_path, kind, changed, error, told):
     write(tmp_path / "file", kind, **changed)
     options = {"quantization": "int4", "quantization_imatrix": str(tmp_path / "file")}
     with pytest.raises(error, match=told):

@@ -1,8 +1,4 @@
-"""The whole sampler: exact distributions, and independence of the batch, of preemption and of
-earlier requests.
-"""
-
-from __future__ import annotations
+"""The whole sampler: exact distributions, independence of batch, preemption and neighbours."""
 
 import math
 from typing import NamedTuple
@@ -196,9 +192,7 @@ def test_a_token_does_not_depend_on_the_rest_of_the_batch(requests, random):
 @settings(deadline=None)
 @given(running(), running(), st.integers(0, 4))
 def test_preemption_leaves_no_trace(request_, previous, preempted_after):
-    """Six steps in one go equal six steps with a preemption in between, into a slot that somebody
-    else used.
-    """
+    """Six steps in one go equal six with a preemption between, into a used slot."""
 
     def generate(sampler: Sampler, slot: int, outputs: list[int], num_tokens: int) -> list[int]:
         sampler.add(slot, request_.params, request_.prompt, outputs, EOS)

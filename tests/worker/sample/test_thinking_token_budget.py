@@ -1,7 +1,5 @@
 """thinking_token_budget: where the end tag is made to come, whatever else a request asks for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

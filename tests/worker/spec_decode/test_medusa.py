@@ -1,7 +1,5 @@
 """medusa against a plain implementation of both published layouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
