@@ -161,36 +161,11 @@ def learned(steps) -> DraftLengthController:
     return controller
 
 
-def test_the_costs_are_the_slopes_of_the_steps():
-    noise = random.Random(1)
-
-    def steps():
-        for step in range(600):
-            num_drafts = noise.randrange(1, 5) if step % 40 > 10 else 0
-            took = 30 + 2 * (4 + 4 * num_drafts) + 20 * (num_drafts > 0)
-            yield 4, num_drafts, took * noise.uniform(0.9, 1.1)
-
-    assert learned(steps()).relative_costs(4) == pytest.approx((2 / 38, 20 / 38), rel=0.3)
-
-
 def test_where_all_steps_draft_as_much_it_is_drafting_at_all_that_costs():
     steps = [(1, 4, 2.0) if step % 10 > 2 else (1, 0, 1.0) for step in range(200)]
     token, overhead = learned(steps).relative_costs(1)
     assert 4 * token + overhead == pytest.approx(1.0, rel=0.1)
     assert overhead > 0.5
-
-
-def test_without_a_method_nothing_is_ever_drafted():
-    controller = DraftLengthController(0)
-    controller.begin_step(PAUSE_STEPS, 1)
-    assert controller.num_drafts(Acceptance()) == 0
-
-
-def test_a_request_that_opts_out_gets_no_drafts():
-    controller = DraftLengthController(MAX_DRAFTS)
-    controller.begin_step(PAUSE_STEPS, 1)
-    assert controller.num_drafts(Acceptance()) > 0
-    assert controller.num_drafts(None) == 0
 
 
 def test_drafts_are_made_while_every_step_holds_a_prompt():
@@ -233,17 +208,6 @@ def test_drafts_that_are_seldom_found_must_pay_for_the_search():
         controller.time([row], 1.4 if is_asked else 1.0)
     controller.begin_step(PAUSE_STEPS, 1)
     assert controller.num_drafts(found) > controller.num_drafts(missed) == 0
-
-
-def test_more_is_drafted_for_a_request_whose_drafts_are_accepted():
-    controller = DraftLengthController(MAX_DRAFTS)
-    accepted, rejected = Acceptance(), Acceptance()
-    for _ in range(10):
-        accepted.count(4, 4, 4, 4)
-        rejected.count(4, 0, 4, 4)
-    controller.begin_step(PAUSE_STEPS, 2)
-    assert controller.num_drafts(accepted) == MAX_DRAFTS
-    assert controller.num_drafts(rejected) < 2
 
 
 @pytest.mark.parametrize("num_requests", [1, 8])

@@ -96,19 +96,6 @@ def test_every_request_ends_once_with_its_own_tokens(arrivals, options):
                 assert arrival.abort_after is not None and tokens == expected[: len(tokens)]
 
 
-def test_two_steps_are_in_flight_at_depth_two():
-    launched_before_outputs = {}
-    for depth in (1, 2):
-        engine = make_engine(depth=depth)
-        engine.handle(make_request("a", [1, 2, 3], 6))
-        log = Log()
-        log.step(engine)
-        log.step(engine)
-        launched_before_outputs[depth] = len(engine.executor.steps) - len(log.outputs["a"])
-        log.run(engine)
-    assert launched_before_outputs == {1: 0, 2: 1}
-
-
 def test_scheduling_never_reads_the_history_again():
     """The cost of a step must not grow with a request: decoding reads its end only."""
 

@@ -164,14 +164,6 @@ def test_idleness_saves_nothing_up():
     assert simulation.tokens("b") == pytest.approx(simulation.tokens("a") - before, rel=0.15)
 
 
-def test_many_choices_do_not_keep_a_stranger_waiting():
-    simulation = Simulation()
-    simulation.engine.handle(make_request("a", [1, 2, 3], 500, n=64, owner="a"))
-    simulation.send("b", 3, 4, at=1.0, owner="b")
-    simulation.run(until=3.0)
-    assert simulation.first["b"] - 1.0 <= 3 * (STEP + 128 * TOKEN)
-
-
 def test_preempted_for_another_owner_a_request_loses_no_token():
     engine = make_engine(max_num_seqs=4, num_blocks=256)
     log = Log()
