@@ -169,30 +169,46 @@ def test_graphs_take_groups_of_layers(tmp_path: Path, monkeypatch: pytest.Monkey
     torch.testing.assert_close(torch.stack(logits), torch.stack(expected_logits), atol=1e-5, rtol=0)
 
 
+def engine_of(folder: Path, **options: object) -> tuple[EngineCore, RecordedRunner]:
+    spec = read_spec(folder)
+    config = config_for(folder, load_format="dummy", **options)
+    executor = Executor(config, spec, lambda *_: None)
+    return EngineCore(config, spec, executor, executor.start()), executor.worker.runner
+
+
+def small_engine(folder: Path, enforce_eager: bool, depth: int):
+    """An engine with a cache that is too small for the requests of `serve`."""
+    return engine_of(
+        folder, enforce_eager=enforce_eager, async_scheduling=depth == 2, max_num_seqs=6,
+        max_num_batched_tokens=24, max_model_len=64,
+        kv_cache_memory=26 * 4 * read_spec(folder).kv_bytes_per_token(4),
+    )  # fmt: skip
+
+
+def serve(engine: EngineCore, params: list[SamplingParams]) -> Log:
+    """Requests come, leave in their midst, and are computed again; their tokens."""
+    log = Log()
+    for i, each in enumerate(params):
+        engine.handle(EngineCoreRequest(str(i), [i, 8, 9] * (i + 1), each))
+    for _ in range(6):
+        log.step(engine)
+    engine.handle(AbortRequests(["1", "6"]))  # one decodes, with its next step in flight
+    log.run(engine)
+    assert log.total("num_preemptions") > 0
+    return log
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_engine_gives_the_same_outputs_with_graphs(folder: Path, depth: int):
+    params = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=14, repetition_penalty=1.3, logprobs=1)
+        for i in range(8)
+    ]
     results = []
     for enforce_eager in (False, True):
-        spec = read_spec(folder)
-        config = config_for(
-            folder, load_format="dummy", enforce_eager=enforce_eager, async_scheduling=depth == 2,
-            max_num_seqs=6,
-            max_num_batched_tokens=24, max_model_len=64,
-            kv_cache_memory=26 * 4 * spec.kv_bytes_per_token(4),
-        )  # fmt: skip
-        executor = Executor(config, spec, lambda *_: None)
-        engine, log = EngineCore(config, spec, executor, executor.start()), Log()
-        steps = steps_by_kind(executor.worker.runner)
-        for i in range(8):
-            params = SamplingParams(
-                temperature=1.0, seed=i, max_tokens=14, repetition_penalty=1.3, logprobs=1
-            )
-            engine.handle(EngineCoreRequest(str(i), [i, 8, 9] * (i + 1), params))
-        for _ in range(6):
-            log.step(engine)
-        engine.handle(AbortRequests(["1", "6"]))  # one decodes, with its next step in flight
-        log.run(engine)
-        assert log.total("num_preemptions") > 0
+        engine, runner = small_engine(folder, enforce_eager, depth)
+        steps = steps_by_kind(runner)
+        log = serve(engine, params)
         assert 0 < len(log.token_ids("1")) < 14 and not log.token_ids("6")
         assert enforce_eager or min(steps["decode"], steps["mixed"]) >= 5, steps
         assert bool(steps["eager"]) == enforce_eager, "the budget is a size of a graph"
@@ -211,31 +227,15 @@ OTHERS = {
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("other", [None, *OTHERS])
 def test_greedy_steps_are_sampled_by_a_graph(folder: Path, depth: int, other: str | None):
-    """Requests come, leave in their midst, and are computed again; the last ones ask for more."""
+    """The last one of the requests may ask for more."""
     results, counts = [], Counter[str]()
     for enforce_eager in (False, True):
-        spec = read_spec(folder)
-        config = config_for(
-            folder, load_format="dummy", enforce_eager=enforce_eager, async_scheduling=depth == 2,
-            max_num_seqs=6, max_num_batched_tokens=24, max_model_len=64,
-            kv_cache_memory=26 * 4 * spec.kv_bytes_per_token(4),
-        )  # fmt: skip
-        executor = Executor(config, spec, lambda *_: None)
-        engine, log = EngineCore(config, spec, executor, executor.start()), Log()
-        runner = executor.worker.runner
+        engine, runner = small_engine(folder, enforce_eager, depth)
         if not enforce_eager:
             for key, head in runner.graphs.heads.items():
                 runner.graphs.heads[key] = lambda head=head: (counts.update(["graph"]), head())
-        sample = runner.sampler
-        runner.sampler = Counting(sample, counts)
-        for i in range(8):
-            params = OTHERS[other] if other is not None and i == 7 else GREEDY
-            engine.handle(EngineCoreRequest(str(i), [i, 8, 9] * (i + 1), params))
-        for _ in range(6):
-            log.step(engine)
-        engine.handle(AbortRequests(["1", "6"]))
-        log.run(engine)
-        assert log.total("num_preemptions") > 0
+        runner.sampler = Counting(runner.sampler, counts)
+        log = serve(engine, [*[GREEDY] * 7, OTHERS.get(other, GREEDY)])
         results.append([log.token_ids(str(i)) for i in range(8)])
     assert results[0] == results[1]
     assert counts["graph"] >= 10, counts
@@ -259,11 +259,8 @@ class Counting:
 
 def test_a_failure_in_a_greedy_step_is_told_by_row(folder: Path):
     """NaN in the logits of one request: its row says so, and the others go on."""
-    spec = read_spec(folder)
-    config = config_for(folder, load_format="dummy", max_num_seqs=4)
-    executor = Executor(config, spec, lambda *_: None)
-    engine, log = EngineCore(config, spec, executor, executor.start()), Log()
-    runner = executor.worker.runner
+    engine, runner = engine_of(folder, max_num_seqs=4)
+    log = Log()
     params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
     for i in range(3):
         engine.handle(EngineCoreRequest(str(i), [i + 1, 8, 9], params))

@@ -125,3 +125,15 @@ def check_slices(folder: Path, shard_dim: int) -> None:
         parts.append(matrix.product(x.chunk(2, dim=1)[rank].contiguous() if shard_dim else x))
     got = parts[0] + parts[1] if shard_dim else torch.cat(parts, dim=1)
     torch.testing.assert_close(got, x @ whole.dequantize().t())
+
+
+def change_layer(folder: Path, leaves: dict[str, Tensor | None]) -> None:
+    """Replace tensors of one layer of a checkpoint, or take them away."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for leaf, tensor in leaves.items():
+        name = f"model.layers.0.mlp.up_proj.{leaf}"
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, file)

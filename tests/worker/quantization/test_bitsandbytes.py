@@ -50,15 +50,13 @@ def nf4(name: str, weight: Tensor, *, nested: bool, block_size: int = 64) -> Mad
     return {".weight": packed} | written, (NF4[codes] * absmax[:, None]).view(weight.shape)
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_nf4_of_llama_is_what_it_stands_for(tiny_llama: Path, tmp_path: Path, nested: bool):
-    meant = write(tiny_llama, tmp_path, CONFIG, partial(nf4, nested=nested))
-    check(tmp_path, tiny_llama, meant, is_plannable=False)
-
-
-def test_nf4_of_qwen_is_what_it_stands_for(tiny_qwen: Path, tmp_path: Path):
-    meant = write(tiny_qwen, tmp_path, CONFIG, partial(nf4, nested=True))
-    check(tmp_path, tiny_qwen, meant, is_plannable=False)
+@pytest.mark.parametrize(
+    ("model", "nested"), [("tiny_llama", False), ("tiny_llama", True), ("tiny_qwen", True)]
+)
+def test_nf4_is_what_it_stands_for(model: str, tmp_path: Path, nested: bool, request):
+    folder = request.getfixturevalue(model)
+    meant = write(folder, tmp_path, CONFIG, partial(nf4, nested=nested))
+    check(tmp_path, folder, meant, is_plannable=False)
 
 
 @pytest.mark.parametrize(

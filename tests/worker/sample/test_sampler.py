@@ -90,19 +90,6 @@ def test_drawn_frequencies_fit_the_exact_distribution(params):
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom) + 10
 
 
-def test_greedy_rows_take_the_most_probable_token():
-    logits = logits_at(seed=1, rows=3)
-    sampler = new_sampler()
-    for slot, params in enumerate(
-        [SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(temperature=0)]
-    ):
-        sampler.add(slot, params, [1], [], EOS)
-    tokens = sample(sampler, logits, [0, 1, 2], [1, 1, 1])
-    best = logits.argmax(-1).tolist()
-    assert (tokens[0], tokens[2]) == (best[0], best[2])
-    assert sample(sampler, logits[[2, 0]], [2, 0], [1, 1]) == [best[2], best[0]]
-
-
 @pytest.mark.parametrize("others", [[], [EVERYTHING], [SamplingParams(seed=2, logprobs=2)]])
 def test_logits_in_the_type_of_the_model_are_those_of_the_same_numbers_in_float32(others):
     """Where nothing changes them, they are read as they are."""
