@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import psutil
 import pytest
 
@@ -83,6 +84,11 @@ class Server:
             while httpx.get(f"{self.url}/health", timeout=WAIT_SECONDS).status_code != 200:
                 assert time.monotonic() < deadline, self.lines
                 time.sleep(0.02)
+
+    def client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=WAIT_SECONDS
+        )
 
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels."""

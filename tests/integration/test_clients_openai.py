@@ -64,9 +64,7 @@ def test_streams_by_iteration_and_by_helper(client):
 
 
 async def test_the_async_client(llama_server):
-    async with openai.AsyncOpenAI(
-        base_url=f"{llama_server.url}/v1", api_key="any", max_retries=0
-    ) as client:
+    async with llama_server.client() as client:
         options = {"model": "tiny", "messages": MESSAGES, "max_tokens": 20, "temperature": 0}
         whole = (await client.chat.completions.create(**options)).choices[0].message.content
         stream = await client.chat.completions.create(**options, stream=True)

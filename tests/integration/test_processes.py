@@ -29,9 +29,7 @@ async def open_streams(
     server: Server, count: int, max_tokens: int = 8000
 ) -> tuple[openai.AsyncOpenAI, list]:
     """Streams that have each delivered their first chunk with text."""
-    client = openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=WAIT_SECONDS
-    )
+    client = server.client()
     model = (await client.models.list()).data[0].id
 
     async def one(i: int):

@@ -25,10 +25,8 @@ def run(folder: Path, *lines: str, options: list[str]) -> tuple[int, dict[str, A
     source, results = folder / "in.jsonl", folder / "out.jsonl"
     source.write_text("\n".join(lines) + "\n", encoding="utf8")
     command = [sys.executable, "-m", "servd", "run-batch", *options]
-    process = subprocess.run(
-        [*command, "-i", str(source), "-o", str(results)],
-        capture_output=True, text=True, timeout=WAIT_SECONDS,
-    )  # fmt: skip
+    command += ["-i", str(source), "-o", str(results)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS)
     answers = [json.loads(text) for text in results.read_text(encoding="utf8").strip().split("\n")]
     assert len({answer["custom_id"] for answer in answers}) == len(answers)
     return process.returncode, {answer["custom_id"]: answer for answer in answers}, process.stderr

@@ -28,9 +28,7 @@ async def complete(client: openai.AsyncOpenAI, prompt: str) -> str:
 
 
 async def test_64_concurrent_streams_equal_their_solo_output(llama_server: Server):
-    async with openai.AsyncOpenAI(
-        base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0
-    ) as client:
+    async with llama_server.client() as client:
         together = await asyncio.gather(*(complete(client, prompt) for prompt in PROMPTS))
         alone = [await complete(client, prompt) for prompt in PROMPTS]
     assert len(set(alone)) > 48, (
@@ -40,9 +38,7 @@ async def test_64_concurrent_streams_equal_their_solo_output(llama_server: Serve
 
 
 async def test_streamed_choices_differ_from_each_other_and_repeat_with_their_seed(llama_server):
-    async with openai.AsyncOpenAI(
-        base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0
-    ) as client:
+    async with llama_server.client() as client:
 
         async def sample() -> list[str]:
             texts, reasons = [""] * 8, [0] * 8
@@ -75,9 +71,7 @@ async def test_chat_stream_equals_whole_answer_and_transformers(llama_server: Se
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "what is a licence?"},
     ]
-    async with openai.AsyncOpenAI(
-        base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0
-    ) as client:
+    async with llama_server.client() as client:
         whole = await client.chat.completions.create(
             model="tiny", messages=messages, max_tokens=20, temperature=0
         )
