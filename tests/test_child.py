@@ -1,7 +1,5 @@
 """A child process and its parent."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

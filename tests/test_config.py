@@ -1,7 +1,6 @@
 """Config: conversion, bounds, errors that name the flag, files."""
 
 import json
-from collections import Counter
 
 import msgspec
 import pytest
@@ -10,27 +9,17 @@ from hypothesis import strategies as st
 
 from servd.base.errors import ConfigError
 from servd.base.sizes import format_bytes, parse_bytes
-from servd.config import Config, ModelConfig, options_by_name
-from servd.terminal.engine_flags import read_config_file
+from servd.cli._options import read_config_file
+from servd.config import Config
 
 SECTIONS = {f.name: f.type for f in msgspec.structs.fields(Config)}
 OPTIONS = [(section, f) for section, kind in SECTIONS.items() for f in msgspec.structs.fields(kind)]
 
 
-def test_option_names_are_unique_over_the_sections():
-    # Flags are flat: two sections with the same field name would silently share one flag.
-    twice = [name for name, count in Counter(f.name for _, f in OPTIONS).items() if count > 1]
-    assert twice == []
-
-
-@pytest.mark.parametrize("field", [f for _, f in OPTIONS], ids=lambda f: f.name)
-def test_every_option_has_a_description(field):
-    described = [m.description for m in _metas(field.type) if m.description]
-    assert described and described[-1].endswith(".")
-
-
-def _metas(kind):
-    return [m for m in getattr(kind, "__metadata__", ()) if isinstance(m, msgspec.Meta)]
+def test_every_option_has_a_description():
+    for _, field in OPTIONS:
+        metas = [m for m in getattr(field.type, "__metadata__", ()) if isinstance(m, msgspec.Meta)]
+        assert [m.description for m in metas if m.description][-1].endswith("."), field.name
 
 
 def test_defaults_pass_their_own_bounds():
@@ -38,128 +27,58 @@ def test_defaults_pass_their_own_bounds():
     assert msgspec.convert(msgspec.to_builtins(Config()), Config) == Config()
 
 
-def test_no_flags_means_all_defaults():
-    assert Config.load({}) == Config()
+def spec(**keys) -> dict:
+    return {"speculative_config": keys}
 
 
-def test_strings_are_converted_to_the_type_of_the_option():
-    config = Config.load(
-        {
-            "max-num-seqs": "8",
-            "gpu-memory-utilization": "0.5",
-            "enforce-eager": "true",
-            "kv_cache_memory": "2GiB",
-        }
-    )
-    assert config.scheduler.max_num_seqs == 8
-    assert config.cache.gpu_memory_utilization == 0.5
-    assert config.model.enforce_eager is True
-    assert config.cache.kv_cache_memory == 2 << 30
+def ngram(**keys) -> dict:
+    return spec(method="ngram", **keys)
 
 
 @pytest.mark.parametrize(
-    ("options", "parts"),
+    ("options", "message"),
     [
-        ({"block_size": 0}, ["--block-size 0", ">= 1"]),
-        ({"block-size": 0}, ["--block-size 0", ">= 1"]),
-        ({"block_size": "many"}, ["--block-size many", "must be a whole number"]),
-        ({"port": 65536}, ["--port 65536", "65535"]),
-        ({"dtype": "int8"}, ["--dtype int8", "must be one of: auto, float32, bfloat16, float16"]),
-        ({"gpu_memory_utilization": 1.5}, ["--gpu-memory-utilization 1.5"]),
-        ({"max_num_seqs": -1}, ["--max-num-seqs -1"]),
-        ({"api_key": ["a", 3]}, ["--api-key"]),
-        ({"shutdown_timeout": "inf"}, ["--shutdown-timeout inf"]),
-        ({"kv_cache_memory": "lots"}, ["--kv-cache-memory", "lots", "2GiB"]),
-        ({"no_such_option": 1}, ["--no-such-option", "--help"]),
-        ({"max_num_sequences": 1}, ["did you mean --max-num-seqs?"]),
-        ({"api_key": ""}, ["--api-key: must not be empty"]),
-        ({"speculative_config": "{'method'}"}, ["--speculative-config", "not JSON", "write e.g."]),
-        ({"speculative_config": "[]"}, ["--speculative-config []: must be a JSON object"]),
-        ({"speculative_config": {}}, ['needs "method", or "model"']),
-        ({"spec_tokens": 3}, ['needs "method", or "model"']),
-        ({"spec_method": "eagle"}, ['method eagle needs "model"']),
+        ({"block-size": 0}, "--block-size 0.*>= 1"),
+        ({"block_size": "many"}, "--block-size many.*must be a whole number"),
+        ({"port": 65536}, "--port 65536.*65535"),
+        ({"dtype": "int8"}, "--dtype int8.*must be one of: auto, float32, bfloat16, float16"),
+        ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization 1.5"),
+        ({"api_key": ["a", 3]}, "--api-key"),
+        ({"shutdown_timeout": "inf"}, "--shutdown-timeout inf"),
+        ({"kv_cache_memory": "lots"}, "--kv-cache-memory.*lots.*2GiB"),
+        ({"max_num_sequences": 1}, "did you mean --max-num-seqs"),
+        ({"api_key": ""}, "--api-key: must not be empty"),
+        ({"speculative_config": "{'method'}"}, "--speculative-config.*not JSON"),
+        ({"speculative_config": "[]"}, "must be a JSON object"),
+        ({"spec_tokens": 3}, 'needs "method", or "model"'),
+        ({"spec_method": "eagle"}, 'method eagle needs "model"'),
+        ({"spec_method": "ngram", "spec_tokens": 0}, "num_speculative_tokens 0"),
+        ({"spec_method": "ngram"} | ngram(), "--spec-method ngram.*give it once"),
+        (spec(metod="ngram"), 'did you mean "method"'),
+        (spec(model="d", draft_sample_method="best"), "draft_sample_method best.*greedy"),
+        (spec(model="d", fly_window_size=6), 'no "fly_window_size"'),
+        (ngram(prompt_lookup_max=3, prompt_lookup_min=7), "prompt_lookup_min 7 is above"),
+        ({"override_generation_config": '{"temperature": -1}'}, "temperature -1"),
+        ({"override_generation_config": '{"do_sample": true}'}, "do_sample"),
+        ({"default_chat_template_kwargs": "[1]"}, "must be a JSON object"),
+        (spec(model="d", prompt_lookup_max=3), 'does not read "prompt_lookup_max"'),
+        (ngram(suffix_decoding_min_token_prob=0), 'not read "suffix_decoding_min_token_prob"'),
+        ({"spec_method": "suffix", "spec_model": "a-draft"}, 'suffix does not read "model"'),
+        (ngram(rejection_sample_method="synthetic"), "goes with one of synthetic_acceptance"),
+        (ngram(synthetic_acceptance_length=2), "goes with one of synthetic_acceptance"),
         (
-            {"spec_method": "ngram", "spec_tokens": 0},
-            ["--speculative-config num_speculative_tokens 0: must be a whole number >= 1"],
-        ),
-        (
-            {"spec_method": "ngram", "speculative_config": '{"method": "ngram"}'},
-            ["--spec-method ngram", "give it once"],
-        ),
-        ({"speculative_config": {"metod": "ngram"}}, ['"metod"; did you mean "method"?']),
-        (
-            {"speculative_config": {"model": "d", "draft_sample_method": "best"}},
-            ["draft_sample_method best: must be one of: greedy"],
-        ),
-        (
-            {"speculative_config": {"model": "d", "fly_window_size": 6}},
-            ['no "fly_window_size"', "leave it out"],
-        ),
-        (
-            {
-                "spec_method": "ngram",
-                "speculative_config": '{"prompt_lookup_max": 3, "prompt_lookup_min": 7}',
-            },
-            ["--speculative-config: prompt_lookup_min 7 is above prompt_lookup_max 3"],
-        ),
-        (
-            {"override_generation_config": '{"temperature": -1}'},
-            ["--override-generation-config temperature -1: must be a number >= 0"],
-        ),
-        (
-            {"override_generation_config": '{"do_sample": true}'},
-            ["--override-generation-config", "do_sample"],
-        ),
-        ({"default_chat_template_kwargs": "[1]"}, ["[1]", "must be a JSON object"]),
-        (
-            {"speculative_config": {"model": "d", "prompt_lookup_max": 3}},
-            ['draft_model does not read "prompt_lookup_max"', "for ngram; leave it out"],
-        ),
-        (
-            {"spec_method": "ngram", "speculative_config": {"suffix_decoding_min_token_prob": 0}},
-            ['ngram does not read "suffix_decoding_min_token_prob"', "for suffix;"],
-        ),
-        (
-            {"spec_method": "suffix", "spec_model": "a-draft"},
-            ['suffix does not read "model"', "for draft_model, eagle, eagle3, medusa, mtp;"],
-        ),
-        (
-            {"speculative_config": {"method": "ngram", "rejection_sample_method": "synthetic"}},
-            ["goes with one of synthetic_acceptance_rates and synthetic_acceptance_length"],
-        ),
-        (
-            {"speculative_config": {"method": "ngram", "synthetic_acceptance_length": 2}},
-            ["goes with one of synthetic_acceptance_rates and synthetic_acceptance_length"],
-        ),
-        (
-            {
-                "speculative_config": {
-                    "method": "ngram",
-                    "num_speculative_tokens": 1,
-                    "synthetic_acceptance_rates": [0.5],
-                    "synthetic_acceptance_length": 1.5,
-                }
-            },
-            ["goes with one of synthetic_acceptance_rates and synthetic_acceptance_length"],
-        ),
-        (
-            {
-                "speculative_config": {
-                    "method": "ngram",
-                    "num_speculative_tokens": 2,
-                    "rejection_sample_method": "synthetic",
-                    "synthetic_acceptance_rates": [0.5, 0.6],
-                }
-            },
-            ["synthetic_acceptance_rates must be 2 numbers", "none above the one before"],
+            ngram(
+                num_speculative_tokens=2,
+                rejection_sample_method="synthetic",
+                synthetic_acceptance_rates=[0.5, 0.6],
+            ),
+            "must be 2 numbers.*none above the one before",
         ),
     ],
 )
-def test_a_bad_option_is_named_with_its_value_and_rule(options, parts):
-    with pytest.raises(ConfigError) as error:
+def test_a_bad_option_is_named_with_its_value_and_rule(options, message):
+    with pytest.raises(ConfigError, match=message):
         Config.load(options)
-    for part in parts:
-        assert part in str(error.value)
 
 
 def test_a_bad_api_key_is_not_shown():
@@ -222,51 +141,16 @@ def test_a_size_that_is_shown_can_be_read_and_is_not_too_small(size):
 def test_replace_changes_only_what_is_named_and_not_the_original():
     config = Config.load({"model": "gpt2", "seed": 7})
     changed = config.replace(max_num_seqs=4, seed=8)
-    assert (changed.scheduler.max_num_seqs, changed.model.seed, changed.model.model) == (
-        4,
-        8,
-        "gpt2",
-    )
+    assert (changed.scheduler.max_num_seqs, changed.model.seed) == (4, 8)
+    assert changed.model.model == "gpt2"
     assert (config.scheduler.max_num_seqs, config.model.seed) == (None, 7)
 
 
-def test_a_config_cannot_be_changed():
-    with pytest.raises(AttributeError):
-        ModelConfig().seed = 1  # type: ignore[misc]
-
-
-def test_options_by_name_finds_every_option():
-    assert {name: section for name, (section, _) in options_by_name().items()} == {
-        f.name: s for s, f in OPTIONS
-    }
-
-
-def test_a_config_survives_the_trip_to_another_process():
-    config = Config.load({"model": "gpt2", "api_key": ["k"], "max_model_len": 128, "device": "cpu"})
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=Config) == config
-
-
 @pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("0", 0),
-        ("1073741824", 1 << 30),
-        ("2GiB", 2 << 30),
-        ("2 gib", 2 << 30),
-        ("1.5 GB", 1_500_000_000),
-        ("512M", 512 << 20),
-        ("3k", 3 << 10),
-        ("1TiB", 1 << 40),
-        ("7B", 7),
-    ],
+    ("text", "size"), [("0", 0), ("2 gib", 2 << 30), ("1.5 GB", 1_500_000_000), ("3k", 3 << 10)]
 )
 def test_parse_bytes(text, size):
     assert parse_bytes(text) == size
-
-
-@given(st.integers(0, 10**6), st.sampled_from(["KiB", "MiB", "GiB"]))
-def test_parse_bytes_of_whole_binary_units_is_a_shift(number, unit):
-    assert parse_bytes(f"{number}{unit}") == number << {"K": 10, "M": 20, "G": 30}[unit[0]]
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "2 GiBs", "1 2", "0x10"])
@@ -278,21 +162,16 @@ def test_parse_bytes_refuses_the_rest(text):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("c.toml", 'model = "gpt2"\nmax-num-seqs = 8\nserved_model_name = ["a", "b"]\n'),
-        ("c.yaml", "model: gpt2\nmax-num-seqs: 8\nserved_model_name: [a, b]\n"),
-        ("c.yml", "model: gpt2\nmax-num-seqs: 8\nserved_model_name: [a, b]\n"),
-        (
-            "c.json",
-            json.dumps({"model": "gpt2", "max-num-seqs": 8, "served_model_name": ["a", "b"]}),
-        ),
+        ("c.toml", 'model = "gpt2"\nmax-num-seqs = 8\n'),
+        ("c.yaml", "model: gpt2\nmax-num-seqs: 8\n"),
+        ("c.yml", "model: gpt2\nmax-num-seqs: 8\n"),
+        ("c.json", '{"model": "gpt2", "max-num-seqs": 8}'),
     ],
 )
 def test_config_file_formats_say_the_same(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     config = Config.load(read_config_file(str(tmp_path / name)))
-    assert config == Config.load(
-        {"model": "gpt2", "max_num_seqs": 8, "served_model_name": ["a", "b"]}
-    )
+    assert config == Config.load({"model": "gpt2", "max_num_seqs": 8})
 
 
 @pytest.mark.parametrize(

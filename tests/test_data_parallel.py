@@ -1,7 +1,5 @@
 """Which engines are whose, by the options of data parallelism."""
 
-from __future__ import annotations
-
 import pytest
 
 from servd.base.errors import ConfigError

@@ -1,32 +1,10 @@
 """What a parent reads of an engine's heartbeat."""
 
-from __future__ import annotations
-
-import os
-
-from servd.ipc.heartbeat import STOPPED_TIMEOUT, Heartbeat, Watchdog, make_file
+from servd.ipc.heartbeat import STOPPED_TIMEOUT, Heartbeat, Watchdog
 
 
 def looks(watch: Watchdog, count: int) -> list[str | None]:
     return [watch.look() for _ in range(count)]
-
-
-def test_parent_and_engine_see_the_same_pulse():
-    descriptor = make_file()
-    engine, parent = Heartbeat(descriptor), Heartbeat(descriptor)
-    os.close(descriptor)
-    assert not parent.is_ready
-    engine.get_ready()
-    engine.work(3.0)
-    assert parent.is_ready
-    assert [*parent.numbers] == [*engine.numbers]
-
-
-def test_the_parent_sees_whether_it_sleeps():
-    heartbeat = Heartbeat()
-    for is_asleep in (False, True, False):
-        heartbeat.sleep(is_asleep)
-        assert heartbeat.is_asleep == is_asleep
 
 
 def test_the_prompts_of_the_steps_in_flight_outlive_the_engine():

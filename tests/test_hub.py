@@ -1,7 +1,5 @@
 """Hub: messages to and from processes of other hosts, and who may send any."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,13 +1,9 @@
-"""Channels: order, draining, an event loop on the edge-triggered descriptor, and who may enter the
-folder.
-"""
+"""Channels: order, draining, an event loop on the descriptor, and who may enter the folder."""
 
 import asyncio
 import contextlib
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -49,30 +45,6 @@ def test_order_is_kept_and_types_come_back(inbox, outbox):
     for message in sent:
         outbox.send(message)
     assert [inbox.recv(timeout=WAIT_SECONDS) for _ in sent] == sent
-
-
-def test_order_is_kept_per_sender(at, inbox):
-    def send(sender):
-        outbox = ipc.Outbox(at)
-        for i in range(200):
-            outbox.send(AbortRequests([sender, str(i)]))
-        outbox.close()
-
-    threads = [threading.Thread(target=send, args=(name,)) for name in "abc"]
-    for thread in threads:
-        thread.start()
-    received = [inbox.recv(timeout=WAIT_SECONDS).request_ids for _ in range(600)]
-    for thread in threads:
-        thread.join()
-    for name in "abc":
-        assert [i for sender, i in received if sender == name] == [str(i) for i in range(200)]
-
-
-def test_recv_gives_none_when_time_is_up(inbox):
-    start = time.monotonic()
-    assert inbox.recv(timeout=0.05) is None
-    assert time.monotonic() - start >= 0.04
-    assert inbox.recv(timeout=0) is None
 
 
 def test_drain_takes_all_that_is_there_and_does_not_wait(inbox, outbox):
@@ -135,32 +107,6 @@ async def test_an_event_loop_misses_nothing_on_the_edge_triggered_descriptor(at,
     assert [m.request_ids[0] for m in received] == [str(i) for i in range(num_messages)]
 
 
-def test_messages_cross_processes(at, inbox):
-    code = (
-        "import sys; from servd.ipc import channels as ipc\n"
-        "from servd.messages.engine import AbortRequests\n"
-        "outbox = ipc.Outbox(sys.argv[1]); outbox.send(AbortRequests(['other process'])); "
-        "outbox.close()\n"
-        "import zmq; zmq.Context.instance().term()"
-    )
-    subprocess.run([sys.executable, "-c", code, at], check=True, timeout=WAIT_SECONDS)
-    assert inbox.recv(timeout=WAIT_SECONDS) == AbortRequests(["other process"])
-
-
-def test_garbage_is_refused_by_the_type(at, inbox):
-    class Garbage(msgspec.Struct):
-        a: int
-
-    outbox = ipc.Outbox(at)
-    outbox.send(Garbage(1))
-    outbox.send(ResetPrefixCache())
-    with pytest.raises(ipc.UnreadableMessage, match="Expected `array`, got `object`") as caught:
-        inbox.recv(timeout=WAIT_SECONDS)
-    assert msgspec.msgpack.decode(caught.value.data) == {"a": 1}
-    assert inbox.recv(timeout=WAIT_SECONDS) == ResetPrefixCache()
-    outbox.close()
-
-
 def test_drain_keeps_what_came_before_an_unreadable_message(inbox, outbox):
     for message in (AbortRequests(["before"]), EngineDead("no request"), AbortRequests(["after"])):
         outbox.send(message)
@@ -176,14 +122,6 @@ def test_drain_keeps_what_came_before_an_unreadable_message(inbox, outbox):
     with pytest.raises(ipc.UnreadableMessage):
         drained()
     assert drained() == [AbortRequests(["after"])]
-
-
-def test_close_removes_the_socket_file(tmp_path):
-    at = ipc.address(tmp_path, "engine")
-    inbox = ipc.Inbox(at, ToEngine)
-    assert [f.name for f in tmp_path.iterdir()] == ["engine"]
-    inbox.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_outbox_tells_that_its_inbox_is_gone(at):

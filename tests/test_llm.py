@@ -1,9 +1,6 @@
-"""LLM.embed, with the engine in this process and in its own, and failing requests; docs/offline.md
-has the rest.
-"""
+"""LLM.embed, with the engine in this process and in its own, and failing requests."""
 
-from __future__ import annotations
-
+import contextlib
 import math
 import os
 import re
@@ -34,63 +31,71 @@ def expected(text: str, params: PoolingParams) -> list[float]:
     return list(struct.unpack(f"<{len(data) // 4}f", data))
 
 
-@pytest.mark.parametrize("separate_process", [False, True])
-def test_embed(separate_process):
-    llm = LLM(executor="fake", use_tqdm=False, separate_process=separate_process)
-    try:
-        texts = [f"text {i} " * (1 + i) for i in range(20)]
-        assert llm.embed(texts) == [expected(text, PoolingParams()) for text in texts]
-        params = [PoolingParams(dimensions=4), PoolingParams(pooling="mean", normalize=False)]
-        assert llm.embed(["a", [98, 99]], params) == [
-            expected("a", params[0]),
-            expected("bc", params[1]),
-        ]
-        with pytest.raises(InvalidRequest, match="dimensions"):
-            llm.embed("a", PoolingParams(dimensions=17))
-        (output,) = llm.generate("a", SamplingParams(max_tokens=0, prompt_logprobs=0))
-        assert output.outputs[0].text == "" and output.outputs[0].prompt_logprobs is None
-        (output,) = llm.generate("abc", SamplingParams(max_tokens=2, prompt_logprobs=0))
-        assert [position.token_ids[0] for position in output.outputs[0].prompt_logprobs] == [98, 99]
-    finally:
-        llm.close()
+@pytest.fixture
+def make_llm():
+    """Makes LLMs over the fake executor, which are closed at the end of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(**options) -> LLM:
+            llm = LLM(executor="fake", use_tqdm=False, **options)
+            stack.callback(llm.close)
+            return llm
+
+        yield make
 
 
 @pytest.mark.parametrize("separate_process", [False, True])
-def test_requests_with_adapters(tmp_path, separate_process):
+def test_embed(separate_process, make_llm):
+    llm = make_llm(separate_process=separate_process)
+    texts = [f"text {i} " * (1 + i) for i in range(20)]
+    assert llm.embed(texts) == [expected(text, PoolingParams()) for text in texts]
+    params = [PoolingParams(dimensions=4), PoolingParams(pooling="mean", normalize=False)]
+    assert llm.embed(["a", [98, 99]], params) == [
+        expected("a", params[0]),
+        expected("bc", params[1]),
+    ]
+    with pytest.raises(InvalidRequest, match="dimensions"):
+        llm.embed("a", PoolingParams(dimensions=17))
+    (output,) = llm.generate("a", SamplingParams(max_tokens=0, prompt_logprobs=0))
+    assert output.outputs[0].text == "" and output.outputs[0].prompt_logprobs is None
+    (output,) = llm.generate("abc", SamplingParams(max_tokens=2, prompt_logprobs=0))
+    assert [position.token_ids[0] for position in output.outputs[0].prompt_logprobs] == [98, 99]
+
+
+@pytest.mark.parametrize("separate_process", [False, True])
+def test_requests_with_adapters(tmp_path, separate_process, make_llm):
     adapters = [
         LoRARequest(f"a{seed}", seed, str(write_adapter(tmp_path / str(seed), seed=seed)))
         for seed in (1, 2)
     ]
-    llm = LLM(executor="fake", use_tqdm=False, enable_lora=True, separate_process=separate_process)
-    try:
-        params = SamplingParams(max_tokens=8)
-        each = [*adapters, None]
-        outputs = llm.generate([[7, 8, 9]] * 3, params, lora_request=each)
-        assert llm.engine.adapters is not None
-        named = llm.engine.adapters.named()
-        digests = [named[each.lora_name].digest for each in adapters] + ["0"]
-        for output, digest in zip(outputs, digests, strict=True):
-            assert output.outputs[0].token_ids == expected_tokens([7, 8, 9], 8, 257, digest)
-        (again,) = llm.generate([7, 8, 9], params, lora_request=adapters[1])
-        assert again.outputs[0].token_ids == outputs[1].outputs[0].token_ids
-        abcd = re.compile("[a-d]{12}")
-        params = SamplingParams(
-            max_tokens=12, structured_output=StructuredOutput("regex", abcd.pattern)
-        )
-        outputs = llm.generate(["a"] * 3, params, lora_request=[*adapters, None])
-        texts = [output.outputs[0].text for output in outputs]
-        assert len({*texts}) == 3 and all(map(abcd.fullmatch, texts))
-        broken = LoRARequest("broken", 3, str(write_adapter(tmp_path / "3", use_dora=True)))
-        with pytest.raises(InvalidRequest, match="DoRA"):
-            llm.generate("a", params, lora_request=broken)
-        with pytest.raises(ValueError, match="2 prompts but 1 lora_requests"):
-            llm.generate(["a", "b"], params, lora_request=adapters[:1])
-    finally:
-        llm.close()
+    llm = make_llm(enable_lora=True, separate_process=separate_process)
+    params = SamplingParams(max_tokens=8)
+    each = [*adapters, None]
+    outputs = llm.generate([[7, 8, 9]] * 3, params, lora_request=each)
+    assert llm.engine.adapters is not None
+    named = llm.engine.adapters.named()
+    digests = [named[each.lora_name].digest for each in adapters] + ["0"]
+    for output, digest in zip(outputs, digests, strict=True):
+        assert output.outputs[0].token_ids == expected_tokens([7, 8, 9], 8, 257, digest)
+    (again,) = llm.generate([7, 8, 9], params, lora_request=adapters[1])
+    assert again.outputs[0].token_ids == outputs[1].outputs[0].token_ids
+    abcd = re.compile("[a-d]{12}")
+    params = SamplingParams(
+        max_tokens=12, structured_output=StructuredOutput("regex", abcd.pattern)
+    )
+    outputs = llm.generate(["a"] * 3, params, lora_request=[*adapters, None])
+    texts = [output.outputs[0].text for output in outputs]
+    assert len({*texts}) == 3 and all(map(abcd.fullmatch, texts))
+    broken = LoRARequest("broken", 3, str(write_adapter(tmp_path / "3", use_dora=True)))
+    with pytest.raises(InvalidRequest, match="DoRA"):
+        llm.generate("a", params, lora_request=broken)
+    with pytest.raises(ValueError, match="2 prompts but 1 lora_requests"):
+        llm.generate(["a", "b"], params, lora_request=adapters[:1])
+    llm.close()
     assert not llm.engine.adapters.folder.exists()
 
 
-def test_a_request_whose_grammar_fails_ends_alone(monkeypatch):
+def test_a_request_whose_grammar_fails_ends_alone(monkeypatch, make_llm):
     masks = iter(range(4))
     bitmask = manager.Matcher.bitmask
 
@@ -101,79 +106,65 @@ def test_a_request_whose_grammar_fails_ends_alone(monkeypatch):
 
     monkeypatch.setattr(manager.Matcher, "bitmask", fail)
     digits = SamplingParams(max_tokens=20, structured_output=StructuredOutput("regex", "[0-9]{9}"))
-    llm = LLM(executor="fake", use_tqdm=False)
-    try:
-        llm.engine.add_request("bad", "a", digits)
-        llm.engine.add_request("good", "a", SamplingParams(max_tokens=30))
-        finished = {}
-        for _ in range(100):
-            finished |= {
-                output.request_id: output.outputs[0]
-                for output in llm.engine.step()
-                if output.finished
-            }
-        assert not llm.engine.has_unfinished_requests()
-        assert finished["bad"].finish_reason is FinishReason.LENGTH
-        assert "too many states" in finished["bad"].stop_reason
-        assert len(finished["bad"].token_ids) == 4
-        assert len(finished["good"].token_ids) == 30
-        cut, whole = llm.generate(["b", "c"], [digits, SamplingParams(max_tokens=30)])
-        assert "too many states" in cut.outputs[0].stop_reason
-        assert len(whole.outputs[0].token_ids) == 30
-        assert not llm.engine.has_unfinished_requests()
-    finally:
-        llm.close()
+    llm = make_llm()
+    llm.engine.add_request("bad", "a", digits)
+    llm.engine.add_request("good", "a", SamplingParams(max_tokens=30))
+    finished = {}
+    for _ in range(100):
+        finished |= {
+            output.request_id: output.outputs[0] for output in llm.engine.step() if output.finished
+        }
+    assert not llm.engine.has_unfinished_requests()
+    assert finished["bad"].finish_reason is FinishReason.LENGTH
+    assert "too many states" in finished["bad"].stop_reason
+    assert len(finished["bad"].token_ids) == 4
+    assert len(finished["good"].token_ids) == 30
+    cut, whole = llm.generate(["b", "c"], [digits, SamplingParams(max_tokens=30)])
+    assert "too many states" in cut.outputs[0].stop_reason
+    assert len(whole.outputs[0].token_ids) == 30
+    assert not llm.engine.has_unfinished_requests()
 
 
-def test_prompts_and_keywords_of_vllm():
-    llm = LLM(executor="fake", use_tqdm=False)
-    try:
-        params = SamplingParams(max_tokens=5)
-        plain = llm.generate(["abc", [97, 98]], params)
-        as_dicts = [{"prompt": "abc"}, {"prompt_token_ids": [97, 98]}]
-        outputs = llm.generate(as_dicts, sampling_params=params)
-        assert [output.outputs for output in outputs] == [output.outputs for output in plain]
-        assert llm.generate({"prompt": "abc"}, params)[0].outputs == plain[0].outputs
-        with pytest.raises(InvalidRequest, match="prompt_token_ids"):
-            llm.generate([{"text": "abc"}])
-    finally:
-        llm.close()
+def test_prompts_and_keywords_of_vllm(make_llm):
+    llm = make_llm()
+    params = SamplingParams(max_tokens=5)
+    plain = llm.generate(["abc", [97, 98]], params)
+    as_dicts = [{"prompt": "abc"}, {"prompt_token_ids": [97, 98]}]
+    outputs = llm.generate(as_dicts, sampling_params=params)
+    assert [output.outputs for output in outputs] == [output.outputs for output in plain]
+    assert llm.generate({"prompt": "abc"}, params)[0].outputs == plain[0].outputs
+    with pytest.raises(InvalidRequest, match="prompt_token_ids"):
+        llm.generate([{"text": "abc"}])
 
 
-def test_the_id_of_a_choice_is_no_other_request_s():
+def test_the_id_of_a_choice_is_no_other_request_s(make_llm):
     """In the engine every choice is a request: `a` with n = 2 is `a_0` and `a_1`."""
-    llm = LLM(executor="fake", use_tqdm=False, separate_process=False)
+    llm = make_llm(separate_process=False)
     add = llm.engine.add_request
-    try:
-        add("a", "text", SamplingParams(n=2, max_tokens=3))
-        add("b_1", "text", SamplingParams(max_tokens=3))
-        for taken, n in (("a", 1), ("a_0", 1), ("b", 2)):
-            with pytest.raises(InvalidRequest, match="unfinished"):
-                add(taken, "text", SamplingParams(n=n, max_tokens=3))
-        outputs = []
-        while llm.engine.has_unfinished_requests():
-            outputs += [output for output in llm.engine.step() if output.finished]
-        assert sorted(output.request_id for output in outputs) == ["a", "b_1"]
-        add("a_0", "text", SamplingParams(max_tokens=3))
-    finally:
-        llm.close()
+    add("a", "text", SamplingParams(n=2, max_tokens=3))
+    add("b_1", "text", SamplingParams(max_tokens=3))
+    for taken, n in (("a", 1), ("a_0", 1), ("b", 2)):
+        with pytest.raises(InvalidRequest, match="unfinished"):
+            add(taken, "text", SamplingParams(n=n, max_tokens=3))
+    outputs = []
+    while llm.engine.has_unfinished_requests():
+        outputs += [output for output in llm.engine.step() if output.finished]
+    assert sorted(output.request_id for output in outputs) == ["a", "b_1"]
+    add("a_0", "text", SamplingParams(max_tokens=3))
 
 
-def test_generate_raises_what_the_engine_cannot_do(monkeypatch):
+def test_generate_raises_what_the_engine_cannot_do(monkeypatch, make_llm):
     def fail(*args: object) -> None:
         raise GrammarError("too many items")
 
-    llm = LLM(executor="fake", use_tqdm=False)
-    try:
-        digits = SamplingParams(structured_output=StructuredOutput("regex", "[0-9]{9}"))
-        llm.generate("a", digits)  # the vocabulary is there
-        monkeypatch.setattr(manager, "Grammar", fail)
-        letters = SamplingParams(structured_output=StructuredOutput("regex", "[a-z]{9}"))
-        with pytest.raises(EngineError, match="too many items"):
-            llm.generate(["b", "c"], [letters, SamplingParams()])
-        assert not llm.engine.has_unfinished_requests()
-    finally:
-        llm.close()
+    llm = make_llm()
+    digits = SamplingParams(structured_output=StructuredOutput("regex", "[0-9]{9}"))
+    llm.generate("a", digits)  # the vocabulary is there
+    monkeypatch.setattr(manager, "Grammar", fail)
+    letters = SamplingParams(structured_output=StructuredOutput("regex", "[a-z]{9}"))
+    with pytest.raises(EngineError, match="too many items"):
+        llm.generate(["b", "c"], [letters, SamplingParams()])
+    assert not llm.engine.has_unfinished_requests()
 
 
 def test_a_script_need_not_close_its_engine():
@@ -196,143 +187,118 @@ print(len(output.outputs[0].token_ids), llm.engine.port.child.process.pid)
         os.kill(int(pid), 0)
 
 
-def test_without_params_the_model_says_how_long_an_output_may_be(tmp_path):
+def test_without_params_the_model_says_how_long_an_output_may_be(tmp_path, make_llm):
     (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 5}')
-    llm = LLM(executor="fake", use_tqdm=False, generation_config=str(tmp_path))
-    try:
-        [output] = llm.generate("hello")
-        assert len(output.outputs[0].token_ids) == 5
-        [output] = llm.generate("hello", SamplingParams(max_tokens=7))
-        assert len(output.outputs[0].token_ids) == 7
-    finally:
-        llm.close()
+    llm = make_llm(generation_config=str(tmp_path))
+    [output] = llm.generate("hello")
+    assert len(output.outputs[0].token_ids) == 5
+    [output] = llm.generate("hello", SamplingParams(max_tokens=7))
+    assert len(output.outputs[0].token_ids) == 7
 
 
-def test_chat_gives_its_options_to_the_template():
+def test_chat_gives_its_options_to_the_template(make_llm):
     template = (
         "{{ tools[0].name }} {{ messages[0].content }} {{ style }} {{ add_generation_prompt }}"
     )
-    llm = LLM(executor="fake", use_tqdm=False, chat_template=template)
-    try:
-        (output,) = llm.chat(
-            [{"role": "user", "content": "hi"}],
-            SamplingParams(max_tokens=1),
-            tools=[{"name": "look"}],
-            chat_template_kwargs={"style": "brief"},
-            add_generation_prompt=False,
-        )
-        assert bytes(output.prompt_token_ids) == b"look hi brief False"
-    finally:
-        llm.close()
+    llm = make_llm(chat_template=template)
+    (output,) = llm.chat(
+        [{"role": "user", "content": "hi"}],
+        SamplingParams(max_tokens=1),
+        tools=[{"name": "look"}],
+        chat_template_kwargs={"style": "brief"},
+        add_generation_prompt=False,
+    )
+    assert bytes(output.prompt_token_ids) == b"look hi brief False"
 
 
-def test_scores_are_cosines_where_the_model_has_no_head():
-    llm = LLM(executor="fake", use_tqdm=False)
-    try:
+def test_scores_are_cosines_where_the_model_has_no_head(make_llm):
+    llm = make_llm()
 
-        def cosine(one: str, other: str) -> float:
-            pairs = zip(
-                expected(one, PoolingParams()), expected(other, PoolingParams()), strict=True
-            )
-            return sum(a * b for a, b in pairs)
+    def cosine(one: str, other: str) -> float:
+        pairs = zip(expected(one, PoolingParams()), expected(other, PoolingParams()), strict=True)
+        return sum(a * b for a, b in pairs)
 
-        assert llm.score("a", ["b", "cc"]) == pytest.approx([cosine("a", "b"), cosine("a", "cc")])
-        assert next(llm.request_ids) == 3  # the one text is computed once
-        assert llm.score(["a", "b"], ["cc", "d"]) == pytest.approx(
-            [cosine("a", "cc"), cosine("b", "d")]
-        )
-        with pytest.raises(InvalidRequest, match="2 texts and 3 others"):
-            llm.score(["a", "b"], ["c", "d", "e"])
-        with pytest.raises(InvalidRequest, match="no classification head"):
-            llm.classify("a")
-    finally:
-        llm.close()
+    assert llm.score("a", ["b", "cc"]) == pytest.approx([cosine("a", "b"), cosine("a", "cc")])
+    assert next(llm.request_ids) == 3  # the one text is computed once
+    assert llm.score(["a", "b"], ["cc", "d"]) == pytest.approx(
+        [cosine("a", "cc"), cosine("b", "d")]
+    )
+    with pytest.raises(InvalidRequest, match="2 texts and 3 others"):
+        llm.score(["a", "b"], ["c", "d", "e"])
+    with pytest.raises(InvalidRequest, match="no classification head"):
+        llm.classify("a")
 
 
-def test_classes_and_scores_of_a_head():
-    llm = LLM(executor="fake", use_tqdm=False)
+def test_classes_and_scores_of_a_head(make_llm):
+    llm = make_llm()
     processor = llm.engine.processor
-    try:
-        processor.pooling = PoolingSpec(task="classify", labels=["x", "y", "z"], size=16)
-        numbers = expected("ab", CLASSIFY)
-        whole = sum(map(math.exp, numbers))
-        assert llm.classify(["ab"])[0] == pytest.approx([math.exp(n) / whole for n in numbers])
-        with pytest.raises(InvalidRequest, match="3 classes and scores no pairs"):
-            llm.score("a", "b")
-    finally:
-        llm.close()
+    processor.pooling = PoolingSpec(task="classify", labels=["x", "y", "z"], size=16)
+    numbers = expected("ab", CLASSIFY)
+    whole = sum(map(math.exp, numbers))
+    assert llm.classify(["ab"])[0] == pytest.approx([math.exp(n) / whole for n in numbers])
+    with pytest.raises(InvalidRequest, match="3 classes and scores no pairs"):
+        llm.score("a", "b")
 
 
 @pytest.mark.parametrize("separate_process", [False, True])
-def test_an_engine_sleeps_wakes_and_forgets_prefixes(separate_process):
-    llm = LLM(executor="fake", use_tqdm=False, separate_process=separate_process)
+def test_an_engine_sleeps_wakes_and_forgets_prefixes(separate_process, make_llm):
+    llm = make_llm(separate_process=separate_process)
     params, prompt = SamplingParams(max_tokens=3), "x" * 100
-    try:
 
-        def num_cached() -> int:
-            (output,) = llm.generate(prompt, params)
-            assert output.outputs[0].token_ids == first.outputs[0].token_ids
-            return output.outputs[0].num_cached_tokens
+    def num_cached() -> int:
+        (output,) = llm.generate(prompt, params)
+        assert output.outputs[0].token_ids == first.outputs[0].token_ids
+        return output.outputs[0].num_cached_tokens
 
-        (first,) = llm.generate(prompt, params)
-        assert num_cached() == 96
-        llm.reset_prefix_cache()
-        assert num_cached() == 0
-        llm.sleep(level=2)
+    (first,) = llm.generate(prompt, params)
+    assert num_cached() == 96
+    llm.reset_prefix_cache()
+    assert num_cached() == 0
+    llm.sleep(level=2)
+    llm.sleep()
+    llm.wake_up()
+    assert num_cached() == 0 and num_cached() == 96
+    llm.sleep()
+    assert num_cached() == 0  # a request wakes it, too
+    llm.engine.add_request("a", "b", params)
+    with pytest.raises(InvalidRequest, match="1 requests are unfinished"):
         llm.sleep()
-        llm.wake_up()
-        assert num_cached() == 0 and num_cached() == 96
-        llm.sleep()
-        assert num_cached() == 0  # a request wakes it, too
-        llm.engine.add_request("a", "b", params)
-        with pytest.raises(InvalidRequest, match="1 requests are unfinished"):
-            llm.sleep()
-    finally:
-        llm.close()
 
 
-def test_beam_search():
-    """The fake model gives 1/2, 1/4, 1/8 ... to the k most likely tokens, of which the first is its
-    favourite.
-    """
-    llm = LLM(executor="fake", use_tqdm=False)
-    try:
-        prompts = ["Once upon a time", {"prompt": "there was"}]
-        found = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=4))
-        for prompt, output in zip(["Once upon a time", "there was"], found, strict=True):
-            greedy = expected_tokens(list(prompt.encode()), 4, llm.engine.processor.spec.vocab_size)
-            assert output.prompt == prompt and output.finished
-            assert output.outputs[0].token_ids == greedy
-            assert len({tuple(one.token_ids) for one in output.outputs}) == 3
-            assert {len(one.token_ids) for one in output.outputs} == {4}
-        for early in (True, "never"):
-            params = BeamSearchParams(beam_width=2, max_tokens=3, early_stopping=early)
-            assert len(llm.beam_search("a", params)[0].outputs) == 2
-        for wrong, sentence in {
-            "beam_width": "between 1 and 16", "max_tokens": "between 1 and", "length_penalty": "10",
-            "early_stopping": "must be true or false or 'never', got 0",
-        }.items():  # fmt: skip
-            fields = {"beam_width": 2, "max_tokens": 4, wrong: 11.5 if "pen" in wrong else 0}
-            with pytest.raises(InvalidRequest, match=f"{wrong}.*{sentence}"):
-                llm.beam_search("a", BeamSearchParams(**fields))
-    finally:
-        llm.close()
+def test_beam_search(make_llm):
+    """The fake model gives 1/2, 1/4, 1/8 ... to the likely tokens, its favourite first."""
+    llm = make_llm()
+    prompts = ["Once upon a time", {"prompt": "there was"}]
+    found = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=4))
+    for prompt, output in zip(["Once upon a time", "there was"], found, strict=True):
+        greedy = expected_tokens(list(prompt.encode()), 4, llm.engine.processor.spec.vocab_size)
+        assert output.prompt == prompt and output.finished
+        assert output.outputs[0].token_ids == greedy
+        assert len({tuple(one.token_ids) for one in output.outputs}) == 3
+        assert {len(one.token_ids) for one in output.outputs} == {4}
+    for early in (True, "never"):
+        params = BeamSearchParams(beam_width=2, max_tokens=3, early_stopping=early)
+        assert len(llm.beam_search("a", params)[0].outputs) == 2
+    for wrong, sentence in {
+        "beam_width": "between 1 and 16", "max_tokens": "between 1 and", "length_penalty": "10",
+        "early_stopping": "must be true or false or 'never', got 0",
+    }.items():  # fmt: skip
+        fields = {"beam_width": 2, "max_tokens": 4, wrong: 11.5 if "pen" in wrong else 0}
+        with pytest.raises(InvalidRequest, match=f"{wrong}.*{sentence}"):
+            llm.beam_search("a", BeamSearchParams(**fields))
 
 
 @pytest.mark.parametrize("separate_process", [False, True])
-def test_metrics(separate_process):
-    llm = LLM(executor="fake", use_tqdm=False, separate_process=separate_process)
-    try:
-        llm.generate(["ab", "c"], SamplingParams(n=2, max_tokens=5))
-        llm.beam_search(["a"], BeamSearchParams(beam_width=2, max_tokens=3))
-        found = {(each.name, *each.labels.values()): each for each in llm.get_metrics()}
-        named = {name: each for (name, *_), each in found.items()}
-        assert named["vllm:generation_tokens"].value == 2 * 2 * 5
-        assert named["vllm:prompt_tokens"].value == 2 * (2 + 1)
-        ended = [each for each in found.values() if each.name == "vllm:request_success"]
-        assert {each.labels["finished_reason"]: each.value for each in ended}["length"] == 4
-        latency = named["vllm:e2e_request_latency_seconds"]
-        assert latency.count == latency.buckets["+Inf"] == 4 and latency.sum > 0
-        assert type(named["vllm:kv_cache_usage_perc"]).__name__ == "Gauge"
-    finally:
-        llm.close()
+def test_metrics(separate_process, make_llm):
+    llm = make_llm(separate_process=separate_process)
+    llm.generate(["ab", "c"], SamplingParams(n=2, max_tokens=5))
+    llm.beam_search(["a"], BeamSearchParams(beam_width=2, max_tokens=3))
+    found = {(each.name, *each.labels.values()): each for each in llm.get_metrics()}
+    named = {name: each for (name, *_), each in found.items()}
+    assert named["vllm:generation_tokens"].value == 2 * 2 * 5
+    assert named["vllm:prompt_tokens"].value == 2 * (2 + 1)
+    ended = [each for each in found.values() if each.name == "vllm:request_success"]
+    assert {each.labels["finished_reason"]: each.value for each in ended}["length"] == 4
+    latency = named["vllm:e2e_request_latency_seconds"]
+    assert latency.count == latency.buckets["+Inf"] == 4 and latency.sum > 0
+    assert type(named["vllm:kv_cache_usage_perc"]).__name__ == "Gauge"

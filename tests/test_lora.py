@@ -1,7 +1,5 @@
 """Adapters as files: what is read, what is refused in which words, and the store."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading
@@ -33,9 +31,7 @@ LAYER = "layers.0.self_attn.q_proj"
 )
 def test_factors_follow_patterns(tmp_path: Path, config, scale: float):
     files = AdapterFiles(write_adapter(tmp_path, **config))
-    assert files.modules == {
-        LAYER: (f"{Q_PROJ}.lora_A.weight", f"{Q_PROJ}.lora_B.weight", scale),
-    }
+    assert files.modules == {LAYER: (f"{Q_PROJ}.lora_A.weight", f"{Q_PROJ}.lora_B.weight", scale)}
     assert files.rank == 4
 
 

@@ -1,7 +1,5 @@
 """--hf-overrides: keys of config.json, and positions that follow a scaling."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""What a wheel holds: the type marker, the demo model, the console, and no source of a kernel; and
-that the locks have what it asks for.
-"""
+"""What a wheel holds and does not, and that the locks have what it asks for."""
 
 import re
 import subprocess

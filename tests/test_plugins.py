@@ -10,9 +10,7 @@ from servd.base.errors import ConfigError
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A package with the plugins `plain` and `two_words`, a shared part and one that cannot be
-    imported.
-    """
+    """Plugins `plain` and `two_words`, a shared part and one that cannot be imported."""
     folder = tmp_path / "fruit_plugins"
     folder.mkdir()
     (folder / "__init__.py").write_text("")

@@ -1,7 +1,5 @@
 """What the files of a model say of its vectors and scores."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -134,9 +132,7 @@ def test_broken_files_are_named(tmp_path):
 def test_prompts(tmp_path):
     texts = {"prompts": {"query": "q: ", "passage": "p: "}, "default_prompt_name": "passage"}
     write(
-        tmp_path,
-        config_sentence_transformers=texts,
-        sentence_bert_config={"max_seq_length": 256},
+        tmp_path, config_sentence_transformers=texts, sentence_bert_config={"max_seq_length": 256}
     )
     files = read(tmp_path)
     assert files.max_tokens == 256

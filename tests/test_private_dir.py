@@ -1,7 +1,5 @@
 """Folders of sockets: private, short, and removed after those who were killed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

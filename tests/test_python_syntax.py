@@ -1,7 +1,5 @@
 """Python's parser among threads."""
 
-from __future__ import annotations
-
 import ast
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +8,7 @@ from servd.base.python_syntax import parse_class, parse_python
 
 
 def test_one_thread_parses_at_a_time(monkeypatch):
-    """Two at once fail, if garbage is collected in the middle of one. To find a class, `inspect`
-    parses, too.
-    """
+    """Two at once fail if garbage is collected meanwhile. `inspect` parses, too."""
     running, most, parse = 0, 0, ast.parse
 
     def counted(source: str, **options: str) -> ast.AST:

@@ -1,7 +1,5 @@
 """`servd bench`: what it sends and reports, against servers whose timing is known."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json
@@ -22,9 +20,7 @@ FIRST, GAP, TOKENS = 0.06, 0.02, 5  # seconds, seconds, tokens
 
 @pytest.fixture
 async def slow_server() -> AsyncIterator[str]:
-    """Answers every completion with TOKENS chunks, the first after FIRST seconds, the others GAP
-    apart.
-    """
+    """Answers every completion with TOKENS chunks, the first after FIRST s, others after GAP s."""
 
     async def complete(request: web.Request) -> web.StreamResponse:
         body = await request.json()

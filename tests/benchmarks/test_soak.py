@@ -1,7 +1,5 @@
 """The soak test in its short forms: faults, and clients of every kind."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """`servd check`: each thing that can be wrong has a line of its own, with what to do."""
 
-from __future__ import annotations
-
 import json
 import logging
 import resource
@@ -59,15 +57,6 @@ def test_a_whole_folder(check, model):
     for name in ("model", "tokenizer", "chat template", "weights", "hub", "GPU"):
         assert found[name]["status"] == "ok", found[name]
     assert "all tensors are there" in found["weights"]["text"]
-
-
-def test_a_line_each(capsys, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(SystemExit):
-        cli.main(["check"])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 10
-    assert {line.split()[0] for line in lines} <= {"ok", "warning", "failed"}
 
 
 def no_weights(folder: Path) -> None:

@@ -1,7 +1,5 @@
 """`servd plan`: numbers for people and programs, and advice that holds when it is followed."""
 
-from __future__ import annotations
-
 import json
 import re
 from types import SimpleNamespace

@@ -1,8 +1,4 @@
-"""`servd run-batch` against a server of a few lines: connections that die, waits, and ids that
-occur twice.
-"""
-
-from __future__ import annotations
+"""`servd run-batch` against a small server: connections that die, waits, ids that occur twice."""
 
 import json
 import threading
@@ -22,9 +18,7 @@ COMPLETIONS = "/v1/completions"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Closes every connection after its first answer, without having said so. The first request has
-    to wait.
-    """
+    """Closes every connection unannounced after its first answer. The first request has to wait."""
 
     protocol_version = "HTTP/1.1"
     num_requests = 0

@@ -1,7 +1,5 @@
 """A headless Chromium, and servers for it to look at."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,10 +1,5 @@
-"""The console in headless Chromium, with the demo model. `SCREENSHOTS=docs` writes the pictures of
-docs/console.md, of the pretrained model in the folder `SMOLLM2`.
-"""
+"""The console in headless Chromium, with the demo model."""
 
-from __future__ import annotations
-
-import base64
 import contextlib
 import os
 import subprocess
@@ -28,7 +23,6 @@ from tests.integration.conftest import Server, shared
 from tests.limits import WAIT_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-SMOLLM2 = Path(os.environ.get("SMOLLM2", Path.home() / ".cache/servd-tests/smollm2/hf"))
 VIEWS = {
     "playground": ".empty .ideas",
     "live": ".panel .facts",
@@ -343,53 +337,3 @@ def test_the_page_is_there_at_once_and_small(page: Page):
     print(f"{len(files)} files, {sum(files)} bytes")
     assert min(paints) <= 300 + min(words)
     assert 20_000 < sum(files) <= 200_000
-
-
-def shoot(page: Page, name: str) -> None:
-    """Write a picture of docs/console.md."""
-    shot = page.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "webp", "quality": 70})
-    file = Path(os.environ["SCREENSHOTS"], f"console-{name}.webp")
-    file.write_bytes(base64.b64decode(shot["data"]))
-
-
-@pytest.mark.skipif("SCREENSHOTS" not in os.environ, reason="SCREENSHOTS=docs takes pictures")
-def test_screenshots_of_a_pretrained_model():
-    for server in shared(str(SMOLLM2), "--served-model-name", "SmolLM2-135M-Instruct"):
-        with browser(server.url) as page:
-            page.emulate(height=760)
-            page.open()
-            for name, value in (("temperature", "0.6"), ("max_tokens", "60"), ("seed", "7")):
-                page.wait(f".settings [name={name}]").send_keys(value)
-            page.ask("Why is the sky blue? Answer in one sentence.")
-            page.click("footer button", "Timeline")
-            page.wait(".timeline li")
-            tokens = page.all(".token")
-            ActionChains(page.driver).move_to_element(tokens[len(tokens) // 3]).perform()
-            shoot(page, "playground")
-            page.emulate(height=760, dark=True)
-            page.click("nav a", "Server")
-            page.wait("h2", "What servd decided")
-            shoot(page, "server")
-
-
-@pytest.mark.skipif("SCREENSHOTS" not in os.environ, reason="SCREENSHOTS=docs takes pictures")
-def test_screenshots_of_a_busy_server():
-    for server in shared("--device", "cpu", "--kv-cache-memory", "4MiB", "--max-num-seqs", "8"):
-        with browser(server.url) as page:
-            page.emulate(height=760)
-            page.open("live")
-            load = [
-                threading.Thread(target=chat, args=[server, "words " * 40 * (i % 5), 400])
-                for i in range(24)
-            ]
-            for thread in load:
-                thread.start()
-                threading.Event().wait(0.1)
-            page.wait(".panel a code")
-            shoot(page, "live")
-            for thread in load:
-                thread.join()
-            page.click("nav a", "Requests")
-            page.click("td a")
-            page.wait(".timeline li")
-            shoot(page, "request")

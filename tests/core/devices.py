@@ -1,11 +1,8 @@
-"""Devices that answer later: one as slow as the host allows, and one whose host and device take
-simulated times.
-"""
+"""Devices that answer later: a slow one, and one with simulated times of host and device."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,20 +10,6 @@ from dataclasses import dataclass, field
 from servd.core.executor import PendingOutput
 from servd.messages.engine import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from tests.core.engines import AuditedExecutor
-
-
-@dataclass
-class Span:
-    """Work of the host or of the device on one step."""
-
-    step: int
-    start: float
-    end: float
-
-
-def overlap(one: list[Span], other: list[Span]) -> float:
-    """Time that lies in a span of both."""
-    return sum(max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a in one for b in other)
 
 
 @dataclass
@@ -50,29 +33,23 @@ class SlowOutput:
 
 
 class SlowExecutor(AuditedExecutor):
-    """Its device ends a step only when the host waits for that, so what the host does before
-    overlaps with it.
+    """Its device, a thread, ends a step only when the host waits for that.
 
-    And the host launches a step only while the device is at work on the oldest one in flight. Real
-    threads, real times.
+    And the host launches a step only while the device is at work on the oldest one in flight.
     """
 
     def start(self):
         self.stream = ThreadPoolExecutor(1, "device")  # also at depth 1
         self.in_flight: deque[SlowStep] = deque()
         self.launching: dict[int, SlowStep] = {}  # by number, until the device begins
-        self.host_spans: list[Span] = []
-        self.device_spans: list[Span] = []
         return super().start()
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         if self.in_flight:
             self.in_flight[0].begun.wait()
-        began = time.perf_counter()
         self.in_flight.append(SlowStep())
         self.launching[scheduled.step] = self.in_flight[-1]
         super().execute_model(scheduled)
-        self.host_spans.append(Span(scheduled.step, began, time.perf_counter()))
 
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> PendingOutput:
         return SlowOutput(self, super().sample_tokens(bitmask))
@@ -83,11 +60,10 @@ class SlowExecutor(AuditedExecutor):
         super().shutdown()
 
     def _forward(self, scheduled: SchedulerOutput) -> SchedulerOutput:
-        began, step = time.perf_counter(), self.launching.pop(scheduled.step)
+        step = self.launching.pop(scheduled.step)
         step.begun.set()
         super()._forward(scheduled)
         step.wanted.wait()
-        self.device_spans.append(Span(scheduled.step, began, time.perf_counter()))
         return scheduled
 
 
@@ -105,22 +81,16 @@ class TimedOutput:
 
 
 class TimedExecutor(AuditedExecutor):
-    """Keeps the clocks of a host that takes `host` for each step and of a device that takes
-    `forward` and `sample`.
-    """
+    """Keeps the clocks of a host (`host` for a step) and of a device (`forward` and `sample`)."""
 
     host, forward, sample = 1.0, 3.0, 1.0
 
     def start(self):
-        self.now = self.free = (
-            0.0  # the host's clock; when the device has done all that it was given
-        )
-        self.host_spans: list[Span] = []
-        self.device_spans: list[Span] = []
+        self.now = 0.0  # the host's clock
+        self.free = 0.0  # when the device has done all that it was given
         return super().start()
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
-        self.host_spans.append(Span(scheduled.step, self.now, self.now + self.host))
         self.now += self.host
         super().execute_model(scheduled)
         self._launch(self.forward)
@@ -130,7 +100,5 @@ class TimedExecutor(AuditedExecutor):
         return TimedOutput(self, pending, self._launch(self.sample))
 
     def _launch(self, duration: float) -> float:
-        start = max(self.now, self.free)
-        self.free = start + duration
-        self.device_spans.append(Span(self.steps[-1].step, start, self.free))
+        self.free = max(self.now, self.free) + duration
         return self.free

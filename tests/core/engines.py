@@ -1,6 +1,4 @@
-"""Engines over a fake executor that audits the whole KV cache, and a loop that checks every
-step.
-"""
+"""Engines over a fake executor that audits the whole KV cache, and a loop that checks each step."""
 
 from __future__ import annotations
 

@@ -1,15 +1,13 @@
 """What is counted of drafts, and requests that want none."""
 
-import logging
 from collections import deque
 
 import pytest
 
-from servd.core import draft_length, stats_line
+from servd.core import draft_length
 from servd.core.draft_length import DraftLengthController
-from servd.core.stats_line import StatsLine
-from servd.messages.engine import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput
-from servd.messages.stats import DraftStats, SchedulerStats
+from servd.messages.engine import ModelRunnerOutput
+from servd.messages.stats import DraftStats
 from tests.core.engines import generate, make_engine, make_request
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}  # the fake executor drafts by itself
@@ -66,24 +64,6 @@ def test_a_request_that_wants_no_drafts_gets_none_and_the_same_text():
     assert len(plain.outputs["a"]) == 30
     drafted = generate(engine, make_request("a", PROMPT, 30))
     assert drafted.token_ids("a") == plain.token_ids("a")
-
-
-def test_the_line_of_the_log_tells_what_became_of_drafts(monkeypatch, caplog):
-    now = 100.0
-    monkeypatch.setattr(stats_line.time, "monotonic", lambda: now)
-    line = StatsLine()
-    stats = SchedulerStats(drafts=DraftStats(10, 30, 20, [10, 6, 4]))
-    output = EngineCoreOutput("a", [1, 2, 3])
-    with caplog.at_level(logging.INFO):
-        line.count(EngineCoreOutputs([output], stats))
-        now += 20
-        line.count(EngineCoreOutputs([output], stats))
-        assert "mean acceptance length 3.00, 2.0 of 3.0 drafted tok/s" in caplog.messages[-1]
-        assert caplog.messages[-1].endswith("(67 %), by position 1.00 0.60 0.40")
-        line.count(EngineCoreOutputs([output], SchedulerStats()))
-        now += 20
-        line.count(EngineCoreOutputs([output], SchedulerStats()))
-    assert "output tok/s" in caplog.messages[-1]  # and nothing of drafts: there were none
 
 
 def test_whoever_builds_on_a_failed_step_after_drafts_that_were_not_kept_fails_too(monkeypatch):

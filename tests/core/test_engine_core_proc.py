@@ -1,7 +1,5 @@
 """EngineCoreProc's threads, without a process: an API server that ends without a word."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 import threading
@@ -18,11 +16,7 @@ from servd.config import Config
 from servd.config.resolve import Machine, resolve
 from servd.core import engine_core_proc
 from servd.core.client import identity
-from servd.core.engine_core_proc import (
-    ClientGone,
-    EngineCoreProc,
-    abort_all_of,
-)
+from servd.core.engine_core_proc import ClientGone, EngineCoreProc, abort_all_of
 from servd.core.executor import fake
 from servd.core.executor.fake import expected_tokens
 from servd.ipc import channels as ipc
@@ -153,9 +147,7 @@ def outbox(inbox: Any):
         (make_request("a", [2**32], client=2), ["a"]),
     ],
 )
-def test_a_request_that_cannot_be_read_ends_with_an_error(
-    proc: Any, inbox: Any, outbox: Any, message: Any, ended: Any
-):
+def test_a_request_that_cannot_be_read_ends_with_an_error(proc, inbox, outbox, message, ended):
     outbox.send(message)
     proc.receive(inbox)
     client, answer = proc.outputs.get(timeout=0)
@@ -170,9 +162,7 @@ def test_a_request_that_cannot_be_read_ends_with_an_error(
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\xa1\xff", b"\x91" * 5000, b"\x92\xa1a\x01"])
-def test_a_message_that_is_no_request_is_logged_and_dropped(
-    proc: Any, inbox: Any, outbox: Any, caplog: pytest.LogCaptureFixture, data: Any
-):
+def test_a_message_that_is_no_request_is_logged_and_dropped(proc, inbox, outbox, caplog, data):
     outbox.socket.send(data)
     proc.receive(inbox)
     assert proc.inputs.empty() and proc.outputs.empty()
@@ -261,9 +251,7 @@ def test_a_grammar_from_before_the_sleep_rules_nobody_after_it(running: Any):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_wakes_with_as_many_blocks_as_it_had(
-    running: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_engine_wakes_with_as_many_blocks_as_it_had(running, monkeypatch):
     num_blocks = next_of(running, EngineReady).worker.num_blocks
     for now_free in (num_blocks // 2, 2 * num_blocks):
         running.inputs.put(Sleep())
@@ -275,9 +263,7 @@ def test_an_engine_wakes_with_as_many_blocks_as_it_had(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_that_comes_after_one_that_slept_sleeps_when_idle(
-    proc: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_engine_that_comes_after_one_that_slept_sleeps_when_idle(proc, monkeypatch):
     monkeypatch.setattr(engine_core_proc, "IDLE", 0.05)
     proc.was_asleep = True
     proc.start.config = resolve(Config.load({"executor": "fake"}), FAKE_SPEC, Machine())

@@ -1,7 +1,5 @@
 """Steps that go through stages one behind the other: each has requests of its own."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.core.engines import generate, make_engine, make_request, solo

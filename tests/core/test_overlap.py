@@ -1,7 +1,5 @@
 """Steps in flight: the host works while the device does, and no depth changes an output."""
 
-from __future__ import annotations
-
 import dataclasses
 import queue
 from functools import cache
@@ -16,7 +14,7 @@ from servd.core import draft_length
 from servd.core.draft_length import DraftLengthController
 from servd.messages.engine import AbortRequests, EngineCoreRequest
 from servd.messages.params import StructuredOutput
-from tests.core.devices import SlowExecutor, TimedExecutor, overlap
+from tests.core.devices import SlowExecutor, TimedExecutor
 from tests.core.engines import (
     AuditedExecutor,
     Log,
@@ -33,9 +31,7 @@ WITH_WINDOWS = with_windows(None, 5, base=SlowExecutor)
 
 
 def with_grammars(engine):
-    """An engine that takes in what its grammars' threads compile; returns a function that waits for
-    all of it.
-    """
+    """An engine that takes compiled grammars in; returns a function that waits for all of them."""
     news: queue.SimpleQueue[Any] = queue.SimpleQueue()
     engine.grammars.on_compiled = news.put
 
@@ -44,22 +40,6 @@ def with_grammars(engine):
             engine.handle(news.get())
 
     return settle
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_the_host_works_while_the_device_does(depth):
-    engine = make_engine(depth=depth, executor_class=SlowExecutor)
-    requests = [make_request(str(i), [i, 2, 3], NUM_STEPS) for i in range(3)]
-    log = generate(engine, *requests)
-    device = engine.executor
-    assert len(device.device_spans) == NUM_STEPS
-    for launch in device.host_spans:
-        hidden = overlap(
-            [launch], [span for span in device.device_spans if span.step < launch.step]
-        )
-        whole = launch.end - launch.start
-        assert hidden == pytest.approx(whole if depth > 1 and launch.step else 0)
-    assert all(log.finished(request.request_id) for request in requests)
 
 
 @pytest.mark.parametrize(
@@ -229,15 +209,6 @@ def reasons(log: Log) -> list[str | None]:
         (64, {"form": FORCED}, lambda log: reasons(log) == ["stop"] * 6),
         (9, {"form": FORCED, "logprobs": 1}, lambda log: log.total("num_preemptions") > 0),
     ],
-    ids=[
-        "stops",
-        "grammar",
-        "aborts",
-        "preemption",
-        "preempted grammar",
-        "forced",
-        "preempted forced",
-    ],
 )
 def test_each_of_these_happens_and_changes_no_output(
     depth, max_drafts, num_blocks, fields, happened
@@ -250,18 +221,6 @@ def test_each_of_these_happens_and_changes_no_output(
         got = outputs(log, str(i))
         assert got == alone(each)[: len(got)]
         assert each.abort_after or log.finished(str(i))
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_drafts_save_steps(depth):
-    """More than every second draft of the fake executor is kept."""
-    arrivals = [Arrival(0, TEXT[:9], 24)]
-    steps = {}
-    for max_drafts in (0, 4):
-        log = serve(arrivals, depth, AuditedExecutor, 64, max_drafts)
-        steps[max_drafts] = len([output for output in log.outputs["0"] if output.new_token_ids])
-        assert len(log.token_ids("0")) == 24
-    assert steps[4] <= 0.6 * steps[0]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Requests that ask for more, or for nothing but, their prompt: scores, vectors, no output."""
 
-from __future__ import annotations
-
 import pytest
 
 from servd.checkpoint.hf import FAKE_SPEC

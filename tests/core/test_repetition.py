@@ -1,7 +1,5 @@
 """RepetitionDetector against the definition: the output ends in N copies of a pattern."""
 
-from __future__ import annotations
-
 import random
 
 from servd.core.repetition import RepetitionDetector

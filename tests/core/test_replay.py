@@ -1,8 +1,4 @@
-"""Replay: engines that die at any step, and requests that go on in the next one as if nothing had
-been.
-"""
-
-from __future__ import annotations
+"""Replay: engines that die at any step, and requests that go on in the next one."""
 
 import msgspec
 import pytest

@@ -1,6 +1,4 @@
-"""Weights of 8 and 16 bits: how much worse the demo model predicts text that it was not trained
-on.
-"""
+"""Weights of 8 and 16 bits: how much worse the demo model predicts text that it never saw."""
 
 from itertools import islice
 from math import exp

@@ -1,7 +1,5 @@
 """Real servers for the integration tests: `servd serve` in its own processes, on loopback."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import psutil
 import pytest
 
@@ -86,6 +85,11 @@ class Server:
                 assert time.monotonic() < deadline, self.lines
                 time.sleep(0.02)
 
+    def client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=WAIT_SECONDS
+        )
+
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels."""
         text = httpx.get(f"{self.url}/metrics").text
@@ -112,9 +116,7 @@ class Server:
             assert time.monotonic() < deadline, "requests still run"
 
     def children(self) -> dict[str, psutil.Process]:
-        """Child processes by kind: engine, api (the last one, of several), and standby, the engine
-        to come.
-        """
+        """Child processes by kind: engine, api (the last of several), standby (the next engine)."""
         kinds = {"engine_core_proc": "engine", "api.server": "api"}
         found: dict[str, psutil.Process] = {}
         for child in psutil.Process(self.process.pid).children():

@@ -1,7 +1,5 @@
 """What goes wrong at a bad time, or on purpose: with real processes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -34,16 +32,18 @@ from tests.limits import WAIT_SECONDS
 
 def run_serve(*args: str) -> subprocess.CompletedProcess[str]:
     """A `servd serve` that is expected to end by itself."""
-    return subprocess.run(
-        [sys.executable, "-m", "servd", "serve", "--executor", "fake", *args],
-        capture_output=True, text=True, timeout=WAIT_SECONDS,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "servd", "serve", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS)
+
+
+def run_fake(*args: str) -> subprocess.CompletedProcess[str]:
+    return run_serve("--executor", "fake", *args)
 
 
 def test_uds_never_removes_what_is_not_a_socket(tmp_path: Path):
     file = tmp_path / "weights"
     file.write_text("precious")
-    result = run_serve("--uds", str(file))
+    result = run_fake("--uds", str(file))
     assert result.returncode == 2
     assert f"--uds {file}: this is not a socket" in result.stderr
     assert file.read_text() == "precious"
@@ -51,7 +51,7 @@ def test_uds_never_removes_what_is_not_a_socket(tmp_path: Path):
 
 def test_uds_is_removed_after_a_configuration_error(tmp_path: Path):
     path = tmp_path / "servd.sock"
-    assert run_serve("--uds", str(path), "--max-model-len", "99999").returncode == 2
+    assert run_fake("--uds", str(path), "--max-model-len", "99999").returncode == 2
     assert not path.exists()
 
 
@@ -62,40 +62,23 @@ def test_stopped_headless_engine_ends_attached_api_servers(start, tmp_path: Path
     assert engine.stop() == 0
     assert attached.process.wait(WAIT_SECONDS) != 0
     assert not list(folder.iterdir())
-    assert "no engine listens there" in run_serve("--port", "0", "--attach", str(folder)).stderr
+    assert "no engine listens there" in run_fake("--port", "0", "--attach", str(folder)).stderr
 
 
 def test_ipc_dir_that_is_too_long_is_refused(tmp_path: Path):
-    result = run_serve("--headless", "--ipc-dir", str(tmp_path / ("x" * 100)))
+    result = run_fake("--headless", "--ipc-dir", str(tmp_path / ("x" * 100)))
     assert result.returncode == 2
     assert "too long" in result.stderr
 
 
-def test_attach_refuses_an_engine_of_another_model_and_an_open_folder(
-    start, tmp_path: Path, tiny_llama: Path
-):
+def test_attach_refuses_an_engine_of_another_model_and_an_open_folder(start, tmp_path, tiny_llama):
     folder = tmp_path / "ipc"
     engine = start("--executor", "fake", "--headless", "--ipc-dir", str(folder))
-    other = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "servd",
-            "serve",
-            str(tiny_llama),
-            "--port",
-            "0",
-            "--attach",
-            folder,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_SECONDS,
-    )
+    other = run_serve(str(tiny_llama), "--port", "0", "--attach", str(folder))
     assert other.returncode == 2 and "Traceback" not in other.stderr
     assert re.search(r"the engine is servd \S+ with model fake .*, not servd .*", other.stderr)
     folder.chmod(0o750)
-    opened = run_serve("--port", "0", "--attach", str(folder))
+    opened = run_fake("--port", "0", "--attach", str(folder))
     assert opened.returncode == 2 and "other users may enter this folder" in opened.stderr
     folder.chmod(0o700)
     attached = start("--executor", "fake", "--attach", str(folder))
@@ -186,9 +169,7 @@ def test_a_large_body_and_large_headers_within_the_limit_pass(fake_server: Serve
     assert response.json()["count"] == 2_000_000
 
 
-def test_tokenizer_may_be_named_by_its_id_on_the_hub(
-    start, tiny_llama: Path, tmp_path: Path, monkeypatch
-):
+def test_tokenizer_may_be_named_by_its_id_on_the_hub(start, tiny_llama, tmp_path, monkeypatch):
     commit = "0" * 40
     repository = tmp_path / "models--some--tokenizer"
     (repository / "refs").mkdir(parents=True)
@@ -199,15 +180,8 @@ def test_tokenizer_may_be_named_by_its_id_on_the_hub(
         if (tiny_llama / name).exists():
             shutil.copy(tiny_llama / name, snapshot / name)
     monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
-    server = start(
-        str(tiny_llama),
-        "--device",
-        "cpu",
-        "--tokenizer",
-        "some/tokenizer",
-        "--download-dir",
-        str(tmp_path),
-    )
+    names = ("--tokenizer", "some/tokenizer", "--download-dir", str(tmp_path))
+    server = start(str(tiny_llama), "--device", "cpu", *names)
     assert httpx.post(f"{server.url}/tokenize", json={"prompt": "hello"}).json()["count"] > 0
 
 
@@ -216,11 +190,8 @@ def test_message_that_the_engine_cannot_read_is_dropped(start):
     outbox = Outbox(f"ipc://{socket_folder(server)}/engine")
     outbox.send(EngineReady(worker=None, max_model_len=1, block_size=1))  # type: ignore[arg-type]
     try:
-        answer = httpx.post(
-            f"{server.url}/v1/completions",
-            json={"prompt": "a", "max_tokens": 3},
-            timeout=WAIT_SECONDS,
-        )
+        body = {"prompt": "a", "max_tokens": 3}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT_SECONDS)
         assert answer.status_code == 200 and server.process.poll() is None
         server.wait_for_line("a message of an API server cannot be read")
     finally:

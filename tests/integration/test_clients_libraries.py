@@ -1,7 +1,5 @@
 """LiteLLM and LangChain against a real server."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 

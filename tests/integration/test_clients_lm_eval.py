@@ -1,8 +1,4 @@
-"""lm-eval's `local-completions` against a real server: log-likelihoods equal teacher-forced
-ones.
-"""
-
-from __future__ import annotations
+"""lm-eval's `local-completions` on a real server: log-likelihoods equal teacher-forced ones."""
 
 from pathlib import Path
 

@@ -1,8 +1,4 @@
-"""The openai client against real processes: sync, async, helpers, parse, embeddings, retries,
-timeouts.
-"""
-
-from __future__ import annotations
+"""The openai client against real processes: helpers, parse, embeddings, retries, timeouts."""
 
 import http.server
 import json
@@ -50,26 +46,6 @@ def test_a_chat_equals_transformers(client, reference):
     assert answer._request_id
 
 
-def test_n_choices_at_temperature_0_share_the_prompt(client):
-    long = [
-        {
-            "role": "user",
-            "content": "Unless required by applicable law or agreed to in writing. " * 5,
-        }
-    ]
-    answer = client.chat.completions.create(
-        model="tiny", messages=long, max_tokens=8, temperature=0, n=4
-    )
-    assert len({choice.message.content for choice in answer.choices}) == 1
-    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    hits = [
-        line
-        for line in client.get("../metrics", cast_to=httpx.Response).text.splitlines()
-        if line.startswith("vllm:prefix_cache_hits_total")
-    ]
-    assert float(hits[0].split()[-1]) >= 3 * (answer.usage.prompt_tokens // 16) * 16
-
-
 def test_streams_by_iteration_and_by_helper(client):
     options = {"model": "tiny", "messages": MESSAGES, "max_tokens": 20, "temperature": 0}
     whole = client.chat.completions.create(**options).choices[0].message.content
@@ -88,9 +64,7 @@ def test_streams_by_iteration_and_by_helper(client):
 
 
 async def test_the_async_client(llama_server):
-    async with openai.AsyncOpenAI(
-        base_url=f"{llama_server.url}/v1", api_key="any", max_retries=0
-    ) as client:
+    async with llama_server.client() as client:
         options = {"model": "tiny", "messages": MESSAGES, "max_tokens": 20, "temperature": 0}
         whole = (await client.chat.completions.create(**options)).choices[0].message.content
         stream = await client.chat.completions.create(**options, stream=True)
@@ -162,18 +136,6 @@ def test_beam_search_equals_transformers(client, reference):
     assert [choice.text for choice in answer.choices] == texts
 
 
-def test_bad_words_are_not_written(client):
-    options = {"model": "tiny", "prompt": "Licensed under", "max_tokens": 16, "temperature": 0}
-    text = client.completions.create(**options).choices[0].text
-    word = text[3:6]
-    assert (
-        word
-        not in client.completions.create(**options, extra_body={"bad_words": list(word)})
-        .choices[0]
-        .text
-    )
-
-
 def test_errors_have_their_class_and_fields(client):
     with pytest.raises(openai.NotFoundError) as error:
         client.chat.completions.create(model="other", messages=MESSAGES)
@@ -207,9 +169,7 @@ def test_a_timeout_ends_the_request_on_the_server(start, long_llama):
 
 
 class Flaky(http.server.BaseHTTPRequestHandler):
-    """A proxy before a server that answers every second request with 503, as a server that is
-    loading does.
-    """
+    """A proxy that answers every second request with 503, as a server that is loading does."""
 
     target: str
     num_requests = 0

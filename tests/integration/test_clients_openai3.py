@@ -2,8 +2,6 @@
 a folder of its own: two versions do not fit into one environment.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """POST /v1/decisions with a real model: the probabilities are those that transformers computes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import httpx

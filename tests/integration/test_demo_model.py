@@ -1,8 +1,4 @@
-"""`servd serve` without a model: the demo model in the package shows the features with real
-text.
-"""
-
-from __future__ import annotations
+"""`servd serve` without a model: the demo model shows the features with real text."""
 
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """docs/disaggregated.md, as its reader would run it: two servers and the proxy of the example."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

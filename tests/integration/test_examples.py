@@ -1,7 +1,5 @@
 """Each file in examples/ does what it says, with the demo model and as its reader would run it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Hostile requests to a server of real processes, of which no client notices anything."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import Counter

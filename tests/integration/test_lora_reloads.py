@@ -1,7 +1,5 @@
 """Adapters that are replaced while they are used, through real processes and a real model."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
@@ -59,9 +57,7 @@ def answers_of(model: Path, folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(560)
-def test_no_answer_is_that_of_another_adapter_or_of_replaced_bytes(
-    start, tiny_llama: Path, tmp_path: Path
-):
+def test_no_answer_is_that_of_another_adapter_or_of_replaced_bytes(start, tiny_llama, tmp_path):
     adapters = tmp_path / "adapters"
     names = [f"a{i}" for i in range(NUM_ADAPTERS)]
     folders = {(name, v): f"{name}-v{v}" for name in names for v in range(NUM_VERSIONS)}

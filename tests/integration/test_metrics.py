@@ -1,7 +1,5 @@
 """What /metrics says of real processes, read by Prometheus' own parsers."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections import defaultdict

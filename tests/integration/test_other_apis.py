@@ -1,7 +1,5 @@
 """Responses and Messages on real processes, driven by OpenAI's and Anthropic's clients."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any
@@ -47,9 +45,7 @@ async def test_three_apis_give_the_same_answer(llama_server: Server):
 
 
 async def test_a_conversation_is_kept_and_hits_the_prefix_cache(llama_server: Server):
-    async with openai.AsyncOpenAI(
-        base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0
-    ) as client:
+    async with llama_server.client() as client:
         shared: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 12}
         first = await client.responses.create(
             input="a question about the licence and its terms", **shared
@@ -77,9 +73,7 @@ CITIES: dict[str, Any] = {
 
 
 async def test_structure_and_forced_calls(fake_server: Server):
-    async with openai.AsyncOpenAI(
-        base_url=f"{fake_server.url}/v1", api_key="none", max_retries=0
-    ) as client:
+    async with fake_server.client() as client:
         model = (await client.models.list()).data[0].id
         shared: dict[str, Any] = {"model": model, "input": "who?", "max_output_tokens": 1000}
         parsed = await client.responses.parse(text_format=Person, **shared)
@@ -114,9 +108,7 @@ async def test_structure_and_forced_calls_of_messages(fake_server: Server):
 
 
 async def test_background_and_cancel(fake_server: Server):
-    async with openai.AsyncOpenAI(
-        base_url=f"{fake_server.url}/v1", api_key="none", max_retries=0
-    ) as client:
+    async with fake_server.client() as client:
         model = (await client.models.list()).data[0].id
         started = await client.responses.create(
             model=model, input="hi", max_output_tokens=20, background=True
@@ -137,9 +129,7 @@ async def test_background_and_cancel(fake_server: Server):
 
 
 async def test_a_background_stream_and_its_input(llama_server: Server):
-    async with openai.AsyncOpenAI(
-        base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0
-    ) as client:
+    async with llama_server.client() as client:
         shared: dict[str, Any] = {
             "model": "tiny",
             "temperature": 0,

@@ -1,11 +1,8 @@
 """Life and death of the process tree, with real processes."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
-import os
 import re
 import shutil
 import signal
@@ -32,9 +29,7 @@ async def open_streams(
     server: Server, count: int, max_tokens: int = 8000
 ) -> tuple[openai.AsyncOpenAI, list]:
     """Streams that have each delivered their first chunk with text."""
-    client = openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=WAIT_SECONDS
-    )
+    client = server.client()
     model = (await client.models.list()).data[0].id
 
     async def one(i: int):
@@ -325,9 +320,7 @@ def test_headless_engine_serves_attached_api_servers(start, tmp_path: Path):
     assert engine.process.wait(WAIT_SECONDS) == 1
 
 
-async def test_an_attached_api_server_that_is_killed_takes_its_requests_with_it(
-    start, tmp_path: Path
-):
+async def test_an_attached_api_server_that_is_killed_takes_its_requests_with_it(start, tmp_path):
     folder = tmp_path / "ipc"
     patience = ["--engine-hang-timeout", "600"]
     engine = start("--executor", "fake", "--headless", "--ipc-dir", str(folder), *patience)
@@ -409,55 +402,23 @@ def test_hang_up_has_keys_and_log_level_read_again(start, tmp_path: Path):
 
 
 def test_configuration_errors_are_one_line_and_exit_code_2(tmp_path: Path, tiny_llama):
-    sizes = (
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "max_position_embeddings",
-    )
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "unheard_of", **dict.fromkeys(sizes, 8)})
-    )
-    (tmp_path / "empty").mkdir()
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    config = dict.fromkeys((*sizes, "max_position_embeddings"), 8)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of", **config}))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         cases = {
-            r"there is no folder": ["./does-not-exist"],
-            r"has no config.json": [str(tmp_path / "empty")],
             r"no file for model_type 'unheard_of'": [str(tmp_path), "--model-impl", "servd"],
             rf"cannot listen on 127.0.0.1:{port}.*--port": ["--executor", "fake", "--port", port],
-            r"--block-size 0: ": ["--executor", "fake", "--block-size", "0"],
-            r"--max-model-len .* positions for": ["--executor", "fake", "--max-model-len", "9999"],
             r"KV cache": [str(tiny_llama), "--device", "cpu", "--kv-cache-memory", "4KiB"],
         }
         for pattern, args in cases.items():
-            result = subprocess.run(
-                [sys.executable, "-m", "servd", "serve", *args],
-                capture_output=True,
-                text=True,
-                timeout=WAIT_SECONDS,
-                env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            )
-            errors = [
-                line for line in result.stderr.splitlines() if line.startswith("servd: error: ")
-            ]
+            command = [sys.executable, "-m", "servd", "serve", *args]
+            result = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS)
+            lines = result.stderr.splitlines()
+            errors = [line for line in lines if line.startswith("servd: error: ")]
             assert len(errors) == 1, result.stderr
             assert re.search(pattern, errors[0]), errors
             assert result.returncode == 2
             assert "Traceback" not in result.stderr
-
-
-def test_unreachable_hub_is_a_clear_error():
-    result = subprocess.run(
-        [sys.executable, "-m", "servd", "serve", "no-such-user/no-such-model", "--port", "0"],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_SECONDS,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    assert result.returncode == 2
-    assert re.search(
-        r"cannot get 'no-such-user/no-such-model' from the hub .*local folder", result.stderr
-    )
     assert "Traceback" not in result.stderr

@@ -1,7 +1,5 @@
 """Workers and engines that Ray places, on a cluster of two simulated nodes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -34,12 +32,7 @@ pytestmark = [
 ]
 
 ONE = {"num_cpus": 1, "object_store_memory": 80 * 1024 * 1024}  # a node
-ENDLESS = {
-    "prompt": "once",
-    "max_tokens": 100_000,
-    "ignore_eos": True,
-    "stream": True,
-}
+ENDLESS = {"prompt": "once", "max_tokens": 100_000, "ignore_eos": True, "stream": True}
 PROMPTS = ["once upon a time", "twice", "in a village by the sea"]
 
 

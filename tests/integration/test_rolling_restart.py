@@ -1,7 +1,5 @@
 """Another tree of processes takes over a listening socket, and no client notices."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,11 +1,6 @@
-"""`servd run-batch`: a server of its own, a running one, broken lines, and going on where it
-stopped.
-"""
-
-from __future__ import annotations
+"""`servd run-batch`: a server of its own, a running one, broken lines, and going on."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -29,20 +24,9 @@ def run(folder: Path, *lines: str, options: list[str]) -> tuple[int, dict[str, A
     """Exit code, answers by custom_id, stderr."""
     source, results = folder / "in.jsonl", folder / "out.jsonl"
     source.write_text("\n".join(lines) + "\n", encoding="utf8")
-    command = [
-        sys.executable,
-        "-m",
-        "servd",
-        "run-batch",
-        *options,
-        "-i",
-        str(source),
-        "-o",
-        str(results),
-    ]
-    process = subprocess.run(
-        command, capture_output=True, text=True, timeout=WAIT_SECONDS, env={**os.environ}
-    )
+    command = [sys.executable, "-m", "servd", "run-batch", *options]
+    command += ["-i", str(source), "-o", str(results)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS)
     answers = [json.loads(text) for text in results.read_text(encoding="utf8").strip().split("\n")]
     assert len({answer["custom_id"] for answer in answers}) == len(answers)
     return process.returncode, {answer["custom_id"]: answer for answer in answers}, process.stderr
@@ -149,17 +133,8 @@ def test_an_output_that_cannot_be_written_is_an_error(tmp_path, url):
     source.write_text(
         "\n".join(line(str(i), prompt="a", max_tokens=20) for i in range(40)), encoding="utf8"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "servd",
-        "run-batch",
-        *url,
-        "-i",
-        str(source),
-        "-o",
-        str(tmp_path / "out.jsonl"),
-    ]
+    command = [sys.executable, "-m", "servd", "run-batch", *url, "-i", str(source)]
+    command += ["-o", str(tmp_path / "out.jsonl")]
     full = ["bash", "-c", 'ulimit -f 2; exec "$@"', "bash"]  # kB, as on a full disk
     process = subprocess.run(
         [*full, *command], capture_output=True, text=True, timeout=WAIT_SECONDS
@@ -167,11 +142,8 @@ def test_an_output_that_cannot_be_written_is_an_error(tmp_path, url):
     assert process.returncode == 2, process.stderr
     assert "File too large" in process.stderr and "Traceback" not in process.stderr
     assert subprocess.run(command, capture_output=True, timeout=WAIT_SECONDS).returncode == 0
-    answers = [
-        json.loads(text)
-        for text in (tmp_path / "out.jsonl").read_text(encoding="utf8").splitlines()
-    ]
-    assert len(answers) == 40
+    answers = (tmp_path / "out.jsonl").read_text(encoding="utf8").splitlines()
+    assert len(list(map(json.loads, answers))) == 40
 
 
 def test_the_private_server_ends_with_the_command(tmp_path):
@@ -179,16 +151,8 @@ def test_the_private_server_ends_with_the_command(tmp_path):
     source.write_text(
         "\n".join(line(str(i), prompt="a", max_tokens=99) for i in range(9999)), encoding="utf8"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "servd",
-        "run-batch",
-        "--executor",
-        "fake",
-        "--shutdown-timeout",
-        "2",
-    ]
+    command = [sys.executable, "-m", "servd", "run-batch", "--executor", "fake"]
+    command += ["--shutdown-timeout", "2"]
     process = subprocess.Popen(
         [*command, "-i", str(source), "-o", str(results)], stderr=subprocess.DEVNULL
     )

@@ -1,9 +1,6 @@
 """A real model behind real processes, driven by the real client."""
 
-from __future__ import annotations
-
 import asyncio
-import json
 
 import httpx
 import openai
@@ -31,9 +28,7 @@ async def complete(client: openai.AsyncOpenAI, prompt: str) -> str:
 
 
 async def test_64_concurrent_streams_equal_their_solo_output(llama_server: Server):
-    async with openai.AsyncOpenAI(
-        base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0
-    ) as client:
+    async with llama_server.client() as client:
         together = await asyncio.gather(*(complete(client, prompt) for prompt in PROMPTS))
         alone = [await complete(client, prompt) for prompt in PROMPTS]
     assert len(set(alone)) > 48, (
@@ -42,29 +37,8 @@ async def test_64_concurrent_streams_equal_their_solo_output(llama_server: Serve
     assert together == alone
 
 
-async def test_seeded_sampling_does_not_depend_on_the_batch(llama_server: Server):
-    async with openai.AsyncOpenAI(
-        base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0
-    ) as client:
-
-        async def sample(seed: int) -> str:
-            response = await client.completions.create(
-                model="tiny", prompt="the licence", max_tokens=16, temperature=1, seed=seed
-            )
-            return response.choices[0].text
-
-        together = await asyncio.gather(*(sample(seed) for seed in range(16)))
-        alone = [await sample(seed) for seed in range(16)]
-    assert len(set(alone)) > 12
-    assert together == alone
-
-
-async def test_streamed_choices_differ_from_each_other_and_repeat_with_their_seed(
-    llama_server: Server,
-):
-    async with openai.AsyncOpenAI(
-        base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0
-    ) as client:
+async def test_streamed_choices_differ_from_each_other_and_repeat_with_their_seed(llama_server):
+    async with llama_server.client() as client:
 
         async def sample() -> list[str]:
             texts, reasons = [""] * 8, [0] * 8
@@ -97,9 +71,7 @@ async def test_chat_stream_equals_whole_answer_and_transformers(llama_server: Se
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "what is a licence?"},
     ]
-    async with openai.AsyncOpenAI(
-        base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0
-    ) as client:
+    async with llama_server.client() as client:
         whole = await client.chat.completions.create(
             model="tiny", messages=messages, max_tokens=20, temperature=0
         )
@@ -124,38 +96,6 @@ async def test_chat_stream_equals_whole_answer_and_transformers(llama_server: Se
         output = model.generate(**inputs, max_new_tokens=20, do_sample=False)
     expected = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert whole.choices[0].message.content == expected
-
-
-async def test_a_required_call_obeys_its_schema(llama_server: Server):
-    parameters = {
-        "type": "object",
-        "properties": {"city": {"enum": ["Paris", "Oslo"]}, "days": {"enum": [1, 3]}},
-        "required": ["city", "days"],
-        "additionalProperties": False,
-    }
-    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "weather?"}], "tools": tools}
-    async with openai.AsyncOpenAI(
-        base_url=f"{llama_server.url}/v1", api_key="none", max_retries=0
-    ) as client:
-        for seed in range(4):
-            answer = await client.chat.completions.create(
-                **body, tool_choice="required", parallel_tool_calls=False, seed=seed, max_tokens=300
-            )
-            (call,) = answer.choices[0].message.tool_calls
-            assert call.function.name == "get_weather"
-            arguments = json.loads(call.function.arguments)
-            assert arguments["city"] in ("Paris", "Oslo") and arguments["days"] in (1, 3)
-            assert answer.choices[0].finish_reason == "tool_calls"
-
-
-async def test_prefix_cache_is_reported_and_changes_nothing(llama_server: Server):
-    body = {"prompt": "a long common beginning, " * 12, "max_tokens": 12, "temperature": 0}
-    async with httpx.AsyncClient(base_url=llama_server.url) as client:
-        cold = (await client.post("/v1/completions", json=body)).json()
-        warm = (await client.post("/v1/completions", json=body)).json()
-    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
-    assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
 
 
 @pytest.mark.parametrize(

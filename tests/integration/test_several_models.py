@@ -1,7 +1,5 @@
 """`servd serve --models-dir`, as processes. Requests: tests/api/test_gateway.py."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

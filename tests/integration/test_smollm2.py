@@ -2,15 +2,12 @@
 transformers. `SMOLLM2` names its folder, in the layout of Hugging Face; see CONTRIBUTING.md.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import jsonschema
 import pytest
 
 from tests.integration.conftest import Server, shared
@@ -84,30 +81,3 @@ def test_a_stop_string_across_tokens_ends_the_text_before_it(smollm2):
         choice = chat(smollm2, messages=messages, stop=[stop])["choices"][0]
         assert choice["message"]["content"] == whole[: whole.index(stop)]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
-
-
-def test_json_obeys_its_schema(smollm2):
-    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER}}
-    messages = [{"role": "user", "content": "The weather in Paris for 3 days, as JSON."}]
-    for seed in range(3):
-        answer = chat(smollm2, messages=messages, response_format=form, max_tokens=200,
-                      temperature=1, seed=seed)  # fmt: skip
-        choice = answer["choices"][0]
-        if choice["finish_reason"] == "stop":
-            jsonschema.validate(json.loads(choice["message"]["content"]), WEATHER)
-    assert (
-        chat(smollm2, messages=messages, response_format=form)["choices"][0]["finish_reason"]
-        == "stop"
-    )
-
-
-def test_a_required_call_has_its_arguments(smollm2):
-    tool = {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}
-    messages = [{"role": "user", "content": "How is the weather in Paris in the next 3 days?"}]
-    answer = chat(smollm2, messages=messages, tools=[tool], tool_choice="required", max_tokens=200)
-    first, *_ = calls = answer["choices"][0]["message"]["tool_calls"]
-    if answer["choices"][0]["finish_reason"] == "length":
-        assert calls.pop() is not None  # it was cut off
-    for call in [first, *calls]:
-        assert call["function"]["name"] == "get_weather"
-        jsonschema.validate(json.loads(call["function"]["arguments"]), WEATHER)

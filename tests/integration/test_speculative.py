@@ -1,8 +1,6 @@
 """A client sees no difference between a server that drafts ahead and one that does not."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -102,11 +100,3 @@ def test_a_request_may_do_without_drafts(drafting):
     before = drafting.metric("vllm:spec_decode_num_drafts_total")
     assert chat(drafting, "copying", speculative=False) == with_drafts
     assert drafting.metric("vllm:spec_decode_num_drafts_total") == before
-
-
-def test_a_bad_configuration_is_refused_with_the_remedy(
-    start: Callable[..., Server],
-):
-    server = start("--executor", "fake", "--spec-method", "eagel", wait=False)
-    assert server.process.wait(WAIT_SECONDS) == 2
-    assert server.wait_for_line("there are: .*ngram")

@@ -1,7 +1,5 @@
 """Structured outputs of a real model behind real processes, by the real client."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 
@@ -9,7 +7,6 @@ import openai
 import pydantic
 
 from tests.integration.conftest import Server
-from tests.limits import WAIT_SECONDS
 
 PATTERNS = [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}$"} for i in range(2, 30)]
 EXPLOSIVE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"allOf": PATTERNS}}}
@@ -28,14 +25,8 @@ class Person(pydantic.BaseModel, extra="forbid"):
 SCHEMA = Person.model_json_schema()
 
 
-def client_of(server: Server) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=WAIT_SECONDS
-    )
-
-
 async def test_parse_gives_pydantic_objects_at_every_temperature(llama_server: Server):
-    async with client_of(llama_server) as client:
+    async with llama_server.client() as client:
 
         async def parse(seed: int) -> Person | None:
             completion = await client.chat.completions.parse(
@@ -54,7 +45,7 @@ async def test_parse_gives_pydantic_objects_at_every_temperature(llama_server: S
 
 
 async def test_an_explosive_schema_is_refused_while_others_stream(llama_server: Server):
-    async with client_of(llama_server) as client:
+    async with llama_server.client() as client:
         explosion = asyncio.create_task(
             client.chat.completions.create(
                 model="tiny",

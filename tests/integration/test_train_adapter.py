@@ -2,8 +2,6 @@
 replies, and servd's tokens with it are those of PEFT's own generate.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

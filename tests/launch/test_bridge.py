@@ -1,7 +1,5 @@
 """Bridge: messages between an API server here and an engine elsewhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec
@@ -10,13 +8,7 @@ import pytest
 from servd.ipc.channels import Inbox, Outbox, address
 from servd.ipc.hub import HubInbox, HubOutbox
 from servd.launch.bridge import Bridge
-from servd.messages.engine import (
-    Detach,
-    EngineDead,
-    FromEngine,
-    ResetPrefixCache,
-    ToEngine,
-)
+from servd.messages.engine import Detach, EngineDead, FromEngine, ResetPrefixCache, ToEngine
 from tests.limits import WAIT_SECONDS
 
 

@@ -1,7 +1,5 @@
 """Engine processes, one after the other."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import queue
@@ -112,7 +110,7 @@ def test_an_engine_that_a_signal_stops_is_replaced_at_once(ipc_dir, monkeypatch)
 @pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL])
 @pytest.mark.parametrize("is_needed", [False, True])
 def test_a_standby_that_could_not_become_the_engine_is_replaced(
-    ipc_dir, monkeypatch, signum: signal.Signals, is_needed: bool
+    ipc_dir, monkeypatch, signum, is_needed
 ):
     monkeypatch.setattr(module, "STANDBY_DELAY", 0.0)
     ended: queue.SimpleQueue[Child] = queue.SimpleQueue()

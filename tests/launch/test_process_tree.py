@@ -1,7 +1,5 @@
 """The tree of processes, without processes: what signals do."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from pathlib import Path
@@ -88,9 +86,7 @@ def test_a_hang_up_does_not_cut_a_drain_short(tree):
 
 
 def test_an_engine_that_dies_in_a_drain_is_started_again(tree):
-    """Else open requests would wait until time is up. One that ends in order was told to, as all
-    of this were by systemd.
-    """
+    """Else open requests would wait until time is up. One that ends in order was told to."""
     tree.api_servers = [SimpleNamespace(exit_code=None, name="api-0")]
     engines = [SimpleNamespace(exit_code=None) for _ in range(2)]
     tree.engines = [SimpleNamespace(child=engine) for engine in engines]
@@ -158,9 +154,7 @@ def test_tls_begins_and_ends_only_with_a_restart(tree, reader, tmp_path: Path, c
 
 
 @pytest.mark.parametrize("text", ["", "# nobody", "expired"])
-def test_a_file_of_no_valid_keys_does_not_replace_the_keys(
-    tree, reader, tmp_path: Path, caplog, text
-):
+def test_a_file_of_no_valid_keys_does_not_replace_the_keys(tree, reader, tmp_path, caplog, text):
     file = tmp_path / "keys.toml"
     reader.options |= {"api_key_file": str(file), "log_level": "debug"}
     entry = f'[[keys]]\nname = "a"\nsha256 = "{"0" * 64}"\n'

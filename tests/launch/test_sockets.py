@@ -1,7 +1,5 @@
 """Sockets that somebody else has opened: what is taken, and what is said of the rest."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

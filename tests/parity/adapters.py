@@ -1,7 +1,5 @@
 """Random adapters that PEFT makes, and the models that it merges them into."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,9 +28,7 @@ GPT2_KINDS: dict[str, dict[str, Any]] = {
 
 
 def make_adapter(base: Path, folder: Path, options: dict[str, Any], seed: int) -> Path:
-    """Write an adapter for the model in `base` to folder/adapter, and both as one model to
-    folder/merged, which is returned.
-    """
+    """Write an adapter for `base` to folder/adapter; return both as one model, folder/merged."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 

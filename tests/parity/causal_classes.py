@@ -1,7 +1,5 @@
 """Tiny seeded checkpoints of the causal classes of transformers, by model_type."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

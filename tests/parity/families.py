@@ -1,8 +1,4 @@
-"""Tiny seeded checkpoints of every family in servd/worker/models, with transformers as the
-reference.
-"""
-
-from __future__ import annotations
+"""Tiny seeded checkpoints of every family in servd/worker/models, and transformers beside them."""
 
 from functools import cache
 from pathlib import Path
@@ -209,12 +205,8 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "renormalized": QWEN3_MOE | {"norm_topk_prob": True},
         "some layers dense": QWEN3_MOE | {"mlp_only_layers": [1], "head_dim": 8},
     },
-    "qwen3_5_moe_text": {
-        "experts": QWEN3_NEXT | {"layer_types": None},
-    },
-    "qwen3_5_text": {
-        "of four layers": QWEN3_NEXT | {"layer_types": None, "attention_bias": True},
-    },
+    "qwen3_5_moe_text": {"experts": QWEN3_NEXT | {"layer_types": None}},
+    "qwen3_5_text": {"of four layers": QWEN3_NEXT | {"layer_types": None, "attention_bias": True}},
     "qwen3_next": {
         "experts": QWEN3_NEXT | {"norm_topk_prob": True},
         "some layers dense": QWEN3_NEXT
@@ -302,9 +294,7 @@ def logits_of(folder: Path, token_ids: list[int]) -> torch.Tensor:
 def make_checkpoint(
     folder: Path, model_type: str, options: dict[str, Any], kind: str = "AutoModelForCausalLM"
 ) -> Path:
-    """Write a seeded random checkpoint of a class of transformers; its biases and norms are random
-    too, so that none can be forgotten.
-    """
+    """Write a seeded random checkpoint of a class of transformers, biases and norms too."""
     import transformers
 
     if model_type not in transformers.CONFIG_MAPPING:

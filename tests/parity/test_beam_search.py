@@ -1,7 +1,5 @@
 """Beam search over a model's scores gives transformers' sequences, for every way to end."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

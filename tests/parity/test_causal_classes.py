@@ -1,8 +1,4 @@
-"""Every causal class of the transformers that is installed: equal, or refused for a reason. Writes
-the table of docs/models.md.
-"""
-
-from __future__ import annotations
+"""Every causal class of transformers: equal, or refused for a reason. Writes docs/models.md."""
 
 import re
 from collections.abc import Iterator

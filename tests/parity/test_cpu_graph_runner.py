@@ -1,13 +1,9 @@
 """Decode steps as graphs: what is repeated is what would have been computed, to the bit."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -66,9 +62,7 @@ def churn(driver: Driver, seed: int = 4) -> list[tuple[list[int], torch.Tensor]]
     ids=lambda options: " ".join(map(str, options.values())),
 )
 @pytest.mark.parametrize(("model_type", "variant"), FAMILIES)
-def test_steps_have_the_bits_of_single_calls(
-    checkpoints, model_type: str, variant: str, options: dict[str, Any]
-):
+def test_steps_have_the_bits_of_single_calls(checkpoints, model_type, variant, options):
     folder: Path = checkpoints(model_type, variant)
     driver, by_calls = (
         Driver(config_for(folder, **options, enforce_eager=eager)) for eager in (False, True)
@@ -155,9 +149,7 @@ def test_recording_does_not_import_torchs_compiler():
         lambda x: torch.empty(3),
     ],
 )
-def test_what_takes_memory_or_changes_it_is_not_recorded(
-    copies: Callable[[torch.Tensor], torch.Tensor],
-):
+def test_what_takes_memory_or_changes_it_is_not_recorded(copies):
     x = torch.zeros(4, 5)
     with torch.inference_mode(), OnlyViews():
         views = [
@@ -174,9 +166,7 @@ def test_what_takes_memory_or_changes_it_is_not_recorded(
     assert all(view.untyped_storage().data_ptr() == x.data_ptr() for view in views)
 
 
-def test_a_model_that_does_more_runs_call_by_call(
-    checkpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_model_that_does_more_runs_call_by_call(checkpoints, monkeypatch, caplog):
     """Otherwise what torch computes would be missing from the second step on."""
     folder = checkpoints("gpt2", "tied")
     forward = GPT2MLP.forward

@@ -4,8 +4,6 @@ tokens, and equal bits.
 The other parity tests have blocks of four tokens, which the compiled attention does not take.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 
@@ -58,9 +56,7 @@ def test_each_family_has_a_case():
 
 
 @pytest.mark.parametrize(("model_type", "variant"), FAMILIES)
-def test_tokens_and_logits_equal_transformers(
-    checkpoints, kernels: str, model_type: str, variant: str
-):
+def test_tokens_and_logits_equal_transformers(checkpoints, kernels, model_type, variant):
     folder = checkpoints(model_type, variant)
     driver = Driver(config_for(folder, block_size=16))
     assert driver.worker.runner.backend_name == ("torch_sdpa" if kernels == "off" else "native")
@@ -78,7 +74,7 @@ def test_tokens_and_logits_equal_transformers(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", ["gpt2", "qwen3_moe"])
 def test_a_request_gets_the_same_bits_alone_and_among_31_others(
-    checkpoints, kernels: str, model_type: str, dtype: str
+    checkpoints, kernels, model_type, dtype
 ):
     if kernels == "off":
         pytest.skip("torch's products differ in the last bits with the number of rows")

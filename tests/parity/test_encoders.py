@@ -1,7 +1,5 @@
 """Encoders give transformers' hidden states and scores, however long the prompts of a step are."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,8 +1,4 @@
-"""Through EngineCore and the uniproc executor: greedy tokens are transformers', whatever the
-scheduler had to do.
-"""
-
-from __future__ import annotations
+"""Through EngineCore and the uniproc executor: greedy tokens are always transformers'."""
 
 import random
 

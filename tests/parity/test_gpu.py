@@ -1,7 +1,5 @@
 """On a CUDA device: greedy tokens are transformers' in float32, and nearly always in bfloat16."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Greedy tokens of requests with adapters are those of the models that PEFT merges them into."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from functools import cache
@@ -44,9 +42,7 @@ def adapters(checkpoints, tmp_path_factory):
 
 
 def requests_of(adapters, count: int) -> list[EngineCoreRequest]:
-    """With each adapter in turn and without one; the prompts begin alike, so that blocks of one
-    would do for another.
-    """
+    """With each adapter and without; prompts begin alike, so that blocks could be mixed up."""
     draw = random.Random(3)
     begin = [draw.randrange(199) for _ in range(18)]
     params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUTS)
@@ -116,7 +112,7 @@ def test_adapters_without_the_library(adapters, monkeypatch: pytest.MonkeyPatch)
     ("model_type", "queries"), [("deepseek_v2", "q_proj"), ("deepseek_v3", "q_b_proj")]
 )
 def test_adapters_of_layers_whose_rows_are_in_another_order(
-    checkpoints, tmp_path: Path, model_type: str, queries: str
+    checkpoints, tmp_path, model_type, queries
 ):
     base = checkpoints(model_type, next(iter(CASES[model_type])))
     targets = [queries, "kv_a_proj_with_mqa", "o_proj"]

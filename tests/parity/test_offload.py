@@ -1,7 +1,5 @@
 """The tiers behind the KV cache with real models: of two ranks, and after a restart."""
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rotary positions that --hf-overrides scales are those of transformers with that config.json."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

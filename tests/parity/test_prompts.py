@@ -1,8 +1,4 @@
-"""What is read off a prompt equals transformers', in whatever chunks it is computed: logprobs and
-pooled vectors.
-"""
-
-from __future__ import annotations
+"""Logprobs and pooled vectors of prompts equal transformers', in whatever chunks."""
 
 import random
 import struct
@@ -36,9 +32,7 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 def run(driver: Driver, slots: list[int], chunks: list[int]) -> list[ModelRunnerOutput]:
-    """Compute all prompts, chunk by chunk; returns the outputs of the steps, rows in the order of
-    `slots`.
-    """
+    """Compute all prompts by chunks; return the outputs, rows in the order of `slots`."""
     outputs = []
     for chunk in chunks:
         outputs.append(driver.step({slot: min(chunk, driver.left(slot)) for slot in slots}))

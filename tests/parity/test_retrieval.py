@@ -1,8 +1,4 @@
-"""Decoders for retrieval, of the shape of Qwen3-Embedding and Qwen3-Reranker: transformers'
-vectors, scores and ranks.
-"""
-
-from __future__ import annotations
+"""Decoders for retrieval, as Qwen3-Embedding and -Reranker: vectors, scores, ranks."""
 
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Stages of a pipeline give the tokens of one worker, whatever the scheduler has to do."""
 
-from __future__ import annotations
-
 import random
 import re
 import time
@@ -67,9 +65,7 @@ def make_engine(executor_class: Any, folder: Path, **options: Any) -> EngineCore
 
 
 def cramped(folder: Path, **options: Any) -> dict[str, Any]:
-    """Options of an engine whose requests have to yield; each of two stages has half of the layers,
-    or one more.
-    """
+    """Requests have to yield; each of two stages has half of the layers, or one more."""
     spec = read_spec(folder)
     layers = -(-spec.num_layers // options["pipeline_parallel_size"])
     per_token = spec.kv_bytes_per_token(4) * layers // spec.num_layers

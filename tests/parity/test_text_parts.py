@@ -1,8 +1,4 @@
-"""Models that see images too are served as models of text: logits and greedy tokens are those that
-the whole model of transformers gives a prompt of text.
-"""
-
-from __future__ import annotations
+"""Models that see images too, served as models of text: logits and tokens of transformers."""
 
 import json
 import logging
@@ -93,9 +89,7 @@ def check(folder: Path, model: Any, **options: object) -> None:
 
 
 @pytest.mark.parametrize("model_type", WHOLE)
-def test_text_of_a_model_that_sees(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, model_type: str
-):
+def test_text_of_a_model_that_sees(tmp_path, caplog, model_type):
     model = whole_model(model_type)
     model.save_pretrained(tmp_path)
     with caplog.at_level(logging.INFO, logger="servd.worker"):
@@ -113,9 +107,7 @@ def test_by_transformers(tmp_path: Path, model_type: str):
 
 
 def test_as_qwen_published_version_2(tmp_path: Path):
-    """Keys of text beside those of the whole model, weights of text where a model of text has
-    them, and the rotation under an older name.
-    """
+    """Keys and weights of text beside the whole model's, and the rotation's older name."""
     model = whole_model("qwen2_5_vl")
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

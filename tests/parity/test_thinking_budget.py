@@ -1,8 +1,4 @@
-"""thinking_token_budget through the whole engine: with steps in flight, a form after the reasoning,
-and neighbours.
-"""
-
-from __future__ import annotations
+"""thinking_token_budget through the engine: steps in flight, a form after it, neighbours."""
 
 import re
 

@@ -1,8 +1,4 @@
-"""Classes that have no file in servd, through transformers: its logits and greedy tokens, however
-tokens are spread over steps.
-"""
-
-from __future__ import annotations
+"""Classes that servd has no file for, through transformers: its logits and greedy tokens."""
 
 import builtins
 import json
@@ -13,7 +9,6 @@ from typing import Any, cast
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaAttention
 
 from servd.base.errors import UnsupportedModel
 from servd.checkpoint import hf
@@ -90,7 +85,7 @@ def test_tokens_and_logits_equal_transformers(tmp_path: Path, model_type: str):
     [("dory", "DoryForCausalLM"), ("sarvam_moe", "Glm4MoeForCausalLM")],
 )
 def test_layers_that_run_twice_and_parts_that_a_checkpoint_has_fused(
-    tmp_path: Path, model_type: str, architecture: str
+    tmp_path, model_type, architecture
 ):
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
@@ -128,24 +123,6 @@ def test_decode_steps_are_graphs_where_servd_has_all_parts(tmp_path: Path, archi
     assert native.library() is None or (graphs and graphs.is_recordable and graphs.graphs)
 
 
-def test_the_log_says_why_a_model_runs_slower_than_it_could(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    folder = make(tmp_path, "llama", "LlamaForCausalLM")
-    build(folder)
-    assert not caplog.records
-    forward = LlamaAttention.forward
-
-    def renamed(module: Any, hidden_states: torch.Tensor, **arguments: Any) -> Any:
-        if not hidden_states.is_meta:  # the trial on numbers
-            raise TypeError("a release of transformers renamed an argument")
-        return forward(module, hidden_states, **arguments)
-
-    monkeypatch.setattr(LlamaAttention, "forward", renamed)
-    build(folder)
-    assert "layers.0.self_attn: a release of transformers renamed an argument" in caplog.text
-
-
 def test_a_part_that_only_looks_like_servds_keeps_its_own_code(tmp_path: Path):
     folder = make(tmp_path, "gemma2", CLASSES["gemma2"])  # its norms add 1 to the weight
     kinds = {type(module).__name__ for module in build(folder).modules()}
@@ -172,9 +149,7 @@ def test_a_part_that_only_looks_like_servds_keeps_its_own_code(tmp_path: Path):
         ("roberta", "RobertaForCausalLM", "counts tokens from the one of padding on"),
     ],
 )
-def test_what_cannot_run_is_refused_by_name(
-    tmp_path: Path, model_type: str, architecture: str, reason: str
-):
+def test_what_cannot_run_is_refused_by_name(tmp_path, model_type, architecture, reason):
     folder = make(tmp_path, model_type, architecture)
     if model_type == "bloom":  # as its checkpoints have it
         config = json.loads((folder / "config.json").read_text())
@@ -203,9 +178,7 @@ def rotary_of(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize(("model_type", "kind"), [("olmo2", "dynamic"), ("phi3", "longrope")])
-def test_positions_that_follow_the_longest_request_are_refused(
-    tmp_path: Path, model_type: str, kind: str
-):
+def test_positions_that_follow_the_longest_request_are_refused(tmp_path, model_type, kind):
     folder = rotary_of(make(tmp_path, model_type, CLASSES[model_type]), kind)
     hint = "up to --max-model-len 64" if kind == "longrope" else ""
     with pytest.raises(UnsupportedModel, match=f"follow the longest request.*{hint}"):
@@ -232,9 +205,7 @@ def test_a_config_that_transformers_refuses_is_a_refusal(tmp_path: Path):
         Driver(config_for(folder, model_impl="transformers"))
 
 
-def test_code_of_a_checkpoint_is_not_run_and_nobody_is_asked_whether_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_code_of_a_checkpoint_is_not_run_and_nobody_is_asked_whether_to(tmp_path, monkeypatch):
     config = {"auto_map": {"AutoConfig": "novel.NovelConfig"}, "max_position_embeddings": 32}
     sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(config | sizes | {"model_type": "novel"}))

@@ -1,7 +1,5 @@
 """Run manifests: `X-Servd-Receipt: 1` states what made an answer, and `servd replay` repeats it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,8 +1,4 @@
-"""Training of heads: what is trained is what is served, an interrupted training ends as if it never
-stopped, and outputs stay those of the model.
-"""
-
-from __future__ import annotations
+"""Training of heads: what is trained is served, and an interrupted training goes on."""
 
 from pathlib import Path
 
@@ -68,7 +64,7 @@ OPTIONS = (
 
 @pytest.mark.parametrize("method", ["medusa", pytest.param("eagle3", marks=pytest.mark.slow)])
 def test_an_interrupted_training_ends_as_if_it_never_stopped(
-    tiny_llama: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+    tiny_llama, tmp_path, method, monkeypatch
 ):
     losses: list[float] = []
     update = Trainer.update

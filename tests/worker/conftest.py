@@ -1,8 +1,4 @@
-"""What tests of kernels share: devices, memory full of NaN, and the modules of operations that can
-run here.
-"""
-
-from __future__ import annotations
+"""What tests of kernels share: devices, memory full of NaN, the modules that can run here."""
 
 import importlib
 import os
@@ -69,9 +65,7 @@ def exact_dot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def load_module(device: torch.device) -> Callable[[str, str], Any]:
-    """(package, name) -> a module of operations; skips the test where it cannot run on the
-    device.
-    """
+    """(package, name) -> a module of operations; skips where it cannot run on the device."""
 
     def load(package: str, name: str) -> Any:
         if name == "triton":

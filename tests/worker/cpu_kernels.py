@@ -1,7 +1,5 @@
 """Chooses the CPU kernels of a test, whatever servd would take here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -10,9 +8,7 @@ from servd.worker.ops import native
 
 
 def forced(switch: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The body of a fixture: with SERVD_CPU_KERNELS=switch; skips where there are no such
-    kernels.
-    """
+    """The body of a fixture: SERVD_CPU_KERNELS=switch; skips where there are no such kernels."""
     monkeypatch.setenv(native.SWITCH, switch)
     native.library.cache_clear()
     if native.library() is None and switch != "off":

@@ -1,8 +1,4 @@
-"""Drives a Worker with hand-made SchedulerOutputs: blocks in shuffled order, any chunks, no
-scheduler.
-"""
-
-from __future__ import annotations
+"""Drives a Worker with hand-made SchedulerOutputs: blocks in shuffled order, any chunks."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -111,9 +107,7 @@ class Driver:
         num_prompt_tokens: int | None = None,
         cached_blocks: list[int] | None = None,
     ) -> int:
-        """Give a request a slot; its first blocks may be shared, computed ones, see `first_blocks`.
-        Returns the slot.
-        """
+        """Give a request a slot; its first blocks may be shared, see `first_blocks`. Returns it."""
         slot = self.free_slots.pop()
         cached = list(cached_blocks or [])
         self.tokens[slot] = list(token_ids)
@@ -151,9 +145,7 @@ class Driver:
                         cache[:, block] = self.poison
 
     def free(self, slot: int, keep_blocks: int = 0) -> list[int]:
-        """Take the slot away; its blocks after the first `keep_blocks` are free again. Returns its
-        tokens.
-        """
+        """Free the slot and its blocks after the first `keep_blocks`. Returns its tokens."""
         self.freed.append(slot)
         self.free_slots.insert(0, slot)
         blocks = self.blocks.pop(slot)[keep_blocks * self.num_groups :]
@@ -215,8 +207,6 @@ class Driver:
         return self.tokens[slot][self.num_prompt[slot] :]
 
     def generate(self, slots: list[int], num_outputs: int, chunk: int = 10**6) -> None:
-        """Step until each slot has N outputs; prompts in chunks, mixed with others'
-        decoding.
-        """
+        """Step until each slot has so many outputs; prompts in chunks, beside decoding."""
         while pending := [s for s in slots if len(self.outputs(s)) < num_outputs]:
             self.step({s: min(chunk, self.left(s)) for s in pending})

@@ -2,8 +2,6 @@
 does. Stricter than a GPU: within a capture it refuses what would read from or wait for a device.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import weakref
@@ -117,9 +115,7 @@ def record(run: Callable[[], None]) -> Callable[[], None]:
 
 
 class GraphBackend(torch_sdpa.Backend):
-    """Where lengths are known on the device only, tokens attend over all columns of their row's
-    block table, so that no number comes from the host.
-    """
+    """Where the device alone knows lengths, tokens attend over all of their block table."""
 
     supports_graphs = True
 
@@ -195,9 +191,7 @@ def grouped_quant_method_on_device(matrices):
 
 
 def use_recorded_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers on a CPU get a RecordedRunner. What is not an operation of torch cannot be recorded,
-    so it is off.
-    """
+    """Workers on a CPU get a RecordedRunner. What is no operation of torch is off."""
     for module in (experts, deepseek_v2):
         monkeypatch.setattr(module, "grouped_quant_method", grouped_quant_method_on_device)
     monkeypatch.setattr("servd.worker.worker.CPUModelRunner", RecordedRunner)

@@ -1,6 +1,4 @@
-"""The stages of a pipeline in one process: workers that run one after the other, and queues between
-them.
-"""
+"""The stages of a pipeline in one process: workers one after the other, queues between them."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ class Pending:
 
 
 class Executor(executor.Executor):
-    """Every stage computes a step before the next step begins, but nobody knows its tokens until
-    the engine collects it.
-    """
+    """Every stage computes a step before the next, but its tokens are known when harvested."""
 
     def start(self) -> WorkerReady:
         num_stages = self.config.parallel.pipeline_parallel_size

@@ -1,11 +1,7 @@
 """--batch-invariant: logits of a request have the same bits whatever else is in its steps."""
 
-from __future__ import annotations
-
 import importlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -42,9 +38,7 @@ def driver_for(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: object)
 
 
 @pytest.mark.usefixtures("exact_dot")
-def test_logits_are_the_same_to_the_bit_alone_and_among_others(
-    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
-):
+def test_logits_are_the_same_to_the_bit_alone_and_among_others(tmp_path, device, monkeypatch):
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     if reason := Backend.supports(AttentionSpec(4, 2, 16, 16, None, dtype, dtype, device)):
         pytest.skip(reason)
@@ -70,9 +64,7 @@ def test_logits_are_the_same_to_the_bit_alone_and_among_others(
 
 @pytest.mark.usefixtures("exact_dot")
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_product_equals_float64_and_its_rows_are_those_of_fewer(
-    bias: bool, device: torch.device, load_module: Callable[[str, str], Any]
-):
+def test_a_product_equals_float64_and_its_rows_are_those_of_fewer(bias, device, load_module):
     load_module("servd.worker.ops", "triton")  # or skip
     product = importlib.import_module("servd.worker.ops.triton.product").product
     generator = torch.Generator().manual_seed(0)

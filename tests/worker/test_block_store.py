@@ -1,7 +1,5 @@
 """BlockStore: ranks share slots, and blocks come back as they were."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -2,8 +2,6 @@
 graph cannot capture: steps are graphs with the outputs of steps without, or a warning explains it.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 from pathlib import Path
@@ -75,7 +73,7 @@ def serve(folder: Path, **options: Any) -> tuple[Driver, list[list[int]]]:
 
 @pytest.mark.parametrize(("family", "variant", "quantization", "extra"), CONTRACT)
 def test_steps_are_graphs_or_a_warning_says_why_not(
-    checkpoint, few_graphs, caplog, family: str, variant: str, quantization: str | None, extra: str
+    checkpoint, few_graphs, caplog, family, variant, quantization, extra
 ):
     folder = checkpoint(family, variant)
     options = EXTRAS[extra] | {"quantization": quantization}

@@ -1,8 +1,4 @@
-"""--compile: the same tokens, whatever the sizes of the steps, from a bounded number of compiled
-pieces.
-"""
-
-from __future__ import annotations
+"""--compile: the same tokens, whatever the sizes of the steps, from few compiled pieces."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -55,9 +51,7 @@ class Counter:
 def outputs(
     driver: Driver, prompts: list[list[int]], num_outputs: int, chunk: int
 ) -> list[list[int]]:
-    """Prompts in chunks beside others' decoding, with the logits of every sample in
-    `driver.logits`.
-    """
+    """Prompts in chunks beside decoding; the logits of samples are in `driver.logits`."""
     slots = [driver.add(prompt) for prompt in prompts]
     driver.generate(slots, num_outputs, chunk)
     return [driver.free(slot) for slot in slots]

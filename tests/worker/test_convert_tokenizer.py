@@ -1,7 +1,5 @@
 """convert_tokenizer gives the tokens of the slow tokenizer that it was made from."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a decode step is given: padding, new blocks, and pinned memory that is not used early."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Limits of the machine, read from files of both cgroup versions."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

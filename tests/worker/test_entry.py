@@ -1,8 +1,4 @@
-"""Requests of any content against a real worker: refused, failed or finished, and nobody else is
-harmed.
-"""
-
-from __future__ import annotations
+"""Requests of any content against a real worker: nobody else is harmed."""
 
 from pathlib import Path
 from typing import Any

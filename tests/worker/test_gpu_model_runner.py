@@ -1,7 +1,5 @@
 """On a CUDA device: graphs, steps in flight and memory."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,9 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def with_backend(name: str, folder: Path, **options: object):
-    """`run_steps` with an attention backend; skips with the backend's reason where it cannot
-    run.
-    """
+    """`run_steps` with an attention backend; skips with its reason where it cannot run."""
     try:
         return run_steps(folder, **ON_DEVICE | {"attention_backend": name} | options)
     except ConfigError as error:

@@ -1,8 +1,4 @@
-"""Steps as graphs: padding changes nothing, and what is replayed is what would have been
-computed.
-"""
-
-from __future__ import annotations
+"""Steps as graphs: padding changes nothing, and what is replayed is what would be computed."""
 
 import contextlib
 import gc
@@ -17,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from servd.base.errors import ConfigError
 from servd.checkpoint.hf import read_spec
 from servd.config.speculative import MAX_GRAMMAR_TOKENS
 from servd.core.engine_core import EngineCore
@@ -39,13 +34,7 @@ from servd.worker.sample.sampler import Sampler
 from tests.core.engines import Log
 from tests.parity.families import CASES, make_checkpoint
 from tests.worker.driver import Driver, config_for
-from tests.worker.recorded import (
-    GraphBackend,
-    RecordedRunner,
-    record,
-    use_recorded_runner,
-    write_config,
-)
+from tests.worker.recorded import RecordedRunner, record, use_recorded_runner, write_config
 
 NULL = 7
 
@@ -180,30 +169,46 @@ def test_graphs_take_groups_of_layers(tmp_path: Path, monkeypatch: pytest.Monkey
     torch.testing.assert_close(torch.stack(logits), torch.stack(expected_logits), atol=1e-5, rtol=0)
 
 
+def engine_of(folder: Path, **options: object) -> tuple[EngineCore, RecordedRunner]:
+    spec = read_spec(folder)
+    config = config_for(folder, load_format="dummy", **options)
+    executor = Executor(config, spec, lambda *_: None)
+    return EngineCore(config, spec, executor, executor.start()), executor.worker.runner
+
+
+def small_engine(folder: Path, enforce_eager: bool, depth: int):
+    """An engine with a cache that is too small for the requests of `serve`."""
+    return engine_of(
+        folder, enforce_eager=enforce_eager, async_scheduling=depth == 2, max_num_seqs=6,
+        max_num_batched_tokens=24, max_model_len=64,
+        kv_cache_memory=26 * 4 * read_spec(folder).kv_bytes_per_token(4),
+    )  # fmt: skip
+
+
+def serve(engine: EngineCore, params: list[SamplingParams]) -> Log:
+    """Requests come, leave in their midst, and are computed again; their tokens."""
+    log = Log()
+    for i, each in enumerate(params):
+        engine.handle(EngineCoreRequest(str(i), [i, 8, 9] * (i + 1), each))
+    for _ in range(6):
+        log.step(engine)
+    engine.handle(AbortRequests(["1", "6"]))  # one decodes, with its next step in flight
+    log.run(engine)
+    assert log.total("num_preemptions") > 0
+    return log
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_engine_gives_the_same_outputs_with_graphs(folder: Path, depth: int):
+    params = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=14, repetition_penalty=1.3, logprobs=1)
+        for i in range(8)
+    ]
     results = []
     for enforce_eager in (False, True):
-        spec = read_spec(folder)
-        config = config_for(
-            folder, load_format="dummy", enforce_eager=enforce_eager, async_scheduling=depth == 2,
-            max_num_seqs=6,
-            max_num_batched_tokens=24, max_model_len=64,
-            kv_cache_memory=26 * 4 * spec.kv_bytes_per_token(4),
-        )  # fmt: skip
-        executor = Executor(config, spec, lambda *_: None)
-        engine, log = EngineCore(config, spec, executor, executor.start()), Log()
-        steps = steps_by_kind(executor.worker.runner)
-        for i in range(8):
-            params = SamplingParams(
-                temperature=1.0, seed=i, max_tokens=14, repetition_penalty=1.3, logprobs=1
-            )
-            engine.handle(EngineCoreRequest(str(i), [i, 8, 9] * (i + 1), params))
-        for _ in range(6):
-            log.step(engine)
-        engine.handle(AbortRequests(["1", "6"]))  # one decodes, with its next step in flight
-        log.run(engine)
-        assert log.total("num_preemptions") > 0
+        engine, runner = small_engine(folder, enforce_eager, depth)
+        steps = steps_by_kind(runner)
+        log = serve(engine, params)
         assert 0 < len(log.token_ids("1")) < 14 and not log.token_ids("6")
         assert enforce_eager or min(steps["decode"], steps["mixed"]) >= 5, steps
         assert bool(steps["eager"]) == enforce_eager, "the budget is a size of a graph"
@@ -222,31 +227,15 @@ OTHERS = {
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("other", [None, *OTHERS])
 def test_greedy_steps_are_sampled_by_a_graph(folder: Path, depth: int, other: str | None):
-    """Requests come, leave in their midst, and are computed again; the last ones ask for more."""
+    """The last one of the requests may ask for more."""
     results, counts = [], Counter[str]()
     for enforce_eager in (False, True):
-        spec = read_spec(folder)
-        config = config_for(
-            folder, load_format="dummy", enforce_eager=enforce_eager, async_scheduling=depth == 2,
-            max_num_seqs=6, max_num_batched_tokens=24, max_model_len=64,
-            kv_cache_memory=26 * 4 * spec.kv_bytes_per_token(4),
-        )  # fmt: skip
-        executor = Executor(config, spec, lambda *_: None)
-        engine, log = EngineCore(config, spec, executor, executor.start()), Log()
-        runner = executor.worker.runner
+        engine, runner = small_engine(folder, enforce_eager, depth)
         if not enforce_eager:
             for key, head in runner.graphs.heads.items():
                 runner.graphs.heads[key] = lambda head=head: (counts.update(["graph"]), head())
-        sample = runner.sampler
-        runner.sampler = Counting(sample, counts)
-        for i in range(8):
-            params = OTHERS[other] if other is not None and i == 7 else GREEDY
-            engine.handle(EngineCoreRequest(str(i), [i, 8, 9] * (i + 1), params))
-        for _ in range(6):
-            log.step(engine)
-        engine.handle(AbortRequests(["1", "6"]))
-        log.run(engine)
-        assert log.total("num_preemptions") > 0
+        runner.sampler = Counting(runner.sampler, counts)
+        log = serve(engine, [*[GREEDY] * 7, OTHERS.get(other, GREEDY)])
         results.append([log.token_ids(str(i)) for i in range(8)])
     assert results[0] == results[1]
     assert counts["graph"] >= 10, counts
@@ -270,11 +259,8 @@ class Counting:
 
 def test_a_failure_in_a_greedy_step_is_told_by_row(folder: Path):
     """NaN in the logits of one request: its row says so, and the others go on."""
-    spec = read_spec(folder)
-    config = config_for(folder, load_format="dummy", max_num_seqs=4)
-    executor = Executor(config, spec, lambda *_: None)
-    engine, log = EngineCore(config, spec, executor, executor.start()), Log()
-    runner = executor.worker.runner
+    engine, runner = engine_of(folder, max_num_seqs=4)
+    log = Log()
     params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
     for i in range(3):
         engine.handle(EngineCoreRequest(str(i), [i + 1, 8, 9], params))
@@ -288,18 +274,6 @@ def test_a_failure_in_a_greedy_step_is_told_by_row(folder: Path):
     ends = {i: log.outputs[str(i)][-1] for i in range(3)}
     assert "NaN or infinite" in str(ends[1])
     assert [len(log.token_ids(str(i))) for i in (0, 2)] == [9, 9]
-
-
-def test_steps_in_the_type_of_a_gpu(folder: Path):
-    """Logits reach the sampler, and what is told of them the host, in 16 bits."""
-    driver = Driver(config_for(folder, load_format="dummy", dtype="bfloat16"))
-    random = SamplingParams(temperature=1.0, seed=1, top_p=0.9)
-    told = SamplingParams(temperature=1.0, seed=1, logprobs=2, repetition_penalty=1.2)
-    slots = [driver.add([1, 2, 3]), driver.add([4] * 20, random), driver.add([5], told)]
-    driver.generate(slots[:1], 3)
-    driver.generate(slots[:2], 5, chunk=7)
-    driver.generate(slots, 8)
-    assert driver.logits[slots[0]][0].dtype == torch.bfloat16
 
 
 def test_a_cache_that_is_made_again_has_graphs_of_its_own(folder: Path):
@@ -321,7 +295,7 @@ def test_a_cache_that_is_made_again_has_graphs_of_its_own(folder: Path):
 
 
 def test_all_that_is_captured_and_every_way_to_sample_comes_before_the_first_request(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder, monkeypatch
 ):
     captured, phases = [], []
     monkeypatch.setattr(GraphRunner, "capture", count_calls(GraphRunner.capture, captured))
@@ -353,13 +327,6 @@ def steps_by_kind(runner: RecordedRunner) -> Counter[str]:
     return steps
 
 
-def test_graphs_with_adapters_are_captured_at_the_start_too(folder: Path):
-    config = config_for(folder, load_format="dummy", max_num_seqs=2, enable_lora=True, max_loras=1)
-    runner = Driver(config).worker.runner
-    assert set(runner.graphs.graphs) == set(itertools.product(runner.graphs.sizes, (False, True)))
-    assert not runner.variant, "the next step has none"
-
-
 def count_calls(capture, captured: list[GraphSize]):
     def counted(self: GraphRunner, size: GraphSize) -> None:
         captured.append(size)
@@ -368,18 +335,7 @@ def count_calls(capture, captured: list[GraphSize]):
     return counted
 
 
-def test_a_backend_that_cannot_be_captured_serves_without(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setattr(GraphBackend, "supports_graphs", False)
-    driver = Driver(config_for(folder, load_format="dummy"))
-    assert driver.worker.runner.graphs is None
-    assert "no CUDA graphs: attention backend" in caplog.text
-
-
-def test_graphs_are_dropped_before_the_group_of_ranks_is_left(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_graphs_are_dropped_before_the_group_of_ranks_is_left(folder, monkeypatch):
     """NCCL waits for kernels of its own that graphs hold."""
     worker = Driver(config_for(folder, load_format="dummy")).worker
     graphs = worker.runner.graphs
@@ -395,9 +351,7 @@ def test_graphs_are_dropped_before_the_group_of_ranks_is_left(
     assert left == [(0, 0, None)]
 
 
-def test_the_thread_that_waits_for_a_step_uses_the_device_of_its_rank(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_the_thread_that_waits_for_a_step_uses_the_device_of_its_rank(monkeypatch):
     """A thread begins with device 0, whatever its process uses."""
     calls: list[tuple[str, int]] = []
 
@@ -425,15 +379,6 @@ def test_tensors_of_groups_of_layers_are_aligned_whatever_the_number_of_rows():
         rows = torch.zeros(num_rows, dtype=torch.int64)
         for other in decode_attention(states, rows, rows).others:
             assert other.slot_mapping.data_ptr() % 16 == other.block_tables.data_ptr() % 16 == 0
-
-
-def test_a_failing_capture_names_the_way_out(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    def fail(run):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(RecordedRunner, "recorder", lambda self: fail)
-    with pytest.raises(ConfigError, match=r"\(256 tokens, .* not permitted .* --enforce-eager"):
-        Driver(config_for(folder, load_format="dummy"))
 
 
 def test_no_garbage_is_collected_during_a_capture(monkeypatch: pytest.MonkeyPatch):

@@ -1,7 +1,5 @@
 """The batch of a step: rows in columns are gathered as they are one by one."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 

@@ -1,7 +1,5 @@
 """A forward pass that fails ends the request that it fails of, and no other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,8 +1,4 @@
-"""The Triton kernels compile for Hopper, which needs no GPU; what they compute is tested in the
-interpreter.
-"""
-
-from __future__ import annotations
+"""The Triton kernels compile for Hopper, without a GPU; the interpreter tests what they do."""
 
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Memory of a device: what a profile run finds, and advice that is enough and no more than that."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path
@@ -116,9 +114,7 @@ def test_the_profile_runs_the_largest_steps(worker: Worker, monkeypatch: pytest.
     assert ready.num_blocks == min(use.available // block - 1, 8 * 32)
 
 
-def test_too_little_memory_has_advice_in_both_directions(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-):
+def test_too_little_memory_has_advice_in_both_directions(worker, monkeypatch):
     per_block = 4 * read_spec(worker.runner.spec.folder).kv_bytes_per_token(4)
     use = MemoryUse(
         total=1000 * per_block, outside=0, persistent=300 * per_block, per_request=20 * per_block,

@@ -1,7 +1,5 @@
 """From a checkpoint to the weights of a model."""
 
-from __future__ import annotations
-
 import shutil
 import zipfile
 from collections.abc import Callable

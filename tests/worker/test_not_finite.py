@@ -1,7 +1,5 @@
 """NaN in the model: the request that meets them ends, and leaves nothing behind for others."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,8 +1,4 @@
-"""Steps in flight with the real sampler: what it keeps on the device is in time for the next step
-at every depth.
-"""
-
-from __future__ import annotations
+"""Steps in flight with the real sampler: what the device keeps is in time for the next step."""
 
 import json
 import random
@@ -28,9 +24,7 @@ GRAMMAR = StructuredOutput("regex", "[a-z]{3,6}-[0-9]{2}")
 
 
 class ThreadedExecutor(UniProcExecutor):
-    """The worker runs on a thread of its own, as on a device: when the host continues, nothing has
-    been computed.
-    """
+    """The worker runs on a thread, as on a device: the host goes on before it computes."""
 
     def start(self):
         self.stream = ThreadPoolExecutor(1, "device")
@@ -75,9 +69,7 @@ def serve(
     jumps_ahead: bool = True,
     **options: Any,
 ) -> Log:
-    """Requests come in three waves; one is aborted in its midst. Further options as in Config;
-    without `jumps_ahead` no grammar drafts.
-    """
+    """Requests come in three waves, one is aborted; without `jumps_ahead` no grammar drafts."""
     spec = read_spec(folder)
     defaults = {
         "load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 24,
@@ -170,9 +162,7 @@ def test_keys_of_a_schema_cost_few_steps(tiny_llama: Path, batch, depth, specula
 
 
 def check_depths(folder: Path, requests: list[EngineCoreRequest]) -> Log:
-    """What the requests get one step after the other, which is what they get at all depths, aborted
-    and preempted.
-    """
+    """Outputs one step after the other are those at all depths, aborted and preempted."""
     whole_log = serve(folder, requests, 1, 100, aborts=False, jumps_ahead=False)
     num_preemptions = 0
     for depth in (1, 2, 3, 4):

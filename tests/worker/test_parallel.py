@@ -1,7 +1,5 @@
 """Two ranks give the logits and tokens of one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -165,9 +163,7 @@ def test_heads_of_which_there_are_fewer_than_ranks_are_shared_by_neighbours():
         ),
     ],
 )
-def test_two_ranks_with_experts_of_their_own_equal_one(
-    tmp_path: Path, model_type: str, options: dict[str, object]
-):
+def test_two_ranks_with_experts_of_their_own_equal_one(tmp_path, model_type, options):
     check(make_checkpoint(tmp_path / "model", model_type, options), enable_expert_parallel=True)
 
 
@@ -191,9 +187,7 @@ def test_fewer_experts_than_ranks_are_refused():
         ),
     ],
 )
-def test_two_ranks_equal_one_through_transformers(
-    tmp_path: Path, model_type: str, architecture: str
-):
+def test_two_ranks_equal_one_through_transformers(tmp_path, model_type, architecture):
     check(make(tmp_path / "through", model_type, architecture))
 
 

@@ -1,8 +1,4 @@
-"""A request that continues in another engine gets the tokens, and the log-probabilities' bits, that
-it would have got: its output so far is computed as a prompt there, among others.
-"""
-
-from __future__ import annotations
+"""A request that goes on in another engine gets the tokens and bits that it would have got."""
 
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Staging: what arrives is what was sent, and no chunk is filled before the device has read it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -51,9 +49,7 @@ class LazyEvent:
 
 @pytest.mark.parametrize("shape", [(3, 5), (64, 16), (7,), (100,), (0, 4), (9, 2, 4)])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_device_that_reads_late_gets_everything(
-    monkeypatch: pytest.MonkeyPatch, shape, transposed: bool
-):
+def test_a_device_that_reads_late_gets_everything(monkeypatch, shape, transposed):
     device = LazyDevice()
     monkeypatch.setattr(LazyTensor, "device_of_test", device, raising=False)
     monkeypatch.setattr(

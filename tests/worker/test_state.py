@@ -1,8 +1,4 @@
-"""States of requests beside the KV cache: right whoever had the slot before, whatever a step is cut
-into, and however requests begin again.
-"""
-
-from __future__ import annotations
+"""States beside the KV cache: right whoever had the slot, whatever a step is cut into."""
 
 import json
 import random

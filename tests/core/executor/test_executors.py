@@ -1,7 +1,5 @@
 """The contract of all executors, and what the multi-process one does when a worker fails."""
 
-from __future__ import annotations
-
 import os
 import queue
 import signal
@@ -25,9 +23,7 @@ TOY_WORKER = "tests.core.executor.toy_worker"
 
 @pytest.fixture
 def start(monkeypatch):
-    """Starts an executor by name, on toy workers if it needs any; returns it with its WorkerReady
-    and progress.
-    """
+    """Starts an executor by name, on toy workers; returns it, its WorkerReady and progress."""
     monkeypatch.setattr(uniproc, "WORKER_MODULE", TOY_WORKER)
     monkeypatch.setattr(multiproc.MultiProcExecutor, "worker_module", TOY_WORKER)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -4,8 +4,6 @@ process.
 The name of the model chooses how it fails.
 """
 
-from __future__ import annotations
-
 import os
 
 import msgspec

@@ -1,7 +1,5 @@
 """Block hashes: equal exactly when salt and all tokens up to the end of the block are."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

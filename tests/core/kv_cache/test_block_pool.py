@@ -1,7 +1,5 @@
 """BlockPool against a model that only knows who owns what."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from hypothesis import settings

@@ -1,7 +1,5 @@
 """Whether blocks are loaded or computed, by what either took recently."""
 
-from __future__ import annotations
-
 from servd.core.kv_cache.connector.costs import LoadCosts
 
 

@@ -1,7 +1,5 @@
 """KV events, read with a decoder that knows nothing of servd, against the pool's own truth."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

@@ -1,7 +1,5 @@
 """The KV cache in groups: layers with a window keep what they read, and nobody reads more."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

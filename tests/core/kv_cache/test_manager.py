@@ -1,11 +1,8 @@
 """The prefix cache as requests see it."""
 
-from __future__ import annotations
-
 import pytest
 
 from servd.core.request import Request
-from servd.messages.engine import ResetPrefixCache
 from tests.core.engines import Log, generate, make_engine, make_request, solo
 
 PROMPT = list(range(12))  # three blocks of four
@@ -49,29 +46,10 @@ def test_a_conversation_finds_its_own_outputs(depth):
     )  # 12 + 9 - 1: the last token of an answer is never computed
 
 
-def test_salts_isolate():
-    engine = make_engine()
-    log = generate(
-        engine,
-        *(make_request(str(i), PROMPT, cache_salt=salt) for i, salt in enumerate([None, "a", "b"])),
-    )
-    assert [cached_tokens(log, str(i)) for i in range(3)] == [0, 0, 0]
-    assert (
-        cached_tokens(generate(engine, make_request("again", PROMPT, cache_salt="b")), "again") == 8
-    )
-
-
 def test_prefix_caching_can_be_switched_off():
     engine = make_engine(enable_prefix_caching=False)
     log = generate(engine, make_request("a", PROMPT), make_request("b", PROMPT))
     assert cached_tokens(log, "b") == 0 and log.total("prefix_cache_hits") == 0
-
-
-def test_reset_forgets():
-    engine = make_engine()
-    generate(engine, make_request("a", PROMPT))
-    engine.handle(ResetPrefixCache())
-    assert cached_tokens(generate(engine, make_request("b", PROMPT)), "b") == 0
 
 
 def test_the_end_of_the_least_recently_used_prompt_is_evicted_first():

@@ -1,8 +1,4 @@
-"""Blocks that leave the device and come back, on an executor that checks every token of its
-cache.
-"""
-
-from __future__ import annotations
+"""Blocks that leave the device and come back, on an executor that checks every token."""
 
 import os
 import random

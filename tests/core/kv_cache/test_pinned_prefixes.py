@@ -1,7 +1,5 @@
 """Prompts that stay in the cache until a time, on an executor that checks every token of it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

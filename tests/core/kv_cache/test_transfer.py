@@ -1,7 +1,5 @@
 """Blocks that go from engine to engine, over real sockets, on executors that check every token."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -398,10 +396,7 @@ def test_an_engine_that_slept_listens_again(fleet):
     ("config", "reason"),
     [
         ({}, "kv_role"),
-        (
-            {"kv_role": "kv_producer", "kv_connector": "NixlConnector"},
-            "kv_connector.*servd",
-        ),
+        ({"kv_role": "kv_producer", "kv_connector": "NixlConnector"}, "kv_connector.*servd"),
         ({"kv_role": "kv_consumer"}, "peers"),
         ({"kv_role": "kv_both", "kv_connector_extra_config": {"peers": ["x"]}}, "HOST:PORT"),
         ({"kv_role": "kv_producer", "kv_port": 0}, "kv_port"),

@@ -1,7 +1,5 @@
 """Turns of adapters, where the workers hold fewer than requests name."""
 
-from __future__ import annotations
-
 from servd.core.queues._adapters import MAX_DEFERRED_STEPS
 from servd.messages.adapter import Adapter
 from tests.core.engines import Log, make_engine, make_request

@@ -1,7 +1,5 @@
 """Which request a queue has next, beside a plain model of it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

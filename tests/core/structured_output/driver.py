@@ -1,7 +1,5 @@
 """Random outputs of a grammar, without a model."""
 
-from __future__ import annotations
-
 import random
 
 from servd.checkpoint.hf import FAKE_SPEC

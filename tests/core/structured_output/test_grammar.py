@@ -1,8 +1,4 @@
-"""Grammar: every output of a grammar has its form; what is not supported is refused with a
-reason.
-"""
-
-from __future__ import annotations
+"""Grammar: every output has its form; what is not supported is refused with a reason."""
 
 import json
 import re

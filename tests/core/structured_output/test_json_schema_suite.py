@@ -1,8 +1,4 @@
-"""The official JSON-Schema test suite, draft 2020-12: outputs validate, instances are told
-apart.
-"""
-
-from __future__ import annotations
+"""The official JSON-Schema tests, draft 2020-12: outputs validate, instances are told apart."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""Generated forms, from harmless to enormous, through checker and engine: each is refused with a
-reason or ends as it should, never with an error.
-"""
+"""Generated forms, from harmless to enormous: refused with a reason, or they end as they should."""
 
 from __future__ import annotations
 
@@ -226,9 +224,7 @@ def literal(text: str) -> Pattern:
 def characters(regex: str) -> Pattern:
     single = re.compile(regex)
     return Pattern(
-        f"/{regex}/",
-        regex,
-        lambda text, start: {start + 1} if single.match(text, start) else set(),
+        f"/{regex}/", regex, lambda text, start: {start + 1} if single.match(text, start) else set()
     )
 
 

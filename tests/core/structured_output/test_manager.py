@@ -1,6 +1,4 @@
-"""GrammarManager in an engine: outputs have their form at every depth, and nobody waits for a
-compilation.
-"""
+"""GrammarManager in an engine: outputs have their form, and nobody waits for a compilation."""
 
 from __future__ import annotations
 
@@ -282,9 +280,7 @@ def test_a_grammar_that_fails_while_decoding_ends_only_its_request(method, error
 def test_a_grammar_whose_states_are_used_up_for_good_ends_its_request_and_is_not_kept(
     monkeypatch, options
 ):
-    """Its states are shared by all its outputs: at the limit, every later request would fail, for
-    ever.
-    """
+    """Its outputs share its states: at the limit, every later request would fail."""
     monkeypatch.setattr(grammar, "LIMITS", {"max_lexer_states": 40})
     for name, value in options.items():
         monkeypatch.setattr(manager, name, value)
@@ -340,9 +336,7 @@ def test_outputs_go_on_where_their_grammar_has_all_states_that_it_may_have(
 
 
 def test_a_grammar_that_compiles_for_long_is_not_compiled_again_while_all_wait(monkeypatch):
-    """Neither for outputs in the making nor for requests that wait; for those that come later, in a
-    thread.
-    """
+    """Neither for outputs that go on nor for those that wait; for later ones, in a thread."""
     monkeypatch.setattr(grammar, "LIMITS", {"max_lexer_states": 200})
     monkeypatch.setattr(cache, "RECOMPILE_LIMIT", 0.0)
     compile_one, threads = manager.GrammarManager._compile, []

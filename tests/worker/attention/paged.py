@@ -1,8 +1,4 @@
-"""Rows of random tokens for tests of attention backends: their cache, their steps, and attention in
-float64.
-"""
-
-from __future__ import annotations
+"""Rows of random tokens for attention backends: cache, steps, and attention in float64."""
 
 import numpy as np
 import torch
@@ -21,9 +17,7 @@ def dense(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of the last len(q) tokens of one row, in float64. [tokens, heads, head_dim]
-    each.
-    """
+    """Attention of the last len(q) tokens of one row, in float64. [tokens, heads, head_dim]"""
     groups = q.shape[1] // keys.shape[1]
     q, keys, values = (
         q.double(),
@@ -200,9 +194,7 @@ class Rows:
         return backend.attend(queries, cache, metadata, self.spec.head_dim**-0.5, self.sinks)
 
     def run(self, backend: Backend, fill: float | None = None) -> torch.Tensor:
-        """This step, after the steps before have written. What is in no row's cache is noise, or
-        `fill`.
-        """
+        """This step, after those before. What is in no row's cache is noise, or `fill`."""
         shape, spec = backend.kv_cache_shape(self.num_blocks), self.spec
         noise = (
             self._random(torch.Generator().manual_seed(1), *shape)

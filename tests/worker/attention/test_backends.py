@@ -1,10 +1,7 @@
-"""Contract of all attention backends: a mixed batch over a paged cache equals dense attention in
-float64.
-"""
-
-from __future__ import annotations
+"""Contract of all backends: a mixed batch over a paged cache equals dense attention in float64."""
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +33,19 @@ CASES = list(product(BATCHES, SHAPES, (1, 16), (None, 1, 20)))
 FEWER = {("triton", "cpu"): CASES[::7], ("triton", "cuda"): CASES[::2]}
 
 
+def backend_for(name: str, spec: AttentionSpec) -> Any:
+    """The class of a backend; skips the test with its reason where it cannot run."""
+    backend_class = plugins.load("servd.worker.attention", name, "Backend")
+    if (reason := backend_class.supports(spec)) is not None:
+        pytest.skip(f"{name}: {reason}")
+    return backend_class
+
+
+def check(rows: Rows, backend: Any, atol: float = 1e-5) -> None:
+    out = rows.run(backend)
+    torch.testing.assert_close(out.double(), rows.expected(), atol=atol, rtol=0)
+
+
 def _parameters():
     for (device, dtype), name in product(DEVICES, BACKENDS):
         for case in FEWER.get((name, device), CASES):
@@ -56,9 +66,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 def test_equals_dense_attention(name, device, dtype, batch, shape, block_size, window):
     *sizes, rotary = SHAPES[shape]
     spec = AttentionSpec(*sizes, block_size, window, dtype, dtype, device)
-    reason = plugins.load("servd.worker.attention", name, "Backend").supports(spec)
-    if reason is not None:
-        pytest.skip(f"{name}: {reason}")
+    backend_for(name, spec)
     _, backend = make_backend(name, spec)
     rows = Rows(spec, BATCHES[batch], rotary)
 
@@ -83,8 +91,7 @@ def test_tokens_of_an_encoder_see_those_after_them(name, shape, window):
             make_backend(name, spec)
         return
     rows = Rows(spec, [(0, 1), (0, 37), (0, 16), (0, 300)], rotary)
-    out = rows.run(make_backend(name, spec)[1])
-    torch.testing.assert_close(out.double(), rows.expected(), atol=1e-5, rtol=0)
+    check(rows, make_backend(name, spec)[1])
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic")
@@ -108,16 +115,12 @@ def test_soft_caps_and_sinks(name, device, batch, soft_cap, has_sinks):
         soft_cap=soft_cap,
         has_sinks=has_sinks,
     )
-    backend = plugins.load("servd.worker.attention", name, "Backend")
-    if (reason := backend.supports(spec)) is not None:
-        pytest.skip(f"{name}: {reason}")
-    if not backend.supports_soft_cap:
+    if not backend_for(name, spec).supports_soft_cap:
         with pytest.raises(ConfigError, match="caps its scores"):
             make_backend(name, spec)
         return
     rows = Rows(spec, BATCHES[batch], rotary=True)
-    out = rows.run(make_backend(name, spec)[1])
-    torch.testing.assert_close(out.double(), rows.expected(), atol=1e-5, rtol=0)
+    check(rows, make_backend(name, spec)[1])
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic")
@@ -137,9 +140,7 @@ def test_the_last_tokens_of_rows_may_lie_anywhere(name, device, tail, window):
     contracts products and sums.
     """
     spec = AttentionSpec(8, 2, 16, 16, window, torch.float32, torch.float32, torch.device(device))
-    backend_class = plugins.load("servd.worker.attention", name, "Backend")
-    if (reason := backend_class.supports(spec)) is not None:
-        pytest.skip(f"{name}: {reason}")
+    backend_class = backend_for(name, spec)
     if not backend_class.supports_tails:
         pytest.skip(f"{name} has no tails")
     lens = [(40, 1), (0, 23), (257, 1), (16, 16), (0, 1), (1026, 1), (2, 1)]
@@ -191,9 +192,9 @@ def test_values_may_be_a_part_of_the_keys(name, device, batch, tail, block_size,
 @pytest.mark.parametrize("name", BACKENDS)
 def test_moved_keys_and_values_are_found_where_they_went(name, kv_dtype):
     spec = AttentionSpec(4, 2, 16, 16, None, torch.float32, kv_dtype, torch.device("cpu"))
-    backend_class = plugins.load("servd.worker.attention", name, "Backend")
-    if (reason := backend_class.supports(spec)) is not None or not backend_class.supports_tails:
-        pytest.skip(f"{name}: {reason}")
+    backend_class = backend_for(name, spec)
+    if not backend_class.supports_tails:
+        pytest.skip(f"{name} has no tails")
     rows, backend = Rows(spec, [(0, 34), (0, 7)], tail=4), backend_class(spec)
     first, last = np.zeros_like(rows.seq_lens), rows.seq_lens
     cache = torch.zeros(backend.kv_cache_shape(rows.num_blocks)).to(kv_dtype)
@@ -215,28 +216,20 @@ def test_moved_keys_and_values_are_found_where_they_went(name, kv_dtype):
 @pytest.mark.parametrize("name", BACKENDS)
 def test_the_cache_may_be_narrower(name: str, device: str, kv_dtype: torch.dtype):
     spec = AttentionSpec(4, 2, 16, 16, None, torch.float32, kv_dtype, torch.device(device))
-    backend_class = plugins.load("servd.worker.attention", name, "Backend")
-    if (reason := backend_class.supports(spec)) is not None:
-        pytest.skip(f"{name}: {reason}")
+    backend_class = backend_for(name, spec)
     rows = Rows(spec, [(79, 1), (16, 2), (0, 9)])
-    torch.testing.assert_close(
-        rows.run(backend_class(spec)).double(), rows.expected(), atol=1e-5, rtol=0
-    )
+    check(rows, backend_class(spec))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", [None, 1, 20])
 @pytest.mark.parametrize("batch", ["decode", "mixed", "long"])
 @pytest.mark.parametrize("name", ["native", "torch_sdpa"])
-def test_a_cache_of_int8_has_a_scale_for_each_token_and_head(
-    name: str, batch: str, window: int | None, shape: str
-):
+def test_a_cache_of_int8_has_a_scale_for_each_token_and_head(name, batch, window, shape):
     """As good as float64 from the same cache; and its rounding costs what the docs say."""
     *sizes, rotary = SHAPES[shape]
     spec = AttentionSpec(*sizes, 16, window, torch.float32, torch.int8, torch.device("cpu"))
-    backend_class = plugins.load("servd.worker.attention", name, "Backend")
-    if (reason := backend_class.supports(spec)) is not None:
-        pytest.skip(f"{name}: {reason}")
+    backend_class = backend_for(name, spec)
     rows = Rows(spec, BATCHES[batch], rotary)
     # Of tokens and heads that differ: one scale for all would lose the small ones.
     for part in (rows.keys, rows.values):
@@ -267,29 +260,13 @@ def test_a_cache_of_int8_keeps_its_numbers_to_a_254th_of_the_largest():
     assert torch.equal(got.double(), rounded(x).float().double())
 
 
-def test_a_cache_of_fp8_is_said_to_be_slow_on_a_cpu(caplog: pytest.LogCaptureFixture):
-    spec = AttentionSpec(4, 4, 32, 16, None, torch.float32, torch.float8_e4m3fn, CPU)
-    assert make_backend("auto", spec)[0] == "torch_sdpa"
-    assert "fp8 is for GPUs; on a CPU it is slow" in caplog.text
-    assert "int8 takes nearly as little memory" in caplog.text
-
-
-@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
-def test_8_bits_of_values_in_keys_are_said_to_be_slow_on_a_cpu(caplog, kv_dtype: torch.dtype):
-    spec = AttentionSpec(4, 1, 48, 16, None, torch.float32, kv_dtype, CPU, value_dim=32)
-    assert make_backend("auto", spec)[0] == "torch_sdpa"
-    assert "bfloat16 is not, and takes half" in caplog.text and "int8 takes" not in caplog.text
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_numbers_that_an_8_bit_cache_cannot_hold_become_its_largest(name: str, device: str):
     spec = AttentionSpec(
         1, 1, 16, 16, None, torch.float32, torch.float8_e4m3fn, torch.device(device)
     )
-    backend_class = plugins.load("servd.worker.attention", name, "Backend")
-    if (reason := backend_class.supports(spec)) is not None:
-        pytest.skip(f"{name}: {reason}")
+    backend_class = backend_for(name, spec)
     rows, backend = Rows(spec, [(0, 2)]), backend_class(spec)
     metadata = backend.build_metadata(batch := rows.batch(rows.computed, rows.seq_lens))
     k = torch.tensor([[[1000.0] * 8 + [-3.0] * 8], [[-449.0] * 16]], device=device)
@@ -307,13 +284,9 @@ def test_blocks_of_any_size(name: str, block_size: int):
     spec = AttentionSpec(
         4, 2, 16, block_size, None, torch.float32, torch.float32, torch.device("cpu")
     )
-    backend_class = plugins.load("servd.worker.attention", name, "Backend")
-    if (reason := backend_class.supports(spec)) is not None:
-        pytest.skip(f"{name}: {reason}")
+    backend_class = backend_for(name, spec)
     rows = Rows(spec, [(300, 1), (1100, 5), (0, 260)])
-    torch.testing.assert_close(
-        rows.run(backend_class(spec)).double(), rows.expected(), atol=1e-5, rtol=0
-    )
+    check(rows, backend_class(spec))
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

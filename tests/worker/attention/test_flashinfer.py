@@ -1,8 +1,4 @@
-"""The FlashInfer backend before a stand-in that reads the arguments as its documentation says: no
-GPU is needed.
-"""
-
-from __future__ import annotations
+"""The FlashInfer backend before a stand-in that reads the arguments as documented; on a CPU."""
 
 import importlib.util
 import inspect
@@ -12,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from servd.worker.attention import AttentionSpec, flashinfer, make_backend
+from servd.worker.attention import AttentionSpec, flashinfer
 from tests.worker.attention.paged import Rows, dense
 
 SPEC = AttentionSpec(8, 2, 64, 16, None, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
@@ -93,19 +89,6 @@ def test_it_says_what_flashinfer_documents(window: int | None, block_size: int):
     torch.testing.assert_close(out.double(), rows.expected(), atol=1e-5, rtol=0)
 
 
-def test_a_plan_waits_until_the_one_before_has_left_the_host():
-    rows, backend, calls = Rows(SPEC, LENS), flashinfer.Backend(SPEC), []
-    batch = rows.batch(rows.computed, rows.seq_lens)
-    backend.plan_copied = SimpleNamespace(
-        synchronize=lambda: calls.append("wait"), record=lambda stream: calls.append("copied")
-    )
-    backend.wrapper = SimpleNamespace(plan=lambda *_, **__: calls.append("plan"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "current_stream", lambda device: None)
-        backend.build_metadata(batch)
-    assert calls == ["wait", "plan", "copied"]
-
-
 def test_the_stand_in_has_the_parameters_of_flashinfer(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
     there = pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
@@ -119,36 +102,3 @@ def test_the_stand_in_has_the_parameters_of_flashinfer(monkeypatch: pytest.Monke
             parameter for parameter, p in mine.items() if p.kind is p.POSITIONAL_OR_KEYWORD
         ]
         assert positional == list(theirs)[: len(positional)]
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({}, None),
-        ({"device": torch.device("cpu")}, "needs CUDA, not cpu"),
-        ({"dtype": torch.float32}, "needs float16 or bfloat16, not torch.float32"),
-        (
-            {"kv_dtype": torch.float8_e4m3fn},
-            "needs a cache of torch.bfloat16, not torch.float8_e4m3fn",
-        ),
-        ({"head_dim": 96}, "needs a head_dim of 64, 128, 256, not 96"),
-    ],
-)
-def test_an_unsupported_case_names_the_reason(changes: dict[str, object], reason: str | None):
-    assert (
-        flashinfer.Backend.supports(spec_of(**{"device": torch.device("cuda")} | changes)) == reason
-    )
-
-
-def test_the_error_names_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch):
-    spec = spec_of(device=torch.device("cuda"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'servd[flashinfer]'" in (flashinfer.Backend.supports(spec) or "")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "8.0 (Ampere) or later, not 7.5" in (flashinfer.Backend.supports(spec) or "")
-
-
-def test_it_is_taken_by_name(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(flashinfer.Backend, "supports", classmethod(lambda cls, spec: None))
-    name, backend = make_backend("flashinfer", SPEC)
-    assert name == "flashinfer" and not backend.supports_graphs

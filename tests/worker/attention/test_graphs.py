@@ -1,8 +1,4 @@
-"""Backends that say `supports_graphs`: metadata is made once, and the contents of its tensors
-change afterwards.
-"""
-
-from __future__ import annotations
+"""Backends with `supports_graphs`: metadata is made once, and its tensors change afterwards."""
 
 import dataclasses
 

@@ -1,8 +1,4 @@
-"""The Triton backend: split rows, independence of the batch, narrow caches, what a captured step
-relies on.
-"""
-
-from __future__ import annotations
+"""The Triton backend: split rows, independence of the batch, narrow caches, captured steps."""
 
 import dataclasses
 
@@ -73,34 +69,6 @@ def test_a_row_is_the_same_to_the_bit_whatever_else_is_in_the_batch(invariant):
         assert torch.equal(alone.run(Backend(invariant)), out[row])
 
 
-def pieces(backend: Backend, rows: Rows) -> tuple[list[list[int]], int]:
-    """Tiles, splits and merged tokens of each row, and the fewest keys of a split."""
-    work = backend.build_metadata(rows.batch(rows.computed, rows.seq_lens)).work.tolist()
-    counts = np.array(work[:-1]).reshape(3, -1)
-    assert not counts[:, 0].any()
-    return np.diff(counts).tolist(), work[-1]
-
-
-@pytest.mark.usefixtures("short_splits")
-def test_rows_are_split_where_the_device_would_be_idle(spec, invariant, monkeypatch):
-    from servd.worker.ops.triton import paged_attention, work_list
-
-    monkeypatch.setattr(work_list, "ROWS", 4)  # counted in several turns
-    monkeypatch.setattr(paged_attention, "num_sms", lambda device: 2)  # 4 splits are enough
-    lens = [*SPLIT_LENS, (70, 33)]
-    tiles = [0, 0, 0, 0, 1, 0, 3]  # of 16 tokens
-    by_length = [1, 3, 4, 3, 0, 1, 0]
-    assert pieces(Backend(invariant), Rows(invariant, lens)) == (
-        [tiles, by_length, [0, 1, 1, 4, 0, 0, 0]], 32
-    )  # fmt: skip
-    # 10 + 80 + 301 + 66 + 1 keys: four splits have 115 each.
-    assert pieces(Backend(spec), Rows(spec, lens)) == (
-        [tiles, [1, 1, 3, 1, 0, 1, 0], [0, 0, 1, 0, 0, 0, 0]], 128
-    )  # fmt: skip
-    alone = [(300, 1)]
-    assert pieces(Backend(spec), Rows(spec, alone))[0] == [[0], [4], [1]]
-
-
 @pytest.mark.usefixtures("exact_dot")
 @pytest.mark.usefixtures("short_splits")
 def test_chunks_of_a_prompt_yield_what_the_whole_yields_to_the_bit(spec):
@@ -131,9 +99,7 @@ class Bounded(Backend):
 @pytest.mark.parametrize("lens", [[(9, 1), (79, 1), (60, 1)], SPLIT_LENS[1:4], [(0, 37), (60, 9)]])
 @pytest.mark.usefixtures("short_splits")
 def test_a_plan_of_upper_bounds_serves_every_step(spec, lens, batch_invariant):
-    """A captured step is planned for the longest rows; then its kernels run on whatever the
-    device's tensors hold.
-    """
+    """A captured step is planned for the longest rows, and runs on whatever tensors hold."""
     spec = dataclasses.replace(spec, batch_invariant=batch_invariant)
     exact, backend = Rows(spec, lens), Backend(spec)
     bounded, batch = Bounded(spec), exact.batch(exact.computed, exact.seq_lens)
@@ -154,8 +120,7 @@ def test_rows_and_tokens_of_padding_change_nothing(spec):
         block_tables=torch.cat((tables, tables[-1:].expand(2, -1))),
     )
     cache = torch.randn(
-        backend.kv_cache_shape(rows.num_blocks),
-        generator=torch.Generator().manual_seed(1),
+        backend.kv_cache_shape(rows.num_blocks), generator=torch.Generator().manual_seed(1)
     ).to(spec.device)
     q = torch.cat([x[first:] for x, first in zip(rows.q, rows.computed, strict=True)])
     expected = backend.attend(q, cache, backend.build_metadata(batch), 0.3, None)
@@ -217,24 +182,3 @@ def make_norm(weight: torch.Tensor, eps: float) -> RMSNorm:
         norm = RMSNorm(len(weight), eps, Parallel())
     norm.weight.data = weight
     return norm
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"head_dim": 80}, "power of two from 16 to 256, not 80"),
-        ({"head_dim": 8}, "power of two from 16 to 256, not 8"),
-        ({"dtype": torch.float64}, "not torch.float64"),
-    ],
-)
-def test_an_unsupported_case_names_the_reason(spec, change, reason):
-    assert reason in (Backend.supports(dataclasses.replace(spec, **change)) or "")
-
-
-def test_a_cpu_needs_the_interpreter(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert "needs CUDA, not cpu" in (Backend.supports(FLOAT32_SPEC) or "")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert "TRITON_INTERPRET" in (
-        Backend.supports(dataclasses.replace(FLOAT32_SPEC, device=torch.device("cuda"))) or ""
-    )

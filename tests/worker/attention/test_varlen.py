@@ -1,8 +1,4 @@
-"""The varlen backend before a stand-in that reads the arguments as torch documents them: no GPU is
-needed for that.
-"""
-
-from __future__ import annotations
+"""The varlen backend before a stand-in that reads the arguments as torch documents; on a CPU."""
 
 import inspect
 import os
@@ -80,44 +76,6 @@ def test_the_stand_in_has_the_parameters_of_torch():
     assert [name for name, p in mine.items() if p.kind is p.POSITIONAL_OR_KEYWORD] == list(there)[
         :7
     ]
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that has all that FlashAttention 3 needs."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(varlen, "_varlen_attn", lambda: paged_attention)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-
-
-def supported(**changes: object):
-    """What `supports` says of a changed spec on a GPU."""
-    return varlen.Backend.supports(
-        AttentionSpec(**vars(SPEC) | {"device": torch.device("cuda")} | changes)
-    )
-
-
-@pytest.mark.usefixtures("hopper")
-def test_an_unsupported_case_names_the_reason(monkeypatch: pytest.MonkeyPatch):
-    assert supported() is None
-    assert (
-        supported(dtype=torch.float32, kv_dtype=torch.float32)
-        == "needs float16 or bfloat16, not torch.float32"
-    )
-    assert (
-        supported(kv_dtype=torch.float8_e4m3fn)
-        == "needs a cache of torch.bfloat16, not torch.float8_e4m3fn"
-    )
-    assert supported(head_dim=260) == "needs a head_dim that is a multiple of 8 up to 256, not 260"
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert supported() == "needs the package flash-attn-3"
-    monkeypatch.setattr(varlen, "_varlen_attn", lambda: lambda query, key: None)
-    assert supported() == (
-        "this torch's varlen_attn has no block_table, enable_gqa, num_splits, seqused_k, "
-        "window_size"
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert supported() == "needs compute capability 9.0 (Hopper)"
 
 
 def test_auto_takes_the_triton_kernels_where_varlen_cannot_run(monkeypatch: pytest.MonkeyPatch):

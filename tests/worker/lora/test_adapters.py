@@ -1,7 +1,5 @@
 """Adapters in a worker: what is checked before weights are read, and agreement of ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +28,7 @@ def worker_of(folder: Path, **options) -> Worker:
 
 
 def test_an_adapter_of_another_model_is_refused_before_weights_are_read(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path, llama, monkeypatch
 ):
     monkeypatch.setattr(model_loader, "load_weights", lambda *_: pytest.fail("too late"))
     adapter = write_adapter(tmp_path / "adapter")  # 8 inputs, 6 outputs

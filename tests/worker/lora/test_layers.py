@@ -1,7 +1,5 @@
 """What ranks keep of an adapter adds up to the whole of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -65,9 +63,7 @@ def test_a_step_without_adapters_adds_nothing():
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("has_library", [True, False])
-def test_the_same_is_added_to_a_quantized_matrix(
-    monkeypatch: pytest.MonkeyPatch, quantization: str, dtype: torch.dtype, has_library: bool
-):
+def test_the_same_is_added_to_a_quantized_matrix(monkeypatch, quantization, dtype, has_library):
     if not has_library:
         monkeypatch.setattr(native, "library", lambda: None)
     layer = RowParallelLinear(64, 48, Parallel(), bias=False)

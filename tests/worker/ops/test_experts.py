@@ -1,8 +1,4 @@
-"""Products of several experts: those of each by itself, in every form, the same bits whatever the
-batch; routing by the definition.
-"""
-
-from __future__ import annotations
+"""Products of several experts: those of each by itself, in every form; routing."""
 
 import os
 from collections.abc import Iterator
@@ -60,13 +56,6 @@ def test_each_expert_multiplies_its_own_rows(form: str):
             assert torch.equal(part, matrix.multiply(alone, None))
         some = packed.ExpertMatrices(matrices[1:4]).multiply(given, rows, starts[1:5])  # type: ignore[arg-type]
         assert torch.equal(some[starts[1] : starts[4]], got[starts[1] : starts[4]])
-
-
-def test_kinds_differ_by_what_a_call_has_once():
-    weight = random(8, 64)
-    kinds = {packed.ExpertMatrices.kind(make(weight)) for make in FORMS.values()}
-    assert len(kinds) == len(FORMS)
-    assert packed.ExpertMatrices.kind(None) is None
 
 
 @pytest.mark.usefixtures("kernels")

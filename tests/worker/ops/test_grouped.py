@@ -1,8 +1,4 @@
-"""Matrices of 4 and 8 bits in groups: exactly the weights that are stated, the same bits whatever
-the batch, by every instruction set that this CPU has.
-"""
-
-from __future__ import annotations
+"""Matrices of 4 and 8 bits in groups: the weights that are stated, equal bits in any batch."""
 
 import ctypes
 import mmap
@@ -29,14 +25,7 @@ CASES = [
     ((64, 96), 16, torch.int8, torch.float32, False, None),
     ((40, 1000), 1000, torch.int8, torch.bfloat16, True, None),  # a group is a row
     ((48, 256), 128, torch.float8_e4m3fn, torch.float32, False, None),
-    (
-        (31, 2100),
-        32,
-        torch.uint8,
-        torch.float16,
-        False,
-        SIGNED,
-    ),  # blocks of k, the last group short
+    ((31, 2100), 32, torch.uint8, torch.float16, False, SIGNED),  # the last group is short
     ((95, 1152), 64, torch.uint8, torch.bfloat16, False, SIGNED),
     ((65, 2176), 128, torch.int8, torch.float16, True, None),
 ]
@@ -70,9 +59,7 @@ def example(
 
 
 def before_a_guard(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy whose last byte is the last of its page; the next page can be neither read nor
-    written.
-    """
+    """A copy whose last byte is the last of its page; the next page is not accessible."""
     page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
     end = -(-tensor.nbytes // page) * page
     memory = mmap.mmap(-1, end + page)
@@ -151,9 +138,7 @@ def test_large_activations_leave_the_others_of_their_row_exact():
 @pytest.mark.parametrize("table", [(-128, -113), (112, 127), (-8, 7)], ids=str)
 @pytest.mark.parametrize(("size", "group_size"), [(8229, 32), (4099, 128), (1025, 96)])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.int8], ids=str)
-def test_the_largest_sums_are_those_of_integers(
-    table: tuple[int, int], size: int, group_size: int, x_dtype: torch.dtype
-):
+def test_the_largest_sums_are_those_of_integers(table, size, group_size, x_dtype):
     """Codes and activations at their ends, of one sign or of both."""
     values = tuple(map(float, range(table[0], table[1] + 1)))
     ends = torch.tensor([[0], [15]], dtype=torch.uint8).expand(2, size).contiguous()

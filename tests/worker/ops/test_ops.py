@@ -1,8 +1,4 @@
-"""Contract of all modules of servd/worker/ops: equal to the definitions in float64, whatever memory
-held before.
-"""
-
-from __future__ import annotations
+"""Contract of all modules of servd/worker/ops: equal to the definitions in float64."""
 
 import importlib
 import math
@@ -83,9 +79,7 @@ def check(
 @each_shape
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
-def test_norms(
-    module: ops.Ops, norm: str, residual: bool, shape, dtype: torch.dtype, device: torch.device
-):
+def test_norms(module, norm, residual, shape, dtype, device):
     x, weight, bias = (random(s, dtype, device) for s in (shape, shape[1:], shape[1:]))
     before = random((shape[0] + 1, shape[1]), dtype, device)[1:] if residual else None
     stream = x.double() if before is None else (x.double() + before.double()).to(dtype).double()
@@ -146,9 +140,7 @@ def exact_activation(x: torch.Tensor, name: str) -> torch.Tensor:
 @each_dtype
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("scale", [3.0, 100.0])
-def test_activations(
-    module: ops.Ops, name: str, scale: float, dtype: torch.dtype, device: torch.device
-):
+def test_activations(module, name, scale, dtype, device):
     for shape in [(1, 8), (3, 1000), (0, 16), (2, 3, 7)]:
         x = random(shape, dtype, device, scale)
         check(module.activate(x, name), exact_activation(x, name), dtype)
@@ -169,9 +161,7 @@ def test_gates(module: ops.Ops, name: str, dtype: torch.dtype, device: torch.dev
     ("num_tokens", "num_inputs", "sizes", "max_rank"),
     [(1, 8, [5], 1), (9, 100, [64, 17, 17], 5), (37, 33, [300, 40], 16), (3, 70, [100], 80)],
 )
-def test_low_rank_additions(
-    module: ops.Ops, num_tokens, num_inputs, sizes, max_rank, dtype, device: torch.device
-):
+def test_low_rank_additions(module, num_tokens, num_inputs, sizes, max_rank, dtype, device):
     """Places without an adapter, with small ranks, with nothing for a part; tokens without any."""
     if dtype == torch.bfloat16 and device.type == "cpu" and module.__name__.endswith("triton"):
         pytest.skip("Triton's interpreter multiplies the bits of bfloat16 as integers")

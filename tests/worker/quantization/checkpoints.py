@@ -1,8 +1,4 @@
-"""Writes tiny checkpoints as quantizers do, from layouts that are published, and states what
-transformers answers with the weights that they stand for.
-"""
-
-from __future__ import annotations
+"""Tiny checkpoints as quantizers write them, and what transformers answers with their weights."""
 
 import json
 from collections.abc import Callable
@@ -31,9 +27,7 @@ PROMPTS = ([5, 17, 99, 200, 31, 8, 44, 3], [1], list(range(40, 75)))
 def write(
     folder: Path, to: Path, config: dict[str, Any], make: Callable[[str, Tensor], Made | None]
 ) -> dict[str, Tensor]:
-    """A checkpoint like that of `folder`, with what `make` makes of projections. Returns what all
-    weights stand for.
-    """
+    """Write one like `folder`, projections by `make`. Returns what all weights stand for."""
     to.mkdir(exist_ok=True)
     for file in folder.iterdir():
         if file.suffix != ".safetensors":
@@ -111,9 +105,7 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 
 def pack(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """[rows, codes] -> int32 [rows, words]: in bits i * `bits` of a word lies its code number
-    `order[i]`.
-    """
+    """[rows, codes] -> int32 [rows, words]: bits i * `bits` of a word are code `order[i]`."""
     per_word = 32 // bits
     words = codes.to(torch.int64).unflatten(1, (-1, per_word))[..., order or tuple(range(per_word))]
     total = sum(words[..., place] << bits * place for place in range(per_word))
@@ -133,3 +125,15 @@ def check_slices(folder: Path, shard_dim: int) -> None:
         parts.append(matrix.product(x.chunk(2, dim=1)[rank].contiguous() if shard_dim else x))
     got = parts[0] + parts[1] if shard_dim else torch.cat(parts, dim=1)
     torch.testing.assert_close(got, x @ whole.dequantize().t())
+
+
+def change_layer(folder: Path, leaves: dict[str, Tensor | None]) -> None:
+    """Replace tensors of one layer of a checkpoint, or take them away."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for leaf, tensor in leaves.items():
+        name = f"model.layers.0.mlp.up_proj.{leaf}"
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, file)

@@ -1,7 +1,5 @@
 """Checkpoints to be quantized."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,11 +1,6 @@
-"""NF4 checkpoints as bitsandbytes writes them, single and double: weights bit by bit, tokens, and
-what is refused.
-"""
-
-from __future__ import annotations
+"""NF4 checkpoints as bitsandbytes writes them: weights, tokens, and what is refused."""
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,15 +50,13 @@ def nf4(name: str, weight: Tensor, *, nested: bool, block_size: int = 64) -> Mad
     return {".weight": packed} | written, (NF4[codes] * absmax[:, None]).view(weight.shape)
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_nf4_of_llama_is_what_it_stands_for(tiny_llama: Path, tmp_path: Path, nested: bool):
-    meant = write(tiny_llama, tmp_path, CONFIG, partial(nf4, nested=nested))
-    check(tmp_path, tiny_llama, meant, is_plannable=False)
-
-
-def test_nf4_of_qwen_is_what_it_stands_for(tiny_qwen: Path, tmp_path: Path):
-    meant = write(tiny_qwen, tmp_path, CONFIG, partial(nf4, nested=True))
-    check(tmp_path, tiny_qwen, meant, is_plannable=False)
+@pytest.mark.parametrize(
+    ("model", "nested"), [("tiny_llama", False), ("tiny_llama", True), ("tiny_qwen", True)]
+)
+def test_nf4_is_what_it_stands_for(model: str, tmp_path: Path, nested: bool, request):
+    folder = request.getfixturevalue(model)
+    meant = write(folder, tmp_path, CONFIG, partial(nf4, nested=nested))
+    check(tmp_path, folder, meant, is_plannable=False)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +67,7 @@ def test_nf4_of_qwen_is_what_it_stands_for(tiny_qwen: Path, tmp_path: Path):
         ({}, 128, r"q_proj has .* of 128 for a matrix of \[64, 64\]: only blocks that divide"),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(
-    tiny_llama: Path, tmp_path: Path, config: dict[str, Any], block_size: int, message: str
-):
+def test_what_is_not_known_is_refused_by_name(tiny_llama, tmp_path, config, block_size, message):
     make = partial(nf4, nested=False, block_size=block_size)
     write(tiny_llama, tmp_path, CONFIG | config, lambda n, w: make(n, w) if "q_proj" in n else None)
     with pytest.raises(UnsupportedModel, match=message):
@@ -93,9 +84,7 @@ def test_what_is_not_known_is_refused_by_name(
         ("quant_state.bitsandbytes__nf4", lambda t: t.new_full((100_000,), ord("[")), "q_proj"),
     ],
 )
-def test_a_damaged_layer_is_refused_by_name(
-    tiny_llama: Path, tmp_path: Path, leaf: str, damage: Callable[[Tensor], Tensor], message: str
-):
+def test_a_damaged_layer_is_refused_by_name(tiny_llama, tmp_path, leaf, damage, message):
     def damaged(name: str, weight: Tensor) -> Made | None:
         if "q_proj" not in name:
             return None

@@ -1,8 +1,4 @@
-"""compressed-tensors and fp8 checkpoints: weights as the package compressed-tensors makes of them,
-bit by bit; tokens, ranks, and what is refused.
-"""
-
-from __future__ import annotations
+"""compressed-tensors and fp8 checkpoints: the package's weights, tokens, ranks, refusals."""
 
 import json
 from functools import partial
@@ -11,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
@@ -19,7 +15,14 @@ from servd.worker.layers.quantized import Quantized
 from servd.worker.ops import native
 from tests.worker.cpu_kernels import forced
 from tests.worker.driver import Driver, config_for
-from tests.worker.quantization.checkpoints import Made, check, check_slices, read, write
+from tests.worker.quantization.checkpoints import (
+    Made,
+    change_layer,
+    check,
+    check_slices,
+    read,
+    write,
+)
 
 MOST = torch.finfo(torch.float8_e4m3fn).max
 # By name: format, weights of the scheme, type of the scales.
@@ -108,9 +111,7 @@ def config_of(scheme: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_weights_rounded_to_the_type_of_the_scales_are_those_of_the_package(
-    tmp_path: Path, scheme: str
-):
+def test_weights_rounded_to_the_type_of_the_scales_are_those_of_the_package(tmp_path, scheme):
     weight = torch.randn(128, 64, generator=torch.Generator().manual_seed(0))
     written, expected, _ = compress(scheme, weight)
     save_file({f"x.{leaf}": t for leaf, t in written.items()}, tmp_path / "model.safetensors")
@@ -123,9 +124,7 @@ def test_weights_rounded_to_the_type_of_the_scales_are_those_of_the_package(
 
 @pytest.mark.parametrize("switch", [next(iter(native.CAPABILITIES)), "off"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_llama_is_what_it_stands_for(
-    tiny_llama: Path, tmp_path: Path, scheme: str, switch: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_llama_is_what_it_stands_for(tiny_llama, tmp_path, scheme, switch, monkeypatch):
     meant = write(tiny_llama, tmp_path, config_of(scheme), partial(make, scheme))
     for _ in forced(switch, monkeypatch):
         check(tmp_path, tiny_llama, meant)
@@ -153,18 +152,16 @@ def fp8(name: str, weight: Tensor, *, block: int = 0) -> Made:
     return leaves, codes.float() * spread
 
 
-@pytest.mark.parametrize("block", [0, 128])
-def test_fp8_of_qwen_is_what_it_stands_for(tiny_qwen: Path, tmp_path: Path, block: int):
-    """Heads of 64 and a width of 384: rows of k and v are one block of 128."""
+@pytest.mark.parametrize(
+    ("model", "block"), [("tiny_qwen", 0), ("tiny_qwen", 128), ("tiny_llama", 48)]
+)
+def test_fp8_is_what_it_stands_for(model: str, tmp_path: Path, block: int, request):
+    """Qwen's rows of k and v are one block of 128; blocks of 48 are cut off."""
+    folder = request.getfixturevalue(model)
     config = {"quant_method": "fp8", "activation_scheme": "static"}
     if block:
         config |= {"activation_scheme": "dynamic", "weight_block_size": [block, block]}
-    check(tmp_path, tiny_qwen, write(tiny_qwen, tmp_path, config, partial(fp8, block=block)))
-
-
-def test_fp8_of_llama_has_blocks_that_are_cut_off(tiny_llama: Path, tmp_path: Path):
-    config = {"quant_method": "fp8", "weight_block_size": [48, 48]}
-    check(tmp_path, tiny_llama, write(tiny_llama, tmp_path, config, partial(fp8, block=48)))
+    check(tmp_path, folder, write(folder, tmp_path, config, partial(fp8, block=block)))
 
 
 @pytest.mark.parametrize("shard_dim", [0, 1])
@@ -198,20 +195,9 @@ UP = "layer model.layers.0.mlp.up_proj has "
     ],
 )  # fmt: skip
 def test_what_is_not_known_is_refused_by_name(
-    tiny_llama: Path,
-    tmp_path: Path,
-    scheme: str,
-    config: dict[str, Any],
-    change: dict[str, Tensor | None],
-    message: str,
+    tiny_llama, tmp_path, scheme, config, change, message
 ):
     write(tiny_llama, tmp_path, config_of(scheme) | config, partial(make, scheme))
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    for leaf, tensor in change.items():
-        tensors.pop(name := f"model.layers.0.mlp.up_proj.{leaf}", None)
-        if tensor is not None:
-            tensors[name] = tensor
-    save_file(tensors, file)
+    change_layer(tmp_path, change)
     with pytest.raises(UnsupportedModel, match=message):
         Driver(config_for(tmp_path))

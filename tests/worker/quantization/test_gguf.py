@@ -1,8 +1,4 @@
-"""GGUF files: what transformers makes of the same file, token by token; tokenizer and template from
-the file; and what is refused.
-"""
-
-from __future__ import annotations
+"""GGUF files: what transformers makes of the same file, its tokenizer, and what is refused."""
 
 import struct
 import sys
@@ -97,9 +93,7 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     return tokens[0].tolist()
 
 
-def test_tokens_equal_those_of_transformers_on_the_dequantised_weights(
-    tiny_llama: Path, tmp_path: Path
-):
+def test_tokens_equal_those_of_transformers_on_the_dequantised_weights(tiny_llama, tmp_path):
     file = write_gguf(tmp_path / "tiny.Q4_1.gguf", tiny_llama)
     folder = hf.find_model(str(tmp_path) + ":q4_1")
     assert hf.find_model(str(file)) == folder, "made once"
@@ -168,7 +162,7 @@ def test_what_cannot_be_read_is_refused_by_name(tiny_llama: Path, tmp_path: Path
     ],
 )
 def test_metadata_of_another_kind_is_refused_in_words(
-    tiny_llama: Path, tmp_path: Path, key: str, value: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_llama, tmp_path, key, value, monkeypatch
 ):
     path = write_gguf(tmp_path / "a.gguf", tiny_llama)
     open_file = servd_gguf.open_file
@@ -183,18 +177,14 @@ def test_metadata_of_another_kind_is_refused_in_words(
 
 
 @pytest.mark.parametrize("kind", [4, 8, 9], ids=["numbers", "texts", "lists"])
-def test_a_list_that_is_said_to_be_longer_than_the_file_is_refused_at_once(
-    tmp_path: Path, kind: int
-):
+def test_a_list_that_is_said_to_be_longer_than_the_file_is_refused_at_once(tmp_path, kind):
     begin = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a"
     (tmp_path / "a.gguf").write_bytes(begin + struct.pack("<IIQ", 9, kind, 1 << 40) + bytes(64))
     with pytest.raises(ModelNotFound, match="cut off or damaged"):
         hf.find_model(str(tmp_path / "a.gguf"))
 
 
-def test_the_package_gguf_is_named_where_it_is_missing(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_package_gguf_is_named_where_it_is_missing(tiny_llama, tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "a.gguf", tiny_llama)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UnsupportedModel, match=r"servd\[gguf\]"):

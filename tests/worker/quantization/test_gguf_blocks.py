@@ -1,7 +1,5 @@
 """Blocks of GGUF: every type is exactly what ggml's own Python package makes of the same bytes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

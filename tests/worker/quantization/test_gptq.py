@@ -1,8 +1,4 @@
-"""GPTQ and AWQ checkpoints as their quantizers write them: weights bit by bit, tokens, ranks, and
-what is refused.
-"""
-
-from __future__ import annotations
+"""GPTQ and AWQ checkpoints as their quantizers write them: weights, tokens, ranks, refusals."""
 
 from functools import partial
 from pathlib import Path
@@ -10,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from servd.base.errors import UnsupportedModel
@@ -21,7 +17,15 @@ from servd.worker.ops import native
 from servd.worker.quantization import gptq as gptq_file
 from tests.worker.cpu_kernels import forced
 from tests.worker.driver import Driver, config_for
-from tests.worker.quantization.checkpoints import Made, check, check_slices, pack, read, write
+from tests.worker.quantization.checkpoints import (
+    Made,
+    change_layer,
+    check,
+    check_slices,
+    pack,
+    read,
+    write,
+)
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -96,13 +100,7 @@ def gptq_config(bits: int = 4, version: int = 1, **stated: Any) -> dict[str, Any
     ],
     ids=str,
 )
-def test_gptq_of_qwen_is_what_it_stands_for(
-    tiny_qwen: Path,
-    tmp_path: Path,
-    options: dict[str, Any],
-    switch: str,
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_gptq_of_qwen_is_what_it_stands_for(tiny_qwen, tmp_path, options, switch, monkeypatch):
     meant = write(
         tiny_qwen, tmp_path, gptq_config(**{"group_size": 32, **options}), partial(gptq, **options)
     )
@@ -127,16 +125,17 @@ def test_gptq_of_llama_may_differ_from_layer_to_layer(tiny_llama: Path, tmp_path
     check(tmp_path, tiny_llama, write(tiny_llama, tmp_path, config, make))
 
 
-@pytest.mark.parametrize("group_size", [32, 64])
-def test_awq_of_llama_is_what_it_stands_for(tiny_llama: Path, tmp_path: Path, group_size: int):
-    config = {"quant_method": "awq", "bits": 4, "group_size": group_size, "version": "gemm"}
-    make = partial(awq, group_size=group_size)
-    check(tmp_path, tiny_llama, write(tiny_llama, tmp_path, config, make))
-
-
-def test_awq_of_qwen_is_what_it_stands_for(tiny_qwen: Path, tmp_path: Path):
-    config = {"quant_method": "awq", "w_bit": 4, "q_group_size": 128, "version": "GEMM"}
-    check(tmp_path, tiny_qwen, write(tiny_qwen, tmp_path, config, partial(awq, group_size=128)))
+@pytest.mark.parametrize(
+    ("model", "group_size", "config"),
+    [
+        ("tiny_llama", 32, {"bits": 4, "group_size": 32, "version": "gemm"}),
+        ("tiny_llama", 64, {"bits": 4, "group_size": 64, "version": "gemm"}),
+        ("tiny_qwen", 128, {"w_bit": 4, "q_group_size": 128, "version": "GEMM"}),
+    ],
+)
+def test_awq_is_what_it_stands_for(model: str, tmp_path: Path, group_size: int, config, request):
+    folder, make = request.getfixturevalue(model), partial(awq, group_size=group_size)
+    check(tmp_path, folder, write(folder, tmp_path, {"quant_method": "awq"} | config, make))
 
 
 def test_a_zero_point_of_nothing_in_version_1_borrows_from_the_next_one(tmp_path: Path):
@@ -156,9 +155,7 @@ def test_a_zero_point_of_nothing_in_version_1_borrows_from_the_next_one(tmp_path
 
 @pytest.mark.parametrize("shard_dim", [0, 1])
 @pytest.mark.parametrize("make", [gptq, awq])
-def test_ranks_take_slices_of_codes_and_scales(
-    tiny_llama: Path, tmp_path: Path, shard_dim: int, make: Any
-):
+def test_ranks_take_slices_of_codes_and_scales(tiny_llama, tmp_path, shard_dim, make):
     config = gptq_config(group_size=64) if make is gptq else {"quant_method": "awq"}
     write(tiny_llama, tmp_path, config, partial(make, group_size=64))
     check_slices(tmp_path, shard_dim)
@@ -174,11 +171,7 @@ def test_ranks_cannot_share_scattered_groups(tiny_llama: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
-        (
-            {"checkpoint_format": "marlin"},
-            {},
-            "checkpoint_format 'marlin' of GPTQ is not supported",
-        ),
+        ({"checkpoint_format": "marlin"}, {}, "checkpoint_format 'marlin' of GPTQ is not"),
         ({"quant_method": "awq", "version": "gemv"}, {}, "4 bits in the layout 'gemv'"),
         ({"quant_method": "awq", "bits": 8}, {}, "AWQ of 8 bits"),
         ({}, {"scales": None}, "layer model.layers.0.mlp.up_proj has no scales beside its qweight"),
@@ -189,20 +182,8 @@ def test_ranks_cannot_share_scattered_groups(tiny_llama: Path, tmp_path: Path):
         ({}, {"g_idx": torch.zeros(6).int()}, "up_proj has a g_idx whose groups are not of 32"),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(
-    tiny_llama: Path,
-    tmp_path: Path,
-    config: dict[str, Any],
-    change: dict[str, Tensor | None],
-    message: str,
-):
+def test_what_is_not_known_is_refused_by_name(tiny_llama, tmp_path, config, change, message):
     write(tiny_llama, tmp_path, gptq_config(group_size=32) | config, gptq)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    for leaf, tensor in change.items():
-        del tensors[name := f"model.layers.0.mlp.up_proj.{leaf}"]
-        if tensor is not None:
-            tensors[name] = tensor
-    save_file(tensors, file)
+    change_layer(tmp_path, change)
     with pytest.raises(UnsupportedModel, match=message):
         Driver(config_for(tmp_path))

@@ -1,7 +1,5 @@
 """--quantization-imatrix: files as llama-imatrix writes them, and what they do to the rounding."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,9 +25,7 @@ NAMES_OF_ONE = {"attn_output": "self_attn.o_proj", "ffn_down": "mlp.down_proj"}
 
 
 def write(path: Path, kind: str = "imatrix", **changed: Any) -> dict[str, np.ndarray]:
-    """Sums of squares of 50 inputs for each matrix of a model with two layers; returns the mean
-    squares.
-    """
+    """Sums of squares of 50 inputs for each matrix of two layers; returns the mean squares."""
     generator = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "")
     writer.add_type(kind)
@@ -99,23 +95,6 @@ def test_matrices_of_a_model_get_theirs(tiny_llama: Path, tmp_path: Path):
         assert after < 0.9 * before
 
 
-def test_matrices_that_it_does_not_have_are_counted(
-    tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    """Such as those of experts, which llama.cpp has as one."""
-    write(tmp_path / "all")
-    write(tmp_path / "some", ffn_down=None)
-    for name, told in (
-        ("all", []),
-        ("some", ["2 matrices, such as model.layers.0.mlp.down_proj."]),
-    ):
-        caplog.clear()
-        options = {"quantization": "int4", "quantization_imatrix": str(tmp_path / name)}
-        Driver(config_for(tiny_llama, block_size=16, **options))
-        found = [each.getMessage() for each in caplog.records if "imatrix" in each.getMessage()]
-        assert len(found) == len(told) and all(map(str.__contains__, found, told))
-
-
 def test_a_plan_with_one_is_that_without(tiny_llama: Path, tmp_path: Path):
     path = tmp_path / "file"
     write(path)
@@ -133,9 +112,7 @@ def test_a_plan_with_one_is_that_without(tiny_llama: Path, tmp_path: Path):
         ("imatrix", {"ffn_down": 96}, UnsupportedModel, "128 columns, the importance matrix 96"),
     ],
 )
-def test_another_file_is_refused(
-    tiny_llama: Path, tmp_path: Path, kind: str, changed: dict[str, int], error: Any, told: str
-):
+def test_another_file_is_refused(tiny_llama, tmp_path, kind, changed, error, told):
     write(tmp_path / "file", kind, **changed)
     options = {"quantization": "int4", "quantization_imatrix": str(tmp_path / "file")}
     with pytest.raises(error, match=told):

@@ -1,7 +1,5 @@
 """4 bits made while loading: the nearest of 16 numbers, matrix by matrix, in recorded steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -56,9 +54,7 @@ def test_the_table_of_the_vocabulary_has_8_bits(tiny_llama: Path):
 
 
 @pytest.mark.parametrize("switch", [*native.CAPABILITIES, "off"])
-def test_outputs_are_close_to_those_without(
-    tiny_llama: Path, switch: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_outputs_are_close_to_those_without(tiny_llama, switch, monkeypatch):
     for _ in forced(switch, monkeypatch):
         logits = []
         for quantization in (None, "int4"):
@@ -74,9 +70,7 @@ def test_outputs_are_close_to_those_without(
         assert 0 < divergence < 0.1
 
 
-def test_a_matrix_takes_its_form_before_the_next_is_read(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_matrix_takes_its_form_before_the_next_is_read(tiny_llama, monkeypatch):
     """Or the whole model would be there in the checkpoint's type first."""
     unformed = []
     load = Matrix.load

@@ -1,7 +1,5 @@
 """8 bits made while loading: of turned rows, by every instruction set that this CPU has."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,9 +94,7 @@ def test_the_largest_sums_are_those_of_integers(size: int, x_dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_activations_are_rounded_where_it_was_asked_for_rounded_weights(
-    tiny_llama: Path, quantization: str
-):
+def test_activations_are_rounded_where_it_was_asked_for_rounded_weights(tiny_llama, quantization):
     def num_terms(**options: str) -> set[int]:
         config = config_for(tiny_llama, block_size=16, quantization=quantization, **options)
         parameters = Driver(config).worker.runner.model.named_parameters()
@@ -122,9 +118,7 @@ def test_activations_are_rounded_where_it_was_asked_for_rounded_weights(
     ],
     ids=str,
 )
-def test_keys_and_values_have_16_bits_where_activations_are_rounded(
-    tiny_llama: Path, options: dict[str, str], expected: torch.dtype
-):
+def test_keys_and_values_have_16_bits_where_activations_are_rounded(tiny_llama, options, expected):
     config = config_for(tiny_llama, block_size=16, **{"dtype": "float32", **options})
     runner = Driver(config).worker.runner
     assert {cache.dtype for cache in runner.kv_caches} == {expected}

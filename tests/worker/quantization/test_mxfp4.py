@@ -1,7 +1,5 @@
 """MXFP4 checkpoints of GPT-OSS: the tokens of transformers with the weights as it reads them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -65,15 +63,10 @@ def test_tokens_are_those_of_what_the_codes_stand_for(tmp_path: Path):
             lambda t: t.update({NAME + "_scales": t[NAME + "_scales"][:, :3].clone()}),
             r"blocks \[6, 64, 2, 16\] and scales \[6, 3, 2\], expected",
         ),
-        (
-            lambda t: t.update({NAME + "_scales": t[NAME + "_scales"].float()}),
-            "that are not bytes",
-        ),
+        (lambda t: t.update({NAME + "_scales": t[NAME + "_scales"].float()}), "that are not bytes"),
     ],
     ids=["no scales", "NaN", "shape", "type"],
 )
-def test_what_is_broken_is_refused_by_name(
-    tmp_path: Path, damage: Callable[[dict[str, Tensor]], object], message: str
-):
+def test_what_is_broken_is_refused_by_name(tmp_path, damage, message):
     with pytest.raises(UnsupportedModel, match=f"{NAME}.*{message}"):
         Driver(config_for(write(tmp_path, damage)))

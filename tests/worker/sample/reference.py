@@ -1,8 +1,4 @@
-"""Sampling restated for one row in float64 numpy, straight from the definitions; knows nothing of
-the sampler.
-"""
-
-from __future__ import annotations
+"""Sampling restated for one row in float64 numpy; knows nothing of the sampler."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -42,9 +38,7 @@ def softmax(logits):
 
 
 def narrow(probabilities, params: SamplingParams):
-    """The distribution after min-p, then top-k, then top-p. Ties with the last kept token are
-    kept.
-    """
+    """The distribution after min-p, top-k, top-p. Ties with the last token are kept."""
     p = np.where(probabilities >= params.min_p * probabilities.max(), probabilities, 0.0)
     if 0 < params.top_k < len(p):
         kth = np.sort(p)[-params.top_k]

@@ -1,7 +1,5 @@
 """bad_words against transformers' processor, step by step."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The contract of all logits processors, run over every file of their package."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,13 +1,7 @@
-"""Contract of all modules of servd/worker/sample/ops: equal to Python's integers, or to float64, on
-any memory.
-"""
-
-from __future__ import annotations
+"""Contract of all modules of servd/worker/sample/ops: Python's integers, or float64."""
 
 import importlib
 import pkgutil
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,9 +22,7 @@ each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 @pytest.fixture(params=MODULES)
-def module(
-    request: pytest.FixtureRequest, load_module: Callable[[str, str], Any]
-) -> ops.SamplingOps:
+def module(request, load_module) -> ops.SamplingOps:
     return load_module("servd.worker.sample.ops", request.param)
 
 
@@ -94,9 +86,7 @@ def test_a_token_whose_logit_is_not_finite_is_told(module, device):
 def random_biases(
     shape: tuple[int, int], seed: int, device: torch.device
 ) -> tuple[Biased, np.ndarray]:
-    """For all rows but the last one, if there are several: on an eighth of the tokens, shuffled;
-    and as a matrix.
-    """
+    """For all rows but the last: on an eighth of the tokens, shuffled; and as a matrix."""
     n, vocab = shape
     rng = np.random.default_rng(seed)
     named = [
@@ -117,9 +107,7 @@ def random_biases(
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "bitmask"])
 @pytest.mark.parametrize("rows", [None, "some", "all"])
-def test_shift_equals_float64(
-    module, shape, has_bias: bool, masked: bool, rows: str | None, device: torch.device
-):
+def test_shift_equals_float64(module, shape, has_bias, masked, rows, device):
     n, vocab = shape
     rng = np.random.default_rng(vocab)
     logits = random_logits(shape, device)
@@ -159,9 +147,7 @@ def test_shift_equals_float64(
 
 
 @each_shape
-def test_the_best_token_of_narrow_logits_is_that_of_the_same_in_float32(
-    module: ops.SamplingOps, shape, device: torch.device
-):
+def test_the_best_token_of_narrow_logits_is_that_of_the_same_in_float32(module, shape, device):
     logits = random_logits(shape, device).bfloat16()
     wide = logits.float()
     wide[0, :3], wide[0, 5] = torch.tensor([0.0, -0.0, -torch.inf]), torch.inf
@@ -171,9 +157,7 @@ def test_the_best_token_of_narrow_logits_is_that_of_the_same_in_float32(
     assert torch.equal(logits.float(), wide)
 
 
-def test_the_best_token_is_the_first_nan_or_the_first_maximum(
-    module: ops.SamplingOps, device: torch.device
-):
+def test_the_best_token_is_the_first_nan_or_the_first_maximum(module, device):
     nan, inf = torch.nan, torch.inf
     rows = [
         [1.0, 3.0, 3.0, -2.0],
@@ -237,9 +221,7 @@ NARROWINGS = [
 
 @pytest.mark.parametrize("vocab", [7, 5000])
 @pytest.mark.parametrize("scale", [0.0, 0.5, 5.0])
-def test_narrow_equals_the_definition(
-    module: ops.SamplingOps, vocab: int, scale: float, device: torch.device
-):
+def test_narrow_equals_the_definition(module, vocab, scale, device):
     """scale 0: all are equal, and more than a kernel keeps in registers."""
     weights = random_weights((1, vocab), device, scale)
     cases = [(k, p, min_p * WEIGHT_ONE) for k, p, min_p in NARROWINGS]
@@ -258,9 +240,7 @@ def test_narrow_equals_the_definition(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_narrow_equals_the_reference_bit_for_bit(
-    module: ops.SamplingOps, seed: int, device: torch.device
-):
+def test_narrow_equals_the_reference_bit_for_bit(module, seed, device):
     rng = np.random.default_rng(seed)
     rows, vocab = 4, int(rng.integers(2, 6000))
     weights = random_weights((rows, vocab), device, float(rng.uniform(0.1, 6)))
@@ -298,9 +278,7 @@ def uniform(seed: int, position: int) -> float:
 
 @each_shape
 @pytest.mark.parametrize("scale", [0.0, 3.0])
-def test_draw_equals_the_definition(
-    module: ops.SamplingOps, shape, scale: float, device: torch.device
-):
+def test_draw_equals_the_definition(module, shape, scale, device):
     weights = random_weights((1, shape[1]), device, scale)
     seeds = torch.tensor([0, -(2**63), 2**63 - 1, 5, 6, 7], device=device)
     positions = torch.tensor([0, 1, 2**31, 3, 99, 12345], device=device)
@@ -315,7 +293,7 @@ def test_draw_equals_the_definition(
 
 @pytest.mark.parametrize("u, token", [(0.0, 2), (1 - 2.0**-53, 4)])
 def test_the_ends_of_the_unit_interval_give_the_first_and_the_last_possible_token(
-    monkeypatch, u: float, token: int
+    monkeypatch, u, token
 ):
     reference = importlib.import_module("servd.worker.sample.ops.reference")
     monkeypatch.setattr(

@@ -1,7 +1,5 @@
 """Every sampling parameter alone against `transformers`' processors and the float64 reference."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,8 +1,4 @@
-"""The whole sampler: exact distributions, and independence of the batch, of preemption and of
-earlier requests.
-"""
-
-from __future__ import annotations
+"""The whole sampler: exact distributions, independence of batch, preemption and neighbours."""
 
 import math
 from typing import NamedTuple
@@ -94,19 +90,6 @@ def test_drawn_frequencies_fit_the_exact_distribution(params):
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom) + 10
 
 
-def test_greedy_rows_take_the_most_probable_token():
-    logits = logits_at(seed=1, rows=3)
-    sampler = new_sampler()
-    for slot, params in enumerate(
-        [SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(temperature=0)]
-    ):
-        sampler.add(slot, params, [1], [], EOS)
-    tokens = sample(sampler, logits, [0, 1, 2], [1, 1, 1])
-    best = logits.argmax(-1).tolist()
-    assert (tokens[0], tokens[2]) == (best[0], best[2])
-    assert sample(sampler, logits[[2, 0]], [2, 0], [1, 1]) == [best[2], best[0]]
-
-
 @pytest.mark.parametrize("others", [[], [EVERYTHING], [SamplingParams(seed=2, logprobs=2)]])
 def test_logits_in_the_type_of_the_model_are_those_of_the_same_numbers_in_float32(others):
     """Where nothing changes them, they are read as they are."""
@@ -196,9 +179,7 @@ def test_a_token_does_not_depend_on_the_rest_of_the_batch(requests, random):
 @settings(deadline=None)
 @given(running(), running(), st.integers(0, 4))
 def test_preemption_leaves_no_trace(request_, previous, preempted_after):
-    """Six steps in one go equal six steps with a preemption in between, into a slot that somebody
-    else used.
-    """
+    """Six steps in one go equal six with a preemption between, into a used slot."""
 
     def generate(sampler: Sampler, slot: int, outputs: list[int], num_tokens: int) -> list[int]:
         sampler.add(slot, request_.params, request_.prompt, outputs, EOS)
@@ -238,13 +219,8 @@ def test_no_end_before_min_tokens():
     sampler.add(0, params, [1, 2], [], EOS)
     logits = torch.zeros(1, VOCAB)
     logits[0, [0, 7, 11, 20]] = torch.tensor([5.0, 9.0, 8.0, 1.0])
-    assert [sample(sampler, logits, [0], [position])[0] for position in range(2, 7)] == [
-        20,
-        20,
-        20,
-        7,
-        7,
-    ]
+    drawn = [sample(sampler, logits, [0], [position])[0] for position in range(2, 7)]
+    assert drawn == [20, 20, 20, 7, 7]
 
 
 def test_a_grammar_bitmask_joins_allowed_tokens_and_bias():
@@ -303,12 +279,8 @@ def test_contradictory_constraints_still_yield_a_valid_id():
 
 
 def test_a_step_in_which_no_row_samples():
-    output = new_sampler()(
-        torch.empty(0, VOCAB),
-        torch.empty(0, dtype=torch.int64),
-        [],
-        torch.empty(0, dtype=torch.int64),
-    )
+    nothing = torch.empty(0, dtype=torch.int64)
+    output = new_sampler()(torch.empty(0, VOCAB), nothing, [], nothing)
     assert output.token_ids.shape == (0,)
     assert output.logprobs is None
 

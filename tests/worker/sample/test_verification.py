@@ -1,7 +1,5 @@
 """Verification of drafts: whatever is drafted, each row gets the tokens that it gets without."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -208,7 +206,7 @@ FREE = {
     "min_p": SamplingParams(temperature=0.8, min_p=0.05, logit_bias={5: 2.0, 9: -3.0}),
 }
 IN_TURN = {  # what follows the tokens that were said, which trees do not have
-    "penalized": SamplingParams(temperature=1.0, frequency_penalty=0.8, repetition_penalty=1.3),
+    "penalized": SamplingParams(temperature=1.0, frequency_penalty=0.8, repetition_penalty=1.3)
 }
 # The input before each draft, and its rank among the likeliest tokens there.
 CHAIN = [(0, 0), (1, 1)]
@@ -223,9 +221,7 @@ TREE = [(0, 0), (0, 2), (1, 0), (1, 1), (2, 0), (3, 0)]
     ids=[f"chain, {name}" for name in FREE | IN_TURN] + [f"tree, {name}" for name in FREE],
 )
 def test_drawn_frequencies_around_drafts_fit_the_exact_distribution(shape, case, has_grammar):
-    """The token after each input that the text reached: as many requests that differ in their
-    seeds, in one step.
-    """
+    """The token after each input that the text reached: requests that differ in their seeds."""
     num_rows = 4_000
     inputs = [PROMPT]
     for parent, rank in shape:

@@ -8,8 +8,6 @@ returns the rest of `--speculative-config`; a method without one needs nothing.
         return {"model": str(folder)}
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

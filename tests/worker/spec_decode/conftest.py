@@ -1,7 +1,5 @@
 """What tests of proposers share."""
 
-from __future__ import annotations
-
 import pytest
 
 from servd.core import draft_length
@@ -10,9 +8,7 @@ from servd.core.draft_length import Acceptance, DraftLengthController
 
 @pytest.fixture
 def counts(monkeypatch) -> list[tuple[int, int]]:
-    """Drafts of each row of each step, and how many of them were kept; every draft pays, and no
-    step does without.
-    """
+    """Drafts of each row of each step, and how many were kept; every draft pays."""
     counted: list[tuple[int, int]] = []
     monkeypatch.setattr(DraftLengthController, "relative_costs", lambda *_: (1e-9, 0.0))
     monkeypatch.setattr(draft_length, "PAUSE_STEPS", 0)

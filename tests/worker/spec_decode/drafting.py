@@ -1,7 +1,5 @@
 """Drafts of real workers, to be compared with those of a plain implementation."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,4 @@
-"""eagle and eagle3 against a plain implementation of their published layouts, which computes all
-of a sequence for each draft.
-"""
-
-from __future__ import annotations
+"""eagle and eagle3 against a plain implementation that computes a sequence for each draft."""
 
 from collections.abc import Container
 from pathlib import Path
@@ -156,16 +152,12 @@ def rewrite(folder: Path, tensors: dict[str, Tensor], **config: Any) -> None:
     ids=["graphs", "kernels", "torch"],
 )
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_drafts_are_those_of_a_plain_implementation(
-    target: Path, tmp_path: Path, method: str, options: dict[str, Any]
-):
+def test_drafts_are_those_of_a_plain_implementation(target, tmp_path, method, options):
     assert_drafts(target, method, getattr(checkpoints, method)(target, tmp_path), **options)
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_drafts_beside_decode_steps_that_are_graphs(
-    target: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_drafts_beside_decode_steps_that_are_graphs(target, tmp_path, method, monkeypatch):
     use_recorded_runner(monkeypatch)
     assert_drafts(target, method, getattr(checkpoints, method)(target, tmp_path))
 
@@ -203,7 +195,7 @@ def test_a_row_with_few_drafts_beside_one_with_many(target: Path, tmp_path: Path
 @pytest.mark.parametrize("num_missed", [1, 9])
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_tokens_that_nobody_drafts_at_are_not_followed(
-    target: Path, tmp_path: Path, method: str, num_missed: int, monkeypatch: pytest.MonkeyPatch
+    target, tmp_path, method, num_missed, monkeypatch
 ):
     """Such steps do nothing for drafts; those after them are of a head that never saw them."""
     config = {"method": method} | getattr(checkpoints, method)(target, tmp_path)
@@ -233,9 +225,7 @@ def test_tokens_that_nobody_drafts_at_are_not_followed(
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_prompts_are_not_followed_where_nobody_drafts_for_long(
-    target: Path, tmp_path: Path, method: str
-):
+def test_prompts_are_not_followed_where_nobody_drafts_for_long(target, tmp_path, method):
     """But for those that drafts are wanted after; drafts after others know what came later."""
     config = {"method": method} | getattr(checkpoints, method)(target, tmp_path)
     driver = Driver(config_for(target, speculative_config=config, block_size=16))
@@ -350,31 +340,23 @@ def test_drafts_of_an_echo_are_all_kept(tmp_path: Path):
         ),
     ],
 )
-def test_heads_of_another_model(
-    target: Path, tmp_path: Path, options: dict[str, Any], message: str
-):
+def test_heads_of_another_model(target, tmp_path, options, message):
     config = {"method": "eagle3"} | checkpoints.eagle3(target, tmp_path, **options)
     with pytest.raises(ConfigError, match=message):
         Driver(config_for(target, speculative_config=config))
 
 
-def test_an_embedding_of_its_own_needs_the_vocabulary_of_the_model_too(
-    target: Path, tmp_path: Path
-):
+def test_an_embedding_of_its_own_needs_the_vocabulary_of_the_model_too(target, tmp_path):
     config = {"method": "eagle3"} | checkpoints.eagle3(target, tmp_path)
     rewrite(
-        tmp_path,
-        {"embed_tokens.weight": draw(50, read_spec(target).hidden_size)},
-        vocab_size=50,
+        tmp_path, {"embed_tokens.weight": draw(50, read_spec(target).hidden_size)}, vocab_size=50
     )
     with pytest.raises(ConfigError, match="has 50 tokens in the vocabulary and the model has 199"):
         Driver(config_for(target, speculative_config=config))
 
 
 @pytest.mark.parametrize(("offset", "token_id"), [(101, 199), (-99, -1)])
-def test_a_vocabulary_of_eagle3_that_leaves_that_of_the_model(
-    target: Path, tmp_path: Path, offset: int, token_id: int
-):
+def test_a_vocabulary_of_eagle3_that_leaves_that_of_the_model(target, tmp_path, offset, token_id):
     """Number 98, the last one of the head's, stands for a token that does not exist."""
     config = {"method": "eagle3"} | checkpoints.eagle3(target, tmp_path)
     d2t = load_file(tmp_path / "model.safetensors")["d2t"]

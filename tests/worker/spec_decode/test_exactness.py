@@ -1,8 +1,4 @@
-"""Drafts of every method beside references that know nothing of them: the text decides how many are
-kept, an enumeration how often each text comes.
-"""
-
-from __future__ import annotations
+"""Drafts of every method beside an enumeration of how often each text comes."""
 
 import math
 import random
@@ -39,9 +35,7 @@ PROMPT = [*range(11), *(i for x in (0, 1, 2, 3, 4, 5, 10) for i in (2, 0, x, x))
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of so few tokens that drafts of random weights are often right, and which likes to
-    say the last one again.
-    """
+    """A model of so few tokens that random drafts are often right; it repeats the last one."""
     options = {"vocab_size": EOS + 1, "head_dim": 16, "eos_token_id": EOS}
     options |= {"tie_word_embeddings": True}
     folder = make_checkpoint(tmp_path_factory.mktemp("target"), "llama", LLAMA | options)
@@ -185,9 +179,7 @@ def chances(target: Path, sampling: str, has_grammar: bool) -> dict[tuple[int, .
 @pytest.mark.parametrize("has_grammar", [False, True], ids=["free", "grammar"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", NAMES)
-def test_texts_come_as_often_as_enumerated(
-    name: str, sampling: str, has_grammar: bool, target: Path, tmp_path: Path, counts
-):
+def test_texts_come_as_often_as_enumerated(name, sampling, has_grammar, target, tmp_path, counts):
     """Chi-square over all texts of a few tokens, of requests that differ in their seeds."""
     options = OPTIONS | SAMPLINGS[sampling]
     options |= {"structured_output": GRAMMAR} if has_grammar else {}
@@ -242,12 +234,8 @@ def plain_500() -> Log:
 @pytest.mark.parametrize("batch", [1, 7])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("name", NAMES)
-def test_500_prompts_at_every_depth_and_batch(
-    name: str, depth: int, batch: int, tmp_path: Path, plain_500: Log, counts
-):
-    """EAGLE-3 has the head that the demo model has, and the draft model is the model itself; other
-    heads are random, and mostly wrong.
-    """
+def test_500_prompts_at_every_depth_and_batch(name, depth, batch, tmp_path, plain_500, counts):
+    """EAGLE-3 has its own head, the draft model is the model; other heads are random."""
     config = config_of(name, DEMO_FOLDER, tmp_path)
     if name == "eagle3":
         config["model"] = str(DEMO_HEAD)

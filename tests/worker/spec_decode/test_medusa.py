@@ -1,8 +1,5 @@
 """medusa against a plain implementation of both published layouts."""
 
-from __future__ import annotations
-
-import re
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +130,3 @@ def test_an_output_head_of_more_tokens_than_the_model_has(target: Path, tmp_path
     write(tmp_path, {}, tensors)
     with pytest.raises(ConfigError, match=f"drafts token {spec.vocab_size}, and the model has"):
         Driver(config_for(target, speculative_config=config))
-
-
-def test_the_log_says_what_drafts(target: Path, tmp_path: Path, caplog):
-    caplog.set_level("INFO", "servd")
-    config = {"method": "medusa"} | checkpoints.medusa(target, tmp_path)
-    Driver(config_for(target, speculative_config=config))
-    draft = rf"drafts by medusa \({tmp_path}, [\d.]+KiB\), up to 3 in a step of a request"
-    assert re.search(draft, caplog.text)

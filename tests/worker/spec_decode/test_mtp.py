@@ -1,7 +1,5 @@
 """The layer behind a model's own drafts what that of transformers does."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

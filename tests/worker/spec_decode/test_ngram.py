@@ -1,7 +1,5 @@
 """ngram against a search in plain Python."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import cast
 

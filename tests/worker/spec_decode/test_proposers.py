@@ -1,7 +1,5 @@
 """The contract of all proposers, run over every file of their package: drafts change no output."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

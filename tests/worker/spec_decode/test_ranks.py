@@ -1,7 +1,5 @@
 """Two ranks draft what one does."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 from typing import Any
@@ -37,10 +35,7 @@ def draft(
         max_new_drafts=NUM_DRAFTS,
     )  # fmt: skip
     drafts = []
-    for step in (
-        SchedulerOutput(1, [first], [new]),
-        SchedulerOutput(2, [second]),
-    ):
+    for step in (SchedulerOutput(1, [first], [new]), SchedulerOutput(2, [second])):
         worker.execute_model(step)
         drafts.append(worker.sample_tokens().result().draft_token_ids[0])
     torch.save(drafts, f"{result}.{rank}")

@@ -1,7 +1,5 @@
 """suffix against a search in plain Python, over the request and others' outputs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Trees of drafts: several for the same place, each on its own branch."""
 
-from __future__ import annotations
-
 import random
 from itertools import product
 from pathlib import Path
