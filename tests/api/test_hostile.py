@@ -1,7 +1,5 @@
 """Whatever a client sends, the server has an answer for it, and is as it was before."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
@@ -60,9 +58,7 @@ def asked_timeout(case: Case) -> float:
 
 
 def is_allowed(status: int, case: Case) -> bool:
-    """Whether a request may get this answer: 503 if the server is full, 507 if its disk is, and
-    504 if it asked for an answer within a short time.
-    """
+    """Whether this is an answer to it; 504 only if it asked for an answer within a short time."""
     if status == 504:
         return asked_timeout(case) < SHORT_TIMEOUT
     return status < 500 or status in (503, 507)
