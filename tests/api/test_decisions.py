@@ -1,7 +1,5 @@
 """POST /v1/decisions: the trie of the options, the wire form, limits and admission."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
