@@ -418,7 +418,7 @@ async def test_a_certificate_that_comes_before_its_key_changes_nothing(tmp_path:
         ({"ssl_keyfile": "key.pem"}, "--ssl-keyfile needs --ssl-certfile"),
         ({"ssl_cert_reqs": 2, "ssl_certfile": "c"}, "--ssl-cert-reqs needs --ssl-ca-certs"),
         ({"ssl_certfile": "nowhere.pem"}, "nowhere.pem: No such file"),
-        ({"ssl_certfile": __file__}, r"test_tls\.py: .*PEM private key.* --ssl-keyfile"),
+        ({"ssl_certfile": __file__}, r"test_auth\.py: .*PEM private key.* --ssl-keyfile"),
         ({"ssl_certfile": "c", "ssl_ciphers": "ROT13"}, "--ssl-ciphers ROT13: OpenSSL has none"),
     ],
 )
