@@ -94,10 +94,16 @@ async def test_cve_2025_46570_no_tenant_sees_anothers_cache():
 
 async def test_cve_2026_22778_errors_have_no_paths_and_addresses():
     bodies: list[object] = [
-        {}, [], {"messages": 3}, HI | {"n": 0}, HI | {"model": "/etc/passwd0"}, HI | {"stop": [{}]},
-        HI | {"logit_bias": {"x": 1}}, HI | {"tools": 3},
+        {},
+        [],
+        {"messages": 3},
+        HI | {"n": 0},
+        HI | {"model": "/etc/passwd0"},
+        HI | {"stop": [{}]},
+        HI | {"logit_bias": {"x": 1}},
+        HI | {"tools": 3},
         HI | {"response_format": {"type": "json_schema"}},
-    ]  # fmt: skip
+    ]
     async with serve() as served:
         answers = [await served.http.post(CHAT, json=body) for body in bodies]
         answers += [await served.http.get(path) for path in ("/nowhere", "/v1/models/none", CHAT)]

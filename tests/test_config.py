@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from servd.base.errors import ConfigError
 from servd.base.sizes import format_bytes, parse_bytes
-from servd.cli._options import read_config_file
 from servd.config import Config
+from servd.terminal.engine_flags import read_config_file
 
 SECTIONS = {f.name: f.type for f in msgspec.structs.fields(Config)}
 OPTIONS = [(section, f) for section, kind in SECTIONS.items() for f in msgspec.structs.fields(kind)]

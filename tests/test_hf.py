@@ -1,4 +1,4 @@
-"""Model files: config.json of both families, weight files, errors with a remedy."""
+"""Model files: config.json of both families, weight files, errors with a hint."""
 
 import json
 

@@ -33,20 +33,29 @@ BOUNDS = [
     ("min_tokens", [0, 16], [-1, 17]),
     ("logprobs", [None, 0, MAX_CANDIDATES], [-1, MAX_CANDIDATES + 1]),
     ("prompt_logprobs", [None, 0, MAX_CANDIDATES], [-1, MAX_CANDIDATES + 1]),
-    ("repetition_detection", [None, Repetition(0, 0, 0), Repetition(MAX_PATTERN_SIZE,
-        MAX_PATTERN_SIZE, 2)],
-     [Repetition(MAX_PATTERN_SIZE + 1, 0, 2), Repetition(-1), Repetition(3, 4, 2),
-         Repetition(3, -1, 2),
-      Repetition(3, 3, 1)]),
+    (
+        "repetition_detection",
+        [None, Repetition(0, 0, 0), Repetition(MAX_PATTERN_SIZE, MAX_PATTERN_SIZE, 2)],
+        [
+            Repetition(MAX_PATTERN_SIZE + 1, 0, 2),
+            Repetition(-1),
+            Repetition(3, 4, 2),
+            Repetition(3, -1, 2),
+            Repetition(3, 3, 1),
+        ],
+    ),
     ("thinking_token_budget", [None, 0, 10**6], [-1]),
     ("logprob_token_ids", [[], [0, VOCAB - 1] * 64], [[-1], [VOCAB], [0] * 129]),
     ("bad_words", [[], ["x"] * MAX_BAD_WORDS], [[""], ["x"] * (MAX_BAD_WORDS + 1)]),
     ("stop", [[], ["x"] * MAX_STOP], [[""], ["x"] * (MAX_STOP + 1)]),
     ("stop_token_ids", [[], [0, VOCAB - 1]], [[-1], [VOCAB]]),
     ("allowed_token_ids", [None, [0, VOCAB - 1]], [[], [VOCAB]]),
-    ("logit_bias", [{}, {0: -100.0, VOCAB - 1: 100.0}],
-        [{VOCAB: 1.0}, {-1: 1.0}, {0: 100.5}, {0: float("nan")}]),
-]  # fmt: skip
+    (
+        "logit_bias",
+        [{}, {0: -100.0, VOCAB - 1: 100.0}],
+        [{VOCAB: 1.0}, {-1: 1.0}, {0: 100.5}, {0: float("nan")}],
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -117,10 +126,13 @@ def test_a_bad_word_has_a_limited_number_of_tokens():
         ).validate(VOCAB)
 
 
-@pytest.mark.parametrize(("field", "inside", "outside"), [
-    ("pooling", [None, "last", "mean", "cls", "all"], ["max", ""]),
-    ("dimensions", [None, 1, 64], [0, 65]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("field", "inside", "outside"),
+    [
+        ("pooling", [None, "last", "mean", "cls", "all"], ["max", ""]),
+        ("dimensions", [None, 1, 64], [0, 65]),
+    ],
+)
 def test_bounds_of_pooling_params(field, inside, outside):
     for value in inside:
         PoolingParams(**{field: value}).validate(hidden_size=64)

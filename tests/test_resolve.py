@@ -14,10 +14,20 @@ from servd.config import Config, choices, options_by_name
 from servd.config.resolve import Machine, look_at_machine, resolve
 
 SPEC = ModelSpec(
-    folder="/m", model_type="llama", architecture="LlamaForCausalLM", vocab_size=512,
-    hidden_size=64, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=8,
-    max_position_embeddings=2048, dtype="bfloat16", eos_token_ids=[3], config={},
-)  # fmt: skip
+    folder="/m",
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    vocab_size=512,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=8,
+    max_position_embeddings=2048,
+    dtype="bfloat16",
+    eos_token_ids=[3],
+    config={},
+)
 CPU = Machine()
 CUDA = Machine(num_gpus=2, torch_has_cuda=True)
 
@@ -109,10 +119,18 @@ def test_a_gpu_with_a_cpu_build_of_torch_falls_back_to_cpu_with_a_warning(caplog
 
 
 GIVEN = {
-    "device": "cpu", "dtype": "float16", "shorten_max_model_len": False, "max_model_len": 100,
-    "max_num_seqs": 3, "max_num_batched_tokens": 7, "async_scheduling": True,
-    "served_model_name": ["x"], "executor": "fake", "block_size": 4, "model_impl": "servd",
-}  # fmt: skip
+    "device": "cpu",
+    "dtype": "float16",
+    "shorten_max_model_len": False,
+    "max_model_len": 100,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 7,
+    "async_scheduling": True,
+    "served_model_name": ["x"],
+    "executor": "fake",
+    "block_size": 4,
+    "model_impl": "servd",
+}
 
 
 def test_a_folder_is_known_by_its_own_name_too(tmp_path):
@@ -285,9 +303,10 @@ def test_an_encoder_computes_prompts_whole():
     with pytest.raises(ConfigError, match="--model-impl transformers has no encoders"):
         decide(model_impl="transformers")
     for option, value in (
-        ("speculative_config", "ngram"), ("tool_call_parser", "hermes"),
+        ("speculative_config", "ngram"),
+        ("tool_call_parser", "hermes"),
         ("reasoning_parser", "deepseek_r1"),
-    ):  # fmt: skip
+    ):
         flag = option.replace("_", "-")
         with pytest.raises(ConfigError, match=f"--{flag} .* bert is an encoder.*: leave it out"):
             decide(**{option: value})

@@ -1,7 +1,5 @@
 """Fixtures of the API room's tests: running servers, see harness.py."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import httpx

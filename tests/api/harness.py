@@ -1,6 +1,4 @@
-"""A whole server without processes: the real application and AsyncLLM over an engine in this event
-loop.
-"""
+"""A whole server in this process: the real application and AsyncLLM, over a fake engine."""
 
 from __future__ import annotations
 
@@ -36,6 +34,7 @@ from servd.core.executor.fake import FakeExecutor, Row, expected_tokens
 from servd.core.structured_output.manager import Compiled
 from servd.messages.engine import (
     Audit,
+    EngineCoreRequest,
     EngineReady,
     EngineRestarting,
     FromEngine,
@@ -46,10 +45,19 @@ from servd.messages.engine import (
 from tests.limits import WAIT_SECONDS
 
 if TYPE_CHECKING:
+    import openai
+
     from servd.api.observability.otel import SpanExporter
 
 MODEL = "org/fake-model"  # with a slash, as on the hub
 ALIAS = "fake"
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+# What a model that thinks says with a tool `weather`, in the form of Qwen and Hermes.
+WEATHER_SCRIPT = (
+    "<think>\nWhere is it?\n</think>\n\nLet me look.\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+)
 
 
 class ScriptedExecutor(FakeExecutor):
@@ -102,9 +110,11 @@ class InProcessEngine:
         self._readable, self._written = os.pipe()
         self._steps: asyncio.Task[None] | None = None
         self.ready = EngineReady(
-            self.worker, config.model.max_model_len or 0, config.cache.block_size,
+            self.worker,
+            config.model.max_model_len or 0,
+            config.cache.block_size,
             kv_stores=self.core.scheduler.report(0).kv_stores,
-        )  # fmt: skip
+        )
         if is_ready:
             self.tell(self.ready)
 
@@ -142,9 +152,7 @@ class InProcessEngine:
         self.generation = generation
 
     def die(self, computing: Iterable[str] = ()) -> None:
-        """End this engine in the middle of computing these prompts, and have its parent say so;
-        `revive` starts another.
-        """
+        """End this engine while it computes these prompts; `revive` starts another."""
         computing = [*computing]
         if self._steps is not None:
             self._steps.cancel()
@@ -204,15 +212,9 @@ async def serve(
     store: AdapterStore | None = None,
     **options: Any,
 ) -> AsyncIterator[Served]:
-    """Run a server, whose model says `script` if there is one, text or tokens; `options` are those
-    of Config.
-    """
-    settings = {
-        "executor": "fake",
-        "served_model_name": [MODEL, ALIAS],
-        "max_model_len": 4096,
-        **options,
-    }
+    """Run a server with `options` of Config, whose model says `script` (text or tokens), if any."""
+    settings = {"executor": "fake", "served_model_name": [MODEL, ALIAS], "max_model_len": 4096}
+    settings |= options
     config = resolve(Config.load(settings), spec, Machine())
     tokenizer = Tokenizer.load(spec.folder) if spec.folder else Tokenizer.bytes()
     size = config.parallel.data_parallel_size
@@ -285,6 +287,18 @@ async def until(condition: Callable[[], object], seconds: float = WAIT_SECONDS) 
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+def connect_openai(served: Served, key: str = "any") -> openai.AsyncOpenAI:
+    """The client of OpenAI for a server that listens."""
+    import openai
+
+    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0)
+
+
+def requests_sent(engine: InProcessEngine) -> list[EngineCoreRequest]:
+    """The requests that an engine was sent, in order."""
+    return [message for message in engine.sent if isinstance(message, EngineCoreRequest)]
 
 
 def events(text: str) -> list[Any]:

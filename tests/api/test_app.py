@@ -1,16 +1,19 @@
 """The application as a whole: request ids, timelines, ignored fields, limits."""
 
-from __future__ import annotations
-
 import asyncio
+import json
 import logging
+from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from servd.api.http import middleware
 from servd.api.http.middleware import MAX_BODY
-from tests.api.harness import Served, listening, serve, user
+from servd.api.protocol.json_size import has_more_values
+from tests.api.harness import Served, user
 
 
 async def test_a_request_id_is_made_or_taken_over(http):
@@ -22,20 +25,16 @@ async def test_a_request_id_is_made_or_taken_over(http):
 
 @pytest.mark.parametrize("bad", ["", "a b", "a" * 129, 'x"y', "\u00e9".encode("latin-1")])
 async def test_an_unsafe_request_id_is_replaced(http, bad):
-    answer = await http.get(
-        "/version", headers={b"X-Request-Id": bad if isinstance(bad, bytes) else bad.encode()}
-    )
+    name = bad if isinstance(bad, bytes) else bad.encode()
+    answer = await http.get("/version", headers={b"X-Request-Id": name})
     assert answer.headers["x-request-id"].isalnum()
 
 
 async def test_two_running_requests_may_have_the_same_request_id(http):
     body = {"messages": user("hi"), "max_tokens": 3}
-    answers = await asyncio.gather(
-        *(
-            http.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "same"})
-            for _ in range(3)
-        )
-    )
+    headers = {"X-Request-Id": "same"}
+    asked = [http.post("/v1/chat/completions", json=body, headers=headers) for _ in range(3)]
+    answers = await asyncio.gather(*asked)
     assert [a.status_code for a in answers] == [200] * 3
     ids = {a.json()["id"] for a in answers}
     assert len(ids) == 3 and all(i.startswith("chatcmpl-same") for i in ids)
@@ -50,19 +49,6 @@ async def test_unknown_fields_are_named_in_a_header(http):
     assert "x-servd-ignored" not in known.headers
 
 
-async def test_unknown_stream_options_are_named_too(http):
-    body = {"prompt": "a", "stream": True, "stream_options": {"include_obfuscation": False}}
-    answer = await http.post("/v1/completions", json=body)
-    assert answer.headers["x-servd-ignored"] == "stream_options.include_obfuscation"
-
-
-async def test_no_request_leaves_an_open_timeline(served: Served):
-    await served.http.post("/v1/completions", json={"prompt": "a"})
-    await served.http.post("/v1/completions", json={"prompt": ["a", "b"], "stream": True})
-    await served.http.post("/v1/completions", json={"prompt": "a", "top_p": 7})
-    assert served.async_llm.requests == {}
-
-
 async def test_an_oversized_body_is_refused_by_its_content_length(http):
     answer = await http.post("/v1/completions", content=b"x" * (MAX_BODY + 1))
     assert answer.status_code == 413
@@ -74,9 +60,8 @@ async def test_an_oversized_chunked_body_is_refused_while_it_arrives(http):
         while True:
             yield b" " * 2**20
 
-    answer = await http.post(
-        "/v1/completions", content=endless(), headers={"content-type": "application/json"}
-    )
+    headers = {"content-type": "application/json"}
+    answer = await http.post("/v1/completions", content=endless(), headers=headers)
     assert answer.status_code == 413
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
@@ -92,29 +77,6 @@ async def test_an_internal_error_reveals_only_the_request_id(served: Served, mon
     error = answer.json()["error"]
     assert "secret" not in answer.text and answer.headers["x-request-id"] in error["message"]
     assert "secret detail" in caplog.text  # with the traceback
-
-
-async def test_no_other_origin_is_let_in(http):
-    answer = await http.options(
-        "/v1/chat/completions",
-        headers={"Origin": "http://evil.test", "Access-Control-Request-Method": "POST"},
-    )
-    assert answer.status_code == 405
-    assert not any(name.startswith("access-control") for name in answer.headers)
-
-
-async def test_one_connection_serves_many_requests():
-    async with (
-        serve() as served,
-        listening(served.app) as url,
-        httpx.AsyncClient(base_url=url) as client,
-    ):
-        for stream in (False, True, False, True):
-            answer = await client.post("/v1/completions", json={"prompt": "a", "stream": stream})
-            assert answer.status_code == 200
-            assert (
-                await client.post("/v1/completions", json={"prompt": "a", "n": 0})
-            ).status_code == 400
 
 
 async def test_bodies_that_are_still_arriving_are_limited_together(http, monkeypatch):
@@ -141,3 +103,34 @@ async def test_bodies_that_are_still_arriving_are_limited_together(http, monkeyp
     assert (await first).status_code == 200
     again = await asyncio.gather(send(900))
     assert again[0].status_code == 200
+
+
+# ---- how many values a body has ----
+
+TEXT = st.text(alphabet=st.sampled_from('a,[{"\\é\n'), max_size=12)
+DOCUMENT = st.recursive(
+    TEXT | st.integers() | st.none(),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(TEXT, inner, max_size=5),
+    max_leaves=40,
+)
+
+
+def num_marks(value: Any) -> int:
+    """One for each container, and for each of its elements after the first."""
+    if not isinstance(value, dict | list):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max(len(value) - 1, 0) + sum(map(num_marks, inner))
+
+
+@given(DOCUMENT, st.booleans())
+def test_the_limit_is_exact_whatever_the_strings_hold(document, is_ascii):
+    data = json.dumps(document, ensure_ascii=is_ascii).encode()
+    expected = num_marks(document)
+    assert not has_more_values(data, expected)
+    assert expected == 0 or has_more_values(data, expected - 1)
+
+
+@pytest.mark.parametrize("data", [b"", b'"', b'"\\', b'[,"\\"', b"\\", b'[[["', b',,,"\\\\\\"'])
+def test_what_is_no_json_does_no_harm(data):
+    has_more_values(data, 0)

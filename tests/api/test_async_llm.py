@@ -17,7 +17,7 @@ from servd.api.engine.processor import Processor
 from servd.api.observability.metrics import Metrics
 from servd.api.observability.tracer import Tracer
 from servd.api.request.request_state import RequestState
-from servd.api.text.prompt import Chat, Prompt
+from servd.api.text.prompt import Prompt
 from servd.api.text.tokenizer import Tokenizer
 from servd.base.errors import EngineDead, EngineError, InvalidRequest, Overloaded, ShuttingDown
 from servd.base.tracing import Mark, now_ns
@@ -27,9 +27,7 @@ from servd.messages.engine import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
-    EngineCoreRequest,
     EngineReady,
-    EngineStatus,
     FinishReason,
     WorkerReady,
 )
@@ -45,9 +43,7 @@ READY = EngineReady(
 
 
 class FakeClient:
-    """The engine's channel with the engine's side in the test's hands; edge-triggered as the real
-    one.
-    """
+    """The engine's channel with the engine's side in the test's hands; edge-triggered."""
 
     client = 0
     generation = 0
@@ -75,17 +71,12 @@ class FakeClient:
     def answer(
         self, text: str, finish: FinishReason | None = None, request_id: str = "r", **fields
     ) -> None:
-        self.push(
-            EngineCoreOutputs([EngineCoreOutput(request_id, list(text.encode()), finish, **fields)])
-        )
+        output = EngineCoreOutput(request_id, list(text.encode()), finish, **fields)
+        self.push(EngineCoreOutputs([output]))
 
     def aborted(self) -> list[str]:
-        return [
-            i
-            for message in self.sent
-            if isinstance(message, AbortRequests)
-            for i in message.request_ids
-        ]
+        aborts = [message for message in self.sent if isinstance(message, AbortRequests)]
+        return [request_id for each in aborts for request_id in each.request_ids]
 
 
 @pytest.fixture
@@ -93,15 +84,10 @@ async def llm():
     tokenizer = Tokenizer.bytes()
     config = Config().replace(max_waiting_requests=3)
     client = FakeClient()
-    llm = AsyncLLM(
-        config,
-        FAKE_SPEC,
-        [client],
-        Processor(config, FAKE_SPEC, tokenizer, 1000),
-        OutputProcessor(tokenizer),
-        Tracer(),
-        Metrics("m"),
-    )
+    processor = Processor(config, FAKE_SPEC, tokenizer, 1000)
+    metrics = Metrics("m")
+    outputs = OutputProcessor(tokenizer)
+    llm = AsyncLLM(config, FAKE_SPEC, [client], processor, outputs, Tracer(), metrics)
     client.inbox.append(READY)  # came before anybody listened: no event tells of it
     llm.start()
     yield llm
@@ -130,19 +116,6 @@ async def start(llm: AsyncLLM, prepared: RequestState) -> asyncio.Task:
     return task
 
 
-async def test_a_request_from_end_to_end(llm):
-    task = await start(llm, prepare(llm))
-    assert [type(m) for m in llm.engines[0].client.sent] == [EngineCoreRequest]
-    for text in ("Hello", " wor"):
-        llm.engines[0].client.answer(text)
-        await settle()
-    llm.engines[0].client.answer("ld", FinishReason.LENGTH)
-    deltas = await task
-    assert [delta.text for delta in deltas] == ["Hello", " wor", "ld"]
-    assert [delta.finish_reason for delta in deltas] == [None, None, FinishReason.LENGTH]
-    assert llm.engines[0].client.aborted() == []
-
-
 async def test_who_wants_an_answer_whole_is_woken_by_its_end(llm):
     task = asyncio.create_task(collect(llm.generate([prepare(llm)], in_pieces=False)))
     await settle()
@@ -167,23 +140,9 @@ async def test_deltas_that_wait_are_merged(llm):
     llm.engines[0].client.answer("F", FinishReason.LENGTH, "r_1")
     await settle()
     deltas = {delta.index: delta for delta in await collect(stream)}
-    assert {i: (d.text, d.finish_reason, len(d.token_ids)) for i, d in deltas.items()} == {
-        0: ("bcd", FinishReason.STOP, 4),  # the last token ended the request: it is no text
-        1: ("BCDF", FinishReason.LENGTH, 4),
-    }
-
-
-async def test_concurrent_requests_get_their_own_text(llm):
-    tasks = [await start(llm, prepare(llm, name)) for name in "xyz"]
-    for char in "123":
-        llm.engines[0].client.push(
-            EngineCoreOutputs([EngineCoreOutput(name, [ord(name), ord(char)]) for name in "xyz"])
-        )
-        await settle()
-    llm.engines[0].client.push(
-        EngineCoreOutputs([EngineCoreOutput(name, [], FinishReason.LENGTH) for name in "xyz"])
-    )
-    assert ["".join(d.text for d in await task) for task in tasks] == ["x1x2x3", "y1y2y3", "z1z2z3"]
+    found = {i: (d.text, d.finish_reason, len(d.token_ids)) for i, d in deltas.items()}
+    # The last token ended the request: it is no text.
+    assert found == {0: ("bcd", FinishReason.STOP, 4), 1: ("BCDF", FinishReason.LENGTH, 4)}
 
 
 async def test_cancelling_before_the_first_token_aborts(llm, caplog):
@@ -248,21 +207,6 @@ async def test_an_error_of_one_request(llm):
     assert (await other)[0].text == "fine"
 
 
-async def test_a_dead_engine_ends_every_request(llm):
-    tasks = [await start(llm, prepare(llm, name)) for name in "ab"]
-    unread = llm.generate([prepare(llm, "c")])
-    llm.engines[0].client.answer("partial", request_id="a")
-    llm.engines[0].client.push(EngineDeadMessage("out of memory"))
-    for task in tasks:
-        with pytest.raises(EngineDead, match="out of memory"):
-            await task
-    with pytest.raises(EngineDead):
-        await anext(unread)
-    with pytest.raises(EngineDead, match="out of memory"), llm.admit():
-        pass
-    assert llm.num_unfinished == 0 and not llm.is_ready
-
-
 async def test_a_fault_of_the_server_ends_all_requests_and_later_ones_are_served(llm, monkeypatch):
     """What was received together with the message that could not be taken will not come again."""
     tasks = [await start(llm, prepare(llm, name)) for name in "ab"]
@@ -297,9 +241,8 @@ async def test_text_before_the_death_is_delivered(llm):
     stream = llm.generate([prepare(llm)])
     first = asyncio.ensure_future(anext(stream))
     await settle()
-    llm.engines[0].client.push(
-        EngineCoreOutputs([EngineCoreOutput("r", [97])]), EngineDeadMessage("gone")
-    )
+    last = EngineCoreOutputs([EngineCoreOutput("r", [97])])
+    llm.engines[0].client.push(last, EngineDeadMessage("gone"))
     assert (await first).text == "a"
     with pytest.raises(EngineDead):
         await anext(stream)
@@ -311,16 +254,6 @@ async def test_fail_ends_open_requests_while_the_engine_lives(llm):
     with pytest.raises(ShuttingDown):
         await task
     assert llm.engines[0].client.aborted() == ["r"] and llm.is_ready
-
-
-async def test_too_many_requests(llm):
-    with llm.admit(), llm.admit(2):
-        assert llm.num_unfinished == 3
-        with pytest.raises(Overloaded, match="limit is 3") as error, llm.admit():
-            pass
-        assert error.value.retry_after >= 1 and llm.num_unfinished == 3
-    with llm.admit():
-        assert llm.num_unfinished == 1
 
 
 async def test_a_request_is_admitted_with_all_its_prompts_or_not_at_all(llm):
@@ -338,69 +271,11 @@ async def test_a_request_is_admitted_with_all_its_prompts_or_not_at_all(llm):
     assert llm.num_unfinished == 0
 
 
-async def test_prompts_of_one_request_share_a_stream(llm):
-    stream = llm.generate([prepare(llm, "a", n=2), prepare(llm, "b", n=2)])
-    first = asyncio.ensure_future(anext(stream))
-    await settle()
-    assert [message.request_id for message in llm.engines[0].client.sent] == ["a", "b"]
-    llm.engines[0].client.answer("x", FinishReason.LENGTH, "b_1")
-    assert (await first).index == 3
-    llm.engines[0].client.answer("y", None, "a_1")
-    await settle()
-    assert (await anext(stream)).index == 1
-    await stream.aclose()
-    await settle()  # a slow machine ends them in several turns
-    assert llm.engines[0].client.aborted() == ["a_0", "a_1", "b_0"]
-
-
 async def test_a_request_id_in_use(llm):
     await start(llm, prepare(llm))
     with pytest.raises(InvalidRequest, match="'r'"):
         await anext(llm.generate([prepare(llm)]))
     assert llm.engines[0].client.aborted() == []
-
-
-async def test_loading(llm):
-    llm.engines[0].client.push(EngineStatus("loading weights", 0.25))
-    await settle()
-    assert not llm.is_ready
-    with pytest.raises(Overloaded, match="loading weights, 25%"), llm.admit():
-        pass
-    llm.engines[0].client.push(EngineReady(READY.worker, max_model_len=500, block_size=16))
-    await settle()
-    assert llm.is_ready and llm.processor.max_model_len == 500
-
-
-async def test_timeline_and_stats(llm):
-    begin = now_ns()
-    state = RequestState(request_id="r", route="/", marks=[Mark("received", begin)])
-    llm.requests["r"] = state
-    chat = Chat(messages=[{"role": "user", "content": "hi"}])
-    prompts = [Prompt(content=chat, request_id="r")]
-    (prepared,) = await llm.prepare(prompts, SamplingParams(temperature=0))
-    assert prepared.prompt == "User: hi\nAssistant:"
-    task = await start(llm, prepared)
-    at = now_ns()
-    llm.engines[0].client.answer(
-        "x",
-        marks=[Mark("queued", at), Mark("scheduled", at + 1, 7), Mark("first_token", at + 2, 7)],
-    )
-    await settle()
-    assert state.marks[-1] == Mark("first_token", at + 2, 7)
-    llm.engines[0].client.push(
-        EngineCoreOutputs(
-            [EngineCoreOutput("r", [256], FinishReason.STOP, marks=[Mark("finished", at + 3, 8)])],
-            SchedulerStats(num_running=5, step_tokens=[3]),
-        )
-    )
-    await task
-    marks = llm.tracer.finish_request(state).marks
-    assert [mark.stage for mark in marks] == [
-        "received", "templated", "tokenised", "sent", "queued", "scheduled", "first_token",
-        "finished", "returned", "detokenised",
-    ]  # fmt: skip
-    assert all(begin <= mark.at_ns <= now_ns() for mark in marks)
-    assert llm.engines[0].stats.num_running == 5
 
 
 async def test_long_prompts_do_not_hold_up_the_loop(llm, monkeypatch):
@@ -418,21 +293,6 @@ async def test_long_prompts_do_not_hold_up_the_loop(llm, monkeypatch):
         assert len(prepared.prompt_token_ids) == size
     assert threads[0] == "MainThread" and threads[1].startswith("prepare")
     assert await llm.tokenize(Prompt(content="hi"), "") == [104, 105]
-
-
-async def test_many_short_prompts_do_not_hold_up_the_loop_either(llm, monkeypatch):
-    threads: set[str] = set()
-    encode = llm.processor.tokenizer.encode
-
-    def spy(*args):
-        threads.add(threading.current_thread().name)
-        return encode(*args)
-
-    monkeypatch.setattr(llm.processor.tokenizer, "encode", spy)
-    text = "x" * 900
-    prompts = [Prompt(content=text, request_id=str(number)) for number in range(20)]
-    assert len(await llm.prepare(prompts, SamplingParams())) == 20
-    assert len(threads) == 1 and threads.pop().startswith("prepare")
 
 
 async def test_new_structured_outputs_do_not_hold_up_long_prompts(llm, monkeypatch):
@@ -453,41 +313,8 @@ async def test_new_structured_outputs_do_not_hold_up_long_prompts(llm, monkeypat
     assert len(threads) == 4 and all(name.startswith("grammar") for name in threads)
 
 
-async def test_messages_that_arrived_before_the_start_are_read(llm):
-    assert llm.is_ready  # see the fixture
-
-
-async def test_metrics_of_requests(llm):
-    task = await start(llm, prepare(llm, n=2))
-    llm.engines[0].client.answer("abc", FinishReason.LENGTH, "r_0")
-    llm.engines[0].client.answer("de", None, "r_1")
-    await settle()
-    llm.engines[0].client.answer("f", None, "r_1")
-    await settle()
-    task.cancel()
-    await asyncio.wait([task])
-
-    llm.metrics.render()  # what changes with every token is counted for each scrape
-
-    def value(name: str, **labels: str) -> float | None:
-        return llm.metrics.registry.get_sample_value(
-            name, {"model_name": "m", "engine": "0", **labels}
-        )
-
-    assert value("vllm:request_success_total", finished_reason="length") == 1
-    assert value("vllm:request_success_total", finished_reason="abort") == 1
-    assert value("vllm:generation_tokens_total") == 6
-    assert value("vllm:prompt_tokens_total") == 2 * len("prompt")
-    assert value("vllm:time_to_first_token_seconds_count") == 2
-    assert value("vllm:inter_token_latency_seconds_count") == 1
-    assert value("vllm:request_max_num_generation_tokens_sum") == 3
-    assert value("vllm:request_params_n_sum") == 2
-
-
 @pytest.mark.parametrize(("read_ns", "num_turns"), [(0, 4), (10**12, 1)])
-async def test_a_turn_of_the_event_loop_takes_messages_for_a_limited_time(
-    llm, monkeypatch, read_ns, num_turns
-):
+async def test_messages_are_taken_for_a_limited_time(llm, monkeypatch, read_ns, num_turns):
     await settle()
     monkeypatch.setattr(engine_client, "MAX_READ_NS", read_ns)
     taken: list[int] = []  # the turn in which each message was taken
@@ -502,10 +329,15 @@ async def test_a_turn_of_the_event_loop_takes_messages_for_a_limited_time(
 
 
 @pytest.mark.parametrize(
-    ("num_prompts", "params"),
-    [(100, {}), (8, {"allowed_token_ids": [5] * 1000}), (8, {"bad_words": ["w" * 30] * 20})],
+    ("num_prompts", "length", "params"),
+    [
+        (100, 1, {}),
+        (20, 900, {}),
+        (8, 1, {"allowed_token_ids": [5] * 1000}),
+        (8, 1, {"bad_words": ["w" * 30] * 20}),
+    ],
 )
-async def test_many_short_prompts_are_prepared_in_a_thread(llm, monkeypatch, num_prompts, params):
+async def test_many_prompts_are_prepared_in_a_thread(llm, monkeypatch, num_prompts, length, params):
     """Each takes a while, whatever its length, and all that the parameters take."""
     threads = set()
     process = llm.processor.process
@@ -515,7 +347,7 @@ async def test_many_short_prompts_are_prepared_in_a_thread(llm, monkeypatch, num
         return process(*args)
 
     monkeypatch.setattr(llm.processor, "process", record)
-    prompts = [Prompt(content="a", request_id=f"r{i}") for i in range(num_prompts)]
+    prompts = [Prompt(content="a" * length, request_id=f"r{i}") for i in range(num_prompts)]
     await llm.prepare(prompts[:1], SamplingParams())
     assert threads == {threading.current_thread()}
     threads.clear()

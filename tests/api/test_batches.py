@@ -1,7 +1,5 @@
 """/v1/files and /v1/batches through OpenAI's SDK: answers, failures, restarts, owners, bounds."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import fcntl
@@ -28,6 +26,7 @@ from servd.api.protocol import batch_file as batch_files
 from servd.api.protocol.batches import Batch
 from servd.config.keys import hash_key
 from tests.api.harness import Served, output_text, serve, until
+from tests.api.hostile import VALID
 from tests.limits import WAIT_SECONDS
 
 COMPLETIONS = "/v1/completions"
@@ -60,9 +59,8 @@ async def served(tmp_path) -> AsyncIterator[Served]:
 def client_of(served: Served, key: str = "none") -> openai.AsyncOpenAI:
     transport = httpx.ASGITransport(served.app)
     http = httpx.AsyncClient(transport=transport, timeout=WAIT_SECONDS)
-    return openai.AsyncOpenAI(
-        base_url="http://servd/v1", api_key=key, http_client=http, max_retries=0
-    )
+    options = {"base_url": "http://servd/v1", "api_key": key, "max_retries": 0}
+    return openai.AsyncOpenAI(http_client=http, **options)
 
 
 @pytest.fixture
@@ -81,9 +79,8 @@ def lines(num: int, max_tokens: int = 4) -> list[str]:
 async def create(client: openai.AsyncOpenAI, *texts: str, endpoint: Any = COMPLETIONS) -> Any:
     content = ("\n".join(texts) + "\n").encode()
     file = await client.files.create(file=("in.jsonl", content), purpose="batch")
-    return await client.batches.create(
-        input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"a": "b"}
-    )
+    asked: Any = {"endpoint": endpoint, "completion_window": "24h", "metadata": {"a": "b"}}
+    return await client.batches.create(input_file_id=file.id, **asked)
 
 
 async def finished(client: openai.AsyncOpenAI, batch: Any) -> Any:
@@ -106,11 +103,8 @@ async def answers(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str, 
 async def test_a_batch_is_answered_as_its_route_would(client, served):
     texts = [*lines(20), line("hot", prompt="a", temperature=1000)]
     batch = await create(client, *texts)
-    assert (batch.status, batch.metadata, batch.request_counts.total) == (
-        "validating",
-        {"a": "b"},
-        0,
-    )
+    assert (batch.status, batch.metadata) == ("validating", {"a": "b"})
+    assert batch.request_counts.total == 0
     batch = await finished(client, batch)
     assert batch.status == "completed" and batch.in_progress_at and batch.completed_at
     counts = batch.request_counts
@@ -128,20 +122,12 @@ async def test_a_batch_is_answered_as_its_route_would(client, served):
     assert not list(Path(served.app.state.context.batches.store.open).iterdir())
 
 
-@pytest.mark.parametrize(
-    ("url", "body"),
-    [
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
-        ),
-        ("/v1/responses", {"input": "hi", "max_output_tokens": 16}),
-        ("/v1/embeddings", {"input": "hi"}),
-        ("/v1/score", {"text_1": "a", "text_2": "b"}),
-        ("/v1/rerank", {"query": "a", "documents": ["b", "c"]}),
-    ],
-)
-async def test_every_route_of_batches_runs_in_the_background(client, served, url, body):
+ROUTES = "/v1/chat/completions /v1/responses /v1/embeddings /v1/score /v1/rerank"
+
+
+@pytest.mark.parametrize("url", ROUTES.split())
+async def test_every_route_of_batches_runs_in_the_background(client, served, url):
+    body = VALID[url]
     batch = await finished(client, await create(client, line("a", url, **body), endpoint=url))
     assert batch.status == "completed", batch.errors
     result = (await answers(client, batch.output_file_id))["a"]
@@ -168,10 +154,8 @@ async def test_every_route_of_batches_runs_in_the_background(client, served, url
     ],
 )
 async def test_a_bad_line_fails_the_batch_by_its_number(client, text, code, message):
-    batch = await finished(
-        client,
-        await create(client, *lines(2), text.encode("utf8", "surrogateescape").decode("latin-1")),
-    )
+    text = text.encode("utf8", "surrogateescape").decode("latin-1")
+    batch = await finished(client, await create(client, *lines(2), text))
     assert batch.status == "failed" and batch.output_file_id is None
     [error] = batch.errors.data
     assert (error.code, error.line) == (code, 3) and message in error.message
@@ -187,9 +171,8 @@ async def test_an_empty_file_and_too_many_lines_fail(client, monkeypatch):
 
 async def test_a_cancelled_batch_keeps_what_was_answered(client, served):
     served.engine.step_seconds = 0.005
-    batch = await create(
-        client, *lines(60, max_tokens=8), line("long", prompt="a", max_tokens=3000)
-    )
+    long = line("long", prompt="a", max_tokens=3000)
+    batch = await create(client, *lines(60, max_tokens=8), long)
     while (await client.batches.retrieve(batch.id)).request_counts.completed < 5:
         await asyncio.sleep(0.01)
     assert (await client.batches.cancel(batch.id)).status == "cancelling"
@@ -369,9 +352,8 @@ async def test_answers_stop_where_a_key_has_too_many_bytes(client, served, monke
     counts = batch.request_counts
     assert counts.completed + counts.failed == counts.total == 300 and counts.failed
     assert len(await answers(client, batch.output_file_id)) == counts.completed
-    assert {r["error"]["code"] for r in (await answers(client, batch.error_file_id)).values()} == {
-        "batch_failed"
-    }
+    failed = (await answers(client, batch.error_file_id)).values()
+    assert {result["error"]["code"] for result in failed} == {"batch_failed"}
 
 
 async def test_a_file_is_kept_as_long_as_its_owner_says(client, served, monkeypatch):
@@ -392,21 +374,6 @@ async def test_a_file_is_kept_as_long_as_its_owner_says(client, served, monkeypa
         expiry = {"anchor": anchor, "seconds": seconds}
         with pytest.raises(openai.BadRequestError, match="expires_after"):
             await client.files.create(file=("a", b""), purpose="batch", expires_after=expiry)
-
-
-@pytest.mark.parametrize(
-    ("content_type", "body", "words"),
-    [
-        ("text/plain", b"", "must be multipart/form-data, got text/plain"),
-        ("multipart/form-data", b"x", "Missing boundary"),
-        ("multipart/form-data; boundary=b", b"--c\r\n\r\n", "Expected boundary character"),
-        ("multipart/form-data; boundary=b", b"--b\r\n\r\nx\r\n--b--", "Content-Disposition"),
-    ],
-)
-async def test_a_body_that_is_no_form_is_told_why(served, content_type, body, words):
-    headers = {"content-type": content_type}
-    answer = await served.http.post("/v1/files", content=body, headers=headers)
-    assert answer.status_code == 400 and words in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -580,21 +547,14 @@ async def test_files_can_be_listed_read_and_deleted(client):
     assert (await client.files.retrieve(ids[2])).id == ids[2]
 
 
-async def test_batches_are_listed_by_page(client):
-    ids = [(await finished(client, await create(client, *lines(1)))).id for _ in range(3)]
-    assert [batch.id async for batch in client.batches.list(limit=2)] == ids[::-1]
-
-
 async def test_what_belongs_to_a_key_does_not_exist_for_others(tmp_path):
     keys = {"alice": "key-a", "bob": "key-b"}
     file = tmp_path / "keys.toml"
 
     def write(names: list[str]) -> None:
-        file.write_text(
-            "".join(
-                f'[[keys]]\nname = "{n}"\nsha256 = "{hash_key(keys[n].encode())}"\n' for n in names
-            )
-        )
+        hashes = {name: hash_key(keys[name].encode()) for name in names}
+        entries = [f'[[keys]]\nname = "{n}"\nsha256 = "{digest}"\n' for n, digest in hashes.items()]
+        file.write_text("".join(entries))
 
     write(["alice", "bob"])
     folder = tmp_path / "batches"
@@ -633,10 +593,8 @@ async def test_what_belongs_to_a_key_does_not_exist_for_others(tmp_path):
 async def test_limits_of_a_key_do_not_stop_its_batches(tmp_path):
     file, folder = tmp_path / "keys.toml", tmp_path / "batches"
     folder.mkdir()
-    file.write_text(
-        f'[[keys]]\nname = "a"\nsha256 = "{hash_key(b"key-a")}"\nmax_concurrency = 1\n'
-        "requests_per_minute = 1\n"
-    )
+    limits = "max_concurrency = 1\nrequests_per_minute = 1\n"
+    file.write_text(f'[[keys]]\nname = "a"\nsha256 = "{hash_key(b"key-a")}"\n{limits}')
     async with running(folder, api_key_file=str(file)) as served:
         client = client_of(served, "key-a")
         batch = await finished(client, await create(client, *lines(10)))
@@ -654,15 +612,22 @@ async def test_wrong_requests_are_refused(client, served, monkeypatch):
         (await http.post("/v1/files", files=file, data={"purpose": "vision"}), 400, "purpose"),
         (await http.post("/v1/files", json={}), 400, None),
         (await http.post("/v1/files", content=b"x", headers=form), 400, None),
-        (await http.post("/v1/files", files=[("file", ("a", b"1")), ("file", ("b", b"2"))],
-                         data={"purpose": "batch"}), 400, None),
+        (
+            await http.post(
+                "/v1/files",
+                files=[("file", ("a", b"1")), ("file", ("b", b"2"))],
+                data={"purpose": "batch"},
+            ),
+            400,
+            None,
+        ),
         (await http.get("/v1/files?limit=0"), 400, "limit"),
         (await http.get("/v1/files?after=x"), 400, "after"),
         (await http.get("/v1/batches?order=up"), 400, "order"),
         (await http.get("/v1/files/..%2f..%2fopen"), 404, None),
         (await http.get("/v1/files/batch_0"), 404, None),
         (await http.post("/v1/batches/x/cancel"), 404, None),
-    ):  # fmt: skip
+    ):
         assert answer.status_code == status, answer.text
         assert answer.json()["error"]["param"] == param
     body = {"input_file_id": "file-x", "endpoint": COMPLETIONS, "completion_window": "24h"}
@@ -690,10 +655,8 @@ async def test_bounds_of_what_a_key_may_keep(client, served, monkeypatch, tmp_pa
         await client.batches.create(
             input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h"
         )
-    too_long = {
-        "content-length": str(batch_store.MAX_UPLOAD + 1),
-        "content-type": "multipart/form-data; boundary=x",
-    }
+    too_long = {"content-length": str(batch_store.MAX_UPLOAD + 1)}
+    too_long["content-type"] = "multipart/form-data; boundary=x"
     answer = await served.http.post("/v1/files", content=b"x", headers=too_long)
     assert answer.status_code == 413 and str(batch_store.MAX_UPLOAD) in answer.text
     monkeypatch.setattr(batch_store, "RETENTION", -1)

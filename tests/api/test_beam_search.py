@@ -1,8 +1,4 @@
-"""`use_beam_search` over HTTP: shapes, usage, what it refuses; the search itself is in
-tests/parity.
-"""
-
-from __future__ import annotations
+"""`use_beam_search` over HTTP; the search itself is in tests/parity."""
 
 import asyncio
 import math
@@ -10,9 +6,9 @@ import math
 import pytest
 
 from servd.base.errors import EngineDead
-from servd.messages.engine import AbortRequests, EngineCoreRequest
+from servd.messages.engine import AbortRequests
 from servd.messages.params import MAX_BEAMS, MAX_STOP
-from tests.api.harness import events, output_text, serve, until, user
+from tests.api.harness import events, output_text, requests_sent, serve, until, user
 from tests.api.test_errors import check
 from tests.api.test_metrics_route import values
 
@@ -38,16 +34,12 @@ async def test_choices_come_best_first_and_one_beam_is_greedy(served):
 async def test_steps_share_the_prefix_cache_and_leave_nothing_behind(served):
     body = {"prompt": "x" * 200, "n": 4, "max_tokens": 6, "use_beam_search": True}
     assert (await served.http.post(COMPLETIONS, json=body)).status_code == 200
-    steps = [message for message in served.engine.sent if isinstance(message, EngineCoreRequest)]
+    steps = requests_sent(served.engine)
     assert len(steps) == 1 + 4 * 5
     assert not [message for message in served.engine.sent if isinstance(message, AbortRequests)]
-    metrics = served.async_llm.metrics.render()[0].decode()
-    queries, hits = (
-        float(line.split()[-1])
-        for name in ("queries", "hits")
-        for line in metrics.splitlines()
-        if line.startswith(f"vllm:prefix_cache_{name}_total")
-    )
+    name = "vllm:prefix_cache_{}_total"
+    counts = await values(served.http)
+    queries, hits = (counts[name.format(kind)] for kind in ("queries", "hits"))
     assert hits / queries > 0.85
     assert not served.async_llm.requests and len(served.async_llm.tracer.recent) == 1
 
@@ -77,18 +69,12 @@ async def test_a_search_counts_as_one_request(served):
     body = {"prompt": "x" * 20, "n": 3, "max_tokens": 5, "use_beam_search": True}
     usage = (await served.http.post(COMPLETIONS, json=body)).json()["usage"]
     counts = await values(served.http)
-    assert (
-        counts["vllm:request_success_total"]
-        == counts["vllm:e2e_request_latency_seconds_count"]
-        == 1
-    )
-    assert (
-        counts["vllm:request_params_n_sum"] == 3
-        and counts["vllm:request_params_max_tokens_sum"] == 5
-    )
-    assert (
-        counts["vllm:generation_tokens_total"] == counts["vllm:request_generation_tokens_sum"] == 15
-    )
+    assert counts["vllm:request_success_total"] == 1
+    assert counts["vllm:e2e_request_latency_seconds_count"] == 1
+    assert counts["vllm:request_params_n_sum"] == 3
+    assert counts["vllm:request_params_max_tokens_sum"] == 5
+    assert counts["vllm:generation_tokens_total"] == 15
+    assert counts["vllm:request_generation_tokens_sum"] == 15
     assert counts["vllm:request_max_num_generation_tokens_sum"] == 5
     assert counts["vllm:prompt_tokens_total"] == usage["prompt_tokens"] == 20
 
@@ -102,8 +88,11 @@ async def test_a_client_that_leaves_counts_as_one_abort(served):
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     assert (await served.http.get("/load")).json() == {"server_load": 0}
-    (line,) = [line for line in served.async_llm.metrics.render()[0].decode().splitlines()
-               if line.startswith("vllm:request_success_total") and "abort" in line]  # fmt: skip
+    (line,) = [
+        line
+        for line in served.async_llm.metrics.render()[0].decode().splitlines()
+        if line.startswith("vllm:request_success_total") and "abort" in line
+    ]
     assert float(line.split()[-1]) == 1
 
 
@@ -119,9 +108,13 @@ async def test_a_search_is_refused_as_a_whole_or_not_at_all():
         assert (await asking).status_code == 200
 
 
-@pytest.mark.parametrize(("path", "body"), [
-    (CHAT, {"messages": user("hi")}), (COMPLETIONS, {"prompt": ["a", "b"]}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": user("hi")}),
+        (COMPLETIONS, {"prompt": ["a", "b"]}),
+    ],
+)
 async def test_a_stream_says_the_same(http, path, body):
     body = {**body, "n": 2, "max_tokens": 5, "use_beam_search": True}
     whole = (await http.post(path, json=body)).json()["choices"]
@@ -136,13 +129,24 @@ async def test_a_stream_says_the_same(http, path, body):
     ]
 
 
-@pytest.mark.parametrize("body", [
-    {"n": 17}, {"stop": ["x"]}, {"logprobs": 1}, {"prompt_logprobs": 0}, {"bad_words": ["x"]},
-    {"min_tokens": 3},
-    {"logit_bias": {"5": 1}}, {"presence_penalty": 1.0}, {"length_penalty": 11},
-    {"allowed_token_ids": [5]},
-    {"max_tokens": 0}, {"stop_token_ids": list(range(40, 60))},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"n": 17},
+        {"stop": ["x"]},
+        {"logprobs": 1},
+        {"prompt_logprobs": 0},
+        {"bad_words": ["x"]},
+        {"min_tokens": 3},
+        {"logit_bias": {"5": 1}},
+        {"presence_penalty": 1.0},
+        {"length_penalty": 11},
+        {"allowed_token_ids": [5]},
+        {"max_tokens": 0},
+        {"stop_token_ids": list(range(40, 60))},
+    ],
+    ids=str,
+)
 async def test_parameters_that_beam_search_does_not_support_are_refused(http, body):
     answer = await http.post(COMPLETIONS, json={"prompt": "a", "use_beam_search": True, **body})
     check(answer, 400, next(iter(body)))
@@ -150,13 +154,11 @@ async def test_parameters_that_beam_search_does_not_support_are_refused(http, bo
 
 async def test_sampling_fields_are_named_as_ignored(http):
     body = {"prompt": "a", "max_tokens": 1, "temperature": 0.3, "presence_penalty": 0}
-    answer = await http.post(
-        COMPLETIONS, json={**body, "use_beam_search": True, "length_penalty": -math.pi}
-    )
+    search = {**body, "use_beam_search": True, "length_penalty": -math.pi}
+    answer = await http.post(COMPLETIONS, json=search)
     assert (answer.status_code, answer.headers["x-servd-ignored"]) == (200, "temperature")
-    answer = await http.post(
-        COMPLETIONS, json={**body, "length_penalty": 1.0, "early_stopping": True}
-    )
+    body |= {"length_penalty": 1.0, "early_stopping": True}
+    answer = await http.post(COMPLETIONS, json=body)
     assert answer.headers["x-servd-ignored"] == "early_stopping, length_penalty"
 
 

@@ -1,7 +1,5 @@
 """POST /v1/chat/completions, by HTTP and by the openai client."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec
@@ -9,8 +7,18 @@ import openai
 import pytest
 
 from servd.checkpoint.hf import FAKE_SPEC
-from servd.messages.engine import EngineCoreRequest
-from tests.api.harness import MODEL, Served, chat_prompt, events, output_text, serve, user
+from tests.api.harness import (
+    MODEL,
+    Served,
+    chat_prompt,
+    connect_openai,
+    events,
+    output_text,
+    requests_sent,
+    serve,
+    user,
+)
+from tests.api.hostile import VALID
 
 CHAT = "/v1/chat/completions"
 
@@ -25,25 +33,14 @@ async def test_the_whole_answer(http):
     answer = await ask(http)
     assert list(answer)[:4] == ["object", "id", "created", "model"]
     assert (answer["object"], answer["model"]) == ("chat.completion", MODEL)
-    assert answer["id"].startswith("chatcmpl-") and answer["system_fingerprint"].startswith(
-        "servd-"
-    )
-    assert answer["choices"] == [
-        {
-            "index": 0,
-            "message": {"role": "assistant", "content": output_text(chat_prompt("hi"), 6)},
-            "logprobs": None,
-            "finish_reason": "length",
-            "stop_reason": None,
-        }
-    ]
+    assert answer["id"].startswith("chatcmpl-")
+    assert answer["system_fingerprint"].startswith("servd-")
+    message = {"role": "assistant", "content": output_text(chat_prompt("hi"), 6)}
+    ended = {"finish_reason": "length", "stop_reason": None, "logprobs": None}
+    assert answer["choices"] == [{"index": 0, "message": message, **ended}]
     num_prompt = len(chat_prompt("hi"))
-    assert answer["usage"] == {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": 6,
-        "total_tokens": num_prompt + 6,
-        "prompt_tokens_details": {"cached_tokens": 0},
-    }
+    used = {"prompt_tokens": num_prompt, "completion_tokens": 6, "total_tokens": num_prompt + 6}
+    assert answer["usage"] == used | {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
 async def test_cached_tokens_are_reported(http):
@@ -63,63 +60,33 @@ async def test_roles_reach_the_template(http, role):
     assert answer["choices"][0]["message"]["content"] == output_text(prompt, 6)
 
 
-async def test_text_parts_equal_a_string(http):
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    texts = [
-        (await ask(http, messages=user(content)))["choices"] for content in (parts, "one\ntwo")
-    ]
-    assert texts[0] == texts[1]
-
-
-async def test_messages_with_tool_calls_names_and_extra_keys(http):
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    messages = [
-        *user("hi"),
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [call],
-            "refusal": None,
-            "audio": None,
-        },
-        {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "f"},
-    ]
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    for tool_choice in ("auto", "none", None):
-        await ask(http, messages=messages, tools=tools, tool_choice=tool_choice)
-
-
-async def test_a_message_can_be_continued(http):
-    messages = [*user("hi"), {"role": "assistant", "content": "I am"}]
-    answer = await ask(
-        http, messages=messages, add_generation_prompt=False, continue_final_message=True
-    )
-    assert answer["choices"][0]["message"]["content"] == output_text(chat_prompt("hi") + " I am", 6)
-
-
 async def test_max_completion_tokens_wins_over_max_tokens(http):
     assert (await ask(http, max_completion_tokens=3))["usage"]["completion_tokens"] == 3
-    assert (await ask(http, max_tokens=None, max_completion_tokens=2))["usage"][
-        "completion_tokens"
-    ] == 2
+    answer = await ask(http, max_tokens=None, max_completion_tokens=2)
+    assert answer["usage"]["completion_tokens"] == 2
 
 
-@pytest.mark.parametrize(("path", "body", "param"), [
-    (CHAT, {"messages": user("hi"), "reasoning_effort": "turbo"}, "reasoning_effort"),
-    ("/v1/responses", {"input": "hi", "reasoning": {"effort": "turbo"}}, "reasoning.effort"),
-    ("/v1/messages", {"messages": user("hi"), "max_tokens": 1, "thinking": {"type": "adaptive"},
-                      "output_config": {"effort": "turbo"}}, "output_config.effort"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": user("hi"), "reasoning_effort": "turbo"}, "reasoning_effort"),
+        ("/v1/responses", {"input": "hi", "reasoning": {"effort": "turbo"}}, "reasoning.effort"),
+        (
+            "/v1/messages",
+            {
+                "messages": user("hi"),
+                "max_tokens": 1,
+                "thinking": {"type": "adaptive"},
+                "output_config": {"effort": "turbo"},
+            },
+            "output_config.effort",
+        ),
+    ],
+)
 async def test_an_unknown_reasoning_effort_is_refused_with_the_known_ones(http, path, body, param):
     answer = await http.post(path, json={"model": "fake", **body})
     assert answer.status_code == 400 and "'minimal', 'low', 'medium'" in answer.text
     assert path == "/v1/messages" or answer.json()["error"]["param"] == param
-
-
-async def test_without_a_limit_the_answer_fills_the_context():
-    async with serve(max_model_len=64) as served:
-        usage = (await ask(served.http, max_tokens=None))["usage"]
-        assert usage["total_tokens"] == 64
 
 
 @pytest.mark.parametrize("stop_is_list", [False, True])
@@ -145,9 +112,8 @@ async def test_stop_token_ids(http):
 async def test_logprobs(http):
     answer = await ask(http, logprobs=True, top_logprobs=3, max_tokens=4)
     content = answer["choices"][0]["logprobs"]["content"]
-    assert (
-        "".join(entry["token"] for entry in content) == answer["choices"][0]["message"]["content"]
-    )
+    said = "".join(entry["token"] for entry in content)
+    assert said == answer["choices"][0]["message"]["content"]
     for entry in content:
         assert bytes(entry["bytes"]).decode() == entry["token"] and entry["logprob"] <= 0
         assert len(entry["top_logprobs"]) == 3
@@ -168,90 +134,35 @@ async def test_token_ids_are_returned_on_demand(http):
 
 
 async def test_logprobs_of_named_tokens(http):
-    names = [10, 256, 10]
-    body = {
-        "logprobs": True,
-        "top_logprobs": 2,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-    }
-    body |= {"logprob_token_ids": names, "n": 2}
+    body = {"logprobs": True, "top_logprobs": 2, "logprob_token_ids": [10, 256, 10], "n": 2}
+    body |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
     answer = await ask(http, **body)
     for choice in answer["choices"]:
-        for token_id, position in zip(
-            choice["token_ids"], choice["logprobs"]["content"], strict=True
-        ):
+        content = choice["logprobs"]["content"]
+        said = bytes(byte for position in content for byte in position["bytes"]).decode()
+        assert said == choice["message"]["content"]
+        for token_id, position in zip(choice["token_ids"], content, strict=True):
+            assert position["token"] == f"token_id:{token_id}"
             entries = position["top_logprobs"]
-            top = {
-                int(entry["token"].removeprefix("token_id:")): entry["logprob"] for entry in entries
-            }
-            assert (
-                list(top) == [token_id, token_id + 1, 10, 256]
-                and len(position["top_logprobs"]) == 4
-            )
+            top = {int(e["token"].removeprefix("token_id:")): e["logprob"] for e in entries}
+            assert list(top) == [token_id, token_id + 1, 10, 256] and len(entries) == 4
             for other, logprob in top.items():  # the fake model's
                 assert math.isclose(logprob, -((other - token_id) % 257 + 1) * math.log(2))
-    body |= {"messages": user("hi"), "max_tokens": 6, "stream": True}
-    chunks = events((await http.post(CHAT, json=body)).text)
-    streamed = [
-        c["logprobs"]["content"]
-        for k in chunks
-        for c in k["choices"]
-        if c["index"] == 1 and c["logprobs"]
-    ]
-    assert [position for part in streamed for position in part] == answer["choices"][1]["logprobs"][
-        "content"
-    ]
     refused = await http.post(CHAT, json={"messages": user("hi"), "logprob_token_ids": [10]})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprob_token_ids"
-    legacy = {
-        "prompt": "hi",
-        "max_tokens": 2,
-        "logprobs": 0,
-        "logprob_token_ids": [65],
-        "echo": True,
-    }
-    (choice,) = (await http.post("/v1/completions", json=legacy)).json()["choices"]
-    assert [len(top) if top else top for top in choice["logprobs"]["top_logprobs"]] == [
-        None,
-        1,
-        2,
-        2,
-    ]
-    assert "A" in choice["logprobs"]["top_logprobs"][-1]
-
-
-async def test_tokens_are_named_by_their_ids_on_demand(http):
-    body = {
-        "logprobs": True,
-        "top_logprobs": 2,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-    }
-    (choice,) = (await ask(http, **body))["choices"]
-    content = choice["logprobs"]["content"]
-    assert [position["token"] for position in content] == [
-        f"token_id:{i}" for i in choice["token_ids"]
-    ]
-    first, second = content[0]["top_logprobs"]
-    assert (first["token"], second["token"]) == (
-        content[0]["token"],
-        f"token_id:{choice['token_ids'][0] + 1}",
-    )
-    assert (
-        bytes(b for position in content for b in position["bytes"]).decode()
-        == choice["message"]["content"]
-    )
+    legacy = {"prompt": "hi", "max_tokens": 2, "logprobs": 0, "echo": True}
+    answer = await http.post("/v1/completions", json={**legacy, "logprob_token_ids": [65]})
+    (choice,) = answer.json()["choices"]
+    tops = choice["logprobs"]["top_logprobs"]
+    assert [top and len(top) for top in tops] == [None, 1, 2, 2] and "A" in tops[-1]
 
 
 async def test_the_prompt_text_is_sent_once_on_demand(http):
     body = {"messages": user("hi"), "max_tokens": 3, "n": 2, "return_prompt_text": True}
     assert (await ask(http, **body))["prompt_text"] == chat_prompt("hi")
     chunks = events((await http.post(CHAT, json={**body, "stream": True})).text)
-    assert [chunk.get("prompt_text") for chunk in chunks] == [
-        chat_prompt("hi"),
-        *[None] * (len(chunks) - 1),
-    ]
+    shown = [chunk.get("prompt_text") for chunk in chunks]
+    assert shown == [chat_prompt("hi"), *[None] * (len(chunks) - 1)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -259,12 +170,8 @@ async def test_echo_begins_with_the_message_that_is_continued(http, stream):
     parts = [{"type": "text", "text": "Once"}, {"type": "text", "text": "upon"}]
     for content, echoed in (("Once upon", "Once upon"), (parts, "Once\nupon")):
         messages = [*user("hi"), {"role": "assistant", "content": content}]
-        body = {
-            "messages": messages,
-            "add_generation_prompt": False,
-            "continue_final_message": True,
-            "echo": True,
-        }
+        body = {"messages": messages, "add_generation_prompt": False, "echo": True}
+        body["continue_final_message"] = True
         body |= {"max_tokens": 5, "stream": stream, "n": 2, "temperature": 0}
         said = output_text(f"User: hi\nAssistant: {echoed}", 5)
         answer = await http.post(CHAT, json=body)
@@ -275,64 +182,58 @@ async def test_echo_begins_with_the_message_that_is_continued(http, stream):
         else:
             texts = [choice["message"]["content"] for choice in answer.json()["choices"]]
         assert texts == [echoed + said] * 2
-    assert (await ask(http, echo=True))["choices"][0]["message"]["content"] == output_text(
-        chat_prompt("hi"), 6
-    )
+    said = (await ask(http, echo=True))["choices"][0]["message"]["content"]
+    assert said == output_text(chat_prompt("hi"), 6)
 
 
 async def test_a_body_may_name_its_request(http):
-    answer = await http.post(
-        CHAT, json={"messages": user("hi"), "max_tokens": 1, "request_id": "mine"}
-    )
-    assert answer.headers["x-request-id"] == "mine" and answer.json()["id"].startswith(
-        "chatcmpl-mine-"
-    )
+    body = {"messages": user("hi"), "max_tokens": 1, "request_id": "mine"}
+    answer = await http.post(CHAT, json=body)
+    assert answer.headers["x-request-id"] == "mine"
+    assert answer.json()["id"].startswith("chatcmpl-mine-")
     body = {"prompt": "hi", "max_tokens": 1, "request_id": "mine"}
     answer = await http.post("/v1/completions", json=body, headers={"x-request-id": "other"})
-    assert answer.headers["x-request-id"] == "other" and answer.json()["id"].startswith(
-        "cmpl-other-"
-    )
+    assert answer.headers["x-request-id"] == "other"
+    assert answer.json()["id"].startswith("cmpl-other-")
     answer = await http.post("/v1/completions", json={**body, "request_id": "two\nlines"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "request_id"
 
 
 async def test_documents_reach_templates_that_read_them(http):
     documents = [{"title": "Sky", "text": "blue"}]
-    answer = await http.post(
-        CHAT, json={"messages": user("hi"), "max_tokens": 1, "documents": documents}
-    )
+    body = {"messages": user("hi"), "max_tokens": 1, "documents": documents}
+    answer = await http.post(CHAT, json=body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "documents"
     template = "{% for d in documents or [] %}{{ d.title }} is {{ d.text }}. {% endfor %}"
     async with serve(chat_template=template + "{{ messages[0].content }}") as served:
         body = {"messages": user("hi"), "max_tokens": 3, "return_prompt_text": True}
-        assert (await ask(served.http, **body, documents=documents))[
-            "prompt_text"
-        ] == "Sky is blue. hi"
+        shown = (await ask(served.http, **body, documents=documents))["prompt_text"]
+        assert shown == "Sky is blue. hi"
         assert (await ask(served.http, **body, documents=[]))["prompt_text"] == "hi"
-        counted = await served.http.post(
-            "/tokenize", json={"messages": user("hi"), "documents": documents}
-        )
+        body = {"messages": user("hi"), "documents": documents}
+        counted = await served.http.post("/tokenize", json=body)
         assert counted.json()["count"] == len("Sky is blue. hi")
 
 
 async def test_sampling_fields_reach_the_engine(served: Served):
     fields = {
-        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "presence_penalty": 1.0,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "presence_penalty": 1.0,
         "frequency_penalty": -1.0,
-        "repetition_penalty": 1.2, "seed": 5, "min_tokens": 2, "ignore_eos": True,
+        "repetition_penalty": 1.2,
+        "seed": 5,
+        "min_tokens": 2,
+        "ignore_eos": True,
         "stop_token_ids": [256],
-        "allowed_token_ids": [97, 98], "logit_bias": {97: 3.5},
-    }  # fmt: skip
-    body = {
-        **fields,
-        "logit_bias": {"97": 3.5},
-        "priority": 3,
-        "cache_salt": "s",
-        "n": 2,
-        "skip_special_tokens": False,
+        "allowed_token_ids": [97, 98],
+        "logit_bias": {97: 3.5},
     }
+    body = {**fields, "logit_bias": {"97": 3.5}, "priority": 3, "cache_salt": "s", "n": 2}
     await ask(served.http, **body)
-    (sent,) = [message for message in served.engine.sent if isinstance(message, EngineCoreRequest)]
+    (sent,) = requests_sent(served.engine)
     assert (sent.options.priority, sent.options.cache_salt) == (3, "s")
     assert len(sent.choices()) == 2
     for i, request in enumerate(sent.choices()):
@@ -340,103 +241,46 @@ async def test_sampling_fields_reach_the_engine(served: Served):
         assert (request.options, request.eos_token_ids) == (sent.options, [])
 
 
-async def test_defaults_come_from_the_generation_config():
-    generation = {
-        "temperature": 0.25,
-        "top_p": 0.5,
-        "top_k": 9,
-        "max_new_tokens": 3,
-        "do_sample": True,
-    }
+async def test_requests_and_options_win_over_the_generation_config():
+    generation = {"temperature": 0.25, "top_k": 9, "top_p": 0.5}
     spec = msgspec.structs.replace(FAKE_SPEC, generation=generation)
-    async with serve(spec=spec) as served:
-        answer = await ask(served.http, max_tokens=None, top_k=4)
-        params = next(m for m in served.engine.sent if isinstance(m, EngineCoreRequest)).params
-        assert (params.temperature, params.top_p, params.top_k) == (0.25, 0.5, 4)
-        assert answer["usage"]["completion_tokens"] == 3
-
-
-async def test_options_win_over_the_generation_config():
-    spec = msgspec.structs.replace(FAKE_SPEC, generation={"temperature": 0.25, "top_k": 9})
     override = '{"temperature": 0, "max_new_tokens": 3}'
     async with serve(spec=spec, override_generation_config=override) as served:
-        answer = await ask(served.http, max_tokens=None)
-        params = next(m for m in served.engine.sent if isinstance(m, EngineCoreRequest)).params
-        assert (params.temperature, params.top_k) == (0, 9)
+        answer = await ask(served.http, max_tokens=None, top_p=0.75)
+        (request,) = requests_sent(served.engine)
+        params = request.params
+        assert (params.temperature, params.top_k, params.top_p) == (0, 9, 0.75)
         assert answer["usage"]["completion_tokens"] == 3
 
 
-async def test_a_stream_joined_is_the_whole_answer(http):
-    fields = {
-        "n": 3,
-        "logprobs": True,
-        "top_logprobs": 2,
-        "return_token_ids": True,
-        "max_tokens": 12,
-    }
-    whole = await ask(http, **fields)
-    streamed = await http.post(
-        CHAT,
-        json={
-            "messages": user("hi"),
-            **fields,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        },
-    )
-    chunks = events(streamed.text)
-    assert {
-        (c["id"], c["created"], c["model"], c["object"], c["system_fingerprint"]) for c in chunks
-    } == {
-        (
-            chunks[0]["id"],
-            chunks[0]["created"],
-            MODEL,
-            "chat.completion.chunk",
-            whole["system_fingerprint"],
-        )
-    }
-    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+async def test_the_chunks_of_a_stream(http):
+    """That they are the whole answer, joined: test_equality.py."""
+    body = {"messages": user("hi"), "max_tokens": 12, "n": 3, "stream": True}
+    body |= {"return_token_ids": True, "stream_options": {"include_usage": True}}
+    *chunks, last = events((await http.post(CHAT, json=body)).text)
+    assert {chunk["object"] for chunk in [*chunks, last]} == {"chat.completion.chunk"}
     assert all("prompt_token_ids" not in chunk for chunk in chunks[1:])
-    *chunks, last = chunks
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 36
     assert all(chunk["usage"] is None for chunk in chunks)
-    for expected in whole["choices"]:
-        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == expected["index"]]
+    for index in range(3):
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
         assert mine[0]["delta"] == {"role": "assistant", "content": ""}
         assert all("role" not in choice["delta"] for choice in mine[1:])
-        assert (
-            "".join(choice["delta"].get("content", "") for choice in mine)
-            == expected["message"]["content"]
-        )
-        assert [t for choice in mine for t in choice.get("token_ids", [])] == expected["token_ids"]
-        parts = [choice["logprobs"]["content"] for choice in mine if choice["logprobs"]]
-        assert [entry for part in parts for entry in part] == expected["logprobs"]["content"]
-        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [
-            expected["finish_reason"]
-        ]
-        assert mine[-1]["finish_reason"]
+        assert [bool(c["finish_reason"]) for c in mine] == [False] * (len(mine) - 1) + [True]
 
 
 async def test_the_openai_client(listening_server: Served):
-    async with openai.AsyncOpenAI(
-        base_url=f"{listening_server.url}/v1", api_key="any", max_retries=0
-    ) as client:
-        raw = await client.chat.completions.with_raw_response.create(
-            model=MODEL, messages=user("hi"), max_tokens=9
-        )
+    async with connect_openai(listening_server) as client:
+        create = client.chat.completions.with_raw_response.create
+        raw = await create(model=MODEL, messages=user("hi"), max_tokens=9)
         whole = raw.parse()
         assert whole.choices[0].message.content == output_text(chat_prompt("hi"), 9)
         assert whole._request_id == raw.headers["x-request-id"]
         assert whole.usage and whole.usage.prompt_tokens_details
         text, finish, usage = "", [], None
-        stream = await client.chat.completions.create(
-            model=MODEL,
-            messages=user("hi"),
-            max_tokens=9,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
+        asked = {"model": MODEL, "messages": user("hi"), "max_tokens": 9, "stream": True}
+        options = {"include_usage": True}
+        stream = await client.chat.completions.create(**asked, stream_options=options)
         async for chunk in stream:
             usage = chunk.usage or usage
             for choice in chunk.choices:
@@ -446,10 +290,58 @@ async def test_the_openai_client(listening_server: Served):
         assert [reason for reason in finish if reason] == ["length"]
         assert usage and usage.completion_tokens == 9
         with pytest.raises(openai.BadRequestError) as bad:
-            await client.chat.completions.create(
-                model=MODEL, messages=user("hi"), top_p=3, stream=True
-            )
+            asked = {"model": MODEL, "messages": user("hi"), "top_p": 3, "stream": True}
+            await client.chat.completions.create(**asked)
         assert bad.value.param == "top_p" and bad.value.type == "invalid_request_error"
         with pytest.raises(openai.NotFoundError) as unknown:
             await client.chat.completions.create(model="other", messages=user("hi"))
         assert unknown.value.code == "model_not_found"
+
+
+# ---- the route that renders ----
+
+URL = "/v1/chat/completions/render"
+
+
+async def test_it_shows_what_the_chat_route_sends(served: Served):
+    body = {"messages": user("hi"), "temperature": 0, "max_tokens": 3, "stop": ["x"]}
+    rendered = (await served.http.post(URL, json=body)).json()
+    assert served.engine.sent == [] and served.async_llm.requests == {}
+    assert (rendered["prompt"], rendered["model"]) == (chat_prompt("hi"), MODEL)
+    assert rendered["prompt_token_ids"] == list(chat_prompt("hi").encode())
+    await served.http.post("/v1/chat/completions", json=body)
+    (request,) = served.engine.sent
+    assert rendered["prompt_token_ids"] == request.prompt_token_ids
+    assert rendered["sampling_params"]["max_tokens"] == request.params.max_tokens == 3
+    assert rendered["sampling_params"]["stop"] == ["x"]
+
+
+async def test_errors_are_those_of_the_chat_route(http):
+    for body in (
+        {"messages": []},
+        {"messages": user("hi"), "top_p": 3},
+        {"messages": user("hi"), "max_tokens": 9999},
+    ):
+        rendered = await http.post(URL, json=body)
+        asked = await http.post("/v1/chat/completions", json=body)
+        assert rendered.status_code == 400
+        assert rendered.json() == asked.json()
+
+
+# ---- `speculative: false`, from every route that generates ----
+
+ROUTES = [CHAT, "/v1/completions", "/v1/responses", "/v1/messages"]
+
+
+@pytest.mark.parametrize("url", ROUTES)
+async def test_a_request_says_whether_it_is_drafted_for(served: Served, url):
+    for fields in ({}, {"speculative": False}, {"speculative": True}):
+        answer = await served.http.post(url, json=VALID[url] | fields)
+        assert answer.status_code == 200 and "X-Servd-Ignored" not in answer.headers
+    sent = [request.params.speculative for request in requests_sent(served.engine)]
+    assert sent == [True, False, True]
+
+
+async def test_anything_but_yes_or_no_is_refused(http):
+    answer = await http.post(CHAT, json=VALID[CHAT] | {"speculative": 4})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "speculative"

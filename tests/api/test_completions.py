@@ -1,18 +1,25 @@
 """POST /v1/completions, by HTTP and by the openai client."""
 
-from __future__ import annotations
-
 import re
 
-import openai
+import msgspec
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from servd.api.builders.logprobs import TextOffsets
+from servd.api.engine.processor import Processor
+from servd.api.text.fill_in_middle import FillInMiddle
+from servd.api.text.prompt import Prompt
 from servd.api.text.tokenizer import Tokenizer
+from servd.base.errors import ConfigError, InvalidRequest
+from servd.checkpoint.hf import FAKE_SPEC
+from servd.config import Config
 from servd.messages.engine import TokenLogprobs
-from tests.api.harness import MODEL, Served, events, output_text, serve, user
+from servd.messages.params import MAX_STOP_TOKEN_IDS, SamplingParams
+from tests.api.harness import MODEL, Served, connect_openai, events, output_text, serve, user
+from tests.api.test_errors import check
 
 COMPLETIONS = "/v1/completions"
 
@@ -24,65 +31,63 @@ async def ask(http, **body):
 
 
 async def test_a_repetition_ends_the_output():
+    detection = {"max_pattern_size": 3, "min_pattern_size": 2, "min_count": 3}
+    limits = {"max_tokens": 99, "repetition_detection": detection}
+    body = {"prompt": "yzxyzxyzxyz", "return_token_ids": True, **limits}
     async with serve(script="ab" + "xyz" * 5) as served:
-        body = {"prompt": "yzxyzxyzxyz", "max_tokens": 99, "return_token_ids": True}
-        body |= {
-            "repetition_detection": {"max_pattern_size": 3, "min_pattern_size": 2, "min_count": 3}
-        }
-        (choice,) = (await served.http.post("/v1/completions", json=body)).json()["choices"]
-        assert (choice["text"], choice["finish_reason"], len(choice["token_ids"])) == (
-            "abxyzxyzxyz",
-            "repetition",
-            11,
-        )
-        chat = {
-            "messages": user("hi"),
-            "max_tokens": 99,
-            "repetition_detection": body["repetition_detection"],
-            "n": 2,
-        }
-        answer = await served.http.post("/v1/chat/completions", json={**chat, "stream": True})
-        reasons = [
-            c["finish_reason"]
-            for chunk in events(answer.text)
-            for c in chunk["choices"]
-            if c["finish_reason"]
-        ]
-        assert reasons == ["repetition"] * 2
-        (choice,) = (
-            await served.http.post("/v1/completions", json={**body, "min_tokens": 14})
-        ).json()["choices"]
+        (choice,) = (await ask(served.http, **body))["choices"]
+        ended = choice["text"], choice["finish_reason"], len(choice["token_ids"])
+        assert ended == ("abxyzxyzxyz", "repetition", 11)
+        (choice,) = (await ask(served.http, **body, min_tokens=14))["choices"]
         assert (choice["text"], choice["finish_reason"]) == ("ab" + "xyz" * 4, "repetition")
+        chat = {"messages": user("hi"), **limits}
+        stream = {**chat, "n": 2, "stream": True}
+        answer = await served.http.post("/v1/chat/completions", json=stream)
+        reasons = [c["finish_reason"] for chunk in events(answer.text) for c in chunk["choices"]]
+        assert [reason for reason in reasons if reason] == ["repetition"] * 2
+        message = await served.http.post("/v1/messages", json=chat)
+        assert message.json()["stop_reason"] == "max_tokens"
+        body = {"input": "hi", "repetition_detection": detection}
+        response = (await served.http.post("/v1/responses", json=body)).json()
+        assert response["incomplete_details"] == {"reason": "max_output_tokens"}
         metrics = (await served.http.get("/metrics")).text
-        assert re.search(r'vllm:request_success_total{.*"repetition".*} 4.0', metrics)
+        assert re.search(r'vllm:request_success_total{.*"repetition".*} 6.0', metrics)
 
 
-@pytest.mark.parametrize("fields", [
-    {"max_pattern_size": 257, "min_count": 2}, {"max_pattern_size": -1}, {"max_pattern_size": 3},
-    {"max_pattern_size": 3, "min_count": 1}, {"max_pattern_size": 3, "min_pattern_size": 4,
-    "min_count": 2},
-    {"max_pattern_size": 3.5, "min_count": 2}, {"size": 3}, 5,
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_pattern_size": 257, "min_count": 2},
+        {"max_pattern_size": -1},
+        {"max_pattern_size": 3},
+        {"max_pattern_size": 3, "min_count": 1},
+        {"max_pattern_size": 3, "min_pattern_size": 4, "min_count": 2},
+        {"max_pattern_size": 3.5, "min_count": 2},
+        {"size": 3},
+        5,
+    ],
+    ids=str,
+)
 async def test_bounds_of_repetition_detection(http, fields):
-    answer = await http.post(
-        "/v1/completions", json={"prompt": "a", "repetition_detection": fields}
-    )
-    assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(
-        "repetition_detection"
-    )
+    body = {"prompt": "a", "repetition_detection": fields}
+    answer = await http.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith("repetition_detection")
 
 
 async def test_tokens_are_named_by_id_and_the_prompt_is_sent_on_demand(http):
-    body = {
-        "prompt": [[104, 105], [106]],
-        "max_tokens": 3,
-        "logprobs": 1,
-        "echo": True,
-        "return_token_ids": True,
-    }
-    answer = (await http.post("/v1/completions", json={
-        **body, "return_tokens_as_token_ids": True, "return_prompt_text": True,
-    })).json()  # fmt: skip
+    body = {"prompt": [[104, 105], [106]], "max_tokens": 3, "logprobs": 1, "echo": True}
+    body["return_token_ids"] = True
+    answer = (
+        await http.post(
+            "/v1/completions",
+            json={
+                **body,
+                "return_tokens_as_token_ids": True,
+                "return_prompt_text": True,
+            },
+        )
+    ).json()
     assert [choice["prompt_text"] for choice in answer["choices"]] == ["hi", "j"]
     plain = (await http.post("/v1/completions", json=body)).json()
     for choice, other in zip(answer["choices"], plain["choices"], strict=True):
@@ -98,21 +103,11 @@ async def test_the_whole_answer(http):
     answer = await ask(http, prompt="Once")
     assert (answer["object"], answer["model"]) == ("text_completion", MODEL)
     assert answer["id"].startswith("cmpl-") and answer["system_fingerprint"] and answer["created"]
-    assert answer["choices"] == [
-        {
-            "index": 0,
-            "text": output_text("Once", 16),  # OpenAI's default length
-            "logprobs": None,
-            "finish_reason": "length",
-            "stop_reason": None,
-        }
-    ]
-    assert answer["usage"] == {
-        "prompt_tokens": 4,
-        "completion_tokens": 16,
-        "total_tokens": 20,
-        "prompt_tokens_details": {"cached_tokens": 0},
-    }
+    text = output_text("Once", 16)  # OpenAI's default length
+    ended = {"finish_reason": "length", "stop_reason": None, "logprobs": None}
+    assert answer["choices"] == [{"index": 0, "text": text, **ended}]
+    used = {"prompt_tokens": 4, "completion_tokens": 16, "total_tokens": 20}
+    assert answer["usage"] == used | {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
@@ -138,55 +133,6 @@ async def test_several_prompts_with_several_choices(http, as_ids, stream):
     assert got == [text + output_text(text, 5) for text in texts for _ in range(2)]
 
 
-async def test_ids_equal_text(http):
-    assert (await ask(http, prompt=[79, 110]))["choices"] == (await ask(http, prompt="On"))[
-        "choices"
-    ]
-
-
-async def test_legacy_logprobs(http):
-    choice = (await ask(http, prompt="a", logprobs=2, max_tokens=5))["choices"][0]
-    logprobs = choice["logprobs"]
-    assert "".join(logprobs["tokens"]) == choice["text"]
-    assert logprobs["text_offset"] == [0, 1, 2, 3, 4]
-    for token, logprob, top in zip(
-        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
-    ):
-        assert len(top) == 2 and top[token] == logprob
-
-
-async def test_a_stream_joined_is_the_whole_answer_while_a_stop_string_holds_text_back(http):
-    text = output_text("a", 40)
-    held = text[5:8]  # a beginning of the stop string, so text waits until it is not one
-    body = {
-        "prompt": "a",
-        "max_tokens": 40,
-        "stop": [held + "\0", text[30:33]],
-        "logprobs": 1,
-        "return_token_ids": True,
-    }
-    (whole,) = (await ask(http, **body))["choices"]
-    answer = await http.post(
-        COMPLETIONS, json={**body, "stream": True, "stream_options": {"include_usage": True}}
-    )
-    *chunks, last = events(answer.text)
-    assert last["choices"] == [] and last["usage"]["completion_tokens"] == len(whole["token_ids"])
-    choices = [chunk["choices"][0] for chunk in chunks]
-    assert (
-        "".join(choice["text"] for choice in choices)
-        == whole["text"]
-        == text[: text.index(text[30:33])]
-    )
-    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        parts = [choice["logprobs"][name] for choice in choices if choice["logprobs"]]
-        assert [entry for part in parts for entry in part] == whole["logprobs"][name]
-    assert choices[0]["prompt_token_ids"] == whole["prompt_token_ids"] == [97]
-    assert all("prompt_token_ids" not in choice for choice in choices[1:])
-    assert [(c["finish_reason"], c["stop_reason"]) for c in choices if c["finish_reason"]] == [
-        ("stop", text[30:33])
-    ]
-
-
 @given(st.text())
 def test_text_offsets_point_at_the_character_that_a_token_begins(text):
     tokenizer = Tokenizer.bytes()
@@ -203,9 +149,8 @@ async def test_usage_grows_with_every_chunk(http):
     usages = [chunk["usage"] for chunk in events((await http.post(COMPLETIONS, json=body)).text)]
     counts = [usage["completion_tokens"] for usage in usages]
     assert counts == sorted(counts) and counts[-1] == counts[-2] == 16
-    assert all(
-        u["prompt_tokens"] == 3 and u["total_tokens"] == 3 + u["completion_tokens"] for u in usages
-    )
+    assert {usage["prompt_tokens"] for usage in usages} == {3}
+    assert [usage["total_tokens"] for usage in usages] == [3 + count for count in counts]
 
 
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
@@ -224,16 +169,11 @@ async def test_usage_in_every_stream_where_the_server_says_so():
 
 
 async def test_the_openai_client(listening_server: Served):
-    async with openai.AsyncOpenAI(
-        base_url=f"{listening_server.url}/v1", api_key="any", max_retries=0
-    ) as client:
-        whole = await client.completions.create(
-            model=MODEL, prompt=["x", "y"], max_tokens=7, logprobs=1
-        )
-        assert [choice.text for choice in whole.choices] == [
-            output_text("x", 7),
-            output_text("y", 7),
-        ]
+    async with connect_openai(listening_server) as client:
+        asked = {"model": MODEL, "prompt": ["x", "y"], "max_tokens": 7, "logprobs": 1}
+        whole = await client.completions.create(**asked)
+        texts = [choice.text for choice in whole.choices]
+        assert texts == [output_text("x", 7), output_text("y", 7)]
         stream = await client.completions.create(model=MODEL, prompt="x", max_tokens=7, stream=True)
         assert "".join([chunk.choices[0].text async for chunk in stream]) == output_text("x", 7)
 
@@ -242,16 +182,90 @@ async def test_the_openai_client(listening_server: Served):
 async def test_choices_share_the_prompt(served, temperature):
     prompt = "x" * 160
     answer = await ask(served.http, prompt=prompt, n=5, temperature=temperature, max_tokens=3)
-    assert [choice["text"] for choice in answer["choices"]] == [
-        output_text(prompt, 3)
-    ] * 5  # the fake has one answer
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert texts == [output_text(prompt, 3)] * 5  # the fake has one answer
     assert answer["usage"]["prompt_tokens"] == 160 and answer["usage"]["completion_tokens"] == 15
     # The first choice computes the prompt; the others compute its last block, which yields their
     # first token.
     stats = served.async_llm.metrics.render()[0].decode()
-    (hits,) = [
-        line.split()[-1]
-        for line in stats.splitlines()
-        if line.startswith("vllm:prefix_cache_hits_total")
-    ]
+    name = "vllm:prefix_cache_hits_total"
+    (hits,) = [line.split()[-1] for line in stats.splitlines() if line.startswith(name)]
     assert float(hits) == 4 * 144
+
+
+# ---- `suffix`: the prompt that each family of code models was trained with ----
+
+FAMILIES = {
+    "qwen": ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|endoftext|>"),
+    "starcoder": ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>"),
+    "deepseek": ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    "codellama": ("▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"),
+}
+
+
+def tokenizer_with(*words: str) -> Tokenizer:
+    """A byte tokenizer with more tokens."""
+    backend = Tokenizer.bytes()._backend
+    backend.add_special_tokens([tokenizers.AddedToken(word, special=True) for word in words])
+    return Tokenizer(backend, {"eos_token": "<eos>"}, "")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_found_by_their_tokens(family):
+    words = FAMILIES[family]
+    begin, hole, end = words[:3]
+    tokenizer = tokenizer_with(*words)
+    found = FillInMiddle.choose(tokenizer)
+    prompt = f"{begin}a{{suffix}}{hole}b{{prefix}}{end}"
+    assert found and found.prompt("a{suffix}", "b{prefix}") == prompt
+    assert found.end_token_ids == [tokenizer.token_id(word) for word in words[3:]]
+    token_ids = tokenizer.encode(found.prompt("a", "b"))
+    parts = (begin, "a", hole, "b", end)
+    assert token_ids == [tokenizer.token_id(p) if p in words else ord(p) for p in parts]
+
+
+def test_codestral_has_the_suffix_first():
+    found = FillInMiddle.choose(tokenizer_with("[SUFFIX]", "[PREFIX]"))
+    assert found and found.prompt("a", "b") == "[SUFFIX]b[PREFIX]a"
+
+
+def test_some_of_the_tokens_are_not_enough():
+    assert FillInMiddle.choose(tokenizer_with("<|fim_prefix|>", "<|fim_middle|>")) is None
+
+
+@pytest.mark.parametrize("template", ["", "{prefix}", "{prefix}{suffix}{suffix}"])
+def test_templates_that_lack_something(template):
+    with pytest.raises(ConfigError, match="--fim-template"):
+        FillInMiddle.choose(Tokenizer.bytes(), template)
+
+
+def test_stop_tokens_of_the_model_count_in_the_limit_of_stop_token_ids():
+    """Else the engine would refuse what the API has let in."""
+    tokenizer = tokenizer_with(*FAMILIES["qwen"])
+    spec = msgspec.structs.replace(FAKE_SPEC, vocab_size=2048)
+    processor = Processor(Config(), spec, tokenizer, 1000)
+    prompt = Prompt(content="a", suffix="b", request_id="r")
+    params = SamplingParams(stop_token_ids=[1] * (MAX_STOP_TOKEN_IDS - 1))
+    prepared = processor.process(prompt, params)
+    assert prepared.params.stop_token_ids[-1] == tokenizer.token_id("<|endoftext|>")
+    with pytest.raises(InvalidRequest) as refusal:
+        processor.process(prompt, SamplingParams(stop_token_ids=[1] * MAX_STOP_TOKEN_IDS))
+    assert refusal.value.param == "stop_token_ids"
+
+
+async def test_completions():
+    async with serve(fim_template="P{prefix}S{suffix}M") as served:
+        body = {"prompt": ["def f(", "x"], "suffix": "return", "max_tokens": 5}
+        whole = (await served.http.post(COMPLETIONS, json=body)).json()
+        texts = [output_text(f"P{prefix}SreturnM", 5) for prefix in body["prompt"]]
+        assert [choice["text"] for choice in whole["choices"]] == texts
+        assert whole["usage"]["prompt_tokens"] == len("Pdef f(SreturnM" + "PxSreturnM")
+        for more in ({"echo": True}, {"prompt": [65, 66]}):
+            check(await served.http.post(COMPLETIONS, json={**body, **more}), 400, "suffix")
+        plain = (await served.http.post(COMPLETIONS, json={**body, "suffix": ""})).json()
+        assert plain["choices"][1]["text"] == output_text("x", 5)
+
+
+async def test_a_model_without_such_tokens(http):
+    answer = await http.post(COMPLETIONS, json={"prompt": "a", "suffix": "b"})
+    assert "--fim-template" in check(answer, 400, "suffix")

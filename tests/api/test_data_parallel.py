@@ -1,7 +1,5 @@
 """Several engines behind one API server (--data-parallel-size)."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from typing import Any
@@ -11,27 +9,29 @@ import msgspec
 import pytest
 
 from servd.messages.engine import AbortRequests, EngineCoreRequest, EngineDead, EngineReady
-from tests.api.harness import MODEL, InProcessEngine, Served, output_text, serve, until
+from tests.api.harness import (
+    MODEL,
+    InProcessEngine,
+    Served,
+    output_text,
+    requests_sent,
+    serve,
+    until,
+)
+from tests.api.test_restart import BODIES
 
 BODY = {"model": MODEL, "prompt": "once", "max_tokens": 200, "ignore_eos": True}
 
 
-def prompts_sent(engine: InProcessEngine) -> list[EngineCoreRequest]:
-    """Those that an engine was sent, in order."""
-    return [message for message in engine.sent if isinstance(message, EngineCoreRequest)]
-
-
 def prompts(engine: InProcessEngine) -> list[str]:
-    """Their texts."""
-    return [bytes(message.prompt_token_ids).decode() for message in prompts_sent(engine)]
+    """The prompts that an engine was sent, in order."""
+    return [bytes(message.prompt_token_ids).decode() for message in requests_sent(engine)]
 
 
 async def post(served: Served, rank: object = None, **body: Any) -> httpx.Response:
-    headers = (
-        {}
-        if rank is None
-        else {"X-data-parallel-rank": rank if isinstance(rank, bytes) else str(rank)}
-    )
+    headers = {}
+    if rank is not None:
+        headers["X-data-parallel-rank"] = rank if isinstance(rank, bytes) else str(rank)
     return await served.http.post("/v1/completions", json={**BODY, **body}, headers=headers)
 
 
@@ -110,19 +110,7 @@ async def test_the_death_of_an_engine_concerns_its_own_requests_alone():
 
 
 @pytest.mark.parametrize("num_steps", [2, 25])
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"temperature": 0},
-        {"temperature": 0.9, "seed": 7, "logprobs": 2},
-        {"n": 3, "seed": 1, "logprobs": 1},
-        {"stop": ["e", "qq"]},
-        {"structured_outputs": {"regex": "[a-z]{30}-[0-9]{20}"}, "ignore_eos": False},
-        {"echo": True, "logprobs": 1},
-        {"prompt": ["one", "two", "three"]},
-    ],
-    ids=["greedy", "seeded", "choices", "stop", "grammar", "echo", "prompts"],
-)
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 async def test_requests_of_a_dead_engine_go_on_in_another_at_once(body, num_steps):
     async with serve(data_parallel_size=2) as served:
         body = {"max_tokens": 60, **body}
@@ -304,7 +292,7 @@ async def test_an_empty_prefix_cache_attracts_nobody():
         router, text = served.async_llm.load_balancer, "a long beginning " * 20
         for rank, engine in enumerate(served.engines):
             assert (await post(served, rank, prompt=text, max_tokens=1)).status_code == 200
-            request = prompts_sent(engine)[-1]
+            request = requests_sent(engine)[-1]
             sums = router._checksums(request)
             size = len(request.prompt_token_ids)
             assert router._cached(sums, size)[rank] > 300
@@ -341,11 +329,9 @@ async def test_pages_tell_the_engines_apart():
             ("request_success_total", (1, 2)),
         ):
             for rank, count in enumerate(counts):
-                found = [
-                    float(line.rpartition(" ")[2])
-                    for line in metrics.splitlines()
-                    if line.startswith(f'vllm:{name}{{engine="{rank}"')
-                ]
+                begin = f'vllm:{name}{{engine="{rank}"'
+                found = [line for line in metrics.splitlines() if line.startswith(begin)]
+                found = [float(line.rpartition(" ")[2]) for line in found]
                 assert sum(found) == count, metrics
         assert metrics.count("# TYPE vllm:generation_tokens_total") == 1
         steps = (await served.http.get("/v1/steps")).json()["data"]
@@ -393,9 +379,8 @@ async def test_a_conversation_stays_where_its_beginning_is_and_leaves_no_work_be
         assert router and router._sum(0) == pytest.approx([0, 0])
         assert router.expected_output < 128
         metrics = (await served.http.get("/metrics")).text
-        hits = [
-            line for line in metrics.splitlines() if line.startswith("vllm:prefix_cache_hits_t")
-        ]
+        lines = metrics.splitlines()
+        hits = [line for line in lines if line.startswith("vllm:prefix_cache_hits_t")]
         assert len(hits) == 2 and all(float(line.split()[-1]) > 300 for line in hits)
 
 

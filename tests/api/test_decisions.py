@@ -1,7 +1,5 @@
 """POST /v1/decisions: the trie of the options, the wire form, limits and admission."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -12,22 +10,36 @@ from servd.api.builders.decisions import branches
 from tests.api.harness import serve
 
 CHOICES = [{"value": "red"}, {"value": "rose", "description": "a pale red"}, {"value": "blue"}]
-BODY = {"model": "fake", "input": "The sky at noon.", "questions": [
-    {"type": "predicate", "instructions": "It is dark.", "name": "dark"},
-    {"type": "choice", "instructions": "Which colour?", "choices": CHOICES},
-    {"type": "score", "instructions": "How bright?",
-     "levels": [{"label": "dim"}, {"label": "glaring"}]},
-]}  # fmt: skip
+BODY = {
+    "model": "fake",
+    "input": "The sky at noon.",
+    "questions": [
+        {"type": "predicate", "instructions": "It is dark.", "name": "dark"},
+        {"type": "choice", "instructions": "Which colour?", "choices": CHOICES},
+        {
+            "type": "score",
+            "instructions": "How bright?",
+            "levels": [{"label": "dim"}, {"label": "glaring"}],
+        },
+    ],
+}
 
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=6), min_size=1, max_size=12))
 def test_branches_tell_all_options_apart(options):
     options = [[*option, 9] for option in options]  # so that none is the beginning of another
-    parted = {frozenset((i, j)) for branch in branches(options)
-              for a in branch.members.values() for b in branch.members.values() if a is not b
-              for i in a for j in b}  # fmt: skip
-    differing = {frozenset((i, j)) for i, a in enumerate(options) for j, b in enumerate(options)
-                 if a != b}  # fmt: skip
+    parted = {
+        frozenset((i, j))
+        for branch in branches(options)
+        for a in branch.members.values()
+        for b in branch.members.values()
+        if a is not b
+        for i in a
+        for j in b
+    }
+    differing = {
+        frozenset((i, j)) for i, a in enumerate(options) for j, b in enumerate(options) if a != b
+    }
     assert parted == differing
     for branch in branches(options):
         for token_id, members in branch.members.items():

@@ -1,7 +1,5 @@
 """200 random requests: the stream, joined, is the answer that is not streamed, field by field."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any
@@ -56,9 +54,8 @@ def random_body(draw: random.Random) -> tuple[str, dict[str, Any]]:
         if not logprobs:
             body |= maybe(0.4, echo=True)
         return "/v1/completions", body
-    body["messages"] = [
-        {"role": draw.choice(["user", "system"]), "content": draw.choice(words)} for _ in range(2)
-    ]
+    roles = [draw.choice(["user", "system"]) for _ in range(2)]
+    body["messages"] = [{"role": role, "content": draw.choice(words)} for role in roles]
     body["messages"].append({"role": "user", "content": draw.choice(words)})
     body.setdefault("max_tokens", 16)
     body["max_tokens"] *= draw.choice([1, 5])  # calls take more
@@ -125,9 +122,8 @@ async def test_streams_equal_whole_answers(part):
             assert answer.status_code == 200, (body, answer.text)
             whole = answer.json()
             options = {"include_usage": True, "continuous_usage_stats": draw.random() < 0.3}
-            stream = await served.http.post(
-                path, json={**body, "stream": True, "stream_options": options}
-            )
+            streamed = {**body, "stream": True, "stream_options": options}
+            stream = await served.http.post(path, json=streamed)
             got = joined(events(stream.text))
             usage, streamed_usage = whole["usage"], got["usage"]
             for counts in (usage, streamed_usage):
@@ -159,9 +155,14 @@ def translated_body(draw: random.Random, path: str) -> dict[str, Any]:
     text = draw.choice(["one", "two words", "naïve 東京 🙂", "a " * draw.randrange(1, 90)])
     body: dict[str, Any] = {"seed": draw.randrange(99), "temperature": draw.choice([0, 0.7, 2.0])}
     max_tokens = draw.randrange(1, 40) * draw.choice([1, 5])
-    body |= {"max_tokens": max_tokens, "messages": user(text)} if is_message else {
-        "max_output_tokens": max_tokens, "input": text,
-    }  # fmt: skip
+    body |= (
+        {"max_tokens": max_tokens, "messages": user(text)}
+        if is_message
+        else {
+            "max_output_tokens": max_tokens,
+            "input": text,
+        }
+    )
     more: list[dict[str, Any]] = [
         {"top_k": 4},
         {"min_tokens": 1},
@@ -169,11 +170,9 @@ def translated_body(draw: random.Random, path: str) -> dict[str, Any]:
         {"bad_words": ["e"]},
     ]
     # Not both: with a tokenizer of bytes, where </think> is no token, a form cannot begin after it.
-    thinking = (
-        {"thinking": {"type": "enabled"}}
-        if is_message
-        else {"chat_template_kwargs": {"enable_thinking": True}}
-    )
+    thinking: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}}
+    if is_message:
+        thinking = {"thinking": {"type": "enabled"}}
     forms: list[dict[str, Any]] = [{}, thinking]
     if is_message:
         tools = [{"name": tool["function"]["name"], "input_schema": SCHEMA} for tool in TOOLS]
@@ -184,19 +183,15 @@ def translated_body(draw: random.Random, path: str) -> dict[str, Any]:
         functions = [{"type": "function", **tool["function"]} for tool in TOOLS]
         more += [{"stop": ["a", "zq"]}, {"top_logprobs": 2}, {"instructions": "be kind"}]
         forms += [{"tools": functions, "tool_choice": choice} for choice in ("required", "auto")]
-        forms += [
-            {"text": {"format": {"type": "json_object"}}},
-            {"parallel_tool_calls": False, **forms[2]},
-        ]
+        forms.append({"text": {"format": {"type": "json_object"}}})
+        forms.append({"parallel_tool_calls": False, **forms[2]})
     for part in [*draw.sample(more, draw.randrange(4)), draw.choice(forms)]:
         body |= part
     return body
 
 
 def told_response(stream: list[dict[str, Any]]) -> dict[str, Any]:
-    """The response that a stream tells by its parts; its last event has the settings and the
-    usage.
-    """
+    """The response that a stream tells by its parts; the last event has settings and usage."""
     output: list[dict[str, Any]] = []
     for event in stream:
         match event["type"]:
@@ -237,18 +232,15 @@ def told_message(stream: list[dict[str, Any]]) -> dict[str, Any]:
                 try:
                     block |= {"input": json.loads(text)} if text else {}
                 except ValueError:  # cut off
-                    assert (
-                        event is stream[-3] and stream[-2]["delta"]["stop_reason"] == "max_tokens"
-                    )
+                    assert event is stream[-3]
+                    assert stream[-2]["delta"]["stop_reason"] == "max_tokens"
             case "message_delta":
                 message |= event["delta"] | {"usage": event["usage"]}
     return message
 
 
 def comparable(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer without what differs from one request to the next: ids, times, and what was in the
-    prefix cache.
-    """
+    """An answer without ids, times, and what was in the prefix cache."""
     name = answer["id"].partition("_")[2]
     answer = json.loads(json.dumps(answer).replace(name, "ID"))
     usage = answer["usage"]
@@ -283,8 +275,7 @@ async def test_streams_of_other_apis_equal_whole_answers(path, told, part):
             stream = await served.http.post(path, json={**body, "stream": True})
             got, whole = comparable(told(named_events(stream.text))), comparable(answer.json())
             assert got == whole, body
-            kinds |= {
-                item["type"] for item in [*whole.get("output", []), *whole.get("content", [])]
-            }
+            items = [*whole.get("output", []), *whole.get("content", [])]
+            kinds |= {item["type"] for item in items}
         assert served.async_llm.num_unfinished == 0
     assert len(kinds) == 3  # texts, reasoning and calls

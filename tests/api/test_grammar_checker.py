@@ -1,7 +1,5 @@
 """GrammarChecker, over fake processes that die at awkward moments."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -135,14 +133,6 @@ def test_a_process_that_cannot_start_is_tried_again_by_the_next_request(make, li
     checker.check(FORMS[0])
 
 
-def test_a_checker_that_fails_to_start_or_restart(make):
-    checker = make(None, 0, None, 9)
-    checker.start()
-    with pytest.raises(Overloaded):
-        checker.check(FORMS[0])
-    checker.check(FORMS[0])
-
-
 class Vanishing(OrderedDict):
     """Verdicts that another thread drops after any look."""
 
@@ -151,14 +141,6 @@ class Vanishing(OrderedDict):
 
     def get(self, key: object, default: object = None) -> object:
         return self.pop(key, default)
-
-
-def test_a_verdict_that_another_thread_drops_is_asked_for_again(make):
-    checker = make(9)
-    checker.check(FORMS[0])
-    checker._verdicts = Vanishing(checker._verdicts)
-    for _ in range(3):
-        checker.check(FORMS[0])
 
 
 async def test_a_verdict_that_another_thread_drops_does_not_hold_up_the_loop(served, monkeypatch):

@@ -1,9 +1,8 @@
 """GPT-OSS's channels through parsers, routes and grammars, the markers as text and as tokens."""
 
-from __future__ import annotations
-
 import json
 import time
+from typing import Any
 
 import httpx
 import msgspec
@@ -25,7 +24,7 @@ from servd.config import Config
 from servd.core.structured_output.grammar import Grammar
 from servd.core.structured_output.vocabulary import load_vocabulary
 from servd.messages.engine import EngineCoreRequest
-from tests.api.harness import events, serve, user
+from tests.api.harness import events, requests_sent, serve, user
 
 CHAT = "/v1/chat/completions"
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Bonn"]}}, "required": ["city"]}
@@ -54,16 +53,18 @@ def written(kind: str, text: str) -> str:
     return f"{header}{json.dumps({'a': text})}<|call|>"
 
 
+def expecting(offered: list[dict[str, Any]], **fields: Any) -> ExpectedOutput:
+    """A reply of a model that reasons and has these tools."""
+    parsers = {"reasoning_parser": reasoning.Parser, "tool_parser": tools.Parser}
+    return ExpectedOutput(tool_options=ToolOptions(offered), **parsers, **fields)
+
+
 @given(messages, st.data())
 def test_any_messages_in_any_pieces(said, data):
     text = "<|start|>assistant".join(written(*message) for message in said)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    expected = ExpectedOutput(
-        reasoning_parser=reasoning.Parser,
-        tool_parser=tools.Parser,
-        tool_options=ToolOptions([{"type": "function", "function": {"name": "f"}}]),
-    )
+    expected = expecting([{"type": "function", "function": {"name": "f"}}])
     parser = OutputParser(expected)
     thoughts, content, calls = "", "", []
     for delta in [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish():
@@ -84,13 +85,7 @@ def test_any_messages_in_any_pieces(said, data):
 
 
 def parsed(text: str) -> tuple[str, list[list[str]]]:
-    parser = OutputParser(
-        ExpectedOutput(
-            reasoning_parser=reasoning.Parser,
-            tool_parser=tools.Parser,
-            tool_options=ToolOptions(TOOLS),
-        )
-    )
+    parser = OutputParser(expecting(TOOLS))
     content, calls = "", []
     for delta in [delta for piece in text for delta in parser.feed(piece)] + parser.finish():
         match delta:
@@ -119,12 +114,7 @@ def test_the_recipient_may_be_first(text, content, calls):
 
 def test_many_messages_are_read_once():
     text = "<|channel|>analysis<|message|>a<|end|>"
-    expected = ExpectedOutput(
-        reasoning_parser=reasoning.Parser,
-        tool_parser=tools.Parser,
-        tool_options=ToolOptions(TOOLS),
-        table={0: text.encode()},
-    )
+    expected = expecting(TOOLS, table={0: text.encode()})
     whole, streamed = OutputParser(expected), OutputParser(expected)
     began = time.perf_counter()
     whole.feed(text * 12_000, [0] * 12_000)
@@ -143,9 +133,8 @@ def spec(tmp_path) -> ModelSpec:
     backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
     ends = [FAKE_SPEC.eos_token_ids[0], *map(backend.token_to_id, ("<|return|>", "<|call|>"))]
-    return msgspec.structs.replace(
-        FAKE_SPEC, folder=str(tmp_path), vocab_size=257 + len(MARKERS), eos_token_ids=ends
-    )
+    fields = {"vocab_size": 257 + len(MARKERS), "eos_token_ids": ends}
+    return msgspec.structs.replace(FAKE_SPEC, folder=str(tmp_path), **fields)
 
 
 def tokens(text: str, spec: ModelSpec) -> list[int]:
@@ -178,7 +167,7 @@ async def sent(spec: ModelSpec, **body: object) -> tuple[EngineCoreRequest, http
     async with serve(script=[], spec=spec, chat_template=TEMPLATE) as served:
         body = {"messages": user("hi"), "max_tokens": 1, **body}
         answer = await served.http.post(CHAT, json=body)
-        (request,) = (m for m in served.engine.sent if isinstance(m, EngineCoreRequest))
+        (request,) = requests_sent(served.engine)
         return request, answer
 
 
@@ -221,8 +210,7 @@ def test_reasoning_is_what_the_template_calls_thinking():
     said = {"role": "assistant", "reasoning": "Hm.", "content": ""}
     template = ChatTemplate(TEMPLATE)
     assert "analysis<|message|>Hm." in template.render(Chat(messages=[said]))
-    assert "analysis<|message|>Hm." in template.render(
-        Chat(messages=[{**said, "tool_calls": [call]}])
-    )
+    with_call = Chat(messages=[{**said, "tool_calls": [call]}])
+    assert "analysis<|message|>Hm." in template.render(with_call)
     both = {**said, "content": "I look.", "tool_calls": [call]}
     assert "Hm." not in template.render(Chat(messages=[both]))  # GPT-OSS's own refuses this

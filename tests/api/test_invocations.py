@@ -1,78 +1,59 @@
-"""SageMaker's /invocations, chat batches and /tokenizer_info."""
-
-from __future__ import annotations
+"""/invocations, chat batches, /tokenizer_info, /tokenize and /detokenize."""
 
 import json
 
+import msgspec
 import pytest
+from transformers import AutoTokenizer
 
 from servd.api.text.chat_template import DEFAULT_TEMPLATE
+from servd.checkpoint.hf import FAKE_SPEC
 from tests.api.harness import MODEL, chat_prompt, events, output_text, serve, user
+from tests.api.hostile import VALID
 from tests.api.test_errors import check
 
 BATCH = "/v1/chat/completions/batch"
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", {"messages": user("hi"), "max_tokens": 5}),
-        ("/v1/completions", {"prompt": "hi", "max_tokens": 5}),
-        ("/v1/embeddings", {"input": "hi"}),
-        ("/rerank", {"query": "a", "documents": ["b"]}),
-        ("/score", {"text_1": "a", "text_2": "b"}),
-        ("/score", {"queries": "a", "documents": "b"}),
-    ],
-    ids=str,
-)
+ROUTES = "/v1/chat/completions /v1/completions /v1/embeddings /v1/rerank /v1/score"
+INVOKED = [(path, VALID[path]) for path in ROUTES.split()]
+INVOKED.append(("/score", {"queries": "a", "documents": "b"}))
+
+
+@pytest.mark.parametrize(("path", "body"), INVOKED, ids=str)
 async def test_invocations(http, path, body):
     def without_identity(answer):
         return {k: v for k, v in answer.json().items() if k not in ("id", "created", "usage")}
 
-    assert without_identity(await http.post("/invocations", json=body)) == without_identity(
-        await http.post(path, json=body)
-    )
+    found = without_identity(await http.post("/invocations", json=body))
+    assert found == without_identity(await http.post(path, json=body))
 
 
 async def test_invocations_stream(http):
     answer = await http.post("/invocations", json={"prompt": "hi", "max_tokens": 5, "stream": True})
-    assert "".join(chunk["choices"][0]["text"] for chunk in events(answer.text)) == output_text(
-        "hi", 5
-    )
+    said = "".join(chunk["choices"][0]["text"] for chunk in events(answer.text))
+    assert said == output_text("hi", 5)
 
 
 async def test_invocations_of_nothing_known(http):
     assert "`messages`" in check(await http.post("/invocations", json={"texts": ["a"]}), 400)
     for content in (b"", b"[]", b"{", b"\xff"):
-        check(
-            await http.post(
-                "/invocations", content=content, headers={"content-type": "application/json"}
-            ),
-            400,
-        )
-    check(
-        await http.post("/invocations", json={"prompt": "a", "model": "x"}),
-        404,
-        "model",
-        "model_not_found",
-    )
+        headers = {"content-type": "application/json"}
+        check(await http.post("/invocations", content=content, headers=headers), 400)
+    unknown = await http.post("/invocations", json={"prompt": "a", "model": "x"})
+    check(unknown, 404, "model", "model_not_found")
 
 
 async def test_a_batch_of_chats(http):
     texts = ["one", "two words", "x" * 90]
-    body = {
-        "model": MODEL,
-        "messages": [user(text) for text in texts],
-        "max_tokens": 7,
-        "no_such_field": 1,
-    }
+    body = {"model": MODEL, "max_tokens": 7, "no_such_field": 1}
+    body["messages"] = [user(text) for text in texts]
     answer = await http.post(BATCH, json=body)
     assert answer.headers["x-servd-ignored"] == "no_such_field"
     whole = answer.json()
     assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
-    assert [choice["message"]["content"] for choice in whole["choices"]] == [
-        output_text(chat_prompt(text), 7) for text in texts
-    ]
+    said = [choice["message"]["content"] for choice in whole["choices"]]
+    assert said == [output_text(chat_prompt(text), 7) for text in texts]
     assert whole["usage"]["prompt_tokens"] == sum(len(chat_prompt(text)) for text in texts)
     assert whole["usage"]["completion_tokens"] == 21
 
@@ -85,9 +66,8 @@ async def test_a_batch_of_chats_with_and_without_reasoning():
         body = {"messages": [user("say"), user("think")], "max_tokens": 50}
         plain, reasoning = (await served.http.post(BATCH, json=body)).json()["choices"]
         assert (reasoning["message"]["reasoning"], reasoning["message"]["content"]) == ("hm", "ok")
-        alone = (
-            await served.http.post("/v1/chat/completions", json={**body, "messages": user("say")})
-        ).json()
+        body["messages"] = user("say")
+        alone = (await served.http.post("/v1/chat/completions", json=body)).json()
         assert plain["message"] == alone["choices"][0]["message"]
 
 
@@ -115,3 +95,63 @@ async def test_tokenizer_info(served, tmp_path):
     answer = (await served.http.get("/tokenizer_info")).json()
     assert answer == {"eos_token": "<eos>", "chat_template": DEFAULT_TEMPLATE}
     assert str(tmp_path) not in json.dumps(answer)
+
+
+# ---- /tokenize and /detokenize ----
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+async def test_a_text(http, prefix):
+    body = {"prompt": "héllo", "return_token_strs": True}
+    answer = (await http.post(f"{prefix}/tokenize", json=body)).json()
+    back = await http.post(f"{prefix}/detokenize", json={"tokens": answer["tokens"]})
+    assert back.json() == {"prompt": "héllo"}
+    assert bytes(answer["tokens"]).decode() == "héllo"
+    assert (answer["count"], answer["max_model_len"]) == (6, 4096)
+    assert answer["token_strs"][0] == "h" and len(answer["token_strs"]) == 6
+    assert "token_strs" not in (await http.post("/tokenize", json={"prompt": ""})).json()
+
+
+async def test_a_chat_counts_what_its_answer_will(http):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for fields in ({}, {"add_generation_prompt": False}, {"tools": tools}):
+        body = {"model": MODEL, "messages": user("hi"), **fields}
+        count = (await http.post("/tokenize", json=body)).json()["count"]
+        answer = await http.post("/v1/chat/completions", json={**body, "max_tokens": 1})
+        assert count == answer.json()["usage"]["prompt_tokens"]
+    tokens = (await http.post("/tokenize", json={"messages": user("hi")})).json()["tokens"]
+    back = await http.post("/detokenize", json={"tokens": tokens})
+    assert back.json() == {"prompt": chat_prompt("hi")}
+
+
+async def test_a_real_tokenizer(tiny_llama_tokenizer):
+    reference = AutoTokenizer.from_pretrained(tiny_llama_tokenizer)
+    fields = {"folder": str(tiny_llama_tokenizer), "vocab_size": len(reference)}
+    spec = msgspec.structs.replace(FAKE_SPEC, **fields)
+    async with serve(spec=spec) as served:
+        for add_special_tokens in (True, False):
+            body = {"prompt": "the License", "add_special_tokens": add_special_tokens}
+            tokens = (await served.http.post("/tokenize", json=body)).json()["tokens"]
+            assert tokens == reference.encode("the License", add_special_tokens=add_special_tokens)
+        answer = await served.http.post("/tokenize", json={"messages": user("hi")})
+        tokens = answer.json()["tokens"]
+        options = {"tokenize": False, "add_generation_prompt": True}
+        rendered = reference.apply_chat_template(user("hi"), **options)
+        assert tokens == reference.encode(rendered, add_special_tokens=False)
+        text = (await served.http.post("/detokenize", json={"tokens": tokens})).json()["prompt"]
+        assert text == reference.decode(tokens)
+
+
+BOTH = {"prompt": "a", "messages": user("a")}
+WRONG = [
+    ("/tokenize", "prompt", [{}, BOTH]),
+    ("/tokenize", "messages", [{"messages": []}]),
+    ("/detokenize", "tokens", [{}, {"tokens": "a"}, {"tokens": [257]}, {"tokens": [-1]}]),
+    ("/detokenize", "tokens[1]", [{"tokens": [1, "a"]}]),
+]
+
+
+@pytest.mark.parametrize(("path", "param", "bodies"), WRONG)
+async def test_bad_requests(http, path, param, bodies):
+    for body in bodies:
+        check(await http.post(path, json=body), 400, param)

@@ -1,7 +1,5 @@
 """kv_transfer_params: a prompt that one server computes and another continues with."""
 
-from __future__ import annotations
-
 import json
 import time
 
@@ -17,9 +15,13 @@ from tests.core.kv_cache.test_transfer import TOKEN, free_port
 TEXT = "a long beginning of a text"
 # As vLLM's proxies send them.
 PREFILL = {
-    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
-    "remote_block_ids": None, "remote_host": None, "remote_port": None,
-}  # fmt: skip
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -87,10 +89,8 @@ async def test_what_this_server_has_no_part_in_is_refused():
     async with serve() as served:
         for params in (PREFILL, from_peer):
             assert "without --kv-transfer-config" in await refusal(served, params)
-        answer = await served.http.post(
-            "/v1/completions",
-            json={"prompt": TEXT, "kv_transfer_params": PREFILL | {"do_remote_decode": False}},
-        )
+        body = {"prompt": TEXT, "kv_transfer_params": PREFILL | {"do_remote_decode": False}}
+        answer = await served.http.post("/v1/completions", json=body)
         assert answer.status_code == 200 and "kv_transfer_params" not in answer.json()
     async with serve(kv_transfer_config=config("kv_consumer", port)) as served:
         assert "kv_consumer" in await refusal(served, PREFILL)

@@ -1,7 +1,5 @@
 """What a server logs of requests, and the traces that its logs and metrics lead to."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -129,9 +127,8 @@ async def test_exemplars_lead_to_the_trace(parent):
         accept = {"accept": "application/openmetrics-text"}
         text = (await served.http.get("/metrics", headers=accept)).text
         plain = (await served.http.get("/metrics")).text
-    found = [
-        line.split("{")[0] for line in text.splitlines() if f'# {{trace_id="{TRACE}"}}' in line
-    ]
+    exemplar = f'# {{trace_id="{TRACE}"}}'
+    found = [line.split("{")[0] for line in text.splitlines() if exemplar in line]
     if parent == PARENT:
         assert "vllm:time_to_first_token_seconds_bucket" in found
         assert "vllm:e2e_request_latency_seconds_bucket" in found
@@ -144,10 +141,8 @@ async def test_exemplars_lead_to_the_trace(parent):
 def test_answers_are_logged_at_a_terminal_unless_told_otherwise(monkeypatch, is_terminal):
     monkeypatch.setattr("sys.stderr", io.StringIO())
     monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal, raising=False)
-    found = {
-        choice: resolve_access_log(ObservabilityConfig(access_log=choice))
-        for choice in ("auto", "off", "all")
-    }
+    options = [ObservabilityConfig(access_log=choice) for choice in ("auto", "off", "all")]
+    found = {each.access_log: resolve_access_log(each) for each in options}
     assert found == {"auto": "requests" if is_terminal else "off", "off": "off", "all": "all"}
 
 
@@ -169,11 +164,3 @@ async def test_the_lines_after_ready_can_be_used(options):
         body = json.loads(words[words.index("-d") + 1]) | {"max_tokens": 1}
         path = url.removeprefix("http://test")
         assert (await served.http.post(path, json=body, headers=headers)).status_code == 200
-
-
-def test_a_request_of_an_encoder_over_a_socket():
-    lines = first_steps("unix:/run/a", Config.load({}), is_causal=False)
-    assert not any(line.startswith("console") for line in lines)
-    words = shlex.split(lines[0])
-    assert words[words.index("--unix-socket") + 1] == "/run/a"
-    assert "http://localhost/v1/embeddings" in words

@@ -6,8 +6,6 @@ thread that keeps the interpreter to itself does. The engine of these tests runs
 so a little of what is measured is its own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -23,32 +21,20 @@ MAX_LAG = 1.0  # CPU seconds; each of these requests held up the loop for 1.3 to
 LOOP_SECONDS = 0.03  # that `loop_seconds` takes on the machine where that was measured
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HI = {"messages": user("hi"), "max_tokens": 1}
+CHATS = {"messages": [HI["messages"]] * 1024, "unknown": "x" * 200_000}
+MANY = {"n": 32, "max_tokens": 200, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
+SCORED = {"prompt": "a" * 4000, "n": 128, "max_tokens": 1, "prompt_logprobs": 20}
+STRINGS = {"prompt": "a b" * 500_000, "return_token_strs": True}
 REQUESTS = {
     "long bad words": (CHAT, HI | {"bad_words": ["word " * 1600] * 500}, 400),
-    "batch with a long field that has no effect": (
-        f"{CHAT}/batch",
-        HI | {"messages": [HI["messages"]] * 1024, "unknown": "x" * 200_000},
-        200,
-    ),
-    "prompt logprobs of many choices": (
-        COMPLETION,
-        {"prompt": "a" * 4000, "n": 128, "max_tokens": 1, "prompt_logprobs": 20},
-        400,
-    ),
-    "top logprobs of many choices": (
-        CHAT,
-        HI | {"n": 32, "max_tokens": 200, "logprobs": True, "top_logprobs": 20, "ignore_eos": True},
-        200,
-    ),
+    "batch with a long field that has no effect": (f"{CHAT}/batch", HI | CHATS, 200),
+    "prompt logprobs of many choices": (COMPLETION, SCORED, 400),
+    "top logprobs of many choices": (CHAT, HI | MANY, 200),
     "many wrong forms": ("/v2/embed", {"texts": ["a"], "embedding_types": ["x"] * 400_000}, 400),
     "many empty lists": (CHAT, HI | {"unknown": [[]] * 4_000_000}, 400),
     "many fields": (CHAT, HI | {f"field{i}": i for i in range(600_000)}, 400),
     "many prompts": (COMPLETION, {"prompt": ["a" * 4000] * 1024, "max_tokens": 1}, 200),
-    "the strings of many tokens": (
-        "/tokenize",
-        {"prompt": "a b" * 500_000, "return_token_strs": True},
-        200,
-    ),
+    "the strings of many tokens": ("/tokenize", STRINGS, 200),
 }
 
 
@@ -75,9 +61,9 @@ async def test_no_request_holds_up_the_loop(path, body, status):
 
     async with serve(max_waiting_requests=4096) as server:
         ticking = asyncio.create_task(tick())
-        response = await server.http.post(
-            path, content=data, headers={"content-type": "application/json"}, timeout=WAIT_SECONDS
-        )
+        headers = {"content-type": "application/json"}
+        asked = server.http.post(path, content=data, headers=headers, timeout=WAIT_SECONDS)
+        response = await asked
         ticking.cancel()
         await asyncio.wait([ticking])
     assert response.status_code == status, response.text[:300]
@@ -88,21 +74,17 @@ TOOLS = [
     {"type": "function", "function": {"name": f"f{number}", "description": "what it does"}}
     for number in range(40)
 ]
+CHOICES = HI | {"n": 128}
+PROMPTS = {"prompt": ["a"] * 1000, "max_tokens": 1}
 PIECES = {
     "a chat": (CHAT, HI),
     "a chat with forty tools": (CHAT, HI | {"tools": TOOLS}),
     "a chat of two hundred short messages": (CHAT, HI | {"messages": 200 * user("hi")}),
     "a chat of ten long messages": (CHAT, HI | {"messages": 10 * user("hello " * 60)}),
-    "choices": (CHAT, HI | {"n": 128}),
-    "choices in a stream": (
-        CHAT,
-        HI | {"n": 128, "max_tokens": 3, "ignore_eos": True, "stream": True},
-    ),
-    "a thousand prompts": (COMPLETION, {"prompt": ["a"] * 1000, "max_tokens": 1}),
-    "a thousand prompts in a stream": (
-        COMPLETION,
-        {"prompt": ["a"] * 1000, "max_tokens": 1, "stream": True},
-    ),
+    "choices": (CHAT, CHOICES),
+    "choices in a stream": (CHAT, CHOICES | {"max_tokens": 3, "ignore_eos": True, "stream": True}),
+    "a thousand prompts": (COMPLETION, PROMPTS),
+    "a thousand prompts in a stream": (COMPLETION, PROMPTS | {"stream": True}),
     "hundreds of chats": (f"{CHAT}/batch", HI | {"messages": [HI["messages"]] * 256}),
     "a thousand texts": ("/v1/embeddings", {"input": ["a"] * 1000}),
 }
@@ -119,9 +101,7 @@ def is_of_engine(callback: Any) -> bool:
 
 
 async def longest_piece(served: Served, path: str, body: dict[str, Any], monkeypatch: Any) -> float:
-    """CPU seconds that the server keeps the loop at most, for reading, answering and for what comes
-    after; its engine, which is on the same loop here, does not count.
-    """
+    """CPU seconds that the server keeps the loop at most; its engine, also here, does not count."""
     data, pieces = json.dumps(body).encode(), list[float]()
     messages = [{"type": "http.request", "body": data}]
     headers = [(b"content-type", b"application/json")]

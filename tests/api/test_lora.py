@@ -1,9 +1,6 @@
 """Adapters over HTTP: named as models, listed, loaded, replaced and unloaded."""
 
-from __future__ import annotations
-
 import asyncio
-import hashlib
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -157,22 +154,12 @@ async def test_requests_keep_the_adapter_that_they_began_with(tmp_path: Path):
         assert await late == expected(after, prompts[0]) and after != before
 
 
-@pytest.mark.parametrize(
-    ("name", "path", "status"),
-    [
-        ("x", "/etc", 403),
-        ("x", "../store", 403),
-        ("x", "link", 403),
-        ("x", "linked-file", 403),
-        ("x", ".", 403),
-        ("x", "a\0b", 403),
-        ("x", "missing", 400),
-        ("../x", "a", 400),
-        (MODEL, "a", 400),
-        ("", "a", 400),
-        ("x", "", 400),
-    ],
-)
+FORBIDDEN = ("/etc", "../store", "link", "linked-file", ".", "a\0b")
+WRONG = [("x", "missing"), ("../x", "a"), (MODEL, "a"), ("", "a"), ("x", "")]
+REFUSED = [*(("x", path, 403) for path in FORBIDDEN), *((*each, 400) for each in WRONG)]
+
+
+@pytest.mark.parametrize(("name", "path", "status"), REFUSED)
 async def test_what_cannot_be_loaded(tmp_path: Path, name: str, path: str, status: int):
     outside = write_adapter(tmp_path / "outside")
     async with serve_adapters(tmp_path) as (served, store):
@@ -197,21 +184,7 @@ async def test_what_is_not_supported_is_said_to_the_client(tmp_path: Path):
         assert answer.status_code == 400 and "DoRA" in answer.json()["error"]["message"]
 
 
-async def test_loading_needs_the_scope_admin(tmp_path: Path):
-    keys = tmp_path / "keys.toml"
-    hashed = hashlib.sha256(b"k").hexdigest()
-    keys.write_text(f'[[keys]]\nname = "user"\nsha256 = "{hashed}"\nscopes = ["inference"]\n')
-    async with serve_adapters(tmp_path, api_key_file=str(keys)) as (served, _):
-        served.http.headers["authorization"] = "Bearer k"
-        for path in ("load", "unload"):
-            body = {"lora_name": "x", "lora_path": "x"}
-            answer = await served.http.post(f"/v1/{path}_lora_adapter", json=body)
-            assert answer.status_code == 403, answer.text
-
-
-async def test_without_a_folder_nothing_is_loaded_and_without_lora_nothing_is_there(
-    tmp_path: Path,
-):
+async def test_without_a_folder_or_without_lora_nothing_is_loaded(tmp_path: Path):
     async with serve_adapters(tmp_path, lora_dir=None) as (served, _):
         answer = await load(served, "x", "x")
         assert answer.status_code == 403 and "--lora-dir" in answer.text

@@ -27,60 +27,36 @@ SECOND = 10**9
 LABELS = {"model_name": "m", "engine": "0"}
 
 
-GAUGES = [
-    "num_requests_running",
-    "num_requests_waiting",
-    "num_requests_waiting_by_reason",
-    "num_requests_swapped",
-    "kv_cache_usage_perc",
-    "kv_offload_cpu_cache_usage_perc",
-    "num_requests_kv_fetch_by_stage",
-]
-COUNTERS = [
-    "prefix_cache_queries",
-    "prefix_cache_hits",
-    "external_prefix_cache_queries",
-    "external_prefix_cache_hits",
-    "prompt_tokens_cached_by_source",
-    "kv_offload_store_bytes",
-    "kv_offload_load_bytes",
-    "kv_offload_stores_skipped",
-    "num_preemptions",
-    "corrupted_requests",
-    "prompt_tokens",
-    "prompt_tokens_cached",
-    "generation_tokens",
-    "request_success",
-    "prompt_tokens_by_source",
-    "admission_rejections",
-    "tool_call_parser_invocations",
-]
-HISTOGRAMS = [
-    "time_to_first_token_seconds",
-    "inter_token_latency_seconds",
-    "request_time_per_output_token_seconds",
-    "e2e_request_latency_seconds",
-    "request_queue_time_seconds",
-    "request_inference_time_seconds",
-    "request_prefill_time_seconds",
-    "request_decode_time_seconds",
-    "request_prompt_tokens",
-    "request_prefill_kv_computed_tokens",
-    "request_generation_tokens",
-    "request_max_num_generation_tokens",
-    "request_num_preemptions",
-    "request_params_n",
-    "request_params_max_tokens",
-    "iteration_tokens_total",
-    "kv_block_lifetime_seconds",
-    "kv_block_idle_before_evict_seconds",
-    "kv_block_reuse_gap_seconds",
-]
+GAUGES = (
+    "num_requests_running num_requests_waiting num_requests_waiting_by_reason "
+    "num_requests_swapped kv_cache_usage_perc kv_offload_cpu_cache_usage_perc "
+    "num_requests_kv_fetch_by_stage"
+)
+COUNTERS = (
+    "prefix_cache_queries prefix_cache_hits external_prefix_cache_queries "
+    "external_prefix_cache_hits prompt_tokens_cached_by_source kv_offload_store_bytes "
+    "kv_offload_load_bytes kv_offload_stores_skipped num_preemptions corrupted_requests "
+    "prompt_tokens prompt_tokens_cached generation_tokens request_success "
+    "prompt_tokens_by_source admission_rejections tool_call_parser_invocations"
+)
+HISTOGRAMS = (
+    "time_to_first_token_seconds inter_token_latency_seconds "
+    "request_time_per_output_token_seconds e2e_request_latency_seconds "
+    "request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds "
+    "request_decode_time_seconds request_prompt_tokens request_prefill_kv_computed_tokens "
+    "request_generation_tokens request_max_num_generation_tokens request_num_preemptions "
+    "request_params_n request_params_max_tokens iteration_tokens_total "
+    "kv_block_lifetime_seconds kv_block_idle_before_evict_seconds kv_block_reuse_gap_seconds"
+)
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
     metrics.render()  # the gauges are written for each scrape
     return metrics.registry.get_sample_value(f"vllm:{name}", LABELS | labels)
+
+
+def values(metrics: Metrics, *names: str) -> list[float | None]:
+    return [value(metrics, name) for name in names]
 
 
 def read(body: bytes) -> dict[str, float]:
@@ -100,12 +76,8 @@ def test_names_of_vllm():
     body, content_type = Metrics("m").render()
     assert content_type.startswith("text/plain")
     names = read(body)
-    for gauge in GAUGES:
-        assert f"vllm:{gauge}" in names
-    for counter in COUNTERS:
-        assert f"vllm:{counter}_total" in names
-    for histogram in HISTOGRAMS:
-        assert f"vllm:{histogram}_bucket" in names
+    for kind, suffix in ((GAUGES, ""), (COUNTERS, "_total"), (HISTOGRAMS, "_bucket")):
+        assert {f"vllm:{name}{suffix}" for name in kind.split()} <= names.keys()
 
 
 def test_state_of_the_engine():
@@ -114,49 +86,41 @@ def test_state_of_the_engine():
     assert value(metrics, "num_requests_waiting_by_reason", reason="capacity") == 4
     metrics.observe_step(SchedulerStats(1, 0, 0.25, 10, 5, 1, step_tokens=[0]))
     assert value(metrics, "num_requests_waiting_by_reason", reason="capacity") == 0
-    assert value(metrics, "num_requests_running") == 1
-    assert value(metrics, "num_requests_waiting") == 0
+    assert values(metrics, "num_requests_running", "num_requests_waiting") == [1, 0]
     assert value(metrics, "kv_cache_usage_perc") == 0.25
-    assert value(metrics, "prefix_cache_queries_total") == 110
-    assert value(metrics, "prefix_cache_hits_total") == 65
+    assert values(metrics, "prefix_cache_queries_total", "prefix_cache_hits_total") == [110, 65]
     assert value(metrics, "num_preemptions_total") == 3
-    assert value(metrics, "iteration_tokens_total_sum") == 11
     # A step that computed nothing is none.
-    assert value(metrics, "iteration_tokens_total_count") == 2
+    names = ("iteration_tokens_total_sum", "iteration_tokens_total_count")
+    assert values(metrics, *names) == [11, 2]
 
 
-def test_requests_that_fail_in_a_step_count():
+def test_failures_tiers_deferred_requests_and_drafts_of_two_steps():
     metrics = Metrics("m")
-    metrics.observe_step(SchedulerStats(num_failed=2))
-    assert value(metrics, "corrupted_requests_total") == 2
-
-
-def test_tiers_below_the_device():
-    metrics = Metrics("m")
-    moved = {"num_bytes_loaded": 64, "num_bytes_stored": 96, "num_stores_skipped": 1}
     for _ in range(2):
         kv_stores = [
             KVStoreStats("host", num_blocks=3, max_blocks=4),
             KVStoreStats("disk", max_blocks=9),
         ]
-        metrics.observe_step(
-            SchedulerStats(kv_stores=kv_stores, num_reading=5, num_read=1, **moved)
-        )
-    assert value(metrics, "kv_offload_load_bytes_total") == 128
-    assert value(metrics, "kv_offload_store_bytes_total") == 192
-    assert value(metrics, "kv_offload_stores_skipped_total") == 2
+        waits = {"num_waiting": 2, "num_deferred": 3, "num_reading": 5, "num_read": 1}
+        moved = {"num_bytes_loaded": 64, "num_bytes_stored": 96, "num_stores_skipped": 1}
+        drafts = DraftStats(4, 12, 6, [4, 2, 0])
+        counted = {"num_failed": 1, "kv_stores": kv_stores, "drafts": drafts, **waits, **moved}
+        metrics.observe_step(SchedulerStats(**counted))
+    assert value(metrics, "corrupted_requests_total") == 2
+    assert value(metrics, "num_requests_waiting") == 5
+    for reason, count in (("capacity", 2), ("deferred", 3)):
+        assert value(metrics, "num_requests_waiting_by_reason", reason=reason) == count
+    names = ("load_bytes_total", "store_bytes_total", "stores_skipped_total")
+    assert values(metrics, *(f"kv_offload_{name}" for name in names)) == [128, 192, 2]
     assert value(metrics, "kv_offload_cpu_cache_usage_perc") == 0.75
     stages = {"waiting_to_start": 0, "in_progress": 5, "completed_waiting": 1}
     for stage, count in stages.items():
         assert value(metrics, "num_requests_kv_fetch_by_stage", stage=stage) == count
-
-
-def test_what_waits_for_its_grammar_is_deferred():
-    metrics = Metrics("m")
-    metrics.observe_step(SchedulerStats(num_waiting=2, num_deferred=3))
-    assert value(metrics, "num_requests_waiting") == 5
-    assert value(metrics, "num_requests_waiting_by_reason", reason="capacity") == 2
-    assert value(metrics, "num_requests_waiting_by_reason", reason="deferred") == 3
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    assert values(metrics, *(f"spec_decode_{name}_total" for name in names)) == [8, 24, 12]
+    accepted = "spec_decode_num_accepted_tokens_per_pos_total"
+    assert [value(metrics, accepted, position=str(i)) for i in range(3)] == [8, 4, 0]
 
 
 def test_blocks_that_were_evicted():
@@ -172,61 +136,37 @@ def test_blocks_that_were_evicted():
         assert value(metrics, f"kv_block_{name}_seconds_sum") == total
 
 
-def test_what_became_of_drafts():
-    metrics = Metrics("m")
-    for _ in range(2):
-        metrics.observe_step(SchedulerStats(drafts=DraftStats(4, 12, 6, [4, 2, 0])))
-    assert value(metrics, "spec_decode_num_drafts_total") == 8
-    assert value(metrics, "spec_decode_num_draft_tokens_total") == 24
-    assert value(metrics, "spec_decode_num_accepted_tokens_total") == 12
-    accepted = "spec_decode_num_accepted_tokens_per_pos_total"
-    assert [value(metrics, accepted, position=str(i)) for i in range(3)] == [8, 4, 0]
-
-
 def test_times_of_a_request():
     metrics = Metrics("m")
     choice = Choice(arrival_ns=0, num_prompt_tokens=7)
     metrics.observe_tokens(choice, 1, 3 * SECOND)
     metrics.observe_tokens(choice, 0, 4 * SECOND)  # an output without tokens is no token
     metrics.observe_tokens(choice, 2, 7 * SECOND)
-    stages = [
-        ("queued", 1),
-        ("scheduled", 2),
-        ("preempted", 4),
-        ("scheduled", 5),
-        ("first_token", 3),
-        ("finished", 7),
-    ]
-    marks = [Mark(stage, at * SECOND) for stage, at in stages]
+    stages = "queued scheduled preempted scheduled first_token finished".split()
+    marks = [Mark(*each) for each in zip(stages, (1, 2, 4, 5, 3, 7), strict=True)]
+    for each in marks:
+        each.at_ns *= SECOND
     choice.add_report(EngineCoreOutput("r", num_cached_tokens=4, marks=marks[:4]))
     choice.add_report(EngineCoreOutput("r", marks=marks[4:]))
     metrics.observe_finished(choice, FinishReason.STOP, 8 * SECOND)
     metrics.observe_request(SamplingParams(n=1, max_tokens=30), [choice])
-    for name, seconds in {
-        "time_to_first_token_seconds": 3,
-        "inter_token_latency_seconds": 2,  # 4 s for two tokens
-        "request_time_per_output_token_seconds": 2,
-        "e2e_request_latency_seconds": 8,
-        "request_queue_time_seconds": 1,
-        "request_prefill_time_seconds": 1,
-        "request_decode_time_seconds": 4,
-        "request_inference_time_seconds": 5,
-        "request_prompt_tokens": 7,
-        "request_prefill_kv_computed_tokens": 3,
-        "request_num_preemptions": 1,
-        "request_generation_tokens": 3,
-        "request_max_num_generation_tokens": 3,
-        "request_params_max_tokens": 30,
-        "request_params_n": 1,
-    }.items():
-        assert (value(metrics, f"{name}_sum"), value(metrics, f"{name}_count")) == (seconds, 1), (
-            name
-        )
+    expected = {
+        1: "request_queue_time_seconds request_prefill_time_seconds request_num_preemptions "
+        "request_params_n",
+        2: "inter_token_latency_seconds request_time_per_output_token_seconds",
+        3: "time_to_first_token_seconds request_prefill_kv_computed_tokens "
+        "request_generation_tokens request_max_num_generation_tokens",
+        4: "request_decode_time_seconds",
+        5: "request_inference_time_seconds",
+        7: "request_prompt_tokens",
+        8: "e2e_request_latency_seconds",
+        30: "request_params_max_tokens",
+    }
+    for total, names in expected.items():
+        for name in names.split():
+            assert values(metrics, f"{name}_sum", f"{name}_count") == [total, 1], name
     assert value(metrics, "request_success_total", finished_reason="stop") == 1
-    assert (
-        value(metrics, "prompt_tokens_total") == 7
-        and value(metrics, "generation_tokens_total") == 3
-    )
+    assert values(metrics, "prompt_tokens_total", "generation_tokens_total") == [7, 3]
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
@@ -242,9 +182,10 @@ def test_what_comes_with_requests_is_published_once_a_second_and_gaps_at_every_t
     metrics = Metrics("m")
     choice = Choice(arrival_ns=0, num_prompt_tokens=7)
     published = [
-        "vllm:inter_token_latency_seconds_count", "vllm:time_to_first_token_seconds_count",
+        "vllm:inter_token_latency_seconds_count",
+        "vllm:time_to_first_token_seconds_count",
         "vllm:generation_tokens_total",
-    ]  # fmt: skip
+    ]
     found = []
     for tick in range(10):
         for number in range(2):
@@ -258,15 +199,9 @@ def test_cache_config():
     metrics = Metrics("m")
     worker = WorkerReady("cpu", "float32", "cpu", 77, 0, 0)
     metrics.observe_ready(EngineReady(worker, 64, block_size=16), Config())
-    told = {
-        "block_size": "16",
-        "num_gpu_blocks": "77",
-        "cache_dtype": "auto",
-        "enable_prefix_caching": "True",
-        "gpu_memory_utilization": "0.9",
-        "kv_cache_size_tokens": "1232",
-        "kv_cache_max_concurrency": "19.25",
-    }
+    told = {"block_size": "16", "num_gpu_blocks": "77", "cache_dtype": "auto"}
+    told |= {"enable_prefix_caching": "True", "gpu_memory_utilization": "0.9"}
+    told |= {"kv_cache_size_tokens": "1232", "kv_cache_max_concurrency": "19.25"}
     assert value(metrics, "cache_config_info", **told) == 1
 
 
@@ -281,12 +216,6 @@ def test_cached_prompt_tokens_count_once():
         assert value(metrics, name, source="local_cache_hit") == 3
         assert value(metrics, name, source="external_kv_transfer") == 1
     assert value(metrics, "prompt_tokens_by_source_total", source="local_compute") == 3
-
-
-def test_two_instances_are_independent():
-    one, other = Metrics("m"), Metrics("m")
-    one.observe_step(SchedulerStats(num_running=5))
-    assert value(other, "num_requests_running") == 0
 
 
 @given(st.lists(st.lists(st.one_of(st.floats(0, 100), st.sampled_from(ITL_BUCKETS)))))
@@ -309,8 +238,12 @@ def test_values_handed_on_together_are_counted_as_one_by_one(batches: list[list[
 
 def test_token_buckets_end_at_the_context():
     metrics = Metrics("m", max_model_len=64)
-    bounds = [s.labels["le"] for f in text_string_to_metric_families(metrics.render()[0].decode())
-              for s in f.samples if s.name == "vllm:request_prompt_tokens_bucket"]  # fmt: skip
+    bounds = [
+        s.labels["le"]
+        for f in text_string_to_metric_families(metrics.render()[0].decode())
+        for s in f.samples
+        if s.name == "vllm:request_prompt_tokens_bucket"
+    ]
     assert bounds == ["1.0", "2.0", "5.0", "10.0", "20.0", "50.0", "+Inf"]
 
 
@@ -342,9 +275,8 @@ def test_the_process_as_client_libraries_of_prometheus_tell_it():
     values = read(Metrics("m").render()[0])
     used = resource.getrusage(resource.RUSAGE_SELF)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    assert values["process_cpu_seconds_total"] == pytest.approx(
-        used.ru_utime + used.ru_stime, abs=0.5
-    )
+    seconds = used.ru_utime + used.ru_stime
+    assert values["process_cpu_seconds_total"] == pytest.approx(seconds, abs=0.5)
     kib = float(status["VmRSS"].split()[0])
     assert values["process_resident_memory_bytes"] == pytest.approx(kib * 1024, rel=0.1)
     assert values["process_open_fds"] == pytest.approx(len(os.listdir("/proc/self/fd")), abs=2)
@@ -353,9 +285,7 @@ def test_the_process_as_client_libraries_of_prometheus_tell_it():
 
 
 def test_every_api_server_answers_for_all(tmp_path):
-    """Four real processes, as prometheus-client decides when it is imported; the last one only
-    reads.
-    """
+    """Four real processes, as prometheus-client decides at its import; the last one only reads."""
     program = (
         "import sys; from servd.api.observability.metrics import *\n"
         "tokens = int(sys.argv[1])\n"
@@ -372,12 +302,9 @@ def test_every_api_server_answers_for_all(tmp_path):
     )
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     for tokens in (5, 6, 7, 0):
-        body = subprocess.run(
-            [sys.executable, "-c", program, str(tokens)],
-            env=environment,
-            capture_output=True,
-            check=True,
-        ).stdout
+        command = [sys.executable, "-c", program, str(tokens)]
+        done = subprocess.run(command, env=environment, capture_output=True, check=True)
+        body = done.stdout
     values = read(body)
     assert values["vllm:num_preemptions_total"] == 3
     assert values["vllm:generation_tokens_total"] == 18

@@ -1,6 +1,4 @@
-"""/openapi.json is true: requests made from it and responses are what it says."""
-
-from __future__ import annotations
+"""/openapi.json is true, and wrong parameters are named."""
 
 import asyncio
 import base64
@@ -14,15 +12,21 @@ from typing import Any
 
 import httpx
 import jsonschema
+import msgspec
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis.checks import CHECKS, load_all_checks
 
-from servd.api.http.route import document
+from servd.api.http import route
+from servd.api.http.route import document, schema_of
+from servd.api.protocol.anthropic import MessagesRequest
+from servd.api.protocol.generation import UNSUPPORTED
+from servd.api.protocol.responses import ResponsesRequest
 from servd.api.routes import load_routers
 from tests.api.harness import Served, serve, user
+from tests.api.test_errors import check
 from tools import compatibility
 
 DOCUMENT = document(load_routers(), needs_key=False)
@@ -31,17 +35,13 @@ OPERATIONS = {found.ok().label: found.ok() for found in SCHEMA.get_all_operation
 DRIVEN = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 # A right body, to which generated fields are added: all at once are hardly ever right.
 BASES = {path: base for path, (base, _) in compatibility.ROUTES.items()}
+QUESTION = {"type": "predicate", "instructions": "It is a greeting."}
+BATCH = {"endpoint": "/v1/completions", "completion_window": "24h"}
 BASES |= {
-    "/v1/decisions": {
-        "input": "hi",
-        "questions": [{"type": "predicate", "instructions": "It is a greeting."}],
-    },
+    "/v1/decisions": {"input": "hi", "questions": [QUESTION]},
     "/tokenize": {"prompt": "hi"},
-    "/v1/batches": {
-        "input_file_id": "file-of-nobody",  # replaced by one that is there, half of the time
-        "endpoint": "/v1/completions",
-        "completion_window": "24h",
-    },
+    # The file is replaced by one that is there, half of the time.
+    "/v1/batches": {"input_file_id": "file-of-nobody", **BATCH},
     "/v1/chat/completions/batch": {"messages": [user("hi"), user("so")]},
     "/v1/chat/completions/render": BASES["/v1/chat/completions"],
     "/v1/messages/count_tokens": {"messages": user("hi")},
@@ -54,13 +54,8 @@ BASES |= {
 load_all_checks()
 [not_a_server_error] = CHECKS.get_by_names(["not_a_server_error"])
 CHECKED = CHECKS.get_by_names(
-    [
-        "not_a_server_error",
-        "status_code_conformance",
-        "content_type_conformance",
-        "response_headers_conformance",
-        "response_schema_conformance",
-    ]
+    "not_a_server_error status_code_conformance content_type_conformance "
+    "response_headers_conformance response_schema_conformance".split()
 )
 
 
@@ -69,7 +64,7 @@ def resolved(schema: dict[str, Any]) -> dict[str, Any]:
     return {**schema, "components": DOCUMENT["components"]}
 
 
-def check(value: Any, schema: dict[str, Any]) -> None:
+def validate(value: Any, schema: dict[str, Any]) -> None:
     """Whether a value has its schema; the document itself is checked once, by schemathesis."""
     jsonschema.Draft202012Validator(schema).validate(value)
 
@@ -120,8 +115,7 @@ def uploaded_file(url: str) -> str:
 
 def created_batch(url: str) -> str:
     """The id of a batch that nobody runs."""
-    body = {"input_file_id": uploaded_file(url), "endpoint": "/v1/completions"}
-    body["completion_window"] = "24h"
+    body = {"input_file_id": uploaded_file(url), **BATCH}
     return httpx.post(f"{url}/v1/batches", json=body).json()["id"]
 
 
@@ -181,10 +175,10 @@ async def test_bodies_and_responses_have_their_schemas(path, http):
         response = await http.post(path, json=body)
         if response.headers["content-type"].startswith("text/event-stream"):
             continue
-        check(response.json(), content(path, response.status_code))
+        validate(response.json(), content(path, response.status_code))
         if response.status_code == 200:
             num_answered += 1
-            check(body, body_schema(path))
+            validate(body, body_schema(path))
     assert num_answered > len(fields) / 2
 
 
@@ -197,7 +191,7 @@ async def test_events_have_their_schemas(path, http):
     documents = re.findall(r"^data: ({.*})$", response.text, re.MULTILINE)
     assert len(documents) > 3
     for data in documents:
-        check(json.loads(data), resolved(text["contentSchema"]))
+        validate(json.loads(data), resolved(text["contentSchema"]))
 
 
 def number_bounds(schema: dict[str, Any]) -> Iterator[tuple[float, float | None]]:
@@ -229,16 +223,10 @@ def lengths(schema: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
 
 
 # By the size of the model, an option, or by another field.
-RULED_OTHERWISE = {
-    "best_of",
-    "dimensions",
-    "logprobs",
-    "min_tokens",
-    "output_dimension",
-    "prompt_logprobs",
-    "thinking_token_budget",
-    "top_logprobs",
-}
+RULED_OTHERWISE = (
+    "best_of dimensions logprobs min_tokens output_dimension prompt_logprobs "
+    "thinking_token_budget top_logprobs"
+).split()
 BOUNDED = [
     (path, field)
     for path in compatibility.ROUTES
@@ -283,40 +271,31 @@ async def test_fields_that_are_taken_over_from_chats_are_described(path, http):
     assert path.endswith("batch") != ("tools" in described)
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions"]
-)
-def test_every_field_has_a_description(path):
-    for name, schema in body_schema(path)["properties"].items():
-        assert schema.get("description", "").endswith("."), name
-    temperature = body_schema("/v1/messages")["properties"]["temperature"]
-    assert temperature["description"] == "0 always takes the most probable token."
+def test_every_field_is_tried():
+    # These two are described with the fields of chats, too, which are tried there.
+    own = {"/v1/messages": MessagesRequest, "/v1/responses": ResponsesRequest}
+    for path, (_, fields) in compatibility.ROUTES.items():
+        names = own[path].model_fields if path in own else body_schema(path)["properties"]
+        assert not names.keys() - fields.keys(), path
+    assert not set(UNSUPPORTED) - compatibility.ROUTES["/v1/chat/completions"][1].keys()
 
 
 async def test_every_route_is_described(served: Served):
     told = (await served.http.get("/openapi.json")).json()
+    routes = [route for router in load_routers() for route in router.routes]
     there_are = {
         (route.path.replace(":path", ""), method.lower())
-        for router in load_routers()
-        for route in router.routes
+        for route in routes
         for method in route.methods
     }
-    assert {
-        (path, method) for path, methods in told["paths"].items() for method in methods
-    } == there_are
+    described = {(path, method) for path, methods in told["paths"].items() for method in methods}
+    assert described == there_are
     for path, methods in told["paths"].items():
         for operation in methods.values():
             assert operation["summary"], path
             assert operation["responses"], path
     ids = [o["operationId"] for methods in told["paths"].values() for o in methods.values()]
     assert len(ids) == len(set(ids))
-
-
-async def test_refusals_say_when_to_retry(http):
-    paths = (await http.get("/openapi.json")).json()["paths"]
-    responses = paths["/v1/chat/completions"]["post"]["responses"]
-    told = [status for status, each in responses.items() if "Retry-After" in each["headers"]]
-    assert told == ["429", "503"]
 
 
 async def test_keys_are_described_where_they_are_needed():
@@ -350,3 +329,39 @@ async def test_the_page_needs_nothing_from_elsewhere(path, http):
         assert file.status_code == 200 and len(file.content) > 400
     for name in ("docs/none.js", "docs/..%2f__init__.py", "docs/"):
         assert (await http.get(f"/{name}")).status_code == 404
+
+
+# ---- routes ----
+
+
+def test_two_structs_of_one_name_are_refused(monkeypatch):
+    monkeypatch.setattr(route, "ANSWERS", {})
+    first = msgspec.defstruct("SameName", [("a", int)])
+    second = msgspec.defstruct("SameName", [("b", str)])
+    assert schema_of(first) == {"$ref": "#/components/schemas/SameName"}
+    with pytest.raises(AssertionError, match="SameName"):
+        schema_of(second)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "param"),
+    [
+        ("GET", "/v1/requests?recent=0", "recent"),
+        ("GET", "/v1/requests?slowest=201", "slowest"),
+        ("GET", "/v1/steps?recent=x", "recent"),
+        ("GET", "/v1/requests/a/timeline?format=xml", "format"),
+        ("GET", "/v1/files?limit=10001", "limit"),
+        ("GET", "/v1/batches?order=up", "order"),
+        ("GET", "/v1/responses/a?stream=maybe", "stream"),
+        ("GET", "/v1/responses/a?starting_after=-1", "starting_after"),
+        ("GET", "/v1/responses/a?starting_after=" + "9" * 5000, "starting_after"),
+        ("GET", "/v1/responses/a/input_items?limit=101", "limit"),
+        ("GET", "/v1/responses/a/input_items?order=up", "order"),
+        ("POST", "/sleep?level=3", "level"),
+    ],
+)
+async def test_wrong_parameters_are_named(method, path, param, tmp_path):
+    async with serve(batch_dir=str(tmp_path)) as served:
+        message = check(await served.http.request(method, path), 400, param)
+    assert message.startswith(f"{param} must be ")
+    assert len(message) < 200

@@ -1,7 +1,5 @@
 """OpenTelemetry: one span for each request, with its phases below, in the trace of its client."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import threading
@@ -86,9 +84,7 @@ async def test_a_request_is_a_span_in_its_clients_trace_with_its_phases_below(ex
     assert found["gen_ai.latency.e2e"] <= (span.end_time - span.start_time) / 1e9
 
 
-async def test_without_a_context_each_request_begins_a_trace_which_logs_name_too(
-    exporter, spans, caplog
-):
+async def test_without_a_context_each_request_begins_a_trace(exporter, spans):
     async with serve(spans=spans) as served:
         for _ in range(2):
             await served.http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 2})

@@ -3,8 +3,6 @@
 Time is virtual and passes only where a test lets it pass, so that a busy machine adds nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -17,7 +15,6 @@ from typing import Any
 import pytest
 
 from servd.api.http.http_protocol import TimedFlow
-from servd.checkpoint.hf import FAKE_SPEC
 from servd.core.executor.fake import FakeExecutor
 from servd.core.structured_output.manager import GrammarManager
 from tests.adapters import write_adapter
@@ -103,41 +100,6 @@ async def has_token(served: Served) -> None:
             await asyncio.sleep(0)  # steps take no real time: look after each
 
 
-async def test_the_prompts_of_neighbours(slow_steps):
-    async with serve() as served:
-        own = asyncio.create_task(post(served, "a", 12))
-        await has_token(served)
-        served.engine.may_step.clear()
-        others = [asyncio.create_task(post(served, f"{i}" * 2000, 1)) for i in range(2)]
-        await until(lambda: len(served.engine.sent) == 3)
-        served.engine.may_step.set()
-        await asyncio.gather(*others)
-        assert (await phases_of(served, await own))[0] == "neighbour_prefill"
-
-
-async def test_preemption(slow_steps):
-    cache = 40 * 16 * FAKE_SPEC.kv_bytes_per_token(4)
-    async with serve(kv_cache_memory=cache, max_model_len=512, max_num_seqs=2) as served:
-        first = asyncio.create_task(post(served, "a" * 300, 120))
-        await has_token(served)
-        second = await (await start_beside(served, "b" * 300, 30))
-        await first
-        assert (await phases_of(served, second))[0] == "preemption"
-
-
-async def test_a_slot(slow_steps):
-    async with serve(max_num_seqs=1) as served:
-        first = asyncio.create_task(post(served, "a", 60))
-        await has_token(served)
-        second = await (await start_beside(served, "b", 5))
-        first = await first
-        assert (await phases_of(served, second))[0] == "queue_slots"
-        timelines = [
-            (await served.http.get(f"/v1/requests/{i}/timeline")).json() for i in (first, second)
-        ]
-        assert [timeline["behind"] for timeline in timelines] == [[], [first]]
-
-
 async def test_a_later_request_that_overtook_is_among_those_waited_for(slow_steps):
     async with serve(max_num_seqs=1, scheduling_policy="priority") as served:
         tasks = [asyncio.create_task(post(served, "a", 40))]
@@ -195,18 +157,14 @@ async def test_an_engine_that_dies(slow_steps, clock):
             assert (await phases_of(served, await task))[0] == "engine_restart"
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (COMPLETIONS, {"prompt": "a", "use_beam_search": True, "n": 3, "max_tokens": 10}),
-        (
-            "/v1/decisions",
-            {"input": "a", "questions": [
-                {"type": "predicate", "instructions": f"Is it {i}?"} for i in range(5)]},
-        ),
-    ],
-    ids=["beams", "decisions"],
-)  # fmt: skip
+QUESTIONS = [{"type": "predicate", "instructions": f"Is it {i}?"} for i in range(5)]
+PARTED = {
+    COMPLETIONS: {"prompt": "a", "use_beam_search": True, "n": 3, "max_tokens": 10},
+    "/v1/decisions": {"input": "a", "questions": QUESTIONS},
+}
+
+
+@pytest.mark.parametrize(("path", "body"), PARTED.items(), ids=PARTED)
 async def test_parts_of_a_request_count_in_its_breakdown(slow_steps, path, body):
     async with serve(max_num_seqs=8) as served:
         assert (await served.http.post(path, json=body)).status_code == 200
@@ -252,15 +210,6 @@ async def test_rejected_drafts(slow_steps, monkeypatch):
         most[0] = 4
         own = await post(served, "b", 16)
         assert (await phases_of(served, own))[0] == "rejected_drafts"
-
-
-async def test_a_worker_that_stalls(slow_steps):
-    async with serve() as served:
-        await post(served, "b", 10)
-        pauses = iter([0.0] * 4 + [0.8])
-        slow_steps(lambda scheduled: STEP + next(pauses, 0.0))
-        own = await post(served, "a", 8)
-        assert (await phases_of(served, own))[0] == "stalled_worker"
 
 
 async def test_a_client_that_does_not_read(clock, monkeypatch):

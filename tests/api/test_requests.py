@@ -1,21 +1,24 @@
-"""GET /v1/requests, /v1/requests/{id}/timeline and /v1/steps."""
-
-from __future__ import annotations
+"""GET /v1/requests, /v1/requests/{id}/timeline and /v1/steps, also of peers."""
 
 import asyncio
+import contextlib
+import socket
 from array import array
+from collections.abc import AsyncIterator
 from itertools import takewhile
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servd.api.http.route import document
+from servd.api.engine import peers
 from servd.api.observability.prefix_misses import common_length
-from servd.api.routes import load_routers
+from servd.base.tracing import Mark, StepRecord
 from servd.checkpoint.hf import FAKE_SPEC
 from tests.adapters import write_adapter
 from tests.api.harness import ALIAS, Served, events, output_text, serve, until, user
+from tests.api.hostile import VALID
 from tests.api.test_lora import serve_adapters
 
 COMPLETIONS = "/v1/completions"
@@ -33,9 +36,20 @@ async def test_the_timeline_of_a_request_sums_to_its_wall_time(served: Served):
     timeline = await timeline_of(served, answer.json()["id"])
     stages = [mark["stage"] for mark in timeline["marks"]]
     assert stages == [
-        "received", "parsed", "templated", "tokenised", "sent", "queued", "scheduled",
-        "first_token", "finished", "returned", "detokenised", "written", "done",
-    ]  # fmt: skip
+        "received",
+        "parsed",
+        "templated",
+        "tokenised",
+        "sent",
+        "queued",
+        "scheduled",
+        "first_token",
+        "finished",
+        "returned",
+        "detokenised",
+        "written",
+        "done",
+    ]
     wall = timeline["wall_ms"]
     assert wall > 0
     for parts in ([m["took_ms"] for m in timeline["marks"]], [p["ms"] for p in timeline["phases"]]):
@@ -76,20 +90,11 @@ async def test_the_id_of_an_answer_to_several_prompts_finds_the_first(served: Se
     assert timeline.json()["num_prompt_tokens"] == 1
 
 
-@pytest.mark.parametrize("query", ["recent=0", "recent=x", "slowest=201", "recent=99999999999"])
-async def test_counts_out_of_bounds(http, query):
-    answer = await http.get(f"/v1/requests?{query}")
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == query.partition("=")[0]
-
-
 async def test_requests_belong_to_their_key():
     async with serve(api_key=["mine", "theirs"]) as served:
         mine, theirs = ({"authorization": f"Bearer {key}"} for key in ("mine", "theirs"))
-        posts = [
-            served.http.post(COMPLETIONS, json={"prompt": "ab" * 9}, headers=key)
-            for key in (mine, theirs)
-        ]
+        body = {"prompt": "ab" * 9}
+        posts = [served.http.post(COMPLETIONS, json=body, headers=key) for key in (mine, theirs)]
         answer, _ = await asyncio.gather(*posts)
         url = f"/v1/requests/{answer.json()['id']}/timeline"
         timeline = await served.http.get(url, headers=mine)
@@ -101,9 +106,9 @@ async def test_requests_belong_to_their_key():
 
 
 async def test_neighbours_are_named(served: Served):
-    first, second = await asyncio.gather(
-        *(served.http.post(COMPLETIONS, json={"prompt": text * 9}) for text in ("ab", "cd"))
-    )
+    bodies = [{"prompt": text * 9} for text in ("ab", "cd")]
+    asked = [served.http.post(COMPLETIONS, json=body) for body in bodies]
+    first, second = await asyncio.gather(*asked)
     timeline = await timeline_of(served, first.json()["id"])
     assert [n["id"] for n in timeline["neighbours"]] == [second.json()["id"]]
     assert timeline["neighbours"][0]["num_prompt_tokens"] == 18
@@ -188,30 +193,10 @@ async def test_perfetto(served: Served):
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert [e["name"] for e in events if e["tid"] == 1] == [s["phase"] for s in timeline["spans"]]
     assert [e["args"]["step"] for e in events if e["tid"] == 2] == [0, 1, 2, 3, 4]
-    assert sum(e["dur"] for e in events if e["tid"] == 1) == pytest.approx(
-        timeline["wall_ms"] * 1000, abs=20
-    )
+    total = sum(e["dur"] for e in events if e["tid"] == 1)
+    assert total == pytest.approx(timeline["wall_ms"] * 1000, abs=20)
     url = f"/v1/requests/{answer.json()['id']}/timeline?format=svg"
     assert (await served.http.get(url)).status_code == 400
-
-
-async def test_an_unknown_request(http):
-    assert (await http.get("/v1/requests/unknown/timeline")).status_code == 404
-
-
-async def test_latest_steps(served: Served):
-    await served.http.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 5})
-    steps = (await served.http.get("/v1/steps?recent=4")).json()
-    assert [step["step"] for step in steps["data"]] == [1, 2, 3, 4]
-    assert all(step["num_tokens"] == 1 for step in steps["data"])
-    times = [at for step in steps["data"] for at in (step["begin_ms"], step["end_ms"])]
-    assert times == sorted(times) and times[-1] <= steps["now_ms"]
-
-
-def test_the_description_of_a_timeline_names_its_fields():
-    schemas = document(load_routers(), needs_key=False)["components"]["schemas"]
-    name = next(name for name in schemas if name.endswith("RequestTimeline"))
-    assert {"spans", "phases", "neighbours"} <= set(schemas[name]["properties"])
 
 
 CHATS = "/v1/chat/completions"
@@ -230,18 +215,12 @@ async def test_server_timing_names_the_stages(served: Served, path, body):
     assert "timings" not in answer.json()
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/embeddings", {"input": ["a", "b"]}),
-        ("/pooling", {"input": "a"}),
-        ("/rerank", {"query": "a", "documents": ["b", "c"]}),
-        ("/v1/messages", {"messages": user("a"), "max_tokens": 2}),
-        ("/v1/responses", {"input": "a", "max_output_tokens": 16}),
-    ],
-)
-async def test_every_answer_of_the_engine_has_server_timing(served: Served, path, body):
-    answer = await served.http.post(path, json={"model": ALIAS, **body})
+TIMED = "/v1/embeddings /pooling /v1/rerank /v1/messages /v1/responses"
+
+
+@pytest.mark.parametrize("path", TIMED.split())
+async def test_every_answer_of_the_engine_has_server_timing(served: Served, path):
+    answer = await served.http.post(path, json={"model": ALIAS, **VALID[path]})
     stages = [part.split(";")[0] for part in answer.headers["server-timing"].split(", ")]
     assert {"prepare", "queue", "prefill", "total"} <= {*stages}
     assert "server-timing" not in (await served.http.get("/health")).headers
@@ -257,9 +236,8 @@ async def test_timings_in_the_form_of_llama_server(served: Served, path, body, i
     assert timings["cache_n"] + timings["prompt_n"] == whole["usage"]["prompt_tokens"]
     assert timings["predicted_n"] == whole["usage"]["completion_tokens"]
     assert timings["predicted_ms"] >= 40
-    assert timings["predicted_per_token_ms"] * timings["predicted_n"] == pytest.approx(
-        timings["predicted_ms"], rel=0.01
-    )
+    predicted = timings["predicted_per_token_ms"] * timings["predicted_n"]
+    assert predicted == pytest.approx(timings["predicted_ms"], rel=0.01)
     options = {"stream_options": {"include_usage": True}} if include_usage else {}
     streamed = events((await served.http.post(path, json={**body, "stream": True, **options})).text)
     assert streamed[-1]["timings"].keys() == timings.keys() and streamed[-1]["choices"] == []
@@ -379,6 +357,116 @@ async def test_a_cache_that_is_off():
 @given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 2), max_size=40))
 def test_common_length(a, b):
     pairs = zip(a, b, strict=False)
-    assert common_length(array("I", a), array("I", b)) == len(
-        [*takewhile(lambda pair: pair[0] == pair[1], pairs)]
-    )
+    common = [*takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    assert common_length(array("I", a), array("I", b)) == len(common)
+
+
+# ---- API servers of one engine that tell each other of their requests ----
+
+BODY = {"prompt": "a", "max_tokens": 3}
+
+
+@contextlib.asynccontextmanager
+async def two(folder: Path) -> AsyncIterator[tuple[Served, Served]]:
+    """Two servers, each with an engine of its own, that take each other for peers."""
+    async with serve() as one, serve() as other:
+        for number, served in enumerate((one, other)):
+            await served.app.state.context.peers.listen(folder / f"api-{number}")
+        try:
+            yield one, other
+        finally:
+            for served in (one, other):
+                served.app.state.context.peers.close()
+
+
+async def answer_of(served: Served) -> str:
+    return (await served.http.post("/v1/completions", json=BODY)).json()["id"]
+
+
+async def ids(served: Served, query: str) -> list[str]:
+    return [r["id"] for r in (await served.http.get(f"/v1/requests?{query}")).json()["data"]]
+
+
+async def test_each_answers_for_all(tmp_path):
+    async with two(tmp_path) as servers:
+        made = [await answer_of(servers[i % 2]) for i in range(4)]
+        for served in servers:
+            assert await ids(served, "recent=9") == made[::-1]
+            assert await ids(served, "recent=2") == made[:1:-1]
+            assert sorted(await ids(served, "slowest=9")) == sorted(made)
+            for each in made:
+                url = f"/v1/requests/{each}/timeline"
+                timeline = (await served.http.get(url)).json()
+                assert timeline["id"] == each and timeline["num_output_tokens"] == 3
+                assert timeline == (await servers[0].http.get(url)).json()
+                trace = (await served.http.get(url, params={"format": "perfetto"})).json()
+                assert trace["traceEvents"]
+            steps = (await served.http.get("/v1/steps")).json()["data"]
+            assert len(steps) == 12 and steps == sorted(steps, key=lambda step: step["begin_ms"])
+            assert (await served.http.get("/v1/requests/none/timeline")).status_code == 404
+
+
+async def test_a_step_that_two_servers_report_is_listed_once(tmp_path):
+    async with two(tmp_path) as servers:
+        for served, numbers in zip(servers, ([0, 1, 2], [1, 2, 3]), strict=True):
+            served.async_llm.tracer.steps[0] += [StepRecord(n, 10 * n + 1) for n in numbers]
+        for query, expected in (("", [0, 1, 2, 3]), ("?recent=2", [2, 3])):
+            steps = (await servers[0].http.get(f"/v1/steps{query}")).json()["data"]
+            assert [step["step"] for step in steps] == expected
+
+
+async def test_neighbours_and_requests_before_it_have_ids_if_they_are_the_owners(tmp_path):
+    async with serve() as served:
+        tracer = served.async_llm.tracer
+        own, neighbour = await answer_of(served), await answer_of(served)
+        timeline = tracer.recent[own]
+        [snapshot] = tracer.take_snapshots([timeline])
+        timeline.breakdown = snapshot.breakdown()
+        timeline.breakdown.phases["queue_slots"] = 1
+        timeline.breakdown.neighbours = {neighbour: 6, "of-another-key": 5}
+        begin = timeline.marks[0].at_ns
+        queued = next(mark.at_ns for mark in timeline.marks if mark.stage == "queued")
+        tracer.recent[neighbour].marks = [Mark("scheduled", begin), Mark("returned", queued + 1)]
+        found = (await served.http.get(f"/v1/requests/{own}/timeline")).json()
+        assert [each.get("id") for each in found["neighbours"]] == [neighbour, None]
+        assert found["behind"] == [neighbour]
+
+
+async def test_the_prompt_that_was_found_may_be_of_a_peer(tmp_path):
+    """Both engines are rank 0, as if they were one."""
+    async with two(tmp_path) as (one, other):
+        tracer = one.async_llm.tracer
+        await answer_of(one)
+        made = (await one.http.post("/v1/completions", json={"prompt": "b" * 60})).json()["id"]
+        tracer.recent[made].choices[0].num_cached_tokens = 32
+        for served in (one, other):
+            timeline = (await served.http.get(f"/v1/requests/{made}/timeline")).json()
+            found = timeline["prefix_cache"]
+            assert (found["num_matched"], found["num_blocks"]) == (2, 3)
+            assert found["reason"] == "unknown" and "this API server" in found["text"]
+
+
+async def test_one_that_is_silent_does_not_hide_what_another_knows(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "TIMEOUT", 0.5)
+    async with two(tmp_path) as (one, other):
+        made = await answer_of(other)
+        with socket.socket(socket.AF_UNIX) as silent:
+            silent.bind(str(tmp_path / "api-2"))
+            silent.listen()
+            answer = await one.http.get(f"/v1/requests/{made}/timeline")
+        assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["dead", "silent"])
+async def test_a_peer_that_does_not_answer_is_left_out(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(peers, "TIMEOUT", 0.2)
+    async with two(tmp_path) as servers:
+        made = [await answer_of(served) for served in servers]
+        if kind == "dead":  # its file stays behind
+            servers[1].app.state.context.peers._server.close()
+            await asyncio.sleep(0)
+            assert (tmp_path / "api-1").exists() or (tmp_path / "api-1").touch() is None
+        else:
+            servers[1].async_llm.run_in_thread = lambda *_: asyncio.sleep(60)
+        assert await ids(servers[0], "recent=9") == made[:1]
+        assert (await servers[0].http.get(f"/v1/requests/{made[1]}/timeline")).status_code == 404

@@ -1,7 +1,5 @@
 """An engine that dies under its API server: requests wait for the next one and go on there."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any
@@ -41,20 +39,20 @@ async def die_after(served: Served, num_steps: int, task: asyncio.Task) -> None:
     engine.revive()
 
 
+# Requests of all kinds, whose answers have to be the same over the death of an engine.
+BODIES = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 0.9, "seed": 7, "logprobs": 2},
+    "choices": {"n": 3, "seed": 1, "logprobs": 1},
+    "stop": {"stop": ["e", "qq"], "max_tokens": 200},
+    "grammar": {"structured_outputs": {"regex": "[a-z]{30}-[0-9]{20}"}, "ignore_eos": False},
+    "echo": {"echo": True, "logprobs": 1},
+    "prompts": {"prompt": ["one", "two", "three"]},
+}
+
+
 @pytest.mark.parametrize("num_steps", [1, 2, 20])
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"temperature": 0},
-        {"temperature": 0.9, "seed": 7, "logprobs": 2},
-        {"n": 3, "seed": 1, "logprobs": 1},
-        {"stop": ["e", "qq"], "max_tokens": 200},
-        {"structured_outputs": {"regex": "[a-z]{30}-[0-9]{20}"}, "ignore_eos": False},
-        {"echo": True, "logprobs": 1},
-        {"prompt": ["one", "two", "three"]},
-    ],
-    ids=["greedy", "seeded", "choices", "stop", "grammar", "echo", "prompts"],
-)
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 async def test_an_answer_is_the_same_over_a_death(body, num_steps):
     body = {"max_tokens": 60, **body}
     async with serve() as served:

@@ -1,7 +1,5 @@
 """LoadBalancer: where prompts go, over caches that behave as an engine's."""
 
-from __future__ import annotations
-
 import heapq
 import os
 import random
@@ -53,9 +51,7 @@ class Cache:
 
 
 def turns(seed: int, num_users: int, num_turns: int) -> Iterator[tuple[list[int], int]]:
-    """Users that talk at once, conversation after conversation: prompt and length of the answer.
-    Half of them have a system prompt in common with others.
-    """
+    """Prompts and lengths of answers of users that talk at once; half share a system prompt."""
     rng = random.Random(seed)
 
     def some(count: int) -> list[int]:

@@ -1,18 +1,18 @@
-"""GET /server_info."""
-
-from __future__ import annotations
+"""GET /server_info, /v1/models and what is told of the server."""
 
 import asyncio
 
 import httpx
 import msgspec
+import openai
+import pytest
 
 import servd
 from servd.api.app import create_app
 from servd.config import flag_of, options_by_name
 from servd.config.resolve import Machine, decide
 from servd.messages.engine import EngineReady
-from tests.api.harness import FAKE_SPEC, MODEL, serve, until
+from tests.api.harness import ALIAS, FAKE_SPEC, MODEL, Served, connect_openai, serve, until
 
 
 def by_flag(info: dict) -> dict[str, dict]:
@@ -28,9 +28,12 @@ async def test_every_option_is_shown_with_where_its_value_comes_from(http: httpx
     assert options["--max-model-len"]["value"] == 4096
     assert options["--max-model-len"]["source"] == "given"
     assert options["--block-size"] | {"about": ""} == {
-        "flag": "--block-size", "section": "KV cache", "value": 16, "source": "default",
+        "flag": "--block-size",
+        "section": "KV cache",
+        "value": 16,
+        "source": "default",
         "about": "",
-    }  # fmt: skip
+    }
 
 
 async def test_what_servd_decided_has_a_reason():
@@ -84,3 +87,43 @@ async def test_props_and_slots_of_llama_server():
         assert [slot["is_processing"] for slot in slots] == [True, True, False]
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
+
+
+# ---- /v1/models ----
+
+
+async def test_all_names_are_listed(http):
+    answer = (await http.get("/v1/models")).json()
+    assert answer["object"] == "list"
+    assert [card["id"] for card in answer["data"]] == [MODEL, ALIAS]
+    card = answer["data"][0]
+    names = "id object created owned_by root parent max_model_len permission"
+    assert set(card) == {*names.split()}
+    assert (card["object"], card["max_model_len"]) == ("model", 4096)
+
+
+@pytest.mark.parametrize("path", ["/v1/models/org/fake-model", "/v1/models/org%2Ffake-model"])
+async def test_one_name_with_a_slash(http, path):
+    assert (await http.get(path)).json()["id"] == MODEL
+
+
+async def test_the_openai_client(listening_server: Served):
+    async with connect_openai(listening_server) as client:
+        assert [model.id async for model in client.models.list()] == [MODEL, ALIAS]
+        assert (await client.models.retrieve(MODEL)).id == MODEL
+        with pytest.raises(openai.NotFoundError) as unknown:
+            await client.models.retrieve("org/other")
+        assert unknown.value.code == "model_not_found" and unknown.value.param == "model"
+
+
+async def test_no_route_tells_where_the_folder_is(tmp_path):
+    names = [tmp_path.name, str(tmp_path)]  # as `resolve` has them for a folder
+    async with serve(model=str(tmp_path), served_model_name=names) as served:
+        for path in ("/v1/models", f"/v1/models/{tmp_path.name}", "/props", "/v1/models/none"):
+            assert str(tmp_path) not in (await served.http.get(path)).text
+        assert (await served.http.get("/props")).json()["model_path"] == tmp_path.name
+        for name in names:
+            assert (await served.http.get(f"/v1/models/{name}")).json()["root"] == tmp_path.name
+    async with serve(model="org/on-the-hub", served_model_name=["short"]) as served:
+        assert (await served.http.get("/v1/models/short")).json()["root"] == "org/on-the-hub"
+        assert (await served.http.get("/props")).json()["model_path"] == "org/on-the-hub"

@@ -1,19 +1,33 @@
-"""/score, /rerank, /pooling, /classify and /v2/embed, against the fake model's vectors."""
+"""Vectors: /v1/embeddings, /score, /rerank, /pooling, /classify and /v2/embed."""
 
-from __future__ import annotations
-
+import asyncio
 import base64
 import math
 import struct
+import threading
+from functools import partial
 
 import pytest
 
+from servd.api.engine.async_llm import MAX_INLINE
 from servd.checkpoint.pooling import PoolingSpec
 from servd.core.executor.fake import next_state, vector
 from servd.messages.params import PoolingParams
-from tests.api.harness import MODEL, Served, chat_prompt, user
-from tests.api.test_embeddings import SIZE, expected
+from tests.api.harness import MODEL, Served, chat_prompt, connect_openai, until, user
 from tests.api.test_errors import check
+
+EMBEDDINGS = "/v1/embeddings"
+SIZE = 16  # numbers in a vector of the fake model
+
+
+def expected(text: str, **params) -> list[float]:
+    """The fake model's vector of a text."""
+    state = 0
+    for byte in text.encode():
+        state = next_state(state, byte)
+    data = vector(state, PoolingParams(**params), SIZE)
+    return list(struct.unpack(f"<{len(data) // 4}f", data))
+
 
 QUERY, DOCUMENTS = "where?", ["here", "there it is", "x" * 300, ""]
 
@@ -37,47 +51,34 @@ def states(text: str) -> list[int]:
 )
 async def test_scores(http, path, names):
     for firsts, seconds in [("a", "b"), ("a", ["b", "cc"]), (["a", "b"], ["cc", {"text": "d"}])]:
-        answer = (
-            await http.post(path, json=dict(zip(names, (firsts, seconds), strict=True)))
-        ).json()
+        body = dict(zip(names, (firsts, seconds), strict=True))
+        answer = (await http.post(path, json=body)).json()
         texts = [entry["text"] if isinstance(entry, dict) else entry for entry in seconds]
         pairs = list(zip(list(firsts) * (len(texts) // len(firsts)), texts, strict=True))
-        assert answer["data"] == [
-            {"object": "score", "index": i, "score": pytest.approx(cosine(*pair), abs=1e-6)}
-            for i, pair in enumerate(pairs)
-        ]
+        scores = [cosine(*pair) for pair in pairs]
+        assert [entry["score"] for entry in answer["data"]] == pytest.approx(scores, abs=1e-6)
+        assert [entry["index"] for entry in answer["data"]] == list(range(len(pairs)))
+        assert {entry["object"] for entry in answer["data"]} == {"score"}
         num_tokens = sum(map(len, [*firsts, *texts]))
         assert answer["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        assert (
-            answer["id"].startswith("score-")
-            and answer["object"] == "list"
-            and answer["model"] == MODEL
-        )
+        assert answer["id"].startswith("score-")
+        assert (answer["object"], answer["model"]) == ("list", MODEL)
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
 async def test_rerank(http, path):
     documents = [*DOCUMENTS[:2], {"text": DOCUMENTS[2]}]
-    answer = (await http.post(path, json={"query": QUERY, "documents": documents})).json()
-    scores = sorted(
-        ((cosine(QUERY, text), i) for i, text in enumerate(DOCUMENTS[:3])), reverse=True
-    )
-    assert answer["results"] == [
-        {
-            "index": i,
-            "relevance_score": pytest.approx(score, abs=1e-6),
-            "document": {"text": DOCUMENTS[i]},
-        }
-        for score, i in scores
-    ]
+    body = {"query": QUERY, "documents": documents}
+    answer = (await http.post(path, json=body)).json()
+    scores = [(cosine(QUERY, text), index) for index, text in enumerate(DOCUMENTS[:3])]
+    scores.sort(reverse=True)
+    documents = [entry.pop("document") for entry in answer["results"]]
+    assert documents == [{"text": DOCUMENTS[index]} for _, index in scores]
+    assert [entry["index"] for entry in answer["results"]] == [index for _, index in scores]
+    found = [entry["relevance_score"] for entry in answer["results"]]
+    assert found == pytest.approx([score for score, _ in scores], abs=1e-6)
     assert answer["usage"]["total_tokens"] == sum(map(len, [QUERY, *DOCUMENTS]))
-    body = {
-        "query": QUERY,
-        "documents": documents,
-        "top_n": 1,
-        "return_documents": False,
-        "rank_fields": ["text"],
-    }
+    body |= {"top_n": 1, "return_documents": False, "rank_fields": ["text"]}
     answer = await http.post(path, json=body)
     assert answer.headers["x-servd-ignored"] == "rank_fields"
     assert [set(entry) for entry in answer.json()["results"]] == [{"index", "relevance_score"}]
@@ -85,28 +86,26 @@ async def test_rerank(http, path):
 
 
 async def test_rerank_with_cut_texts(http):
-    body = {"query": QUERY, "documents": ["x" * 5000, "abc"], "max_tokens_per_query": 2}
-    answer = (await http.post("/rerank", json={**body, "max_tokens_per_doc": 3})).json()
-    scores = {entry["index"]: entry["relevance_score"] for entry in answer["results"]}
-    assert scores == {0: pytest.approx(cosine("wh", "xxx")), 1: pytest.approx(cosine("wh", "abc"))}
-    check(await http.post("/rerank", json=body), 400, "documents", "context_length_exceeded")
-    answer = (
-        await http.post(
-            "/rerank", json={"query": QUERY, "documents": ["abc"], "truncate_prompt_tokens": 2}
-        )
-    ).json()
-    assert answer["results"][0]["relevance_score"] == pytest.approx(cosine("e?", "bc"))
+    async def scores(**body) -> dict[int, float]:
+        answer = (await http.post("/rerank", json={"query": QUERY, **body})).json()
+        return {entry["index"]: entry["relevance_score"] for entry in answer["results"]}
+
+    body = {"documents": ["x" * 5000, "abc"], "max_tokens_per_query": 2}
+    cut = [cosine("wh", "xxx"), cosine("wh", "abc")]
+    found = await scores(**body, max_tokens_per_doc=3)
+    assert [found[0], found[1]] == pytest.approx(cut)
+    refused = await http.post("/rerank", json={"query": QUERY, **body})
+    check(refused, 400, "documents", "context_length_exceeded")
+    found = await scores(documents=["abc"], truncate_prompt_tokens=2)
+    assert found[0] == pytest.approx(cosine("e?", "bc"))
 
 
 async def test_pooling(http):
     answer = (await http.post("/pooling", json={"input": ["ab", "c"], "normalize": False})).json()
-    assert [entry["data"] for entry in answer["data"]] == [
-        expected(text, normalize=False) for text in ("ab", "c")
-    ]
+    assert [entry["data"] for entry in answer["data"]] == [numbers("ab"), numbers("c")]
     assert answer["data"][0]["object"] == "pooling" and answer["usage"]["prompt_tokens"] == 3
-    answer = (
-        await http.post("/pooling", json={"messages": user("x"), "add_generation_prompt": True})
-    ).json()
+    body = {"messages": user("x"), "add_generation_prompt": True}
+    answer = (await http.post("/pooling", json=body)).json()
     assert answer["data"][0]["data"] == pytest.approx(expected(chat_prompt("x")))
 
 
@@ -134,27 +133,16 @@ async def test_a_vector_for_every_token(http, asked):
 
 async def test_an_answer_of_too_many_numbers(http, monkeypatch):
     monkeypatch.setattr("servd.api.routes.pooling.MAX_NUMBERS", 10 * SIZE)
-    assert "fewer inputs" in check(
-        await http.post("/pooling", json={"input": ["x" * 5, "y" * 6], "pooling": "all"}),
-        400,
-        "input",
-    )
-    assert (
-        await http.post("/pooling", json={"input": ["x" * 5, "y" * 5], "pooling": "all"})
-    ).status_code == 200
-    assert (await http.post("/pooling", json={"input": ["x" * 500]})).status_code == 200
+    body = {"input": ["x" * 5, "y" * 6], "pooling": "all"}
+    check(await http.post("/pooling", json=body), 400, "input")
+    for body in ({"input": ["x" * 5, "y" * 5], "pooling": "all"}, {"input": ["x" * 500]}):
+        assert (await http.post("/pooling", json=body)).status_code == 200
 
 
-async def test_classify_names_the_remedy(http):
-    assert "structured_outputs" in check(
-        await http.post("/classify", json={"input": "x"}), 400, "model"
-    )
-    check(
-        await http.post("/classify", json={"input": "x", "model": "other"}),
-        404,
-        "model",
-        "model_not_found",
-    )
+async def test_classify_needs_a_model_for_it(http):
+    check(await http.post("/classify", json={"input": "x"}), 400, "model")
+    body = {"input": "x", "model": "other"}
+    check(await http.post("/classify", json=body), 404, "model", "model_not_found")
 
 
 def numbers(text: str) -> list[float]:
@@ -198,24 +186,31 @@ async def test_a_head_scores_pairs(served: Served, monkeypatch):
     assert [entry["score"] for entry in answer["data"]] == pytest.approx(expected_scores)
 
 
-@pytest.mark.parametrize(
-    ("task", "path", "body"),
-    [
-        ("embed", "/v1/chat/completions", {"messages": user("x")}),
-        ("embed", "/v1/completions", {"prompt": "x", "stream": True}),
-        ("embed", "/v1/responses", {"input": "x"}),
-        ("embed", "/v1/messages", {"messages": user("x"), "max_tokens": 1}),
-        ("embed", "/classify", {"input": "x"}),
-        ("classify", "/v1/chat/completions", {"messages": user("x")}),
-        ("classify", "/v1/embeddings", {"input": "x"}),
-        ("classify", "/v2/embed", {"texts": ["x"]}),
-        ("classify", "/pooling", {"input": "x"}),
-    ],
-)
-async def test_what_a_model_is_not_for_is_refused(served: Served, task, path, body):
+CHAT = {"messages": user("x"), "max_tokens": 1}
+NOT_FOR = {
+    "embed": {
+        "/v1/chat/completions": CHAT,
+        "/v1/completions": {"prompt": "x", "stream": True},
+        "/v1/responses": {"input": "x"},
+        "/v1/messages": CHAT,
+        "/classify": {"input": "x"},
+    },
+    "classify": {
+        "/v1/chat/completions": CHAT,
+        "/v1/embeddings": {"input": "x"},
+        "/v2/embed": {"texts": ["x"]},
+        "/pooling": {"input": "x"},
+    },
+}
+
+
+@pytest.mark.parametrize("task", NOT_FOR)
+async def test_what_a_model_is_not_for_is_refused(served: Served, task):
     served.async_llm.processor.pooling = PoolingSpec(task=task, labels=["a", "b"], size=SIZE)
-    answer = await served.http.post(path, json={"model": MODEL, **body})
-    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("the model")
+    for path, body in NOT_FOR[task].items():
+        answer = await served.http.post(path, json={"model": MODEL, **body})
+        assert answer.status_code == 400, path
+        assert answer.json()["error"]["message"].startswith("the model")
     assert (await served.http.get("/v1/models")).json()["data"][0]["id"] == MODEL
 
 
@@ -223,82 +218,172 @@ async def test_prompts_of_the_models_files(served: Served):
     prompts = {"query": "q: ", "document": "d: "}
     pooling = PoolingSpec(task="embed", prompts=prompts, default_prompt="document", size=SIZE)
     served.async_llm.processor.pooling = pooling
+    http = served.http
+    body = {"input": "x"}
     for fields, text in (({}, "d: x"), ({"prompt_name": "query"}, "q: x")):
-        answer = (await served.http.post("/v1/embeddings", json={"input": "x", **fields})).json()
+        answer = (await http.post("/v1/embeddings", json={**body, **fields})).json()
         assert answer["data"][0]["embedding"] == pytest.approx(expected(text))
-    check(
-        await served.http.post("/v1/embeddings", json={"input": "x", "prompt_name": "z"}),
-        400,
-        "prompt_name",
-    )
+    answer = await http.post("/v1/embeddings", json={**body, "prompt_name": "z"})
+    check(answer, 400, "prompt_name")
     body = {"texts": ["x"], "input_type": "search_query"}
-    answer = (await served.http.post("/v2/embed", json=body)).json()
+    answer = (await http.post("/v2/embed", json=body)).json()
     assert answer["embeddings"]["float"][0] == pytest.approx(expected("q: x"))
-    answer = (await served.http.post("/rerank", json={"query": "a", "documents": ["b"]})).json()
+    answer = (await http.post("/rerank", json={"query": "a", "documents": ["b"]})).json()
     score = answer["results"][0]["relevance_score"]
     assert score == pytest.approx(cosine("q: a", "d: b"), abs=1e-6)
 
 
 async def test_cohere_embeddings(http):
     body = {"texts": ["ab", "x" * 5000], "model": MODEL, "input_type": "search_query"}
-    answer = await http.post(
-        "/v2/embed", json={**body, "embedding_types": ["float", "base64", "binary", "ubinary"]}
-    )
-    found = answer.json()
+    kinds = ["float", "base64", "binary", "ubinary"]
+    found = (await http.post("/v2/embed", json={**body, "embedding_types": kinds})).json()
     vectors = [expected("ab"), expected("x" * 4096)]
-    assert found["embeddings"]["float"] == [pytest.approx(vector) for vector in vectors]
-    assert [
-        list(struct.unpack(f"<{SIZE}f", base64.b64decode(data)))
-        for data in found["embeddings"]["base64"]
-    ] == (found["embeddings"]["float"])
+    got = found["embeddings"]
+    assert got["float"] == [pytest.approx(vector) for vector in vectors]
+    packed = [base64.b64decode(data) for data in got["base64"]]
+    assert [list(struct.unpack(f"<{SIZE}f", data)) for data in packed] == got["float"]
     bits = ["".join("01"[number > 0] for number in vector) for vector in vectors]
     whole = [[int(text[start : start + 8], 2) for start in range(0, SIZE, 8)] for text in bits]
-    assert found["embeddings"]["ubinary"] == whole
-    assert found["embeddings"]["binary"] == [[byte - 128 for byte in row] for row in whole]
+    assert got["ubinary"] == whole
+    assert got["binary"] == [[byte - 128 for byte in row] for row in whole]
     assert found["meta"]["billed_units"] == {"input_tokens": 2 + 4096}
     assert found["response_type"] == "embeddings_by_type"
-    answer = (
-        await http.post("/v2/embed", json={"texts": ["abcd"], "truncate": "START", "max_tokens": 2})
-    ).json()
+    cut = {"texts": ["abcd"], "truncate": "START", "max_tokens": 2}
+    answer = (await http.post("/v2/embed", json=cut)).json()
     assert answer["embeddings"] == {"float": [pytest.approx(expected("cd"))]}
-    check(
-        await http.post("/v2/embed", json={**body, "truncate": "NONE"}),
-        400,
-        "texts",
-        "context_length_exceeded",
-    )
+    refused = await http.post("/v2/embed", json={**body, "truncate": "NONE"})
+    check(refused, 400, "texts", "context_length_exceeded")
+
+
+IMAGES = ["data:image/png;base64,AA"]
+SCORE = {"text_1": "a", "text_2": "b"}
+RERANK = {"query": "a", "documents": ["b"]}
+WRONG = [
+    ("/score", SCORE, "text_1", [None]),
+    ("/score", SCORE, "text_2", [[], ["b", ""], {"content": [{"type": "image_url"}]}]),
+    ("/score", SCORE | {"text_2": ["a", "b", "c"]}, "text_1", [["a", "b"]]),
+    ("/score", SCORE, "pooling", ["all"]),
+    ("/rerank", RERANK, "documents", [None, ["a"] * 1025]),
+    ("/rerank", RERANK, "query", [""]),
+    ("/rerank", RERANK, "top_n", [-1]),
+    ("/pooling", {}, "input", [None]),
+    ("/pooling", {"input": "a", "task": "classify"}, "model", ["fake"]),
+    ("/pooling", {"input": "a", "pooling": "all"}, "task", ["token_classify", "embed"]),
+    ("/classify", {}, "input", [None]),
+    ("/v2/embed", {}, "texts", [[]]),
+    ("/v2/embed", {"texts": ["a"]}, "images", [IMAGES]),
+    ("/v2/embed", {"texts": ["a"]}, "output_dimension", [SIZE + 1]),
+]
+
+
+@pytest.mark.parametrize(("path", "base", "param", "values"), WRONG)
+async def test_bad_requests(http, path, base, param, values):
+    for value in values:
+        check(await http.post(path, json={**base, param: value}), 400, param)
+
+
+# ---- /v1/embeddings ----
+
+
+async def ask(http, **body):
+    answer = await http.post(EMBEDDINGS, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("given", ["one", ["one"], [111, 110, 101], [[111, 110, 101]]], ids=str)
+async def test_every_form_of_one_input(http, given):
+    answer = await ask(http, input=given)
+    [entry] = answer.pop("data")
+    usage = {"prompt_tokens": 3, "total_tokens": 3}
+    assert answer == {"object": "list", "model": MODEL, "usage": usage}
+    vector = entry.pop("embedding")
+    assert entry == {"object": "embedding", "index": 0}
+    assert vector == pytest.approx(expected("one"), rel=1e-6)
+    assert math.isclose(math.hypot(*vector), 1, rel_tol=1e-6)
+
+
+async def test_many_inputs_keep_their_order(http):
+    texts = [f"text {i} " * (1 + 37 * i % 50) for i in range(200)]
+    answer = await ask(http, input=texts)
+    for index, (entry, text) in enumerate(zip(answer["data"], texts, strict=True)):
+        assert entry["index"] == index
+        assert entry["embedding"] == pytest.approx(expected(text), rel=1e-6)
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, texts))
+
+
+@pytest.mark.parametrize("dimensions", [1, 7, SIZE])
+async def test_dimensions_cut_and_normalise_again(http, dimensions):
+    got = (await ask(http, input="x", dimensions=dimensions))["data"][0]["embedding"]
+    first = expected("x")[:dimensions]
+    norm = math.hypot(*first)
+    assert got == [pytest.approx(number / norm, rel=1e-5) for number in first]
+
+
+async def test_pooling_and_normalize(http):
+    got = (await ask(http, input="x", pooling="mean", normalize=False))["data"][0]["embedding"]
+    assert got == pytest.approx(expected("x", pooling="mean", normalize=False))
+
+
+@pytest.mark.parametrize("wrong", ["", [], ["a", ""], ["a", [1]], [257], None], ids=str)
+async def test_wrong_inputs(http, wrong):
+    check(await http.post(EMBEDDINGS, json={"input": wrong}), 400, "input")
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/score", {"text_2": "a"}, "text_1"),
-        ("/score", {"text_1": "a", "text_2": []}, "text_2"),
-        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
-        ("/score", {"text_1": "a", "text_2": ["b", ""]}, "text_2"),
-        ("/score", {"text_1": "a", "text_2": {"content": [{"type": "image_url"}]}}, "text_2"),
-        ("/score", {"text_1": "a", "text_2": "b", "pooling": "all"}, "pooling"),
-        ("/rerank", {"query": "a"}, "documents"),
-        ("/rerank", {"query": "", "documents": ["a"]}, "query"),
-        ("/rerank", {"query": "a", "documents": ["a"] * 1025}, "documents"),
-        ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
-        ("/pooling", {}, "input"),
-        ("/pooling", {"input": "a", "task": "classify"}, "model"),
-        ("/pooling", {"input": "a", "task": "token_classify"}, "task"),
-        ("/pooling", {"input": "a", "task": "embed", "pooling": "all"}, "task"),
-        ("/classify", {}, "input"),
-        ("/v2/embed", {"texts": []}, "texts"),
-        ("/v2/embed", {"texts": ["a"], "images": ["data:image/png;base64,AA"]}, "images"),
-        ("/v2/embed", {"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types[0]"),
-        ("/v2/embed", {"texts": ["a"], "output_dimension": SIZE + 1}, "output_dimension"),
-    ],
+    "fields",
+    [{"dimensions": SIZE + 1}, {"dimensions": 0}, {"encoding_format": "hex"}, {"pooling": "cls"}],
     ids=str,
 )
-async def test_bad_requests(http, path, body, param):
-    check(await http.post(path, json=body), 400, param)
+async def test_wrong_fields(http, fields):
+    check(await http.post(EMBEDDINGS, json={"input": "a", **fields}), 400, *fields)
 
 
-async def test_nothing_is_left_running(served: Served):
-    await served.http.post("/rerank", json={"query": "q", "documents": ["a", "b"]})
+async def test_inputs_beyond_the_context(http):
+    long = {"input": "x" * 5000}
+    check(await http.post(EMBEDDINGS, json=long), 400, "input", "context_length_exceeded")
+    answer = await ask(http, **long, truncate_prompt_tokens=-1)
+    assert answer["usage"]["prompt_tokens"] == 4096
+    assert answer["data"][0]["embedding"] == pytest.approx(expected("x" * 4096), rel=1e-6)
+
+
+async def test_every_input_has_a_timeline_and_nothing_keeps_running(served: Served):
+    await ask(served.http, input=["a", "b"])
     assert served.async_llm.num_unfinished == 0 and not served.engine.core.scheduler.requests
-    assert not served.async_llm.requests
+    await until(lambda: not served.async_llm.requests)
+    assert len(served.async_llm.tracer.recent) == 2
+
+
+async def test_a_client_that_leaves_while_its_inputs_are_prepared(listening_server: Served):
+    async_llm = listening_server.async_llm
+    busy = threading.Event()
+    wait = partial(busy.wait, 10)
+    threads = [async_llm.run_in_thread("127.0.0.1", MAX_INLINE + 1, wait) for _ in range(2)]
+    work = [asyncio.create_task(each) for each in threads]
+    body = {"input": ["a"] * 30}  # tokenised in a thread
+    client = asyncio.create_task(listening_server.http.post(EMBEDDINGS, json=body))
+    await until(lambda: async_llm.num_unfinished == 30)
+    client.cancel()
+    await until(lambda: not async_llm.num_unfinished)
+    assert not any(task.done() for task in work)
+    busy.set()
+    await asyncio.gather(*work)
+    assert listening_server.engine.sent == []
+
+
+@pytest.mark.parametrize("encoding", [{}, {"encoding_format": "float"}], ids=["base64", "float"])
+async def test_the_openai_client(listening_server: Served, encoding):
+    async with connect_openai(listening_server) as client:
+        answer = await client.embeddings.create(model=MODEL, input=["x", "yz"], **encoding)
+    for text, entry in zip(("x", "yz"), answer.data, strict=True):
+        assert entry.embedding == pytest.approx(expected(text), rel=1e-6)
+
+
+async def test_a_chat_is_one_input(http):
+    chat = {"messages": user("x"), "normalize": False}
+    prompt = "User: x\n"
+    assert (await ask(http, **chat))["data"][0]["embedding"] == expected(prompt, normalize=False)
+    answer = await ask(http, **chat, add_generation_prompt=True)
+    assert answer["data"][0]["embedding"] == expected(chat_prompt("x"), normalize=False)
+    assert answer["usage"]["prompt_tokens"] == len(chat_prompt("x"))
+    check(await http.post(EMBEDDINGS, json={"messages": user("x"), "input": "x"}), 400, "input")

@@ -1,7 +1,5 @@
 """Routes of sleep. What the engine does: tests/core/test_engine_core_proc.py."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,8 +1,4 @@
-"""Server-sent events over a real socket: framing, keep-alive, errors in mid-stream, clients that
-leave.
-"""
-
-from __future__ import annotations
+"""Server-sent events over a socket: framing, keep-alive, errors in mid-stream, leaving."""
 
 import asyncio
 
@@ -14,28 +10,22 @@ from starlette.requests import ClientDisconnect
 from servd.api.http.streaming import while_connected
 from servd.base.errors import ShuttingDown
 from servd.messages.engine import AbortRequests, EngineDead
-from tests.api.harness import MODEL, Served, events, output_text, serve, until, user
+from tests.api.harness import MODEL, Served, connect_openai, events, output_text, serve, until, user
 from tests.limits import WAIT_SECONDS
 
 COMPLETIONS = "/v1/completions"
 
 
 def aborted(served: Served) -> list[str]:
-    return [
-        i
-        for message in served.engine.sent
-        if isinstance(message, AbortRequests)
-        for i in message.request_ids
-    ]
+    aborts = [message for message in served.engine.sent if isinstance(message, AbortRequests)]
+    return [request_id for each in aborts for request_id in each.request_ids]
 
 
 async def test_headers_and_frames(listening_server: Served):
     answer = await listening_server.http.post(COMPLETIONS, json={"prompt": "a", "stream": True})
     assert answer.headers["content-type"].partition(";")[0] == "text/event-stream"
-    assert (
-        answer.headers["cache-control"] == "no-cache"
-        and answer.headers["x-accel-buffering"] == "no"
-    )
+    assert answer.headers["cache-control"] == "no-cache"
+    assert answer.headers["x-accel-buffering"] == "no"
     assert answer.headers["transfer-encoding"] == "chunked"
     text = "".join(chunk["choices"][0]["text"] for chunk in events(answer.text))
     assert text == output_text("a", 16)
@@ -71,9 +61,8 @@ async def test_comments_keep_an_idle_stream_alive():
 async def test_no_comment_while_text_flows():
     async with serve(listen=True, keep_alive=0.2) as served:
         served.engine.step_seconds = 0.02
-        answer = await served.http.post(
-            COMPLETIONS, json={"prompt": "a", "stream": True, "max_tokens": 30}
-        )
+        body = {"prompt": "a", "stream": True, "max_tokens": 30}
+        answer = await served.http.post(COMPLETIONS, json=body)
         assert ": keep-alive" not in answer.text
 
 
@@ -108,12 +97,9 @@ async def test_a_stream_that_a_shutdown_cuts_says_so(listening_server: Served):
 async def test_the_openai_client_raises_an_error_in_mid_stream(listening_server: Served):
     served = listening_server
     served.engine.step_seconds = 0.02
-    async with openai.AsyncOpenAI(
-        base_url=f"{served.url}/v1", api_key="any", max_retries=0
-    ) as client:
-        stream = await client.chat.completions.create(
-            model=MODEL, messages=user("hi"), stream=True, max_tokens=1000
-        )
+    async with connect_openai(served) as client:
+        asked = {"model": MODEL, "messages": user("hi"), "stream": True, "max_tokens": 1000}
+        stream = await client.chat.completions.create(**asked)
         with pytest.raises(openai.APIError, match="out of memory"):
             async for _ in stream:
                 served.engine.tell(EngineDead("out of memory"))
@@ -121,9 +107,7 @@ async def test_the_openai_client_raises_an_error_in_mid_stream(listening_server:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("has_begun", [False, True])
-async def test_a_client_that_leaves_aborts_its_requests(
-    listening_server: Served, stream, has_begun
-):
+async def test_a_client_that_leaves_aborts_its_requests(listening_server, stream, has_begun):
     served = listening_server
     served.engine.step_seconds = 0.01
     if not has_begun:
@@ -162,9 +146,8 @@ async def test_many_clients_at_once_get_their_own_text(listening_server: Served)
         body = {"prompt": f"client {i}", "max_tokens": 20, "stream": i % 2 == 0}
         answer = await http.post(COMPLETIONS, json=body)
         chunks = events(answer.text) if i % 2 == 0 else [answer.json()]
-        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == output_text(
-            f"client {i}", 20
-        )
+        text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        assert text == output_text(f"client {i}", 20)
 
     async with httpx.AsyncClient(base_url=listening_server.url, timeout=WAIT_SECONDS) as http:
         await asyncio.gather(*(ask(i) for i in range(32)))

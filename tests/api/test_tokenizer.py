@@ -1,6 +1,4 @@
-"""Tokenizer against the `tokenizers` library's own decode, for all the decoders that language
-models use.
-"""
+"""Tokenizer against the `tokenizers` library, for all decoders that language models use."""
 
 import itertools
 import json
@@ -35,19 +33,12 @@ def gpt2_backend() -> Backend:
     """GPT-2's tokenizer made of its published merges: bytes, merged pairs, end of text."""
     if not GPT2_MERGES.exists():
         pytest.skip("GPT-2's vocab.bpe is not in ../shared/data/gpt2")
-    merges = [
-        tuple(line.split(" "))
-        for line in GPT2_MERGES.read_text(encoding="utf8").splitlines()[1:]
-        if line
-    ]
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    alphabet = [chr(byte) for byte in printable] + [
-        chr(256 + i) for i in range(256 - len(printable))
-    ]
+    lines = GPT2_MERGES.read_text(encoding="utf8").splitlines()[1:]
+    merges = [tuple(line.split(" ")) for line in lines if line]
+    ranges = [("!", "~"), ("¡", "¬"), ("®", "ÿ")]
+    printable = [code for first, last in ranges for code in range(ord(first), ord(last) + 1)]
+    others = [chr(256 + i) for i in range(256 - len(printable))]
+    alphabet = [chr(byte) for byte in printable] + others
     tokens = [*alphabet, *("".join(pair) for pair in merges)]
     backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -60,21 +51,14 @@ def llama2_backend(strip: bool = True) -> Backend:
     """SentencePiece-like BPE with byte fallback: Llama 2 with `strip`, Gemma without."""
     trained = Backend(models.BPE(unk_token="<unk>"))
     trained.normalizer = normalizers.Replace(" ", "▁")
-    trained.train_from_iterator(
-        CORPUS,
-        trainers.BpeTrainer(
-            vocab_size=150, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
-        ),
-    )
+    options = {"special_tokens": ["<unk>", "<s>", "</s>"], "show_progress": False}
+    trained.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=150, **options))
     model = json.loads(trained.to_str())["model"]
-    vocab = {
-        token: i
-        for i, token in enumerate([*sorted(model["vocab"], key=model["vocab"].get), *BYTE_TOKENS])
-    }
+    tokens = [*sorted(model["vocab"], key=model["vocab"].get), *BYTE_TOKENS]
+    vocab = {token: i for i, token in enumerate(tokens)}
     merges = [tuple(pair) for pair in model["merges"]]
-    backend = Backend(
-        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
+    options = {"unk_token": "<unk>", "byte_fallback": True, "fuse_unk": True}
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, **options))
     replace = normalizers.Replace(" ", "▁")
     backend.normalizer = (
         normalizers.Sequence([normalizers.Prepend("▁"), replace]) if strip else replace
@@ -133,15 +117,12 @@ def test_decode_equals_the_library(tokenizer: Tokenizer, backend: Backend, text:
 
 @given(data=st.data())
 def test_any_tokens_decode_as_in_the_library(tokenizer: Tokenizer, backend: Backend, data):
-    """Also where the bytes are not UTF-8. With byte fallback, the library answers U+FFFD per byte
-    of the whole run.
-    """
+    """With byte fallback, the library answers U+FFFD per byte of the whole run."""
     if b"ByteFallback" in backend.decoder.__getstate__():
         ids = st.integers(0, tokenizer.vocab_size - 1 - len(BYTE_TOKENS))
     else:
-        ids = st.integers(0, tokenizer.vocab_size - 1) | st.integers(
-            0, min(255, tokenizer.vocab_size - 1)
-        )
+        some = st.integers(0, min(255, tokenizer.vocab_size - 1))
+        ids = st.integers(0, tokenizer.vocab_size - 1) | some
     token_ids = data.draw(st.lists(ids, max_size=12))
     assert tokenizer.decode(token_ids) == backend.decode(token_ids)
 
@@ -163,10 +144,8 @@ def test_byte_tokenizer_is_the_fake_models():
     assert [BYTES.eos_token_id] == FAKE_SPEC.eos_token_ids
     assert BYTES.encode("hé") == [104, 0xC3, 0xA9]
     assert [BYTES.token_bytes(i) for i in range(256)] == [bytes([i]) for i in range(256)]
-    assert (
-        BYTES.decode([104, 256]) == "h"
-        and BYTES.decode([104, 256], skip_special_tokens=False) == "h<eos>"
-    )
+    assert BYTES.decode([104, 256]) == "h"
+    assert BYTES.decode([104, 256], skip_special_tokens=False) == "h<eos>"
 
 
 def test_special_tokens():
@@ -229,9 +208,7 @@ def test_broken_tokenizer(tmp_path: Path):
 
 
 def converter(folder: Path, body: str) -> str:
-    """A stand-in for the Python interpreter; it is called as `python -m
-    servd.worker.loading.convert_tokenizer SRC DST`.
-    """
+    """A Python that is called as `python -m servd.worker.loading.convert_tokenizer SRC DST`."""
     script = folder / "python"
     script.write_text(f'#!/bin/sh\nshift 2\necho run >> "{folder}/runs"\n{body}\n')
     script.chmod(0o755)
@@ -258,9 +235,8 @@ def test_a_slow_tokenizer_is_converted_once(tmp_path: Path, monkeypatch):
 def test_a_failed_conversion_names_the_reason(tmp_path: Path, monkeypatch):
     (tmp_path / "tokenizer.model").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        sys, "executable", converter(tmp_path, "echo the file is empty >&2; exit 1")
-    )
+    python = converter(tmp_path, "echo the file is empty >&2; exit 1")
+    monkeypatch.setattr(sys, "executable", python)
     with pytest.raises(ModelNotFound, match="the file is empty"):
         Tokenizer.load(str(tmp_path))
 

@@ -39,9 +39,13 @@ def test_all_facts_but_those_of_a_gpu_are_found(facts: dict):
 def test_what_arrives_is_counted_from_the_first_quarter_on(facts: dict):
     assert facts["mixed_share"] > 0 and facts["mixed_rate"] > 0
     bench = Bench(
-        shapes.tiny(shapes.LLAMA_8B), "cpu", max_num_seqs=4, max_model_len=64,
-        max_num_batched_tokens=32, kv_cache_memory=1 << 22,
-    )  # fmt: skip
+        shapes.tiny(shapes.LLAMA_8B),
+        "cpu",
+        max_num_seqs=4,
+        max_model_len=64,
+        max_num_batched_tokens=32,
+        kv_cache_memory=1 << 22,
+    )
     prompts, outputs, seconds = arrive(bench, 1e4, 8, 10, 5)
     steps = bench.executor.steps
     assert sum(step.num_prompt_tokens for step in steps) == 80
@@ -78,9 +82,20 @@ def test_a_failed_part_is_named_and_the_rest_is_kept(monkeypatch, tmp_path, capf
 
 # Packages of servd that a bare GPU machine lacks; docs/gpu.md lists those that it has.
 LACKS = (
-    "fastapi", "gguf", "httptools", "llguidance", "multipart", "openai", "prometheus_client",
-    "psutil", "pydantic", "starlette", "uvicorn", "uvloop", "zmq",
-)  # fmt: skip
+    "fastapi",
+    "gguf",
+    "httptools",
+    "llguidance",
+    "multipart",
+    "openai",
+    "prometheus_client",
+    "psutil",
+    "pydantic",
+    "starlette",
+    "uvicorn",
+    "uvloop",
+    "zmq",
+)
 WITHOUT = f"""
 import runpy
 import sys
@@ -106,9 +121,12 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 def run_on_bare_machine(*command: str) -> subprocess.CompletedProcess[str]:
     """Run a module, with arguments, where the packages of LACKS cannot be imported."""
     return subprocess.run(
-        [sys.executable, "-c", WITHOUT, *command], cwd=ROOT, capture_output=True, text=True,
+        [sys.executable, "-c", WITHOUT, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
         timeout=280,
-    )  # fmt: skip
+    )
 
 
 def test_a_bare_gpu_machine_collects_all_tests_of_the_makefile():

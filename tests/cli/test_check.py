@@ -126,8 +126,10 @@ def test_a_cache_that_cannot_be_written(check, monkeypatch):
 
 def test_limits_of_the_system(check, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 200))
-    monkeypatch.setattr("servd.cli.check.look_at_machine", lambda: SimpleNamespace(
-        num_gpus=2, torch_has_cuda=False, has_triton=False))  # fmt: skip
+    monkeypatch.setattr(
+        "servd.cli.check.look_at_machine",
+        lambda: SimpleNamespace(num_gpus=2, torch_has_cuda=False, has_triton=False),
+    )
     sizes = SimpleNamespace(total=64 << 20, free=1 << 20)
     monkeypatch.setattr("servd.cli.check.shutil.disk_usage", lambda _: sizes)
     monkeypatch.setattr("servd.worker.device.device.available_memory", lambda: 1 << 20)

@@ -30,17 +30,33 @@ def test_no_flags_means_all_defaults():
 
 def test_flags_of_every_kind():
     config = load(
-        "org/model", "--port", "9", "--gpu-memory-utilization", "0.5", "--dtype", "float16",
-        "--enforce-eager", "--no-enable-prefix-caching", "--served-model-name", "a", "b",
-        "--kv-cache-memory", "2GiB",
-    )  # fmt: skip
+        "org/model",
+        "--port",
+        "9",
+        "--gpu-memory-utilization",
+        "0.5",
+        "--dtype",
+        "float16",
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        "--served-model-name",
+        "a",
+        "b",
+        "--kv-cache-memory",
+        "2GiB",
+    )
     assert config == Config.load(
         {
-            "model": "org/model", "port": 9, "gpu_memory_utilization": 0.5, "dtype": "float16",
-            "enforce_eager": True, "enable_prefix_caching": False, "served_model_name": ["a", "b"],
+            "model": "org/model",
+            "port": 9,
+            "gpu_memory_utilization": 0.5,
+            "dtype": "float16",
+            "enforce_eager": True,
+            "enable_prefix_caching": False,
+            "served_model_name": ["a", "b"],
             "kv_cache_memory": 2 << 30,
         }
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,11 +126,11 @@ def test_a_configuration_error_is_one_line_and_exit_code_2(capsys):
 
 
 @pytest.mark.parametrize(
-    ("args", "remedy"),
+    ("args", "hint"),
     [
         (["serve", "--max-num-sequences=3"], "did you mean --max-num-seqs?"),
         (["bench", "throughput", "--num-promts", "3"], "did you mean --num-prompts?"),
-        (["serve", "a", "b"], "unknown argument b; `servd serve --help` says what there is"),
+        (["serve", "a", "b"], "unknown argument b; `servd serve --help` states what there is"),
     ],
 )
 def test_an_unknown_argument_is_named_with_what_may_have_been_meant(args, hint, capsys):

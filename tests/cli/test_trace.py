@@ -46,12 +46,23 @@ def test_the_way_of_a_request(capsys, options, told):
     tree, _, tokens = capsys.readouterr().out.partition("came after")
     names = re.findall(r"^[│ ]*[├└]─ (?:CPU(?=Model))?(\S+)", tree, re.MULTILINE)
     way = [
-        "AsyncLLM.prepare", "Processor.process", "ChatTemplate.render", "Tokenizer.encode",
-        "AsyncLLM.generate", "EngineCoreClient.send", "EngineCoreProc.receive",
-        "EngineCoreProc.busy_loop", "EngineCore.step", "Scheduler.schedule",
-        "ModelRunner.execute_model", "ModelRunner.forward", "ModelRunner.sample_tokens",
-        "Outbox.send", "EngineCoreClient.drain", "OutputProcessor.process",
-    ]  # fmt: skip
+        "AsyncLLM.prepare",
+        "Processor.process",
+        "ChatTemplate.render",
+        "Tokenizer.encode",
+        "AsyncLLM.generate",
+        "EngineCoreClient.send",
+        "EngineCoreProc.receive",
+        "EngineCoreProc.busy_loop",
+        "EngineCore.step",
+        "Scheduler.schedule",
+        "ModelRunner.execute_model",
+        "ModelRunner.forward",
+        "ModelRunner.sample_tokens",
+        "Outbox.send",
+        "EngineCoreClient.drain",
+        "OutputProcessor.process",
+    ]
     places = [names.index(name) for name in way]
     assert places == sorted(places)
     assert all(word in tree for word in told)

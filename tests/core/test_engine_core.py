@@ -66,11 +66,15 @@ def serve(arrivals: list[Arrival], depth: int, options: dict) -> Log:
             if arrival.step == step:
                 engine.handle(
                     make_request(
-                        str(i), arrival.prompt, arrival.max_tokens,
-                        priority=arrival.priority, cache_salt=arrival.cache_salt,
-                        owner=arrival.owner, priority_class=arrival.priority_class,
+                        str(i),
+                        arrival.prompt,
+                        arrival.max_tokens,
+                        priority=arrival.priority,
+                        cache_salt=arrival.cache_salt,
+                        owner=arrival.owner,
+                        priority_class=arrival.priority_class,
                     )
-                )  # fmt: skip
+                )
             if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
                 engine.handle(AbortRequests([str(i)]))
         log.step(engine)
@@ -123,13 +127,21 @@ def test_scheduling_never_reads_the_history_again():
 def test_the_choices_of_a_prompt_share_everything_large():
     prompt, stops = list(range(256)) * 64, list(range(1000, 2000))
     message = make_request(
-        "a", prompt, 100, n=128, stop_token_ids=stops, allowed_token_ids=list(range(300, 8000)),
-        logit_bias=dict.fromkeys(range(1000), 1.0), seed=1,
-    )  # fmt: skip
+        "a",
+        prompt,
+        100,
+        n=128,
+        stop_token_ids=stops,
+        allowed_token_ids=list(range(300, 8000)),
+        logit_bias=dict.fromkeys(range(1000), 1.0),
+        seed=1,
+    )
     engine = make_engine(
-        num_blocks=2 * len(prompt), max_model_len=2 * len(prompt), max_num_seqs=2,
+        num_blocks=2 * len(prompt),
+        max_model_len=2 * len(prompt),
+        max_num_seqs=2,
         max_num_batched_tokens=len(prompt),
-    )  # fmt: skip
+    )
     tracemalloc.start()
     engine.handle(message)
     size, _ = tracemalloc.get_traced_memory()

@@ -258,9 +258,13 @@ def test_one_step_samples_no_more_than_it_can():
 def test_a_preempted_request_has_no_drafts_until_it_samples_again(depth):
     """Its tokens come back in chunks, and what is collected meanwhile is of its former row."""
     engine = make_engine(
-        15, depth, max_num_seqs=3, max_num_batched_tokens=12, speculative_config=drafting(3),
+        15,
+        depth,
+        max_num_seqs=3,
+        max_num_batched_tokens=12,
+        speculative_config=drafting(3),
         enable_prefix_caching=False,
-    )  # fmt: skip
+    )
     log = generate(engine, *(make_request(str(i), list(range(i, i + 6)), 54) for i in range(5)))
     assert log.total("num_preemptions") > 0
     rows = [item for step in engine.executor.steps for item in step.rows if item.num_drafts]

@@ -261,8 +261,10 @@ def test_marks_tell_the_whole_story_in_order():
     log = generate(engine, make_request("a", list(range(15)), 3), make_request("b", [1], 1))
     outputs = log.outputs["a"]
     assert [[(m.stage, m.step) for m in output.marks] for output in outputs] == [
-        [("queued", -1), ("scheduled", 0), ("first_token", 1)], [], [("finished", 3)],
-    ]  # fmt: skip
+        [("queued", -1), ("scheduled", 0), ("first_token", 1)],
+        [],
+        [("finished", 3)],
+    ]
     [only] = log.outputs["b"]
     assert [m.stage for m in only.marks] == ["queued", "scheduled", "first_token", "finished"]
     times = [m.at_ns for output in outputs for m in output.marks]

@@ -1,4 +1,4 @@
-"""The training code: Qwen3, a loss of answers, and an interrupted run that goes on as before."""
+"""The training code: Qwen3, a loss of answers, and an interrupted run that continues as before."""
 
 import random
 from itertools import islice

@@ -100,8 +100,10 @@ def test_nohup_survives_the_end_of_the_terminal():
 
     with subprocess.Popen(
         [sys.executable, "-m", "servd", "serve", "--executor", "fake", "--port", "0"],
-        stderr=subprocess.PIPE, text=True, preexec_fn=ignore_hangup,
-    ) as process:  # fmt: skip
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=ignore_hangup,
+    ) as process:
         try:
             assert process.stderr is not None
             assert any(" ready at " in line for line in process.stderr)

@@ -67,10 +67,23 @@ def test_no_answer_is_that_of_another_adapter_or_of_replaced_bytes(start, tiny_l
         expected[key] = answers_of(tiny_llama, adapters / folder)
     assert len(set(expected.values())) == len(expected), "an answer tells which bytes it is of"
     server = start(
-        str(tiny_llama), "--api-server-count", "4", "--data-parallel-size", "2", "--dtype",
-        "float32", "--enable-lora", "--max-loras", "8", "--lora-dir", str(adapters),
-        "--max-model-len", "64", "--kv-cache-memory", "8MiB",
-    )  # fmt: skip
+        str(tiny_llama),
+        "--api-server-count",
+        "4",
+        "--data-parallel-size",
+        "2",
+        "--dtype",
+        "float32",
+        "--enable-lora",
+        "--max-loras",
+        "8",
+        "--lora-dir",
+        str(adapters),
+        "--max-model-len",
+        "64",
+        "--kv-cache-memory",
+        "8MiB",
+    )
     url, seconds = server.url, {"timeout": 120}
     # By adapter: version, when its load began and when it was said to be done.
     loads: dict[str, list[tuple[int, float, float]]] = {name: [] for name in names}
@@ -95,9 +108,13 @@ def test_no_answer_is_that_of_another_adapter_or_of_replaced_bytes(start, tiny_l
     def ask(number: int) -> tuple[str, float, float, str]:
         name, sent = names[number % NUM_ADAPTERS], time.monotonic()
         body = {
-            "model": name, "prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True,
-            "temperature": 0, "return_token_ids": True,
-        }  # fmt: skip
+            "model": name,
+            "prompt": PROMPT,
+            "max_tokens": NUM_TOKENS,
+            "ignore_eos": True,
+            "temperature": 0,
+            "return_token_ids": True,
+        }
         answer = httpx.post(f"{url}/v1/completions", json=body, **seconds)
         assert answer.status_code == 200, answer.text
         token_ids = answer.json()["choices"][0]["token_ids"]

@@ -70,10 +70,12 @@ def test_counts_are_exact_and_gauges_end_at_zero(start: Callable[..., Server], n
     assert found["generation_tokens_total"] == num_generated
     assert found["prompt_tokens_total"] == num_prompt
     for name in (
-        "request_success_total", "time_to_first_token_seconds_count",
-        "e2e_request_latency_seconds_count", "request_queue_time_seconds_count",
+        "request_success_total",
+        "time_to_first_token_seconds_count",
+        "e2e_request_latency_seconds_count",
+        "request_queue_time_seconds_count",
         "request_generation_tokens_count",
-    ):  # fmt: skip
+    ):
         assert found[name] == num_choices, name
     assert found["request_params_n_count"] == len(BODIES)
     assert found["request_generation_tokens_sum"] == num_generated

@@ -88,12 +88,13 @@ def complete(server: Server, **body: Any) -> dict[str, Any]:
         (["--executor", "uniproc"], signal.SIGKILL),
         (["--executor", "uniproc", "--engine-hang-timeout", "2"], signal.SIGSTOP),
         pytest.param(
-            ["--executor", "multiproc", "--tensor-parallel-size", "2"], signal.SIGKILL,
+            ["--executor", "multiproc", "--tensor-parallel-size", "2"],
+            signal.SIGKILL,
             marks=pytest.mark.slow,
         ),
     ],
     ids=["killed", "stopped", "worker killed"],
-)  # fmt: skip
+)
 def test_answers_are_the_same_though_the_engine_dies(start, long_llama, options, signum):
     server = start(str(long_llama), "--device", "cpu", *options)
     bodies = [
@@ -380,9 +381,16 @@ def test_hang_up_has_keys_and_log_level_read_again(start, tmp_path: Path):
     # may ignore the signal (nohup), and children would, too.
     ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     server = start(
-        "--executor", "fake", "--config", str(options), "--api-key-file", str(keys),
-        "--api-server-count", "2", new_session=True,
-    )  # fmt: skip
+        "--executor",
+        "fake",
+        "--config",
+        str(options),
+        "--api-key-file",
+        str(keys),
+        "--api-server-count",
+        "2",
+        new_session=True,
+    )
     signal.signal(signal.SIGHUP, ignored)
     assert (status("old"), status("new")) == (200, 401)
     write_key("new")

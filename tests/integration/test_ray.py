@@ -99,16 +99,27 @@ def test_what_the_cluster_has_not_is_said_with_numbers(cluster, tiny_llama: Path
 
     monkeypatch.setattr(module, "PLACEMENT_TIMEOUT", 2.0)
     with pytest.raises(ConfigError, match="4 workers need .*the cluster has .*2.0.* free"):
-        LLM(str(tiny_llama), executor="ray", device="cpu", pipeline_parallel_size=2,
-            tensor_parallel_size=2, use_tqdm=False)  # fmt: skip
+        LLM(
+            str(tiny_llama),
+            executor="ray",
+            device="cpu",
+            pipeline_parallel_size=2,
+            tensor_parallel_size=2,
+            use_tqdm=False,
+        )
 
 
 def test_a_killed_worker_is_noticed(cluster, tiny_llama: Path):
     from servd.core.engine_core_proc import start_executor
 
-    config = Config.load({
-        "model": str(tiny_llama), "executor": "ray", "device": "cpu", "tensor_parallel_size": 2,
-    })  # fmt: skip
+    config = Config.load(
+        {
+            "model": str(tiny_llama),
+            "executor": "ray",
+            "device": "cpu",
+            "tensor_parallel_size": 2,
+        }
+    )
     config, spec, _ = launch.find_and_resolve(config)
     executor, _ = start_executor(config, spec, lambda phase, fraction: None)
     reasons: list[str] = []
@@ -151,9 +162,16 @@ def test_engines_of_two_nodes_answer_as_one_though_a_node_is_killed(cluster, sta
         for i in range(6)
     ]
     server = start(
-        "--executor", "fake", "--device", "cpu", "--data-parallel-size", "2",
-        "--data-parallel-backend", "ray", wait=False,
-    )  # fmt: skip
+        "--executor",
+        "fake",
+        "--device",
+        "cpu",
+        "--data-parallel-size",
+        "2",
+        "--data-parallel-backend",
+        "ray",
+        wait=False,
+    )
     wait_until(lambda: states(server) == ["idle", "idle"], "the engines are not placed")
     alone = complete(server, 0, **bodies[1])
     assert complete(server, 1, **bodies[1]) == alone
@@ -203,10 +221,11 @@ def is_idle(server: Server) -> bool:
 def engines() -> list[psutil.Process]:
     """Processes of engines that serve another host's API servers."""
     return [
-        each for each in psutil.process_iter(["cmdline"])
+        each
+        for each in psutil.process_iter(["cmdline"])
         if "servd.core.engine_core_proc" in (each.info["cmdline"] or [])
         and any("ray::" in " ".join(parent.cmdline()) for parent in each.parents())
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.slow
@@ -234,9 +253,10 @@ def test_replicas_of_ray_serve_answer_stream_and_are_replaced(cluster):
     assert httpx.post(f"{url}/v1/completions?x=1", json={"max_tokens": 0}).status_code == 400
 
     servers = [
-        each for each in psutil.process_iter(["cmdline"])
+        each
+        for each in psutil.process_iter(["cmdline"])
         if "servd.launch.model_server" in (each.info["cmdline"] or [])
-    ]  # fmt: skip
+    ]
     assert len(servers) == 2
     servers[0].kill()
     deadline = time.monotonic() + WAIT_SECONDS

@@ -76,9 +76,13 @@ async def test_chat_stream_equals_whole_answer_and_transformers(llama_server: Se
             model="tiny", messages=messages, max_tokens=20, temperature=0
         )
         stream = await client.chat.completions.create(
-            model="tiny", messages=messages, max_tokens=20, temperature=0, stream=True,
+            model="tiny",
+            messages=messages,
+            max_tokens=20,
+            temperature=0,
+            stream=True,
             stream_options={"include_usage": True},
-        )  # fmt: skip
+        )
         chunks = [chunk async for chunk in stream]
     assert (
         "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)

@@ -13,9 +13,15 @@ def test_models_start_sleep_and_end_with_their_server(start, tiny_llama: Path, t
     for name in ("first", "second"):
         (tmp_path / name).symlink_to(tiny_llama)
     server = start(
-        "--models-dir", str(tmp_path), "--executor", "fake", "--api-key", "k",
-        "--access-log", "requests",
-    )  # fmt: skip
+        "--models-dir",
+        str(tmp_path),
+        "--executor",
+        "fake",
+        "--api-key",
+        "k",
+        "--access-log",
+        "requests",
+    )
 
     def ask(model: str) -> dict:
         body = {"model": model, "prompt": "once", "max_tokens": 4, "ignore_eos": True}

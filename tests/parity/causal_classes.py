@@ -20,18 +20,30 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
     **dict.fromkeys(("initializer_range", "init_std"), 0.15),
     **dict.fromkeys(("dropout", "attention_dropout"), 0.0),
-    "vocab_size": 199, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 7,
+    "vocab_size": 199,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 7,
     **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), 32),
-    "moe_shared_expert_intermediate_size": 48, "rotary_dim": 8,
-    "q_lora_rank": 24, "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
-}  # fmt: skip
+    "moe_shared_expert_intermediate_size": 48,
+    "rotary_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
 IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 # Small too where the default is None: not every class computes them then.
 NEEDED = (
-    "head_dim", "num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size",
-    "n_routed_experts", "n_shared_experts", "num_experts",
-)  # fmt: skip
+    "head_dim",
+    "num_key_value_heads",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts",
+)
 TWO_KINDS = ["sliding_attention", "full_attention"]
 ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 # Where that is not enough.
@@ -47,20 +59,28 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 48, "moe_top_k": 2},
     },
     "gemma3n_text": {
-        "layer_types": TWO_KINDS * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
-        "vocab_size_per_layer_input": 199, "hidden_size_per_layer_input": 8, "laurel_rank": 8,
+        "layer_types": TWO_KINDS * 2,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": 199,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
         "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
     },
     "gemma4_text": {
-        "layer_types": TWO_KINDS * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
-        "vocab_size_per_layer_input": 199, "hidden_size_per_layer_input": 8, "global_head_dim": 32,
+        "layer_types": TWO_KINDS * 2,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": 199,
+        "hidden_size_per_layer_input": 8,
+        "global_head_dim": 32,
     },
     "dory": dict.fromkeys(("n_input_layers", "n_recurrent_layers", "n_output_layers"), 1),
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 7},
     "emu3_text_model": dict.fromkeys(IDS, 0),
     "longcat_flash": {"head_dim": 8, "num_layers": 1},
     "modernbert-decoder": dict.fromkeys(IDS, 0),
-}  # fmt: skip
+}
 
 
 def make(folder: Path, model_type: str, architecture: str) -> Path:

@@ -42,13 +42,19 @@ def test_sequences_and_scores(checkpoints, num_beams, num_eos, early_stopping, l
     beams = search(folder, prompt, num_beams, eos, length_penalty, early_stopping)
     ids = torch.tensor([prompt])
     expected = reference(folder).generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False,
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=MAX_TOKENS,
+        do_sample=False,
         num_beams=num_beams,
-        num_return_sequences=num_beams, length_penalty=length_penalty,
+        num_return_sequences=num_beams,
+        length_penalty=length_penalty,
         early_stopping=early_stopping,
-        eos_token_id=eos or None, pad_token_id=PAD, return_dict_in_generate=True,
+        eos_token_id=eos or None,
+        pad_token_id=PAD,
+        return_dict_in_generate=True,
         output_scores=True,
-    )  # fmt: skip
+    )
     assert len(beams.finished) == num_beams
     for i, beam in enumerate(beams.finished):
         sequence = expected.sequences[i, len(prompt) :].tolist()

@@ -20,9 +20,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 FAMILIES = [
-    ("gpt2", "tied"), ("llama", "llama3 rope"), ("gemma2", "caps"), ("gemma3_text", "layer types"),
-    ("olmo2", "of heads"), ("qwen3_moe", "renormalized"), ("phi3", "window"),
-]  # fmt: skip
+    ("gpt2", "tied"),
+    ("llama", "llama3 rope"),
+    ("gemma2", "caps"),
+    ("gemma3_text", "layer types"),
+    ("olmo2", "of heads"),
+    ("qwen3_moe", "renormalized"),
+    ("phi3", "window"),
+]
 
 
 def graphs_of(driver: Driver) -> CPUGraphRunner | None:

@@ -50,11 +50,17 @@ def make_requests(params: list[SamplingParams]) -> list[EngineCoreRequest]:
 @pytest.mark.parametrize(
     ("model_type", "num_blocks", "depth"),
     [
-        ("gpt2", 26, 1), ("gpt2", 26, 2), ("llama", 26, 1), ("llama", 26, 2),
-        ("mistral", 12, 2), ("gemma2", 13, 1), ("gemma3_text", 13, 2),
-        ("gpt_oss", 13, 1), ("gpt_oss", 13, 2),
+        ("gpt2", 26, 1),
+        ("gpt2", 26, 2),
+        ("llama", 26, 1),
+        ("llama", 26, 2),
+        ("mistral", 12, 2),
+        ("gemma2", 13, 1),
+        ("gemma3_text", 13, 2),
+        ("gpt_oss", 13, 1),
+        ("gpt_oss", 13, 2),
     ],
-)  # fmt: skip
+)
 def test_tiny_cache_with_preemption(checkpoints, model_type: str, num_blocks: int, depth: int):
     folder = checkpoints(model_type, next(iter(CASES[model_type])))
     engine = make_engine(folder, num_blocks=num_blocks, depth=depth)

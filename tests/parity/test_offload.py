@@ -53,10 +53,14 @@ def test_each_rank_gets_its_part_of_a_block_back(checkpoints, tmp_path, monkeypa
     requests = [EngineCoreRequest(str(i), prompt, greedy) for i, prompt in enumerate(prompts)]
     expected = run(uniproc.Executor, folder, requests)
     options = {
-        "executor": "multiproc", "tensor_parallel_size": 2, "max_num_seqs": 2,
-        "max_model_len": 80, "kv_cache_dir": str(tmp_path), "kv_offloading_size": 0.01,
+        "executor": "multiproc",
+        "tensor_parallel_size": 2,
+        "max_num_seqs": 2,
+        "max_model_len": 80,
+        "kv_cache_dir": str(tmp_path),
+        "kv_offloading_size": 0.01,
         "kv_cache_memory": 24 * 4 * read_spec(folder).kv_bytes_per_token(4) // 2,
-    }  # fmt: skip
+    }
     for _ in range(2):
         log = run(multiproc.Executor, folder, requests, **options)
         for request in requests:
@@ -78,10 +82,13 @@ def test_the_first_token_of_a_known_prompt_comes_in_a_tenth_of_the_time(checkpoi
     warm_up, known = ([draw.randrange(50000) for _ in range(n)] for n in (100, 900))
     requests = [EngineCoreRequest("warm", warm_up, greedy), EngineCoreRequest("a", known, greedy)]
     options = {
-        "load_format": "dummy", "max_model_len": 1024, "block_size": 16,
-        "kv_cache_memory": 1 << 28, "kv_cache_dir": str(tmp_path / "kv"),
+        "load_format": "dummy",
+        "max_model_len": 1024,
+        "block_size": 16,
+        "kv_cache_memory": 1 << 28,
+        "kv_cache_dir": str(tmp_path / "kv"),
         "max_num_batched_tokens": 512,
-    }  # fmt: skip
+    }
     cold, again = (run(uniproc.Executor, folder, requests, **options) for _ in range(2))
     assert again.token_ids("a") == cold.token_ids("a")
     assert again.outputs["a"][0].num_external_tokens == 56 * 16

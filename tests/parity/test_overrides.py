@@ -12,9 +12,12 @@ from tests.parity.families import LLAMA, logits_of, make_checkpoint
 from tests.worker.driver import Driver, config_for
 
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}  # fmt: skip
+}
 SCALINGS: dict[str, dict[str, Any]] = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
     "linear": {"rope_type": "linear", "factor": 4.0},

@@ -73,9 +73,12 @@ def cramped(folder: Path, **options: Any) -> dict[str, Any]:
     num_parts = options.get("tensor_parallel_size", 1) if has_heads else 1
     memory = 26 * BLOCK_SIZE * per_token // num_parts
     return options | {
-        "executor": "multiproc", "kv_cache_memory": memory, "max_num_seqs": 6,
-        "max_num_batched_tokens": 24, "max_model_len": 64,
-    }  # fmt: skip
+        "executor": "multiproc",
+        "kv_cache_memory": memory,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 24,
+        "max_model_len": 64,
+    }
 
 
 def run(engine: EngineCore, requests: list[EngineCoreRequest]) -> Log:
@@ -162,11 +165,12 @@ def test_tokens_that_a_grammar_forces_reach_all_stages():
     structure = StructuredOutput("regex", "(The quick brown fox |A lazy dog )[a-z]{4}[0-9]{2}")
     requests = [
         EngineCoreRequest(
-            str(i), [5, 6, 7 + i],
+            str(i),
+            [5, 6, 7 + i],
             SamplingParams(temperature=1.0, seed=i, max_tokens=40, structured_output=structure),
         )
         for i in range(3)
-    ]  # fmt: skip
+    ]
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     whole = make_engine(uniproc.Executor, folder, block_size=16)
     engine = make_engine(stages.Executor, folder, block_size=16, pipeline_parallel_size=2)

@@ -17,13 +17,19 @@ from tests.parity.families import GEMMA3, LLAMA, QWEN3_MOE, QWEN3_NEXT
 from tests.worker.driver import Driver, config_for
 
 CLIP = {
-    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "image_size": 28, "patch_size": 14,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 QWEN_EYES = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 48}
 QWEN3_EYES = QWEN_EYES | {
-    "intermediate_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
-}  # fmt: skip
+    "intermediate_size": 32,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 HEAD = LLAMA | {"head_dim": 16}
 # model_type -> what is in its text_config, in its vision_config, and beside them.

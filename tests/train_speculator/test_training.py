@@ -1,4 +1,4 @@
-"""Training of heads: what is trained is served, and an interrupted training goes on."""
+"""Training of heads: what is trained is served, and an interrupted training continues."""
 
 from pathlib import Path
 

@@ -26,12 +26,18 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 def config_for(folder: object, **options: object) -> Config:
     """A resolved config for a tiny model on a CPU."""
     defaults: dict[str, object] = {
-        "model": str(folder), "device": "cpu", "dtype": "float32", "executor": "uniproc",
+        "model": str(folder),
+        "device": "cpu",
+        "dtype": "float32",
+        "executor": "uniproc",
         "block_size": 4,
-        "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256,
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
         "kv_cache_memory": 1 << 22,
-        "async_scheduling": False, "check_vectors": False,
-    }  # fmt: skip
+        "async_scheduling": False,
+        "check_vectors": False,
+    }
     return Config.load(defaults | options)
 
 
@@ -207,6 +213,6 @@ class Driver:
         return self.tokens[slot][self.num_prompt[slot] :]
 
     def generate(self, slots: list[int], num_outputs: int, chunk: int = 10**6) -> None:
-        """Step until each slot has so many outputs; prompts in chunks, beside decoding."""
+        """Step until each slot has N outputs; prompts in chunks, beside decoding."""
         while pending := [s for s in slots if len(self.outputs(s)) < num_outputs]:
             self.step({s: min(chunk, self.left(s)) for s in pending})

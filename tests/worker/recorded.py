@@ -34,16 +34,42 @@ class NotCapturable(RuntimeError):
 
 # By their names: methods of tensors, and functions of torch.
 OF_THE_HOST = {
-    "__bool__", "__float__", "__index__", "__int__", "allclose",
-    "argwhere", "as_tensor", "asarray", "cpu", "equal", "from_numpy", "frombuffer", "item",
-    "masked_select", "new_tensor", "nonzero", "numpy", "pin_memory", "tensor", "tolist", "unique",
+    "__bool__",
+    "__float__",
+    "__index__",
+    "__int__",
+    "allclose",
+    "argwhere",
+    "as_tensor",
+    "asarray",
+    "cpu",
+    "equal",
+    "from_numpy",
+    "frombuffer",
+    "item",
+    "masked_select",
+    "new_tensor",
+    "nonzero",
+    "numpy",
+    "pin_memory",
+    "tensor",
+    "tolist",
+    "unique",
     "unique_consecutive",
-}  # fmt: skip
+}
 # Operations of aten, which what is no call of a function in torch comes to.
 WAIT = {
-    "_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "lift_fresh",
-    "masked_select", "nonzero", "unique_consecutive", "unique_dim",
-}  # fmt: skip
+    "_local_scalar_dense",
+    "_unique2",
+    "bincount",
+    "equal",
+    "is_nonzero",
+    "lift_fresh",
+    "masked_select",
+    "nonzero",
+    "unique_consecutive",
+    "unique_dim",
+}
 
 
 # By id: tensors that are in host memory where the others are on a device.

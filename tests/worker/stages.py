@@ -51,7 +51,7 @@ class Pending:
 
 
 class Executor(executor.Executor):
-    """Every stage computes a step before the next, but its tokens are known when harvested."""
+    """Every stage computes a step before the next, but its tokens are known when collected."""
 
     def start(self) -> WorkerReady:
         num_stages = self.config.parallel.pipeline_parallel_size

@@ -26,7 +26,10 @@ FAMILIES = [name for name in CASES if not keeps_state(name)]
 QUICK = ["llama", "mixtral", "deepseek_v3", "gpt_oss"]
 CONTRACT = [
     pytest.param(
-        family, variant, quantization, extra,
+        family,
+        variant,
+        quantization,
+        extra,
         marks=[]
         if family in QUICK and variant is first and (quantization is None or extra == "plain")
         else pytest.mark.slow,
@@ -35,7 +38,7 @@ CONTRACT = [
     for family in FAMILIES
     for first in [next(iter(CASES[family]))]
     for variant, quantization, extra in itertools.product(CASES[family], FORMATS, EXTRAS)
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,29 @@ from servd.worker.sample.sampler import Sampler
 from tests.worker.driver import config_for
 
 NUMBERS = [
-    -1, 0, 1, 2, 15, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64, -(2**63), -(2**63) - 1, 10**400,
-    0.5, -0.5, 1e-320, 1e18, 1e38, 1e308, float("nan"), float("inf"), float("-inf"),
-]  # fmt: skip
+    -1,
+    0,
+    1,
+    2,
+    15,
+    2**31 - 1,
+    2**31,
+    2**63 - 1,
+    2**63,
+    2**64,
+    -(2**63),
+    -(2**63) - 1,
+    10**400,
+    0.5,
+    -0.5,
+    1e-320,
+    1e18,
+    1e38,
+    1e308,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+]
 PROMPT = [5, 6, 7, 8, 9]
 EXPECTED = SamplingParams(temperature=0.0, max_tokens=4)
 

@@ -58,11 +58,15 @@ def serve(folder: Path, depth: int, **options: object) -> list[list[int]]:
     """Eight requests through the engine, with preemption."""
     spec = read_spec(folder)
     config = config_for(
-        folder, async_scheduling=depth == 2, max_num_seqs=6, max_num_batched_tokens=64,
+        folder,
+        async_scheduling=depth == 2,
+        max_num_seqs=6,
+        max_num_batched_tokens=64,
         max_model_len=128,
-        dtype="float32", kv_cache_memory=14 * 16 * spec.kv_bytes_per_token(4),
+        dtype="float32",
+        kv_cache_memory=14 * 16 * spec.kv_bytes_per_token(4),
         **ON_DEVICE | options,
-    )  # fmt: skip
+    )
     executor = Executor(config, spec, lambda *_: None)
     engine, log = EngineCore(config, spec, executor, executor.start()), Log()
     for i in range(8):
@@ -118,9 +122,12 @@ def test_what_is_promised_is_enough_for_all_graphs_and_the_largest_step(tmp_path
     config = config_for(
         write_config(tmp_path, **SHAPE | {"num_key_value_heads": 4, "head_dim": 128}),
         kv_cache_memory=None,
-        gpu_memory_utilization=share, max_num_seqs=256, max_num_batched_tokens=4096,
-        max_model_len=8192, **ON_DEVICE,
-    )  # fmt: skip
+        gpu_memory_utilization=share,
+        max_num_seqs=256,
+        max_num_batched_tokens=4096,
+        max_model_len=8192,
+        **ON_DEVICE,
+    )
     driver = Driver(config)
     runner = driver.worker.runner
     runner._launch(256, 16, 0, runner.sampler.costliest)

@@ -90,9 +90,9 @@ def test_a_step_is_padded_with_rows_of_nobody_and_a_size_is_captured_once():
     assert seen[-1] == [[3, 1, 2, NULL], [2, 9, 4, 0]]
     assert len(recorded) == 1
     assert run([3, 3, 3, 1], [0, 1, 2, 9], [2, 3]) == [30, 31, 32, 19]
-    assert seen[-1] == [
-        [3, 3, 3, 1, *[NULL] * 12], [0, 1, 2, 9, *[0] * 12], [2, *[3] * 7]
-    ], "the rows after the last one have no token"  # fmt: skip
+    assert seen[-1] == [[3, 3, 3, 1, *[NULL] * 12], [0, 1, 2, 9, *[0] * 12], [2, *[3] * 7]], (
+        "the rows after the last one have no token"
+    )
     assert len(recorded) == 2
     assert run([5] * 17, list(range(17)), [16]) is None, "more tokens than any graph has"
     assert run([1, 1, *range(2, 10)], [0] * 10, [1, *range(2, 10)]) is None, "and more rows"
@@ -179,10 +179,14 @@ def engine_of(folder: Path, **options: object) -> tuple[EngineCore, RecordedRunn
 def small_engine(folder: Path, enforce_eager: bool, depth: int):
     """An engine with a cache that is too small for the requests of `serve`."""
     return engine_of(
-        folder, enforce_eager=enforce_eager, async_scheduling=depth == 2, max_num_seqs=6,
-        max_num_batched_tokens=24, max_model_len=64,
+        folder,
+        enforce_eager=enforce_eager,
+        async_scheduling=depth == 2,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        max_model_len=64,
         kv_cache_memory=26 * 4 * read_spec(folder).kv_bytes_per_token(4),
-    )  # fmt: skip
+    )
 
 
 def serve(engine: EngineCore, params: list[SamplingParams]) -> Log:

@@ -20,11 +20,17 @@ from tests.worker.recorded import RecordedRunner, use_recorded_runner, write_con
 GB = 10**9
 sizes = st.integers(0, 20 * GB)
 uses = st.builds(
-    MemoryUse, total=st.integers(16 * GB, 140 * GB), outside=sizes, persistent=sizes,
+    MemoryUse,
+    total=st.integers(16 * GB, 140 * GB),
+    outside=sizes,
+    persistent=sizes,
     per_request=st.integers(0, GB),
-    forward=sizes, sampling=sizes, graphs=sizes, utilization=st.sampled_from([0.3, 0.8, 0.9]),
+    forward=sizes,
+    sampling=sizes,
+    graphs=sizes,
+    utilization=st.sampled_from([0.3, 0.8, 0.9]),
     max_num_seqs=st.integers(1, 300),
-)  # fmt: skip
+)
 
 
 @given(use=uses, missing=st.integers(1, 10 * GB))
@@ -117,10 +123,16 @@ def test_the_profile_runs_the_largest_steps(worker: Worker, monkeypatch: pytest.
 def test_too_little_memory_has_advice_in_both_directions(worker, monkeypatch):
     per_block = 4 * read_spec(worker.runner.spec.folder).kv_bytes_per_token(4)
     use = MemoryUse(
-        total=1000 * per_block, outside=0, persistent=300 * per_block, per_request=20 * per_block,
+        total=1000 * per_block,
+        outside=0,
+        persistent=300 * per_block,
+        per_request=20 * per_block,
         forward=0,
-        sampling=0, graphs=0, utilization=0.3215, max_num_seqs=8,
-    )  # fmt: skip
+        sampling=0,
+        graphs=0,
+        utilization=0.3215,
+        max_num_seqs=8,
+    )
     monkeypatch.setattr(RecordedRunner, "_profile", lambda self, meter: use)
     with pytest.raises(NotEnoughMemory) as error:
         worker.load_model()

@@ -24,7 +24,7 @@ GRAMMAR = StructuredOutput("regex", "[a-z]{3,6}-[0-9]{2}")
 
 
 class ThreadedExecutor(UniProcExecutor):
-    """The worker runs on a thread, as on a device: the host goes on before it computes."""
+    """The worker runs on a thread, as on a device: the host continues before it computes."""
 
     def start(self):
         self.stream = ThreadPoolExecutor(1, "device")
@@ -48,15 +48,21 @@ def make_request(request_id: int, draw: random.Random) -> EngineCoreRequest:
     prompt = [draw.randrange(199) for _ in range(draw.randint(1, 20))]
     max_tokens = draw.randint(4, 16)
     params = SamplingParams(
-        temperature=draw.choice([0.0, 0.8, 1.5]), seed=request_id, max_tokens=max_tokens,
-        min_tokens=draw.randint(0, max_tokens), stop_token_ids=draw.sample(range(199), 40),
-        repetition_penalty=draw.choice([1.0, 1.4]), frequency_penalty=draw.choice([0.0, 1.0]),
-        presence_penalty=draw.choice([0.0, 0.5]), top_k=draw.choice([0, 20]),
+        temperature=draw.choice([0.0, 0.8, 1.5]),
+        seed=request_id,
+        max_tokens=max_tokens,
+        min_tokens=draw.randint(0, max_tokens),
+        stop_token_ids=draw.sample(range(199), 40),
+        repetition_penalty=draw.choice([1.0, 1.4]),
+        frequency_penalty=draw.choice([0.0, 1.0]),
+        presence_penalty=draw.choice([0.0, 0.5]),
+        top_k=draw.choice([0, 20]),
         top_p=draw.choice([1.0, 0.8]),
-        logit_bias=draw.choice([{}, {5: 3.0}]), bad_words_token_ids=draw.choice([[], [[5, 6],
-        [7]]]),
-        logprobs=draw.choice([None, 2]), prompt_logprobs=draw.choice([None, None, 1]),
-    )  # fmt: skip
+        logit_bias=draw.choice([{}, {5: 3.0}]),
+        bad_words_token_ids=draw.choice([[], [[5, 6], [7]]]),
+        logprobs=draw.choice([None, 2]),
+        prompt_logprobs=draw.choice([None, None, 1]),
+    )
     return EngineCoreRequest(str(request_id), prompt, params)
 
 
@@ -72,9 +78,12 @@ def serve(
     """Requests come in three waves, one is aborted; without `jumps_ahead` no grammar drafts."""
     spec = read_spec(folder)
     defaults = {
-        "load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 24,
-        "max_model_len": 48, "kv_cache_memory": num_blocks * 4 * spec.kv_bytes_per_token(4),
-    }  # fmt: skip
+        "load_format": "dummy",
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 24,
+        "max_model_len": 48,
+        "kv_cache_memory": num_blocks * 4 * spec.kv_bytes_per_token(4),
+    }
     config = config_for(folder, async_scheduling=depth > 1, **(defaults | options))
     executor = ThreadedExecutor(config, spec, lambda *_: None)
     engine = EngineCore(config, spec, executor, executor.start())
@@ -107,10 +116,13 @@ def test_no_depth_changes_what_a_grammar_allows(tiny_llama: Path):
     requests = []
     for i in range(7):
         params = SamplingParams(
-            temperature=draw.choice([0.0, 1.5]), seed=i, max_tokens=16,
+            temperature=draw.choice([0.0, 1.5]),
+            seed=i,
+            max_tokens=16,
             repetition_penalty=draw.choice([1.0, 1.4]),
-            logit_bias=draw.choice([{}, {5: 3.0}]), structured_output=GRAMMAR if i % 3 else None,
-        )  # fmt: skip
+            logit_bias=draw.choice([{}, {5: 3.0}]),
+            structured_output=GRAMMAR if i % 3 else None,
+        )
         requests.append(
             EngineCoreRequest(
                 str(i), [draw.randrange(199) for _ in range(20)], params, eos_token_ids=[3]
@@ -132,10 +144,14 @@ KEYS = ("customer_identifier", "shipping_address_line", "is_express_delivery")
 )
 def test_keys_of_a_schema_cost_few_steps(tiny_llama: Path, batch, depth, speculative):
     """What a grammar forces is computed at once, and changes no token."""
-    schema = json.dumps({
-        "type": "object", "properties": {key: {"type": "boolean"} for key in KEYS},
-        "required": KEYS, "additionalProperties": False,
-    })  # fmt: skip
+    schema = json.dumps(
+        {
+            "type": "object",
+            "properties": {key: {"type": "boolean"} for key in KEYS},
+            "required": KEYS,
+            "additionalProperties": False,
+        }
+    )
     form = StructuredOutput("json", schema)
     tokenizer = Tokenizer.from_file(str(tiny_llama / "tokenizer.json"))
     # Random weights like white space, which is not forced.
@@ -145,9 +161,12 @@ def test_keys_of_a_schema_cost_few_steps(tiny_llama: Path, batch, depth, specula
         [{"temperature": 0.0}, {}, {"repetition_penalty": 1.4}, {"logprobs": 1}]
     ):
         params = SamplingParams(
-            seed=i, max_tokens=200, logit_bias=dict.fromkeys(blanks, -50.0),
-            structured_output=form, **options,
-        )  # fmt: skip
+            seed=i,
+            max_tokens=200,
+            logit_bias=dict.fromkeys(blanks, -50.0),
+            structured_output=form,
+            **options,
+        )
         requests.append(EngineCoreRequest(str(i), [5 + i] * 20, params, eos_token_ids=[3]))
     limits = {"max_model_len": 256, "max_num_seqs": batch}
     expected = serve(tiny_llama, requests, 1, 300, False, jumps_ahead=False, **limits)

@@ -86,9 +86,11 @@ def adapter_of(folder: Path, num_kv_heads: int) -> Adapter:
     """One of every layer that ranks share, of a small Llama."""
     shapes, size = {}, 8 * num_kv_heads
     for module, inputs, outputs in (
-        ("self_attn.k_proj", 48, size), ("self_attn.o_proj", 48, 48),
-        ("mlp.up_proj", 48, 80), ("mlp.down_proj", 80, 48),
-    ):  # fmt: skip
+        ("self_attn.k_proj", 48, size),
+        ("self_attn.o_proj", 48, 48),
+        ("mlp.up_proj", 48, 80),
+        ("mlp.down_proj", 80, 48),
+    ):
         name = f"base_model.model.model.layers.0.{module}"
         shapes |= {f"{name}.lora_A.weight": (4, inputs), f"{name}.lora_B.weight": (outputs, 4)}
     source = write_adapter(folder / "adapter", shapes=shapes)

@@ -1,4 +1,4 @@
-"""A request that goes on in another engine gets the tokens and bits that it would have got."""
+"""A request that continues in another engine gets the tokens and bits that it would have got."""
 
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """The contract of reasoning parsers, over all files of the package and their recorded replies."""
 
-from __future__ import annotations
-
 import importlib
 from math import inf
 
@@ -45,25 +43,9 @@ def read(name: str, case: Case, pieces) -> tuple[str, str]:
     return reasoning, content
 
 
-@pytest.mark.parametrize("name", PARSERS)
-def test_every_parser_has_enough_recorded_replies(name):
-    cases = recorded(name).values()
-    assert len(cases) >= 8
-    assert any(case.reasoning and case.content for case in cases)
-    assert any(not case.reasoning for case in cases) and any(not case.content for case in cases)
-    assert any(case.is_thinking for case in cases) and any(
-        not case.text.isascii() for case in cases
-    )
-
-
-@pytest.mark.parametrize(("name", "case"), CASES)
-def test_a_whole_reply(name, case):
-    assert read(name, case, [case.text]) == (case.reasoning, case.content)
-
-
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_a_reply_cut_at_every_character(name, case):
-    for i in range(1, len(case.text)):
+    for i in range(max(1, len(case.text))):
         assert read(name, case, [case.text[:i], case.text[i:]]) == (case.reasoning, case.content)
     assert read(name, case, case.text) == (case.reasoning, case.content)
 

@@ -1,8 +1,4 @@
-"""What the grammars of forced calls let through: calls that the parsers read, with arguments that
-validate.
-"""
-
-from __future__ import annotations
+"""What grammars of forced calls let through: calls that parsers read, with valid arguments."""
 
 import json
 import random
@@ -59,13 +55,25 @@ strings = st.one_of(
     st.sampled_from(WORDS).map(lambda word: {"const": word}),
     st.just({"type": "string", "pattern": "^a+$"}),
 )
-scalars = st.sampled_from([
-    {}, True, {"type": "integer"}, {"type": "number"}, {"type": "boolean"}, {"type": "null"},
-    {"enum": [1, "a", None]}, {"const": 5}, {"type": "integer", "minimum": 3, "maximum": 12},
-    {"type": ["string", "null"]}, {"type": ["integer", "string"]}, {"$ref": "#/$defs/City"},
-    {"allOf": [{"$ref": "#/$defs/City"}]}, {"$ref": "#/$defs/Size", "description": "a size"},
-    {"type": "string", "enum": ["a", "b"], "title": "x"},
-])  # fmt: skip
+scalars = st.sampled_from(
+    [
+        {},
+        True,
+        {"type": "integer"},
+        {"type": "number"},
+        {"type": "boolean"},
+        {"type": "null"},
+        {"enum": [1, "a", None]},
+        {"const": 5},
+        {"type": "integer", "minimum": 3, "maximum": 12},
+        {"type": ["string", "null"]},
+        {"type": ["integer", "string"]},
+        {"$ref": "#/$defs/City"},
+        {"allOf": [{"$ref": "#/$defs/City"}]},
+        {"$ref": "#/$defs/Size", "description": "a size"},
+        {"type": "string", "enum": ["a", "b"], "title": "x"},
+    ]
+)
 values = st.recursive(
     strings | scalars,
     lambda inner: st.one_of(
@@ -91,16 +99,10 @@ def functions(draw: st.DrawFn) -> dict[str, Any]:
     """A function with a schema of its own."""
     properties = draw(st.dictionaries(names, values, max_size=4))
     required = draw(st.lists(st.sampled_from(list(properties)), unique=True)) if properties else []
-    schema = {
-        "type": "object",
-        "properties": properties,
-        "required": required,
-        "$defs": DEFINITIONS,
-    }
-    return {
-        "name": draw(st.sampled_from(["f", "get_it", "a.b", "a-b", "import"])),
-        "parameters": schema,
-    }
+    schema = {"type": "object", "properties": properties, "required": required}
+    schema["$defs"] = DEFINITIONS
+    name = draw(st.sampled_from(["f", "get_it", "a.b", "a-b", "import"]))
+    return {"name": name, "parameters": schema}
 
 
 # The others' forced calls are a JSON array: their arguments hold tokens.
@@ -123,9 +125,7 @@ HINTS = [b"\n</parameter>", b"</parameter>\n</function>\n</tool_call>", b'")]', 
 
 
 def random_output(grammar: Grammar, seed: int, max_tokens: int) -> str | None:
-    """One output; it tries what may end a text early, which random bytes hardly ever do. None if it
-    was cut off.
-    """
+    """One output, which tries what may end a text early; None if it was cut off."""
     matcher, draw, output, planned = grammar.matcher(), random.Random(seed), bytearray(), b""
     while not matcher.is_complete:
         if len(output) == max_tokens:
@@ -275,35 +275,27 @@ def test_references_that_go_round_and_round_end():
         forced(name, used)
     for count in (2, 60):
         chain = {f"A{i}": {"anyOf": [{"$ref": f"#/$defs/A{i + 1}"}] * 2} for i in range(count)}
-        forced(
-            "qwen3_coder",
-            tool("f", {"a": {"$ref": "#/$defs/A0"}}, **{"$defs": {**chain, f"A{count}": CITY}}),
-        )
+        chain |= {f"A{count}": CITY}
+        forced("qwen3_coder", tool("f", {"a": {"$ref": "#/$defs/A0"}}, **{"$defs": chain}))
 
 
 def test_special_tokens_are_written_as_tokens():
     parser = plugins.load(PACKAGE, "deepseek", "Parser")
     ids = {marker: number for number, marker in enumerate(parser.markers)}
-    grammar = calls_grammar(
-        parser.syntaxes, parser.arguments_grammar, [EXPRESSIBLE["nothing"]], True, ids.get
-    )
+    tools = [EXPRESSIBLE["nothing"]]
+    grammar = calls_grammar(parser.syntaxes, parser.arguments_grammar, tools, True, ids.get)
     assert "｜" not in grammar and "\\uff5c" not in grammar
     assert all(f"<[{number}]>" in grammar for number in ids.values())
 
 
 def test_tags_that_are_tokens_without_being_special_are_written_as_tokens():
-    """Qwen's and the demo model's: llguidance takes all added tokens in angle brackets for special
-    ones.
-    """
+    """llguidance takes all added tokens in angle brackets, as Qwen has, for special ones."""
     folder = find_model("demo")
-    tokenizer, vocabulary = (
-        Tokenizer.load(str(folder)),
-        load_vocabulary(Config(), read_spec(folder)),
-    )
+    tokenizer = Tokenizer.load(str(folder))
+    vocabulary = load_vocabulary(Config(), read_spec(folder))
     used = tool("f", {"city": CITY}, "city")
-    reply = ModelFormat(tokenizer, plugins.load(PACKAGE, "hermes", "Parser"), None).expect(
-        "", ToolOptions([used], forced=[used], parallel=False)
-    )
+    model_format = ModelFormat(tokenizer, plugins.load(PACKAGE, "hermes", "Parser"), None)
+    reply = model_format.expect("", ToolOptions([used], forced=[used], parallel=False))
     assert reply.structured_output is not None
     matcher = Grammar(reply.structured_output, vocabulary).matcher()
     for token_id in tokenizer.encode(

@@ -30,9 +30,19 @@ ENDPOINTS = ("endpoint", "replay_endpoint")
 WRONG = [
     {name: endpoint}
     for name in ENDPOINTS
-    for endpoint in ("tcp://*", "tcp://*:x", "tcp://*:0", "tcp://:65536", "tcp://h:65536", "ipc://",
-                     "*:5557", "http://h:80", "tcp://h:1 ", "")
-]  # fmt: skip
+    for endpoint in (
+        "tcp://*",
+        "tcp://*:x",
+        "tcp://*:0",
+        "tcp://:65536",
+        "tcp://h:65536",
+        "ipc://",
+        "*:5557",
+        "http://h:80",
+        "tcp://h:1 ",
+        "",
+    )
+]
 
 
 class Router:

@@ -168,10 +168,17 @@ def test_no_block_is_both_free_and_read(
 ):
     """The executor looks at all that is read, in every step."""
     num_blocks = 200 if is_large else KVLayout(SIZE, budget, windows).blocks(60)
-    engine, log = make_engine(
-        num_blocks, depth, with_windows(*windows, base=base), max_num_seqs=4,
-        max_num_batched_tokens=budget, enable_prefix_caching=is_cached,
-    ), Log()  # fmt: skip
+    engine, log = (
+        make_engine(
+            num_blocks,
+            depth,
+            with_windows(*windows, base=base),
+            max_num_seqs=4,
+            max_num_batched_tokens=budget,
+            enable_prefix_caching=is_cached,
+        ),
+        Log(),
+    )
     requests = {
         str(i): make_request(
             str(i),

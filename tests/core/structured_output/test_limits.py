@@ -138,14 +138,17 @@ scalars = st.one_of(
     ),
     words.map(lambda word: {"const": word}),
     st.lists(words, min_size=1, max_size=4).map(lambda values: {"enum": values}),
-    st.builds(lambda n, k: {"enum": [f"{k}{i * 7919 % 100_003}" for i in range(n)]},
-              st.sampled_from([1, 300, 3000]), words),
+    st.builds(
+        lambda n, k: {"enum": [f"{k}{i * 7919 % 100_003}" for i in range(n)]},
+        st.sampled_from([1, 300, 3000]),
+        words,
+    ),
     sizes.map(lambda n: {"type": "string", "maxLength": n}),
     sizes.map(lambda n: {"type": "string", "minLength": n}),
     st.sampled_from(["^[a-z]{1,9}$", "^(a|b)*a(a|b){9}$", "^([a-c]{1,30} ){1,30}$"]).map(
         lambda pattern: {"type": "string", "pattern": pattern}
     ),
-)  # fmt: skip
+)
 # Inside one another, these would make gigabytes of JSON.
 wide = st.one_of(
     st.builds(
@@ -175,13 +178,18 @@ schemas = st.recursive(
         ),
         st.builds(
             lambda item, low, high: {
-                "type": "array", "items": item, "minItems": low, "maxItems": low + high
+                "type": "array",
+                "items": item,
+                "minItems": low,
+                "maxItems": low + high,
             },
-            inner, sizes, sizes,
+            inner,
+            sizes,
+            sizes,
         ),
     ),
     max_leaves=3,
-)  # fmt: skip
+)
 
 
 @GENEROUS

@@ -23,12 +23,22 @@ class PagedWrapper:
         self.device = float_workspace_buffer.device
 
     def plan(
-        self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads,
+        self,
+        qo_indptr,
+        paged_kv_indptr,
+        paged_kv_indices,
+        paged_kv_last_page_len,
+        num_qo_heads,
         num_kv_heads,
-        head_dim_qk, page_size, *, causal=False, sm_scale=None, window_left=-1,
+        head_dim_qk,
+        page_size,
+        *,
+        causal=False,
+        sm_scale=None,
+        window_left=-1,
         q_data_type="float16",
         kv_data_type=None,
-    ):  # fmt: skip
+    ):
         lengths = (qo_indptr, paged_kv_indptr, paged_kv_last_page_len)
         assert all(t.dtype == torch.int32 for t in (*lengths, paged_kv_indices))
         # Those on a device would be waited for.

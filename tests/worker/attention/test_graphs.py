@@ -45,9 +45,15 @@ def replace_contents(batch: AttentionBatch, other: AttentionBatch) -> None:
 @pytest.mark.parametrize("name", plugins.names("servd.worker.attention"))
 def test_later_steps_are_right_too(name: str, window: int | None):
     spec = AttentionSpec(
-        num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE,
-        sliding_window=window, dtype=DTYPE, kv_dtype=DTYPE, device=DEVICE,
-    )  # fmt: skip
+        num_heads=NUM_HEADS,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
+        block_size=BLOCK_SIZE,
+        sliding_window=window,
+        dtype=DTYPE,
+        kv_dtype=DTYPE,
+        device=DEVICE,
+    )
     backend_class = plugins.load("servd.worker.attention", name, "Backend")
     if (reason := backend_class.supports(spec)) or not backend_class.supports_graphs:
         pytest.skip(f"{name}: {reason or 'cannot be captured'}")
@@ -88,9 +94,10 @@ def test_later_steps_are_right_too(name: str, window: int | None):
             seen = slice(max(0, position + 1 - (window or MAX_LEN)), position + 1)
             expected = attend(q[row], keys[seen], values[seen], 0.3)
             torch.testing.assert_close(out[row].double(), expected, atol=TOLERANCE, rtol=0)
-            assert torch.equal(cache[:, blocks[slot][position // BLOCK_SIZE],
-                position % BLOCK_SIZE],
-                               torch.stack([k[row], v[row]]))  # fmt: skip
+            assert torch.equal(
+                cache[:, blocks[slot][position // BLOCK_SIZE], position % BLOCK_SIZE],
+                torch.stack([k[row], v[row]]),
+            )
         changed = (cache != before).flatten(3).any(-1).sum(dim=(1, 2))
         assert (changed <= len(slots) + 1).all(), (
             "nothing but the rows' tokens and the block of padding"

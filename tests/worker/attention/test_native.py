@@ -53,11 +53,13 @@ def test_drafts_beside_a_token_change_no_bit_of_it(kv_dtype: torch.dtype, num_dr
     each = np.repeat(np.arange(len(lens)), num_drafts + 1)
     seq_lens = (first[:, None] + np.arange(1, num_drafts + 2)).flatten()
     drafts = dataclasses.replace(
-        whole, query_lens=np.ones_like(each), seq_lens=seq_lens,
+        whole,
+        query_lens=np.ones_like(each),
+        seq_lens=seq_lens,
         seq_lens_device=torch.from_numpy(seq_lens).int(),
         query_start_loc=torch.arange(len(each) + 1, dtype=torch.int32),
         block_tables=whole.block_tables[each],
-    )  # fmt: skip
+    )
     metadata = backend.build_metadata(drafts)
     queries = rows.write(backend, caches[1], metadata, first, rows.seq_lens)
     beside = backend.attend(queries, caches[1], metadata, SPEC.head_dim**-0.5, None)

@@ -13,10 +13,21 @@ SPEC = AttentionSpec(4, 2, 16, 16, None, torch.bfloat16, torch.bfloat16, torch.d
 
 
 def paged_attention(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa,
-    seqused_k, block_table,
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    scale,
+    window_size,
+    enable_gqa,
+    seqused_k,
+    block_table,
     num_splits,
-):  # fmt: skip
+):
     """`varlen_attn` of a paged cache, row by row."""
     assert cu_seq_k is None and enable_gqa and num_splits is None
     lens = cu_seq_q.diff()

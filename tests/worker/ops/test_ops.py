@@ -273,10 +273,12 @@ def test_a_decode_step_begins(module: ops.Ops, num_tokens: int, device: torch.de
     tensors = [
         torch.from_numpy(array).to(device=device, dtype=dtype)
         for array, dtype in (
-            (given, torch.int64), (token_ids, torch.int32), (computed, torch.int64),
+            (given, torch.int64),
+            (token_ids, torch.int32),
+            (computed, torch.int64),
             (tables, torch.int32),
         )
-    ]  # fmt: skip
+    ]
     step, *state = tensors
     seq_lens = torch.empty(num_tokens, dtype=torch.int32, device=device)
     module.begin_decode(step, seq_lens, *state, block_size)

@@ -14,12 +14,26 @@ from tests.worker.driver import Driver, config_for
 from tests.worker.quantization.checkpoints import Made, check, write
 
 # From the paper (https://arxiv.org/abs/2305.14314), as bitsandbytes has them.
-NF4 = torch.tensor([
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-    0.7229568362236023, 1.0,
-])  # fmt: skip
+NF4 = torch.tensor(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ]
+)
 CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
@@ -27,9 +41,11 @@ def nf4(name: str, weight: Tensor, *, nested: bool, block_size: int = 64) -> Mad
     blocks = weight.reshape(-1, block_size)
     absmax = blocks.abs().amax(1)
     state: dict[str, Any] = {
-        "quant_type": "nf4", "blocksize": block_size, "dtype": "float32",
+        "quant_type": "nf4",
+        "blocksize": block_size,
+        "dtype": "float32",
         "shape": list(weight.shape),
-    }  # fmt: skip
+    }
     tensors = {"absmax": absmax}
     if nested:
         offset = float(absmax.mean())

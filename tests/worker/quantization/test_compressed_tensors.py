@@ -28,7 +28,9 @@ MOST = torch.finfo(torch.float8_e4m3fn).max
 # By name: format, weights of the scheme, type of the scales.
 SCHEMES: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "w4a16": (
-        "pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32}, torch.float32,
+        "pack-quantized",
+        {"num_bits": 4, "strategy": "group", "group_size": 32},
+        torch.float32,
     ),
     "w4a16 asymmetric": (
         "pack-quantized",
@@ -37,11 +39,15 @@ SCHEMES: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     ),
     "w8a16": ("pack-quantized", {"num_bits": 8, "strategy": "channel"}, torch.float16),
     "w8a16 asymmetric": (
-        "pack-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": False}, torch.float16,
+        "pack-quantized",
+        {"num_bits": 8, "strategy": "channel", "symmetric": False},
+        torch.float16,
     ),
     "w8a8": ("int-quantized", {"num_bits": 8, "strategy": "channel"}, torch.float32),
     "w8a8 asymmetric": (
-        "int-quantized", {"num_bits": 8, "strategy": "tensor", "symmetric": False}, torch.bfloat16,
+        "int-quantized",
+        {"num_bits": 8, "strategy": "tensor", "symmetric": False},
+        torch.bfloat16,
     ),
     "fp8 tensor": ("float-quantized", {"type": "float", "strategy": "tensor"}, torch.float32),
     "fp8 channel": ("float-quantized", {"type": "float", "strategy": "channel"}, torch.bfloat16),
@@ -50,7 +56,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
         {"type": "float", "strategy": "block", "block_structure": [32, 16]},
         torch.float32,
     ),
-}  # fmt: skip
+}
 
 
 def compress(scheme: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
@@ -77,9 +83,11 @@ def _ranges(
 ) -> tuple[Tensor, Tensor | None]:
     rows, columns = weight.shape
     height, width = {
-        "tensor": (rows, columns), "channel": (1, columns), "group": (1, stated.get("group_size")),
+        "tensor": (rows, columns),
+        "channel": (1, columns),
+        "group": (1, stated.get("group_size")),
         "block": stated.get("block_structure"),
-    }[stated["strategy"]]  # fmt: skip
+    }[stated["strategy"]]
     blocks = weight.reshape(rows // height, height, columns // width, width).transpose(1, 2)
     low, high = blocks.amin((2, 3)), blocks.amax((2, 3))
     most = MOST if stated.get("type") == "float" else (1 << stated.get("num_bits", 8) - 1) - 1
@@ -105,9 +113,12 @@ def config_of(scheme: str) -> dict[str, Any]:
     layout, stated, _ = SCHEMES[scheme]
     group = {"targets": ["Linear"], "weights": {"symmetric": True, **stated}}
     return {
-        "quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group},
-        "ignore": ["lm_head"], "quantization_status": "compressed",
-    }  # fmt: skip
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    }
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -140,10 +151,12 @@ def fp8(name: str, weight: Tensor, *, block: int = 0) -> Made:
     """Blocks at the end are cut off where the matrix ends."""
     rows, columns = weight.shape
     height, width = (block, block) if block else (rows, columns)
-    scale = torch.stack([
-        torch.stack([part.abs().max() / MOST for part in row.split(width, dim=1)])
-        for row in weight.split(height)
-    ])  # fmt: skip
+    scale = torch.stack(
+        [
+            torch.stack([part.abs().max() / MOST for part in row.split(width, dim=1)])
+            for row in weight.split(height)
+        ]
+    )
     spread = scale.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
     codes = (weight / spread).to(torch.float8_e4m3fn)
     leaves = {".weight": codes, ".weight_scale_inv": scale}
@@ -193,7 +206,7 @@ UP = "layer model.layers.0.mlp.up_proj has "
         ("fp8 block", {}, {"weight": NOT_A_NUMBER}, UP + "a weight that is not a number"),
         ("fp8 tensor", {"quant_method": "fp8"}, {"weight": torch.ones(128, 64)}, UP + "a wei"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_known_is_refused_by_name(
     tiny_llama, tmp_path, scheme, config, change, message
 ):

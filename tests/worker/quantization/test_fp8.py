@@ -67,9 +67,11 @@ def test_tokens_do_not_share_a_scale(fp8_device: torch.device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(0, 16), (1, 16), (7, 100), (3, 2100)], ids=str)
 def test_the_kernel_rounds_as_torch_does(
-    shape: tuple[int, int], dtype: torch.dtype, device: torch.device,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
     load_module: Callable[[str, str], Any],
-):  # fmt: skip
+):
     load_module("servd.worker.ops", "triton")
     from servd.worker.ops.triton.round_rows import round_rows as fused
 
@@ -150,10 +152,13 @@ def test_a_checkpoint_of_16_bits_on_a_cpu_gets_the_tokens_of_torchs_attention(
     for backend in ("auto", "torch_sdpa"):
         driver = Driver(
             config_for(
-                narrow, dtype="bfloat16", block_size=16, quantization="fp8",
+                narrow,
+                dtype="bfloat16",
+                block_size=16,
+                quantization="fp8",
                 attention_backend=backend,
             )
-        )  # fmt: skip
+        )
         slots = [driver.add(list(range(5, 5 + n))) for n in (3, 17, 40)]
         driver.generate(slots, 12)
         assert all(row.isfinite().all() for slot in slots for row in driver.logits[slot])

@@ -26,10 +26,16 @@ SMOLLM2 = Path.home() / ".cache/servd-tests/smollm2"
 # Different types in one layer, as of Q4_K_M, and one that stays as it is.
 TYPES = {"attn_v": Quant.Q8_0, "attn_k": Quant.Q5_0, "ffn_up": Quant.F16, "token_embd": Quant.Q5_1}
 NAMES = {
-    "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
-    "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-}  # fmt: skip
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
 TOP_NAMES = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 
 

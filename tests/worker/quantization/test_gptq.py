@@ -50,9 +50,15 @@ def rounded(
 
 
 def gptq(
-    name: str, weight: Tensor, *, bits: int = 4, group_size: int = 32, sym: bool = True,
-    desc_act: bool = False, version: int = 1,
-) -> Made:  # fmt: skip
+    name: str,
+    weight: Tensor,
+    *,
+    bits: int = 4,
+    group_size: int = 32,
+    sym: bool = True,
+    desc_act: bool = False,
+    version: int = 1,
+) -> Made:
     size = weight.shape[1]
     group_of = torch.arange(size) // (group_size if group_size > 0 else size)
     if desc_act:
@@ -113,8 +119,10 @@ def test_gptq_of_llama_may_differ_from_layer_to_layer(tiny_llama: Path, tmp_path
 
     def make(name: str, weight: Tensor) -> Made | None:
         kinds: dict[str, dict[str, Any]] = {
-            "q_proj": {"group_size": 64}, "k_proj": {"bits": 8}, "up_proj": {"bits": 2},
-        }  # fmt: skip
+            "q_proj": {"group_size": 64},
+            "k_proj": {"bits": 8},
+            "up_proj": {"bits": 2},
+        }
         leaf = name.rpartition(".")[2]
         if leaf == "down_proj":
             return None

@@ -18,9 +18,14 @@ from tests.worker.driver import Driver, config_for
 gguf = pytest.importorskip("gguf")
 
 NAMES = {
-    "attn_q": 64, "attn_k": 64, "attn_v": 64, "attn_output": 64, "ffn_gate": 64, "ffn_up": 64,
+    "attn_q": 64,
+    "attn_k": 64,
+    "attn_v": 64,
+    "attn_output": 64,
+    "ffn_gate": 64,
+    "ffn_up": 64,
     "ffn_down": 128,
-}  # fmt: skip
+}
 NAMES_OF_ONE = {"attn_output": "self_attn.o_proj", "ffn_down": "mlp.down_proj"}
 
 

@@ -52,11 +52,17 @@ def test_modes(mode):
         SamplingParams(temperature=2, seed=3, top_k=9),
         SamplingParams(temperature=0, logprobs=20, logit_bias={9: 100.0}, repetition_penalty=2),
         SamplingParams(
-            temperature=1.5, seed=1, logprobs=20, logit_bias={9: 3.0}, repetition_penalty=2,
-            top_k=8, top_p=0.9, logprob_token_ids=[9, 4],
+            temperature=1.5,
+            seed=1,
+            logprobs=20,
+            logit_bias={9: 3.0},
+            repetition_penalty=2,
+            top_k=8,
+            top_p=0.9,
+            logprob_token_ids=[9, 4],
         ),
         SamplingParams(temperature=0.5, seed=2, logprobs=3),
-    ]  # fmt: skip
+    ]
     token_ids, lists = run(params, logits, mode)
     assert token_ids == run(params, logits)[0] and lists[1] is None
     for row in (0, 2, 3, 4):

@@ -145,11 +145,14 @@ def test_repetition_penalty_equals_transformers(penalty):
 
 @pytest.mark.parametrize("vocab_size", [50, 5000])
 @pytest.mark.parametrize("scale", [0.5, 6.0], ids=["flat", "peaked"])
-@pytest.mark.parametrize("field, warper", [
-    ("top_k", lambda: TopKLogitsWarper(top_k=17)),
-    ("top_p", lambda: TopPLogitsWarper(top_p=0.83)),
-    ("min_p", lambda: MinPLogitsWarper(min_p=0.12)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "field, warper",
+    [
+        ("top_k", lambda: TopKLogitsWarper(top_k=17)),
+        ("top_p", lambda: TopPLogitsWarper(top_p=0.83)),
+        ("min_p", lambda: MinPLogitsWarper(min_p=0.12)),
+    ],
+)
 def test_filters_keep_the_tokens_that_transformers_keeps(field, warper, vocab_size, scale):
     value = {"top_k": 17, "top_p": 0.83, "min_p": 0.12}[field]
     logits = random_logits(6, vocab_size, seed=3, scale=scale)

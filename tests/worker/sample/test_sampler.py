@@ -56,22 +56,32 @@ class Running(NamedTuple):
 # ---- distribution ----
 
 EVERYTHING = SamplingParams(
-    temperature=1.4, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.3, presence_penalty=0.4,
-    frequency_penalty=-0.3, logit_bias={4: 2.0, 9: -3.0}, seed=5,
-)  # fmt: skip
+    temperature=1.4,
+    top_k=20,
+    top_p=0.95,
+    min_p=0.01,
+    repetition_penalty=1.3,
+    presence_penalty=0.4,
+    frequency_penalty=-0.3,
+    logit_bias={4: 2.0, 9: -3.0},
+    seed=5,
+)
 
 
-@pytest.mark.parametrize("params", [
-    SamplingParams(seed=1),
-    SamplingParams(seed=None, temperature=0.5),
-    SamplingParams(seed=-(2**63), temperature=3.0),
-    SamplingParams(seed=2**63 - 1, top_k=6),
-    SamplingParams(seed=2, top_p=0.8),
-    SamplingParams(seed=3, top_k=12, top_p=0.6),
-    SamplingParams(seed=4, min_p=0.2),
-    SamplingParams(seed=6, allowed_token_ids=[1, 5, 30]),
-    EVERYTHING,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(seed=1),
+        SamplingParams(seed=None, temperature=0.5),
+        SamplingParams(seed=-(2**63), temperature=3.0),
+        SamplingParams(seed=2**63 - 1, top_k=6),
+        SamplingParams(seed=2, top_p=0.8),
+        SamplingParams(seed=3, top_k=12, top_p=0.6),
+        SamplingParams(seed=4, min_p=0.2),
+        SamplingParams(seed=6, allowed_token_ids=[1, 5, 30]),
+        EVERYTHING,
+    ],
+)
 def test_drawn_frequencies_fit_the_exact_distribution(params):
     prompt, outputs, num_draws = [3, 4, 4], [9, 9, 4, 20], 30_000
     sampler = new_sampler(1)
@@ -250,13 +260,16 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("params", [
-    SamplingParams(temperature=0, logprobs=2),
-    SamplingParams(seed=1),
-    SamplingParams(seed=1, top_k=3, top_p=0.5),
-    SamplingParams(seed=1, top_p=0.5, min_p=0.3),
-    EVERYTHING,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0, logprobs=2),
+        SamplingParams(seed=1),
+        SamplingParams(seed=1, top_k=3, top_p=0.5),
+        SamplingParams(seed=1, top_p=0.5, min_p=0.3),
+        EVERYTHING,
+    ],
+)
 @pytest.mark.parametrize("broken", range(len(BROKEN)))
 def test_a_row_of_invalid_logits_does_not_affect_others(params, broken):
     healthy = Running(params, [3, 4], [9], logits_at(3)[0])
@@ -287,9 +300,13 @@ def test_a_step_in_which_no_row_samples():
 
 @pytest.mark.gpu
 def test_cuda_draws_the_same_tokens_and_never_waits(sync_mode):
-    params = [SamplingParams(seed=1), SamplingParams(seed=2, top_k=9),
-        SamplingParams(seed=3, top_p=0.7), EVERYTHING,
-              SamplingParams(temperature=0, logprobs=3, min_tokens=9)]  # fmt: skip
+    params = [
+        SamplingParams(seed=1),
+        SamplingParams(seed=2, top_k=9),
+        SamplingParams(seed=3, top_p=0.7),
+        EVERYTHING,
+        SamplingParams(temperature=0, logprobs=3, min_tokens=9),
+    ]
     slots = list(range(len(params)))
     tokens = []
     for device in CPU, torch.device("cuda"):

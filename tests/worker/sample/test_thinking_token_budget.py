@@ -41,11 +41,18 @@ def budget(num_tokens: int, start_id: int | None = None, **params) -> SamplingPa
 
 
 @pytest.mark.parametrize("preempted_at", [None, 0, 1, 3, 4, 6])
-@pytest.mark.parametrize("params", [
-    {"temperature": 0.0}, {"temperature": 1.0, "seed": 1, "top_p": 0.9},
-    {"temperature": 0.0, "logit_bias": {END: -100.0},
-        "allowed_token_ids": [4, 5, 6, 7, 8, 9, START]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 1, "top_p": 0.9},
+        {
+            "temperature": 0.0,
+            "logit_bias": {END: -100.0},
+            "allowed_token_ids": [4, 5, 6, 7, 8, 9, START],
+        },
+    ],
+)
 def test_the_end_tag_comes_after_so_many_tokens(params, preempted_at):
     wanted = [4, 5, 6, 7, 8, 9, 4]
     assert run(budget(3, **params), wanted, preempted_at) == [4, 5, 6, END, 8, 9, 4]

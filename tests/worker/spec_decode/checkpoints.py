@@ -41,10 +41,14 @@ def medusa(target: Path, folder: Path, num_layers: int = 2) -> dict[str, Any]:
     spec = read_spec(target)
     size, vocab_size = spec.hidden_size, spec.vocab_size
     config = {
-        "model_type": "medusa", "num_heads": NUM_HEADS, "num_hidden_layers": num_layers,
-        "hidden_size": size, "vocab_size": vocab_size, "truncated_vocab_size": vocab_size,
+        "model_type": "medusa",
+        "num_heads": NUM_HEADS,
+        "num_hidden_layers": num_layers,
+        "hidden_size": size,
+        "vocab_size": vocab_size,
+        "truncated_vocab_size": vocab_size,
         "medusa_fc_bias": False,
-    }  # fmt: skip
+    }
     tensors = {}
     for head in range(NUM_HEADS):
         for layer in range(num_layers):
@@ -78,12 +82,19 @@ def decoder(target: Path) -> dict[str, Any]:
     """config.json of a head for the target."""
     spec = read_spec(target)
     return {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1,
-        "hidden_size": spec.hidden_size, "intermediate_size": INNER, "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "vocab_size": spec.vocab_size,
-        "max_position_embeddings": spec.max_position_embeddings, "rms_norm_eps": 1e-5,
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 1,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": INNER,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": spec.vocab_size,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "rms_norm_eps": 1e-5,
         "rope_theta": 500.0,
-    }  # fmt: skip
+    }
 
 
 def eagle(target: Path, folder: Path) -> dict[str, Any]:

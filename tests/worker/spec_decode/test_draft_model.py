@@ -61,9 +61,15 @@ def serve_all(
     if draft is not None:
         options["speculative_config"] = {"method": "draft_model", "model": str(draft)}
     return serve(
-        folder, make_requests(7, grammar), depth, num_tokens // 4, aborts=False,
-        load_format="auto", max_model_len=160, **options,
-    )  # fmt: skip
+        folder,
+        make_requests(7, grammar),
+        depth,
+        num_tokens // 4,
+        aborts=False,
+        load_format="auto",
+        max_model_len=160,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -159,9 +165,16 @@ def test_rejected_drafts_of_short_rows_that_pause(tiny_llama, draft, seed, count
     ]
     config = {"method": "draft_model", "model": str(folder)}
     serve(
-        tiny_llama, requests, 2, 1000, aborts=False, load_format="auto", block_size=block_size,
-        max_num_batched_tokens=8, speculative_config=config,
-    )  # fmt: skip
+        tiny_llama,
+        requests,
+        2,
+        1000,
+        aborts=False,
+        load_format="auto",
+        block_size=block_size,
+        max_num_batched_tokens=8,
+        speculative_config=config,
+    )
     assert len(recorder.drafted) > 20
     recorder.check(folder)
 

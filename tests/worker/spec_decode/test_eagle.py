@@ -272,9 +272,10 @@ VARIANTS = {
     "norm_before_residual": {"norm_before_residual": True},
     "norm_output": {"norm_output": True},
     "aux layers at the top level": {
-        "eagle_config": {}, "eagle_aux_hidden_state_layer_ids": [2, 1, 1],
+        "eagle_config": {},
+        "eagle_aux_hidden_state_layer_ids": [2, 1, 1],
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

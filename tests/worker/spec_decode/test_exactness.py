@@ -193,9 +193,16 @@ def test_texts_come_as_often_as_enumerated(name, sampling, has_grammar, target, 
     config = config_of(name, target, tmp_path)
     make_echo(target, tmp_path)
     log = serve(
-        target, requests, 2, 2000, aborts=False, load_format="auto", max_num_seqs=64,
-        max_num_batched_tokens=1024, speculative_config=config,
-    )  # fmt: skip
+        target,
+        requests,
+        2,
+        2000,
+        aborts=False,
+        load_format="auto",
+        max_num_seqs=64,
+        max_num_batched_tokens=1024,
+        speculative_config=config,
+    )
     num_drafts, num_kept = (sum(column) for column in zip(*counts, strict=True))
     # What EAGLE-3's head says again and again is not among the seven most probable tokens.
     assert num_kept > 0 or (name, sampling) == ("eagle3", "filtered")
@@ -217,10 +224,17 @@ def test_texts_come_as_often_as_enumerated(name, sampling, has_grammar, target, 
 def outputs_of_500(depth: int, batch: int, **options: Any) -> Log:
     """What the demo model makes of 500 greedy, seeded and constrained requests."""
     return serve(
-        DEMO_FOLDER, [make_request(number) for number in range(500)], depth, 400, aborts=False,
-        load_format="auto", max_num_seqs=batch, max_num_batched_tokens=128, block_size=16,
+        DEMO_FOLDER,
+        [make_request(number) for number in range(500)],
+        depth,
+        400,
+        aborts=False,
+        load_format="auto",
+        max_num_seqs=batch,
+        max_num_batched_tokens=128,
+        block_size=16,
         **options,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")

@@ -50,9 +50,13 @@ def drafted(folder: Path, model: torch.nn.Module, tokens: list[int]) -> int:
     hidden = reference(folder)(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
     places = torch.arange(1, len(tokens)).unsqueeze(0)
     drafts, *_ = model(
-        input_ids=ids[:, 1:], last_hidden_states=hidden, attention_mask=None,
-        position_ids=places, mtp_cache=None, full_input_ids=ids,
-    )  # fmt: skip
+        input_ids=ids[:, 1:],
+        last_hidden_states=hidden,
+        attention_mask=None,
+        position_ids=places,
+        mtp_cache=None,
+        full_input_ids=ids,
+    )
     return int(drafts[0, 0])
 
 

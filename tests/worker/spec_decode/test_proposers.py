@@ -48,9 +48,16 @@ def serve_all(
     requests.append(EngineCoreRequest("cannot enter", [10**6], SamplingParams(max_tokens=9)))
     drafts = {"speculative_config": speculative} if speculative else {}
     return serve(
-        folder, requests, depth, num_blocks, aborts=False,
-        load_format="auto", max_num_seqs=batch, max_num_batched_tokens=64, **drafts,
-    )  # fmt: skip
+        folder,
+        requests,
+        depth,
+        num_blocks,
+        aborts=False,
+        load_format="auto",
+        max_num_seqs=batch,
+        max_num_batched_tokens=64,
+        **drafts,
+    )
 
 
 def assert_equal(log: Log, expected: Log) -> None:

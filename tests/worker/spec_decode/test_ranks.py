@@ -31,9 +31,12 @@ def draft(
     new = NewRequest(2, PROMPT, len(PROMPT), 0, [9, 4, 11, 7, 1], GREEDY)
     first = ScheduledRequest(2, len(PROMPT), max_new_drafts=NUM_DRAFTS)
     second = ScheduledRequest(
-        2, 1 + NUM_DRAFTS, num_computed_tokens=len(PROMPT), num_drafts=NUM_DRAFTS,
+        2,
+        1 + NUM_DRAFTS,
+        num_computed_tokens=len(PROMPT),
+        num_drafts=NUM_DRAFTS,
         max_new_drafts=NUM_DRAFTS,
-    )  # fmt: skip
+    )
     drafts = []
     for step in (SchedulerOutput(1, [first], [new]), SchedulerOutput(2, [second])):
         worker.execute_model(step)

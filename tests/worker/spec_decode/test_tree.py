@@ -48,8 +48,12 @@ def test_each_place_sees_its_branch_and_its_depth_is_its_position():
     columns, places = known + torch.arange(-3, 6), torch.tensor([0, 0, 0, 0, 1, 2, 3, 4, 5])
     assert tree.positions(columns, places).tolist() == [97, 98, 99, 100, 101, 101, 102, 102, 103]
     assert tree.tails(columns, places)[4:].tolist() == [
-        [99, 100, 101], [99, 100, 102], [100, 101, 103], [100, 102, 104], [101, 103, 105],
-    ]  # fmt: skip
+        [99, 100, 101],
+        [99, 100, 102],
+        [100, 101, 103],
+        [100, 102, 104],
+        [101, 103, 105],
+    ]
     assert tree.tails(torch.tensor([1, 3]), torch.tensor([0, 2])).tolist() == [[0, 0, 1], [0, 1, 3]]
     assert tree.parents.tolist() == [0, 0, 0, 1, 2, 3]
     assert tree.chain == [0, 2]
@@ -172,9 +176,16 @@ def serve_few_tokens(
         for i, prompt in enumerate(prompts)
     ]
     log = serve(
-        target, requests, depth, 400, aborts=False, load_format="auto", max_num_seqs=4,
-        max_num_batched_tokens=128, **{"max_model_len": 96} | options,
-    )  # fmt: skip
+        target,
+        requests,
+        depth,
+        400,
+        aborts=False,
+        load_format="auto",
+        max_num_seqs=4,
+        max_num_batched_tokens=128,
+        **{"max_model_len": 96} | options,
+    )
     outputs = [log.token_ids(str(i)) for i in range(len(prompts))]
     return log, [prompt + tokens for prompt, tokens in zip(prompts, outputs, strict=True)]
 

@@ -1,8 +1,4 @@
-"""Replies as models that think write them, and what they mean: one file per parser, `CASES` in
-each.
-"""
-
-from __future__ import annotations
+"""Replies of models that think, and what they mean: `CASES` in a file for each parser."""
 
 from typing import NamedTuple
 

@@ -1,8 +1,4 @@
-"""Replies as the families of models write them, and what they mean: one file per parser, `CASES` in
-each.
-"""
-
-from __future__ import annotations
+"""Replies of models, and what they mean: `CASES` in a file for each parser."""
 
 from typing import Any, NamedTuple
 
@@ -17,10 +13,8 @@ class Case(NamedTuple):
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
     """A tool with these properties, each a JSON schema."""
-    return {
-        "type": "function",
-        "function": {"name": name, "parameters": {"type": "object", "properties": properties}},
-    }
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
 TOOLS = [

@@ -15,7 +15,6 @@ def v31(name: str, arguments: str) -> str:
 
 
 WEATHER = '{"city": "Köln", "days": 2}'
-NESTED = '{"options": {"a": [{"b": "```"}, "}"]}}'
 
 CASES = {
     "V3": Case(BEGIN + v3("get_weather", WEATHER) + END, [("get_weather", WEATHER)]),
@@ -26,13 +25,11 @@ CASES = {
     "V3, text before": Case(
         "Let me see.\n" + BEGIN + v3("now", "{}") + END, [("now", "{}")], "Let me see."
     ),
-    "V3, nested": Case(BEGIN + v3("write_file", NESTED) + END, [("write_file", NESTED)]),
     "V3.1": Case(BEGIN + v31("get_weather", WEATHER) + END, [("get_weather", WEATHER)]),
     "V3.1, several": Case(
         BEGIN + v31("get_weather", WEATHER) + v31("now", "{}") + END,
         [("get_weather", WEATHER), ("now", "{}")],
     ),
-    "V3.1, nested": Case(BEGIN + v31("write_file", NESTED) + END, [("write_file", NESTED)]),
     "V3.1, a tool named function": Case(BEGIN + v31("function", "{}") + END, [("function", "{}")]),
     "text after": Case(BEGIN + v31("now", "{}") + END + "\nDone 🎉", [("now", "{}")], "Done 🎉"),
     "end forgotten": Case(BEGIN + v31("now", '{"a": 1}'), [("now", '{"a": 1}')]),

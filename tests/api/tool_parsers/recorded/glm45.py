@@ -28,16 +28,6 @@ CASES = {
         call("write_file", text="a < b\n</arg_key>\n"),
         [("write_file", '{"text": "a < b\\n</arg_key>\\n"}')],
     ),
-    "types": Case(
-        call("write_file", mode="420", options='{"a": {"b": null}}', force="true", path="42"),
-        [
-            (
-                "write_file",
-                '{"mode": 420, "options": {"a": {"b": null}}, "force": true, "path": "42"}',
-            )
-        ],
-    ),
-    "unicode": Case(call("get_weather", city="北京 🌦"), [("get_weather", '{"city": "北京 🌦"}')]),
     "no name": Case("<tool_call>\n</tool_call>", [], "<tool_call>\n</tool_call>"),
     "Python": Case("<tool_call>now()</tool_call>", [], "<tool_call>now()</tool_call>"),
     "a key without a value": Case(

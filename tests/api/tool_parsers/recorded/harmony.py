@@ -15,7 +15,6 @@ def early(name: str, arguments: str) -> str:
 
 
 WEATHER = '{"city": "Köln", "days": 2}'
-NESTED = '{"options": {"a": [{"b": "<|call|>"}, "}"]}}'
 FINAL = "<|channel|>final<|message|>Hi.<|return|>"
 
 CASES = {
@@ -42,7 +41,6 @@ CASES = {
         [("now", "{}")],
         "I will look it up. 🔎",
     ),
-    "nested": Case(call("write_file", NESTED), [("write_file", NESTED)]),
     "white space": Case(call("now", ' {"a": 1}\n'), [("now", '{"a": 1}')]),
     "no arguments": Case(call("now", ""), [("now", "{}")]),
     "ended as a message": Case(call("now", "{}", "<|end|>"), [("now", "{}")]),

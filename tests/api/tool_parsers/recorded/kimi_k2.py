@@ -10,7 +10,6 @@ def call(head: str, arguments: str) -> str:
 
 
 WEATHER = '{"city": "Beijing", "days": 2}'
-NESTED = '{"options": {"a": [{"b": "}"}, "<|tool_call_end|>"]}}'
 
 CASES = {
     "one call": Case(
@@ -32,21 +31,16 @@ CASES = {
         "Let me see.\n" + BEGIN + call("functions.now:0", "{}") + END,
         [("now", "{}")],
         "Let me see.",
-    ),  # fmt: skip
+    ),
     "text after": Case(
         BEGIN + call("functions.now:0", "{}") + END + "\nDone", [("now", "{}")], "Done"
-    ),
-    "nested": Case(BEGIN + call("functions.write_file:0", NESTED) + END, [("write_file", NESTED)]),
-    "unicode": Case(
-        BEGIN + call("functions.get_weather:0", '{"city": "北京 🌦"}') + END,
-        [("get_weather", '{"city": "北京 🌦"}')],
     ),
     "malformed": Case(BEGIN + "now()" + END, [], BEGIN + "now()" + END),
     "no JSON": Case(
         BEGIN + call("functions.now:0", "none") + END,
         [],
         BEGIN + call("functions.now:0", "none") + END,
-    ),  # fmt: skip
+    ),
     "cut off in the name": Case(
         BEGIN + "<|tool_call_begin|>functions.no", [], BEGIN + "<|tool_call_begin|>functions.no"
     ),

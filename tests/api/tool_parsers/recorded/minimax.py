@@ -13,12 +13,6 @@ CASES = {
     "text before": Case(f"I look.\n{OPEN}{WEATHER}{CLOSE}", [CALL], "I look."),
     "text after": Case(f"{OPEN}{NOW}{CLOSE}\n\nok", [("now", "{}")], "ok"),
     "on one line": Case(f"<tool_calls>{NOW}{WEATHER}</tool_calls>", [("now", "{}"), CALL]),
-    "unicode, quotes and tags": Case(
-        OPEN
-        + '{"name": "write_file", "arguments": {"text": "Köln \\"🌦\\" </tool_calls>"}}'
-        + CLOSE,
-        [("write_file", '{"text": "Köln \\"🌦\\" </tool_calls>"}')],
-    ),
     "no call": Case(f"{OPEN}none{CLOSE}", [], f"{OPEN}none{CLOSE}"),
     "empty": Case("<tool_calls></tool_calls>", [], "<tool_calls></tool_calls>"),
     "cut off in the name": Case(f'{OPEN}{{"name": "get_', [], f'{OPEN}{{"name": "get_'),

@@ -35,15 +35,6 @@ CASES = {
             )
         ],
     ),
-    "types": Case(
-        calls(invoke("write_file", mode="null", options='{"a": ["ü"]}', force="false", size="1.5")),
-        [
-            (
-                "write_file",
-                '{"mode": null, "options": {"a": ["ü"]}, "force": false, "size": 1.5}',
-            )
-        ],
-    ),
     "malformed": Case(calls("now()"), [], calls("now()")),
     "cut off in the name": Case(f'{OPEN}\n<invoke name="get_', [], f'{OPEN}\n<invoke name="get_'),
     "cut off in a value": Case(

@@ -22,16 +22,6 @@ CASES = {
         call("write_file", text="\na < b\n\n</param>\n"),
         [("write_file", '{"text": "\\na < b\\n\\n</param>\\n"}')],
     ),
-    "types": Case(
-        call("write_file", mode="420", options='{"a": [1, {"b": "ü"}]}', force="true", path="42"),
-        [
-            (
-                "write_file",
-                '{"mode": 420, "options": {"a": [1, {"b": "ü"}]}, "force": true, "path": "42"}',
-            )
-        ],
-    ),
-    "unicode": Case(call("write_file", text="Füße 🦶"), [("write_file", '{"text": "Füße 🦶"}')]),
     "malformed": Case(f"{OPEN}\nnow()\n{CLOSE}", [], f"{OPEN}\nnow()\n{CLOSE}"),
     "cut off in the name": Case(f"{OPEN}\n<function=get_", [], f"{OPEN}\n<function=get_"),
     "cut off in a value": Case(
