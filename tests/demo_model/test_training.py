@@ -1,4 +1,6 @@
-"""The training code: Qwen3, a loss of answers, and an interrupted run that continues as before."""
+"""The training code: its model is Qwen3, its loss counts answers, an interrupted run goes on as if
+never stopped.
+"""
 
 import random
 from itertools import islice
@@ -11,7 +13,18 @@ from safetensors.torch import load_file
 from tools.demo_model.corpus import Corpus
 from tools.demo_model.model import ModelConfig, Qwen3
 from tools.demo_model.tokenizer import END, Renderer
-from tools.demo_model.train import Trainer, encode, export, make_batches, make_tokenizer
+from tools.demo_model.train import (
+    Trainer,
+    encode,
+    evaluate,
+    export,
+    losses,
+    make_batches,
+    make_tokenizer,
+    origin_of,
+    parse,
+    steps,
+)
 
 TINY = ModelConfig(
     vocab_size=700,
@@ -92,6 +105,46 @@ def test_loss_counts_answers_only(tokenizer):
     assert counted == f"1 + 2 = 3.{END}<think>\nI am polite.\n</think>\n\nYou are welcome!{END}"
 
 
+def test_batches_hold_every_sequence_once(tokenizer):
+    sequences = encode(islice(Corpus(0), 60), tokenizer, 256)
+    batches = make_batches(sequences, 1024, random.Random(0))
+
+    found = [
+        ids[examples == number].tolist()
+        for batch in batches
+        for ids, examples in zip(batch.ids, batch.examples, strict=True)
+        for number in range(1, int(examples.max()) + 1)
+    ]
+    assert sorted(found) == sorted(sequence.ids for sequence in sequences)
+    assert all(batch.ids.numel() <= 1024 for batch in batches)
+    assert any(int(batch.examples.max()) > 1 for batch in batches)
+
+
+def test_examples_in_a_row_do_not_see_each_other(tokenizer):
+    sequences = [
+        sequence
+        for sequence in encode(islice(Corpus(0), 40), tokenizer, 256)
+        if len(sequence) < 100
+    ]
+    torch.manual_seed(0)
+    model = Qwen3(TINY)
+
+    def losses_of(batches):
+        return sorted(value for batch in batches for value in losses(model, batch, CPU)[0].tolist())
+
+    together = losses_of(make_batches(sequences, 1024, random.Random(0)))
+    alone = losses_of(make_batches([sequence], 1024, random.Random(0))[0] for sequence in sequences)
+    assert together == pytest.approx(alone, abs=1e-4)
+
+
+def test_training_reduces_the_loss(batches):
+    trainer = new_trainer()
+    before = evaluate(trainer.model, batches, CPU)
+    for step in range(30):
+        trainer.update(batches[step % len(batches)])
+    assert evaluate(trainer.model, batches, CPU) < before - 0.5
+
+
 def test_a_resumed_training_equals_an_uninterrupted_one(batches, tmp_path):
     whole = new_trainer()
     expected = [whole.update(batches[step]) for step in range(6)]
@@ -104,3 +157,28 @@ def test_a_resumed_training_equals_an_uninterrupted_one(batches, tmp_path):
     second.load(tmp_path / "checkpoint.pt")
     assert second.step == 3
     assert [second.update(batches[step]) for step in range(3, 6)] == expected[3:]
+
+
+def test_a_checkpoint_from_a_different_training_is_refused(tmp_path):
+    """Its weights would be exported with a tokenizer that they do not know."""
+    torch.manual_seed(0)
+    one, other = (
+        Trainer(Qwen3(TINY), 4000, 2e-2, CPU, origin) for origin in ("text", "other text")
+    )
+    one.save(tmp_path / "checkpoint.pt")
+    with pytest.raises(SystemExit, match=r"checkpoint\.pt is of another training.*--work"):
+        other.load(tmp_path / "checkpoint.pt")
+
+
+def test_a_training_is_identified_by_its_text_and_options():
+    assert origin_of(parse([])) == origin_of(parse(["--threads", "9", "--out", "x", "--work", "y"]))
+    assert origin_of(parse([])) != origin_of(parse(["--seed", "4"]))
+
+
+def test_a_longer_training_starts_with_the_same_steps(tokenizer):
+    def first_step(num_examples):
+        args = parse(["--examples", str(num_examples)])
+        return next(steps(Corpus(0), tokenizer, args, 256))
+
+    short, long = first_step(2000), first_step(2001)
+    assert torch.equal(short.ids, long.ids) and torch.equal(short.weights, long.weights)
