@@ -17,7 +17,7 @@ INSTALL_TORCH = install --no-deps --retries 1 --extra-index-url $(CPU_TORCH_INDE
 LOCKED = install --no-deps --require-hashes
 KERNELS = setup.py $(wildcard servd/worker/ops/cpu/*)
 HAS_GPU = nvidia-smi --list-gpus >/dev/null 2>&1
-# On a machine with a GPU: its own torch, and beside it what comes as wheels in .whl/ (docs/gpu.md). No network is needed.
+# On a machine with a GPU: its own torch, and beside it what comes as wheels in .whl/ (docs/explanation/gpu.md). No network is needed.
 GPU_PYTHON = python3
 # Compiling kernels takes most of the time: eight processes share what they compile, on disk. What measures memory
 # has the device for itself.
@@ -142,8 +142,8 @@ docs: $(VENV)/.dev ## Write the generated parts of docs/
 bench: $(VENV)/.dev ## Measure offline generation of MODEL beside transformers
 	$(BIN)/python -m benchmarks.peers $(MODEL) $(ARGS)
 
-bench-cpu: $(VENV)/.dev ## Measure this CPU and servd with MODEL, a folder; writes docs/benchmarks.md
-	$(BIN)/python -m benchmarks.cpu $(MODEL) --out docs/benchmarks.md $(ARGS)
+bench-cpu: $(VENV)/.dev ## Measure this CPU and servd with MODEL, a folder; writes docs/benchmarks/cpu.md
+	$(BIN)/python -m benchmarks.cpu $(MODEL) --out docs/benchmarks/cpu.md $(ARGS)
 
 soak: $(VENV)/.dev ## Serve MODEL under mixed load and faults for an hour, or with ARGS="--seconds 60"
 	$(BIN)/python -m benchmarks.soak $(MODEL) $(ARGS)
@@ -151,7 +151,7 @@ soak: $(VENV)/.dev ## Serve MODEL under mixed load and faults for an hour, or wi
 bench-observability: $(VENV)/.dev ## Measure what it costs to watch requests
 	for part in cost guards memory; do $(BIN)/python -m benchmarks.observability $$part; done
 
-bench-gpu: .gpu ## Measure on a GPU with GPU_PYTHON, in less than 8 minutes; writes docs/benchmarks-gpu.md
+bench-gpu: .gpu ## Measure on a GPU with GPU_PYTHON, in less than 8 minutes; writes docs/benchmarks/gpu.md
 	@if $(HAS_GPU); then PYTHONPATH=.gpu $(GPU_PYTHON) -m benchmarks.gpu $(ARGS); \
 	else echo "no NVIDIA GPU here: nothing to measure"; fi
 

@@ -1,5 +1,5 @@
 """What a CPU allows and what servd reaches, as a page: `python -m benchmarks.cpu MODEL --out
-docs/benchmarks.md`.
+docs/benchmarks/cpu.md`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Has one server compute prompts and another go on with the answers (docs/disaggregated.md).
+"""Has one server compute prompts and another go on with the answers (docs/how-to/disaggregated.md).
 
 Usage: python examples/disaggregated_proxy.py PREFILL_URL DECODE_URL [PORT]
 """

@@ -2,7 +2,7 @@
 `python examples/train_adapter.py FOLDER [MODEL [STEPS]]`.
 
 It answers as the demo model does, and as a pirate: what it learns are the model's own replies with
-"Ahoy!" before and "Arr!" behind. Needs `pip install peft`. docs/lora.md serves the result.
+"Ahoy!" before and "Arr!" behind. Needs `pip install peft`. docs/how-to/lora.md serves the result.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Write docs/compatibility.md from what a server really answers: `python -m
+"""Write docs/reference/compatibility.md from what a server really answers: `python -m
 tools.compatibility`.
 
 Every field is sent alone, with a value that asks for something, to a server with the fake model.
@@ -17,7 +17,7 @@ from servd.api.protocol.generation import GenerationRequest
 from servd.messages.params import SamplingParams
 from tests.api.harness import serve, user
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/compatibility.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs/reference/compatibility.md"
 HEAD = """\
 # Compatibility
 
@@ -321,7 +321,7 @@ async def outcome(http: httpx.AsyncClient, path: str, body: dict[str, Any], fiel
 
 
 async def page() -> str:
-    """docs/compatibility.md."""
+    """docs/reference/compatibility.md."""
     parts = [HEAD]
     async with serve(fim_template="{prefix}{suffix}") as served:
         for path, (base, fields) in ROUTES.items():

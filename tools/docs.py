@@ -1,15 +1,14 @@
 """Write the pages of docs/ that the code already says: `python -m tools.docs`, or with --check only
 compare.
 
-config.md from servd.config, modules.md from the first line of every module, the table of fields in
-http.md from the requests, limits.md from the constants, processes.svg from the drawing in
-picture.py, speed.svg from a table of benchmarks-peers.md, docker/grafana/boards from boards.py.
+Options from servd/config/, routes, errors and metrics from the code that has them, the table of
+fields in http.md from the requests, limits from the constants; processes.svg from picture.py,
+speed.svg from a table of benchmarks/peers.md, docker/grafana/boards from boards.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import sys
 import typing
 from pathlib import Path
@@ -21,7 +20,7 @@ from servd.base.bounds import INT32_MAX, INT64_MAX
 from servd.config import Config, choices, title_of
 from servd.config._section import plain
 from servd.messages.params import SamplingParams
-from tools import boards, limits, picture, speed
+from tools import boards, limits, picture, reference, speed
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -38,15 +37,6 @@ DEFAULTS = {
     "timings_per_token": False,
     "use_beam_search": False,
 }
-
-MODULES_HEAD = """\
-# Every module
-
-<!-- Generated from the docstrings in servd/ by `make docs`; changes here are lost. -->
-
-What each file is for, in its own words. How they work together: [architecture.md](architecture.md).
-
-"""
 
 CONFIG_HEAD = """\
 # Configuration
@@ -77,7 +67,7 @@ instead.
 
 
 def config_page() -> str:
-    """docs/config.md."""
+    """docs/reference/options.md."""
     parts = [CONFIG_HEAD]
     for section in msgspec.structs.fields(Config):
         parts.append(f"\n## {title_of(section.type)}\n\n")
@@ -132,24 +122,6 @@ def values(kind: object, metas: list[msgspec.Meta]) -> str:
     return ", ".join(part for part in (words, " ".join(limits)) if part)
 
 
-def tree() -> str:
-    """Every module of servd with the first sentence of its docstring."""
-    lines = ["```text"]
-    previous: tuple[str, ...] = ()
-    for path in sorted(
-        ROOT.glob("servd/**/*.py"), key=lambda p: (p.parent.parts, p.name != "__init__.py", p.name)
-    ):
-        folder = path.relative_to(ROOT).parent.parts
-        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf8"))) or ""
-        docstring = text.split("\n\n")[0].replace("\n", " ").rstrip(".")
-        if folder != previous:
-            lines.append(f"{'  ' * (len(folder) - 1) + folder[-1] + '/':<30} {docstring}".rstrip())
-            previous = folder
-        if path.name != "__init__.py":
-            lines.append(f"{'  ' * len(folder) + path.name:<30} {docstring}".rstrip())
-    return "\n".join([*lines, "```"])
-
-
 def fields_table() -> str:
     """The fields that chats and completions share, those of one meaning in a row."""
     rows: dict[tuple[str, str, str], list[str]] = {}
@@ -191,8 +163,10 @@ def bounds_of(name: str) -> str:
 
 
 def http_page() -> str:
-    """docs/http.md: the written page with its table."""
-    before, start, rest = (DOCS / "http.md").read_text(encoding="utf8").partition(FIELDS_START)
+    """docs/reference/http.md: the written page with its table."""
+    before, start, rest = (
+        (DOCS / "reference/http.md").read_text(encoding="utf8").partition(FIELDS_START)
+    )
     _, end, after = rest.partition(FIELDS_END)
     assert start and end, "http.md has no place for the table of fields"
     return f"{before}{start}\n\n{fields_table()}\n\n{end}{after}"
@@ -201,12 +175,14 @@ def http_page() -> str:
 def pages() -> dict[Path, str]:
     """Path -> what it should hold."""
     return {
-        DOCS / "config.md": config_page(),
-        DOCS / "http.md": http_page(),
-        DOCS / "limits.md": limits.page(),
-        DOCS / "modules.md": f"{MODULES_HEAD}{tree()}\n",
-        DOCS / "processes.svg": picture.draw(),
-        DOCS / "speed.svg": speed.draw(),
+        DOCS / "reference/options.md": config_page(),
+        DOCS / "reference/http.md": http_page(),
+        DOCS / "reference/limits.md": limits.page(),
+        DOCS / "reference/routes.md": reference.routes_page(),
+        DOCS / "reference/errors.md": reference.errors_page(),
+        DOCS / "reference/metrics.md": reference.metrics_page(),
+        DOCS / "images/processes.svg": picture.draw(),
+        DOCS / "images/speed.svg": speed.draw(),
         **{ROOT / "docker/grafana/boards" / name: text for name, text in boards.boards().items()},
     }
 

@@ -1,16 +1,14 @@
-"""docs/limits.md: every bound on what a client may send, read from the code that applies it."""
+"""docs/reference/limits.md: bounds on what a client may send, read from the code that has them."""
 
 from __future__ import annotations
 
+from servd.api.batches import format as batch
 from servd.api.batches import runner as batch_runner
 from servd.api.batches import store as batch_store
-from servd.api.builders import events
-from servd.api.engine import grammar_checker
+from servd.api.builders import events, response_store
+from servd.api.engine import delta_stream, grammar_checker
 from servd.api.http import http_protocol, middleware
-from servd.api.protocol import batch_file as batch
 from servd.api.protocol import completions, decisions, validation
-from servd.api.request import delta_stream
-from servd.api.responses import response_store
 from servd.api.routes import files, pooling
 from servd.api.text import chat_template
 from servd.base import bounds
@@ -25,9 +23,10 @@ HEAD = """\
 
 <!-- Generated from the constants in servd/ by `make docs`; changes here are lost. -->
 
-Every bound on what a client may send, and the answer to what exceeds it. Bounds of single sampling
-parameters are in the table of fields of [http.md](http.md), shares and rates in
-[overload.md](overload.md). Flags are in [config.md](config.md); here are their defaults.
+Every bound on what a client may send, and the answer beyond it. Flags show their defaults.
+[http.md](http.md) has the bounds of single sampling parameters, and
+[overload](../explanation/overload.md) explains shares and rates. [options.md](options.md) has all
+flags.
 """
 
 
@@ -131,7 +130,7 @@ def tables() -> dict[str, list[Row]]:
             ),
             (
                 "schema, regular expression or grammar",
-                size(params.MAX_GRAMMAR_BYTES),
+                size(grammar_checker.MAX_BYTES),
                 "400",
             ),
             ("time to compile it", f"{grammar_checker.TIME_LIMIT:g} s", "400"),
@@ -167,7 +166,7 @@ def tables() -> dict[str, list[Row]]:
 
 
 def page() -> str:
-    """docs/limits.md."""
+    """docs/reference/limits.md."""
     parts = [HEAD]
     for heading, rows in tables().items():
         parts.append(f"\n## {heading}\n\n| what | limit | beyond it |\n|---|---|---|\n")

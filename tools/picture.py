@@ -1,4 +1,4 @@
-"""Draw docs/processes.svg: the processes of `servd serve` and what passes between them."""
+"""Draw docs/images/processes.svg: the processes of `servd serve` and what passes between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw docs/speed.svg: the first table of docs/benchmarks-peers.md as bars."""
+"""Draw docs/images/speed.svg: the first table of docs/benchmarks/peers.md as bars."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tools.picture import SOFT, label
 
-PAGE = Path(__file__).parent.parent / "docs/benchmarks-peers.md"
+PAGE = Path(__file__).parent.parent / "docs/benchmarks/peers.md"
 # the bars stand on BASE
 WIDTH = 760
 HEIGHT = 300

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu`: run all parts within the time, write docs/benchmarks-gpu.md, print
+"""`python -m benchmarks.gpu`: run all parts within the time, write docs/benchmarks/gpu.md, print
 the table last.
 """
 

@@ -175,7 +175,7 @@ def table(facts: Facts, missing: dict[str, str]) -> str:
 
 
 def document(facts: Facts, missing: dict[str, str]) -> str:
-    """docs/benchmarks-gpu.md."""
+    """docs/benchmarks/gpu.md."""
     lines = [
         "# Benchmarks on a GPU",
         "",

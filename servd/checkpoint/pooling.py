@@ -83,7 +83,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest(
                 "the model is a reranker by its name or README.md, and its files do not state how "
                 "it scores: cosines would be wrong. Add modules.json with a LogitScore, as "
-                "docs/embeddings.md shows for Qwen3-Reranker",
+                "docs/how-to/embeddings.md shows for Qwen3-Reranker",
                 param="model",
             )
         if self.task == "classify" and len(self.labels) != 1:

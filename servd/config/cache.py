@@ -74,7 +74,7 @@ class CacheConfig(Section, frozen=True):
         KVTransferConfig | None,
         about(
             "Give KV blocks to other engines, or have them from there, as JSON with vLLM's keys: "
-            '`{"kv_role": "kv_producer"}`; see docs/disaggregated.md.'
+            '`{"kv_role": "kv_producer"}`; see docs/how-to/disaggregated.md.'
         ),
     ] = None
     kv_events_config: Annotated[

@@ -138,7 +138,7 @@ HINTS = {
     "nnodes": RAY,
     "node_rank": RAY,
     "ignore_patterns": "leave it out: of a model's weights one form is read",
-    "kv_offloading_backend": "leave it out: servd's own offloading is used (docs/kv-cache.md)",
+    "kv_offloading_backend": "leave it out: servd's own offloading is used (docs/how-to/kv-cache.md)",
     "limit_mm_per_prompt": TEXT_ONLY,
     "log_config_file": "use --log-level, --log-format and --access-log",
     "logits_processors": "send `logit_bias`, `bad_words` or `structured_outputs` in the request",
@@ -158,7 +158,7 @@ HINTS = {
     "performance_mode": "leave it out: batches grow with the load",
     "pooler_config": "the model's files state it; requests may have `pooling`, `normalize`",
     "prefill_context_parallel_size": CONTEXT,
-    "prefix_caching_hash_algo": "leave it out: blocks have SHA-256 (docs/kv-cache.md)",
+    "prefix_caching_hash_algo": "leave it out: blocks have SHA-256 (docs/how-to/kv-cache.md)",
     "response_role": "leave it out: answers are the assistant's",
     "return_tokens_as_token_ids": "send that in the request",
     "root_path": PROXY,
@@ -170,7 +170,7 @@ HINTS = {
     "structured_outputs_config": "leave it out: the one backend is llguidance",
     "tokenizer_mode": HF_FILES,
     "tokenizer_revision": "use --revision, which is for all files",
-    "tool_parser_plugin": "use --tool-call-parser MODULE:CLASS (docs/adding.md)",
+    "tool_parser_plugin": "use --tool-call-parser MODULE:CLASS (docs/how-to/extend-servd.md)",
     "trust_request_chat_template": "not supported: use --chat-template",
     "uvicorn_log_level": "use --log-level",
     "-O": CAPTURE,
@@ -185,7 +185,7 @@ HINTS = {
 
 OTHER_BALANCERS = (
     "engines share a port; for a port for each, start a server for each with --data-parallel-rank, "
-    "behind a load balancer (docs/scale.md)"
+    "behind a load balancer (docs/how-to/several-gpus.md)"
 )
 
 

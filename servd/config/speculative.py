@@ -173,7 +173,7 @@ def max_num_samples(max_num_seqs: int, max_num_batched_tokens: int, max_drafts: 
 LOSSY = "it changes what the model says, and servd's drafts never do; leave it out"
 SAME = "the draft has the target's; leave it out"
 NOT_NEEDED = "servd has nothing to tune there; leave it out"
-NO_SUCH_DRAFT = "servd has no such drafts; see docs/speculative-decoding.md for those it has"
+NO_SUCH_DRAFT = "servd has no such drafts; see docs/how-to/speculative-decoding.md for those it has"
 # Keys of vLLM's that servd does not have, and why.
 REFUSED = {
     "fly_window_size": LOSSY,

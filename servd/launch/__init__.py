@@ -157,7 +157,7 @@ def find_draft(config: Config) -> Config:
             raise ConfigError(
                 "--speculative-config demo: that head drafts for servd's demo model, and the model "
                 f'is {model}; use e.g. \'{{"method": "ngram"}}\', or train a head: '
-                "docs/speculative-decoding.md"
+                "docs/how-to/speculative-decoding.md"
             )
         draft = str(hf.DEMO_HEAD)
         speculative = msgspec.structs.replace(speculative, model=draft)

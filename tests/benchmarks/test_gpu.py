@@ -80,7 +80,7 @@ def test_a_failed_part_is_named_and_the_rest_is_kept(monkeypatch, tmp_path, capf
     assert "On a GPU, torch" in page and table.strip().endswith(page.split("\n\n")[3].strip())
 
 
-# Packages of servd that a bare GPU machine lacks; docs/gpu.md lists those that it has.
+# Packages of servd that a bare GPU machine lacks; docs/explanation/gpu.md lists those that it has.
 LACKS = (
     "fastapi",
     "gguf",

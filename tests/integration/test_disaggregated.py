@@ -1,4 +1,4 @@
-"""docs/disaggregated.md, as its reader would run it: two servers and the proxy of the example."""
+"""docs/how-to/disaggregated.md, as its reader would run it: two servers and the proxy of the example."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.integration.conftest import Server
 from tests.limits import WAIT_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/disaggregated.md").read_text()
+PAGE = (ROOT / "docs/how-to/disaggregated.md").read_text()
 TEXT = "a long beginning of a text, of several blocks " * 3
 
 

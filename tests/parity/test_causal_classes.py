@@ -1,4 +1,4 @@
-"""Every causal class of transformers: equal, or refused for a reason. Writes docs/models.md."""
+"""Every causal class of transformers: equal, or refused for a reason. Writes docs/reference/models.md."""
 
 import re
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ def architectures() -> Iterator[tuple[str, str]]:
 
 
 def page(rows: list[tuple[str, str, str, str]]) -> str:
-    """docs/models.md with this table."""
+    """docs/reference/models.md with this table."""
     from transformers import __version__
 
     kinds = [row[2] for row in rows]

@@ -20,7 +20,7 @@ router = APIRouter(route_class=Route)
 
 @router.post("/v1/batches", response_model=Batch)
 async def create_batch(request: Request, body: Parsed[BatchRequest]) -> Response:
-    """Begin to answer the lines of a file, with what other requests leave of the engine."""
+    """Start a batch: answer the lines of a file in the background."""
     call = call_of(request)
     shelf = call.shelf
     return json_response(await asyncio.to_thread(shelf.add_batch, body), headers=call.ignored)
@@ -28,7 +28,7 @@ async def create_batch(request: Request, body: Parsed[BatchRequest]) -> Response
 
 @router.get("/v1/batches", response_model=Batches, responses=refusals(404))
 async def list_batches(request: Request, page: Annotated[Page, Query()]) -> Response:
-    """The batches of this API key."""
+    """List the batches of this API key."""
     shelf = call_of(request).shelf
     batches = await asyncio.to_thread(shelf.all, "batch_", Batch)
     return json_response(Batches(*page.of(batches, lambda batch: batch.id)))
@@ -36,12 +36,12 @@ async def list_batches(request: Request, page: Annotated[Page, Query()]) -> Resp
 
 @router.get("/v1/batches/{batch_id}", response_model=Batch)
 async def retrieve_batch(request: Request, batch_id: PathPart) -> Response:
-    """How far a batch is."""
+    """Return a batch's status and progress."""
     return json_response(await asyncio.to_thread(call_of(request).shelf.load, batch_id, Batch))
 
 
 @router.post("/v1/batches/{batch_id}/cancel", response_model=Batch, responses=refusals(400))
 async def cancel_batch(request: Request, batch_id: PathPart) -> Response:
-    """Stop a batch; what was answered until then is in its output file."""
+    """Cancel a batch."""
     shelf = call_of(request).shelf
     return json_response(await asyncio.to_thread(lambda: shelf.cancel(shelf.load(batch_id, Batch))))

@@ -55,7 +55,7 @@ class Cache(msgspec.Struct):
 
 @router.get("/v1/cache", response_model=Cache, responses=refusals(503))
 async def cache(request: Request) -> Response:
-    """Blocks and bytes of each tier of the KV cache, and what came back from it."""
+    """Show the blocks and bytes of the KV cache on the device, in host memory and in files."""
     share = context_of(request).config.cache.max_pinned_share
     found = [
         _cache_of(engine.rank, engine.status, engine.stats, share)
@@ -78,7 +78,7 @@ class EventSource(msgspec.Struct):
 
 @router.get("/kv_event_sources", response_model=list[EventSource])
 async def kv_event_sources(request: Request) -> Response:
-    """Where routers find the KV events of each engine, if there are any. Where an engine listens at
+    """List the endpoints of each engine's KV events. Where an engine listens at
     all addresses, the one that the question came to.
     """
     config = context_of(request).config
@@ -108,9 +108,7 @@ def _host_of(request: Request) -> str:
 
 @router.post("/reset_prefix_cache", response_model=dict[str, str])
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget the cached prefixes of all engines, on the device and in host memory, but for those of
-    requests that run. Files stay. With vLLM's name.
-    """
+    """Clear the prefix cache of all engines. Files stay. With vLLM's name."""
     context_of(request).async_llm.reset_prefix_cache()
     return json_response({})
 

@@ -20,7 +20,7 @@ router = APIRouter(route_class=Route)
 
 @router.post("/classify", response_model=Classifications)
 async def classify(request: Request, body: Parsed[VectorRequest]) -> Response:
-    """The most likely class of each input, and how likely each is."""
+    """Classify each input."""
     call = call_of(request)
     pooling = context_of(request).async_llm.processor.pooling
     vectors = await embed(request, "classify", body.prompts(), CLASSIFY, body.request_options)

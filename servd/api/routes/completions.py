@@ -16,7 +16,7 @@ router = APIRouter(route_class=Route)
 
 @router.post("/v1/completions", response_model=Completion, responses=events(Completion))
 async def create_completion(request: Request, body: Parsed[CompletionRequest]) -> Response:
-    """Continue one or more prompts."""
+    """Complete one or more prompts."""
     response_id = f"cmpl-{call_of(request).unique_id}"
     prompts = body.prompts(response_id)
     return await CompletionBuilder(request, body, response_id, prompts).respond()

@@ -28,9 +28,7 @@ FILES = text_content("text/css", "text/html", "text/javascript", "image/svg+xml"
 @router.get("/", response_model=dict[str, str], responses=text_content("text/html"))
 @router.head("/", response_model=dict[str, str], responses=text_content("text/html"))
 async def index(request: Request) -> Response:
-    """A page to talk to the model and to look into the server, for who accepts HTML; others get the
-    paths to continue with.
-    """
+    """Show the console in a browser; list useful paths to other clients."""
     has_console = context_of(request).config.server.console
     if has_console and "text/html" in request.headers.get("accept", ""):
         return _answer(request, "index.html")
@@ -40,7 +38,7 @@ async def index(request: Request) -> Response:
 @router.get("/console/{file:path}", response_class=Response, responses=FILES)
 @router.head("/console/{file:path}", response_class=Response, responses=FILES)
 async def console_file(request: Request, file: PathPart) -> Response:
-    """A file of the page."""
+    """Return a file of the page."""
     if file not in files() or not context_of(request).config.server.console:
         raise NotFound(f"there is no route {request.method} /console/{file[:200]}")
     return _answer(request, file)

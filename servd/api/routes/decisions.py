@@ -40,7 +40,7 @@ NO_REASONING = {"enable_thinking": False, "thinking": False}  # as `reasoning_ef
 
 @router.post("/v1/decisions", response_model=Decision)
 async def create_decision(request: Request, body: Parsed[DecisionsRequest]) -> Response:
-    """Answer questions about an input by how likely the model is to write each option.
+    """Answer questions by the probabilities of given options.
 
     Each question is asked twice, with its options in both orders, and the probabilities are
     averaged: models favour the first option, or the last.

@@ -19,7 +19,7 @@ router = APIRouter(route_class=Route)
 
 @router.post("/v1/embeddings", response_model=Embeddings)
 async def create_embeddings(request: Request, body: Parsed[EmbeddingRequest]) -> Response:
-    """A vector for each input."""
+    """Return an embedding for each input."""
     call = call_of(request)
     vectors = await embed(
         request, "embd", body.prompts(), body.params(body.pooling), body.request_options

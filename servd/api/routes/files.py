@@ -39,7 +39,7 @@ MIN_RETENTION = 3600  # seconds that a client may have a file kept, at the least
     },
 )
 async def upload_file(request: Request) -> Response:
-    """Keep a file of requests for a batch, up to 200 MiB."""
+    """Upload a file of requests for a batch, up to 200 MiB."""
     shelf = call_of(request).shelf
     with shelf.uploading():
         async with read_form(request) as form:
@@ -116,7 +116,7 @@ class FilesPage(Page):
 
 @router.get("/v1/files", response_model=Files, responses=refusals(404))
 async def list_files(request: Request, page: Annotated[FilesPage, Query()]) -> Response:
-    """The files of this API key, also what batches have written."""
+    """List the files of this API key, results of batches included."""
     shelf = call_of(request).shelf
     files = await asyncio.to_thread(shelf.all, "file-", FileObject)
     chosen = [file for file in files if page.purpose in (None, file.purpose)]
@@ -125,7 +125,7 @@ async def list_files(request: Request, page: Annotated[FilesPage, Query()]) -> R
 
 @router.get("/v1/files/{file_id}", response_model=FileObject)
 async def retrieve_file(request: Request, file_id: PathPart) -> Response:
-    """What is known of a file."""
+    """Return a file's size, purpose and age."""
     return json_response(await asyncio.to_thread(call_of(request).shelf.load, file_id, FileObject))
 
 
@@ -135,7 +135,7 @@ async def retrieve_file(request: Request, file_id: PathPart) -> Response:
     responses=text_content("application/octet-stream"),
 )
 async def file_content(request: Request, file_id: PathPart) -> Response:
-    """The file itself."""
+    """Download a file."""
     shelf = call_of(request).shelf
     path = shelf.content(await asyncio.to_thread(shelf.load, file_id, FileObject))
     return FileResponse(path, media_type="application/octet-stream")
@@ -143,7 +143,7 @@ async def file_content(request: Request, file_id: PathPart) -> Response:
 
 @router.delete("/v1/files/{file_id}", response_model=DeletedFile)
 async def delete_file(request: Request, file_id: PathPart) -> Response:
-    """Forget a file. A batch that reads it at this moment continues, but not after a restart."""
+    """Delete a file. A batch that reads it at this moment continues, but not after a restart."""
     shelf = call_of(request).shelf
     await asyncio.to_thread(lambda: shelf.delete_file(shelf.load(file_id, FileObject)))
     return json_response(DeletedFile(file_id))

@@ -33,11 +33,11 @@ UNAVAILABLE: Responses = {
 @router.head("/ping", response_model=Progress, responses=UNAVAILABLE)
 @router.post("/ping", response_model=Progress, responses=UNAVAILABLE)
 async def health(request: Request) -> Response:
-    """200 when requests are served: the `activity` is idle, asleep, decoding or prefill. 503 while
-    the model loads, while the engine restarts (requests wait for it), when the server ends, when
-    the engine is gone, and when it has work but has ended no step for longer than the running one
-    can take. Of several engines all must have loaded; later one that serves is enough, and
-    `engines` states what each does.
+    """Report whether requests are served. 200: `activity` is idle, asleep, decoding or prefill.
+
+    503: the model loads, the engine restarts (requests wait for it), stalls or is gone, or the
+    server ends. Several engines must all have loaded once; then one that serves is enough.
+    `engines` has the state of each.
     """
     context = context_of(request)
     admission = context.async_llm.admission
@@ -63,11 +63,11 @@ async def health(request: Request) -> Response:
 
 @router.get("/version", response_model=dict[str, str])
 async def version(request: Request) -> Response:
-    """The version of servd."""
+    """Return servd's version."""
     return json_response({"version": servd.__version__})
 
 
 @router.get("/load", response_model=dict[str, int])
 async def load(request: Request) -> Response:
-    """Requests that this server has accepted and not finished."""
+    """Count the unfinished requests of this server."""
     return json_response({"server_load": context_of(request).async_llm.num_unfinished})

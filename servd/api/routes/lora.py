@@ -17,15 +17,15 @@ router = APIRouter(route_class=Route)
 
 @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
 async def load_lora_adapter(request: Request, body: Parsed[LoadAdapterRequest]) -> Response:
-    """Serve an adapter from --lora-dir, in all API servers from now on."""
+    """Load an adapter from --lora-dir."""
     await _adapters(request).load(body.lora_name, body.lora_path, body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
 @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
 async def unload_lora_adapter(request: Request, body: Parsed[UnloadAdapterRequest]) -> Response:
-    """Serve an adapter no longer; requests that run keep it. One that has a folder of this name in
-    --lora-dir is loaded again when a request names it.
+    """Unload an adapter. A request that names it loads it again, if it has a folder in
+    --lora-dir.
     """
     if await _adapters(request).unload(body.lora_name) is None:
         name = body.lora_name[:200]

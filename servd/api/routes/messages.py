@@ -54,7 +54,7 @@ async def create_message(request: Request, body: ParsedMessage) -> Response:
 
 @router.post("/v1/messages/count_tokens", response_model=TokensCount)
 async def count_tokens(request: Request, body: Parsed[CountTokensRequest]) -> Response:
-    """How many tokens the prompt of a conversation has."""
+    """Count the tokens of a conversation's prompt."""
     call = call_of(request)
     async_llm = context_of(request).async_llm
     with renamed(CHAT_NAMES):

@@ -19,7 +19,7 @@ router = APIRouter(route_class=Route)
     responses=text_content("application/openmetrics-text"),
 )
 async def metrics(request: Request) -> Response:
-    """What Prometheus collects, as its text or as OpenMetrics."""
+    """Return all metrics for Prometheus."""
     accept = request.headers.get("accept", "")
     context = context_of(request)
     reports = await context.peers.ask_peers(WriteMetrics())

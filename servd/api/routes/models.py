@@ -18,7 +18,7 @@ router = APIRouter(route_class=Route)
 
 @router.get("/v1/models", response_model=ModelList)
 async def list_models(request: Request) -> Response:
-    """All names of the model, and its adapters."""
+    """List the model's names and its adapters."""
     context = context_of(request)
     cards = [_card(context, name) for name in context.shown_names]
     if context.adapters is not None:
@@ -29,7 +29,7 @@ async def list_models(request: Request) -> Response:
 
 @router.get("/v1/models/{name:path}", response_model=ModelCard)  # names contain slashes
 async def retrieve_model(request: Request, name: PathPart) -> Response:
-    """One name of the model, or an adapter."""
+    """Return one model or adapter."""
     context = context_of(request)
     return json_response(_card(context, *await context.find_model(name)))
 

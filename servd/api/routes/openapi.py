@@ -33,7 +33,7 @@ POLICY = (
 
 @router.get("/openapi.json", response_model=dict[str, Any])
 async def openapi(request: Request) -> Response:
-    """Every route with its fields, bounds and errors."""
+    """Return the OpenAPI description of all routes."""
     needs_key = context_of(request).keys.are_needed
     content = await asyncio.to_thread(_describe, needs_key)  # the first takes a tenth of a second
     return Response(content, media_type="application/json")
@@ -47,7 +47,7 @@ def _describe(needs_key: bool) -> bytes:
 @router.get("/docs", response_class=HTMLResponse)
 @router.get("/redoc", response_class=HTMLResponse)
 async def docs(request: Request) -> Response:
-    """The description as a page."""
+    """Show the API in the browser."""
     page = get_swagger_ui_html(
         openapi_url="openapi.json",
         title="servd",
@@ -67,5 +67,5 @@ async def docs(request: Request) -> Response:
     responses=text_content("text/css", "text/javascript", "image/png"),
 )
 async def docs_asset(request: Request, asset: PathPart) -> Response:
-    """A file of the page."""
+    """Return a file of the page."""
     return await FILES.get_response(asset, request.scope)

@@ -24,7 +24,7 @@ MAX_NUMBERS = 2**22  # in one answer: 16 MiB of float32, and about 80 MB of JSON
 
 @router.post("/pooling", response_model=Poolings)
 async def pool(request: Request, body: Parsed[PoolingRequest]) -> Response:
-    """A vector for each input, or for each token of it."""
+    """Return a vector for each input, or for each of its tokens."""
     call = call_of(request)
     context = context_of(request)
     size = body.dimensions or context.async_llm.spec.hidden_size

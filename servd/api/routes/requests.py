@@ -34,9 +34,7 @@ Count = Annotated[int, Query(ge=1, le=MAX_LISTED)]
 async def list_requests(
     request: Request, recent: Count = 20, slowest: Count | None = None
 ) -> Response:
-    """The most recent requests of this API key, running ones first, or the slowest finished
-    ones.
-    """
+    """List the newest or the slowest requests of this API key."""
     owner = call_of(request).owner
     query = ListRequests(owner, "recent", recent)
     if slowest is not None:
@@ -49,9 +47,8 @@ async def list_requests(
 async def request_timeline(
     request: Request, request_id: PathPart, format: Literal["json", "perfetto"] = "json"
 ) -> Response:
-    """Where the time of a running, recent or slow request went, by the `id` of its answer: every
-    millisecond belongs to one phase. `format=perfetto` gives it as trace events for
-    ui.perfetto.dev.
+    """Show where a request's time went, by the `id` of its answer. Each millisecond belongs to one
+    phase. `format=perfetto` returns trace events for ui.perfetto.dev.
     """
     query = FindTimeline(call_of(request).owner, request_id)
     timeline = await context_of(request).peers.find_timeline(query)
@@ -67,7 +64,7 @@ async def request_timeline(
 async def list_steps(
     request: Request, recent: Annotated[int, Query(ge=1, le=MAX_STEPS_LISTED)] = 100
 ) -> Response:
-    """The latest steps of the engine."""
+    """List the engine's latest steps."""
     steps = await context_of(request).peers.list_steps(ListSteps(recent))
     size = CHARS_PER_STEP * len(steps)
     data = await call_of(request).run_in_thread(size, lambda: render_steps(steps, 0))

@@ -21,7 +21,7 @@ router = APIRouter(route_class=Route)
 @router.post("/v1/rerank", response_model=Ranking)
 @router.post("/v2/rerank", response_model=Ranking)
 async def rerank(request: Request, body: Parsed[RerankRequest]) -> Response:
-    """The documents that fit best first."""
+    """Rank documents by how well they answer a query."""
     call = call_of(request)
     pooling = context_of(request).async_llm.processor.pooling
     query = Prompt(

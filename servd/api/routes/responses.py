@@ -45,7 +45,7 @@ router = APIRouter(route_class=Route)
 
 @router.post("/v1/responses", response_model=Response, responses=events(ResponseEvent))
 async def create_response(request: Request, body: Parsed[ResponsesRequest]) -> HTTPResponse:
-    """Answer a conversation, whose earlier turns may be stored here."""
+    """Answer a conversation, and store it for the next turn."""
     call = call_of(request)
     store = _store(request)
     response_id = f"resp_{call.unique_id}"
@@ -90,7 +90,7 @@ async def create_response(request: Request, body: Parsed[ResponsesRequest]) -> H
 
 @router.post("/v1/responses/input_tokens", response_model=InputTokens)
 async def count_input_tokens(request: Request, body: Parsed[ResponsesRequest]) -> HTTPResponse:
-    """How many tokens the prompt of a response would have."""
+    """Count the tokens of a response's prompt."""
     call = call_of(request)
     context = context_of(request)
     items = _conversation(_previous(_store(request), body), body)
@@ -107,7 +107,7 @@ async def get_response(
     stream: bool = False,
     starting_after: Annotated[int | None, Query(ge=0, le=2**31)] = None,
 ) -> HTTPResponse:
-    """A stored response, finished or not; with `stream`, the events of a background one."""
+    """Return a stored response, or stream the events of a background response."""
     stored = _stored(request, response_id)
     if not stream:
         return json_response(stored.response)
@@ -124,7 +124,7 @@ async def get_response(
 async def list_input_items(
     request: Request, response_id: PathPart, page: Annotated[Page, Query()]
 ) -> HTTPResponse:
-    """What a stored response answers: the items of all turns before it, and its own input."""
+    """List the items that a stored response answers, earlier turns included."""
     stored = _stored(request, response_id)
     items = listed(response_id, stored.items)
     return json_response(InputItems(*page.of(items, lambda item: item["id"])))
@@ -132,7 +132,7 @@ async def list_input_items(
 
 @router.delete("/v1/responses/{response_id}", response_model=DeletedResponse)
 async def delete_response(request: Request, response_id: PathPart) -> HTTPResponse:
-    """Forget a response; one that is being made is cancelled."""
+    """Delete a stored response, and cancel it if it is running."""
     stored = _stored(request, response_id)
     await _cancel(stored)
     _store(request).pop(stored.response.id)
@@ -141,7 +141,7 @@ async def delete_response(request: Request, response_id: PathPart) -> HTTPRespon
 
 @router.post("/v1/responses/{response_id}/cancel", response_model=Response)
 async def cancel_response(request: Request, response_id: PathPart) -> HTTPResponse:
-    """Stop making a response in the background."""
+    """Cancel a background response."""
     stored = _stored(request, response_id)
     if not stored.response.background:
         raise InvalidRequest(

@@ -19,7 +19,7 @@ router = APIRouter(route_class=Route)
 @router.post("/score", response_model=Scores)
 @router.post("/v1/score", response_model=Scores)
 async def create_scores(request: Request, body: Parsed[ScoreRequest]) -> Response:
-    """A score for each pair."""
+    """Score pairs of texts."""
     call = call_of(request)
     firsts = [Prompt(content=text, param="text_1") for text in body.text_1]
     seconds = [Prompt(content=text, param="text_2") for text in body.text_2]

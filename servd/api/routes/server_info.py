@@ -61,7 +61,7 @@ class ServerInfo(msgspec.Struct):
 
 @router.get("/server_info", response_model=ServerInfo)
 async def server_info(request: Request) -> Response:
-    """Every option with its value and why it has it, the phases of start-up, versions."""
+    """Show every option with its value and origin, start-up phases and versions."""
     context = context_of(request)
     info = ServerInfo(
         version=servd.__version__,

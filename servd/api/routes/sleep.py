@@ -32,8 +32,8 @@ class SleepState(msgspec.Struct):
 
 @router.post("/sleep", response_model=SleepState, responses=refusals(503))
 async def sleep(request: Request, level: Level = "1") -> Response:
-    """Free weights and KV cache once nothing runs or waits, and answer then, or after a minute. The
-    next request loads the model again. Levels 1 and 2 do the same.
+    """Free weights and KV cache once no request runs. The next request loads the model again.
+    Levels 1 and 2 do the same.
     """
     check_level(level)
     return await _ask(context_of(request).async_llm, Sleep())
@@ -47,15 +47,13 @@ def check_level(level: str) -> None:
 
 @router.post("/wake_up", response_model=SleepState, responses=refusals(503))
 async def wake_up(request: Request) -> Response:
-    """Load the model again before a request needs it; the answer comes when it is loaded, or after
-    a minute.
-    """
+    """Load the model again before a request needs it."""
     return await _ask(context_of(request).async_llm, WakeUp())
 
 
 @router.get("/is_sleeping", response_model=SleepState, responses=refusals(503))
 async def is_sleeping(request: Request) -> Response:
-    """Whether weights and KV cache of all engines are freed."""
+    """Report whether the engines sleep."""
     return json_response(SleepState(all(_sleep(context_of(request).async_llm))))
 
 

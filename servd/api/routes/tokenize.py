@@ -20,7 +20,7 @@ router = APIRouter(route_class=Route)
 @router.post("/tokenize", response_model=Tokenized)
 @router.post("/v1/tokenize", response_model=Tokenized)  # as SGLang has it
 async def tokenize(request: Request, body: Parsed[TokenizeRequest]) -> Response:
-    """The token ids that a completion or a chat would compute."""
+    """Return the token ids of a prompt or of a chat."""
     call = call_of(request)
     context = context_of(request)
     tokenizer = context.async_llm.processor.tokenizer
@@ -39,7 +39,7 @@ async def tokenize(request: Request, body: Parsed[TokenizeRequest]) -> Response:
 
 @router.get("/tokenizer_info", response_model=dict[str, Any])
 async def tokenizer_info(request: Request) -> Response:
-    """The model's tokenizer_config.json with the chat template that is in use."""
+    """Return tokenizer_config.json with the chat template in use."""
     processor = context_of(request).async_llm.processor
     config = {k: v for k, v in processor.tokenizer.config.items() if k != "name_or_path"}
     return json_response({**config, "chat_template": processor.chat_template.source})
@@ -48,7 +48,7 @@ async def tokenizer_info(request: Request) -> Response:
 @router.post("/detokenize", response_model=Detokenized)
 @router.post("/v1/detokenize", response_model=Detokenized)
 async def detokenize(request: Request, body: Parsed[DetokenizeRequest]) -> Response:
-    """The text of token ids, special tokens included."""
+    """Return the text of token ids."""
     context = context_of(request)
     processor = context.async_llm.processor
 

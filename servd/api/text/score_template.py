@@ -25,7 +25,7 @@ def check(template: ChatTemplate) -> None:
         raise UnsupportedModel(
             "the model scores pairs of texts by its next token (LogitScore), and its chat template "
             "shows no messages of the roles `query` and `document`: give one that does by "
-            "--chat-template (docs/embeddings.md has that of Qwen3-Reranker)"
+            "--chat-template (docs/how-to/embeddings.md has that of Qwen3-Reranker)"
         )
 
 

@@ -234,7 +234,7 @@ def _quantized(files: list[Path], weight: Tensor) -> NamedTensors:
     except (AttributeError, ConfigError):
         raise UnsupportedModel(
             f"{files[0].parent}: checkpoints of quant_method {method!r} are "
-            "not supported: docs/quantization.md states which are"
+            "not supported: docs/how-to/quantization.md states which are"
         ) from None
     # In a dry run, sizes are all that is wanted.
     device = torch.device("meta") if weight.is_meta else weight.device
@@ -331,7 +331,7 @@ def quant_method_maker(
     except AttributeError:
         raise ConfigError(
             f"--quantization {quantization}: that is read from checkpoints that have it, which "
-            "this one has not; docs/quantization.md has those that are made while loading"
+            "this one has not; docs/how-to/quantization.md has those that are made while loading"
         ) from None
     try:
         table = plugins.load(QUANTIZATIONS, quantization, "quantize_table")

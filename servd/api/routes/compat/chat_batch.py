@@ -78,7 +78,7 @@ class ChatBatchRequest(RequestBody):
 
 @router.post("/v1/chat/completions/batch", response_model=ChatCompletion)
 async def create_chat_completions(request: Request, body: Parsed[ChatBatchRequest]) -> Response:
-    """Answer conversations; choice i is the answer to conversation i."""
+    """Answer several conversations; choice i answers conversation i."""
     call = call_of(request)
     response_id = f"chatcmpl-{call.unique_id}"
     numbers = range(len(body.messages))

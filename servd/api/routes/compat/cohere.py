@@ -66,7 +66,7 @@ class CohereEmbeddings(msgspec.Struct):
 
 @router.post("/v2/embed", response_model=CohereEmbeddings)
 async def create_cohere_embeddings(request: Request, body: Parsed[CohereEmbedRequest]) -> Response:
-    """A vector for each text, in every form asked for."""
+    """Return embeddings in each requested format."""
     for name in ("images", "inputs"):
         if (body.model_extra or {}).get(name):
             error = f"`{name}` is not supported: this model reads `texts` only"

@@ -38,7 +38,7 @@ class Slot(msgspec.Struct):
 
 @router.get("/props", response_model=Props)
 async def props(request: Request) -> Response:
-    """The model's names, template, context and slots."""
+    """Return the model's names, template, context and slots."""
     context = context_of(request)
     processor = context.async_llm.processor
     answer = Props(
@@ -57,7 +57,7 @@ async def props(request: Request) -> Response:
 
 @router.get("/slots", response_model=list[Slot])
 async def slots(request: Request) -> Response:
-    """The places of all engines, as those last reported."""
+    """List the slots of all engines."""
     return json_response(_slots(request))
 
 

@@ -17,7 +17,7 @@ router = APIRouter(route_class=Route)
 
 @router.post("/v1/chat/completions/render", response_model=RenderedChat)
 async def render_chat_completion(request: Request, body: Parsed[ChatCompletionRequest]) -> Response:
-    """Template, tokenise and check a chat request, and run nothing."""
+    """Render, tokenize and check a chat request without running it."""
     call = call_of(request)
     context = context_of(request)
     params = body.sampling_params(context.async_llm.processor.default_params)

@@ -64,7 +64,7 @@ async def invoke(
         Depends(read_invocation),
     ],
 ) -> Response:
-    """Answer as the route for such a body does."""
+    """Answer a chat, completion or embedding, by the shape of its body."""
     file = next(file for kind, file in BODIES.values() if type(body) is kind)
     route = plugins.load("servd.api.routes", file, "router").routes[0]
     return await route.endpoint(request, body)
