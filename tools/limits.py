@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from servd.api.batches import format as batch
 from servd.api.batches import runner as batch_runner
 from servd.api.batches import store as batch_store
-from servd.api.builders import events, response_store
-from servd.api.engine import delta_stream, grammar_checker
+from servd.api.builders import events
+from servd.api.engine import grammar_checker
 from servd.api.http import http_protocol, middleware
+from servd.api.protocol import batch_file as batch
 from servd.api.protocol import completions, decisions, validation
+from servd.api.request import delta_stream
+from servd.api.responses import response_store
 from servd.api.routes import files, pooling
 from servd.api.text import chat_template
 from servd.base import bounds

@@ -135,8 +135,8 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
         if default is None:
             why = NO_ATTENTION * (names[0] == "num_attention_heads")
             raise UnsupportedModel(
-                f"{folder}/config.json has none of: {', '.join(names)}; {why}docs/reference/models.md lists "
-                "what servd runs"
+                f"{folder}/config.json has none of: {', '.join(names)}; {why}"
+                "docs/reference/models.md lists what servd runs"
             )
         return default
 

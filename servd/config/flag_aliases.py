@@ -138,7 +138,7 @@ HINTS = {
     "nnodes": RAY,
     "node_rank": RAY,
     "ignore_patterns": "leave it out: of a model's weights one form is read",
-    "kv_offloading_backend": "leave it out: servd's own offloading is used (docs/how-to/kv-cache.md)",
+    "kv_offloading_backend": "leave it out: servd has its own (docs/how-to/kv-cache.md)",
     "limit_mm_per_prompt": TEXT_ONLY,
     "log_config_file": "use --log-level, --log-format and --access-log",
     "logits_processors": "send `logit_bias`, `bad_words` or `structured_outputs` in the request",

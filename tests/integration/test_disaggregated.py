@@ -1,4 +1,4 @@
-"""docs/how-to/disaggregated.md, as its reader would run it: two servers and the proxy of the example."""
+"""docs/how-to/disaggregated.md, as a reader runs it: two servers and a proxy."""
 
 import json
 import os

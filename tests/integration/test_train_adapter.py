@@ -1,4 +1,4 @@
-"""examples/train_adapter.py as docs/how-to/lora.md has it: an adapter that it trains changes a model's
+"""examples/train_adapter.py, of docs/how-to/lora.md: an adapter that it trains changes a model's
 replies, and servd's tokens with it are those of PEFT's own generate.
 """
 

@@ -1,4 +1,4 @@
-"""Every causal class of transformers: equal, or refused for a reason. Writes docs/reference/models.md."""
+"""Every causal class of transformers: equal, or refused. Writes docs/reference/models.md."""
 
 import re
 from collections.abc import Iterator
