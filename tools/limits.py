@@ -132,7 +132,7 @@ def tables() -> dict[str, list[Row]]:
             ),
             (
                 "schema, regular expression or grammar",
-                size(grammar_checker.MAX_BYTES),
+                size(params.MAX_GRAMMAR_BYTES),
                 "400",
             ),
             ("time to compile it", f"{grammar_checker.TIME_LIMIT:g} s", "400"),

@@ -1,8 +1,8 @@
 """Config: every option with its default, bounds and description; one module per section.
 
-Command-line flags (`--field-name`), `--config` files and docs/reference/options.md are all
-derived from these annotations. Field names are unique across sections, so flags are flat, and have vLLM's names where
-they have the same meaning. A Config is frozen; values determined at run time are sent in messages.
+Flags (`--field-name`), `--config` files and docs/reference/options.md are all derived from these
+annotations. Field names are unique across sections, so flags are flat. They equal vLLM's where the
+meaning is equal. A Config is frozen; values determined at run time are sent in messages.
 """
 
 from __future__ import annotations
