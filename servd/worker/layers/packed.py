@@ -1,7 +1,5 @@
 """Weight matrices packed for the CPU kernels (ops/cpu)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
