@@ -2,8 +2,6 @@
 is a server of its own, with all routes; Ray starts, balances, replaces and counts them.
 """
 
-from __future__ import annotations
-
 import importlib
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Context: the server's objects for routes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any

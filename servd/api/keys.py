@@ -1,7 +1,5 @@
 """The API keys of a server, and names in an ASGI scope."""
 
-from __future__ import annotations
-
 import hmac
 from collections.abc import Sequence
 

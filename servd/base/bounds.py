@@ -1,7 +1,5 @@
 """Validates a Struct against the bounds of its annotations (`msgspec.Meta`), with clear errors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Annotated, Any

@@ -21,8 +21,6 @@ ServdError
     └── NotEnoughMemory
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """DecodeBatch JSON that came from outside, with one kind of error for whatever is wrong with it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

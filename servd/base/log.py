@@ -1,7 +1,5 @@
 """Logging: one format, with the process name, for every process of the tree."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

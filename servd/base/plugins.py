@@ -1,7 +1,5 @@
 """Plugins: lists and loads the modules of a package, whose file names are option values."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

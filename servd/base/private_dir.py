@@ -1,7 +1,5 @@
 """Private folders: where the sockets between the processes of one tree are."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Python's own parser, for any thread."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

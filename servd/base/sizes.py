@@ -1,7 +1,5 @@
 """Sizes of memory: parsing and formatting ("512M", "2GiB"), and the memory plan of a model."""
 
-from __future__ import annotations
-
 import math
 import re
 

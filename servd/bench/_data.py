@@ -1,7 +1,5 @@
 """Prompts for measurements: random, with a shared prefix, or from a JSONL or ShareGPT file."""
 
-from __future__ import annotations
-
 import argparse
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What the offline measurements share: flags of the engine, and an LLM made of them."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from typing import Any

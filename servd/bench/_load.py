@@ -1,7 +1,5 @@
 """Load generator for OpenAI-compatible servers: sends completions, notes when chunks arrive."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Figures of a measurement: what requests took, printed and as JSON."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any

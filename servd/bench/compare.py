@@ -1,7 +1,5 @@
 """Start two server commands in turn, put the same load on each, and print the ratios."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import math

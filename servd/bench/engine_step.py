@@ -1,7 +1,5 @@
 """Where each microsecond of a decode step goes: one process, uniproc or fake executor."""
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 

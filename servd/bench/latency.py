@@ -1,7 +1,5 @@
 """Latency of one batch, repeated; the engine runs in this process."""
 
-from __future__ import annotations
-
 import argparse
 import time
 

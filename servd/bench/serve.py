@@ -1,7 +1,5 @@
 """Throughput and latency of a running server, any that speaks OpenAI's completions or chats."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import time

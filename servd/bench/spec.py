@@ -2,8 +2,6 @@
 this process.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Seconds from the command to the port, to readiness and to the first token."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import shlex

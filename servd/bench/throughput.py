@@ -1,7 +1,5 @@
 """Tokens a second with all requests at once; the engine runs in this process."""
 
-from __future__ import annotations
-
 import argparse
 import time
 

@@ -1,7 +1,5 @@
 """Folders that servd makes of a model's files once, in a cache that all servers share."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tempfile

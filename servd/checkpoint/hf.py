@@ -1,7 +1,5 @@
 """Hugging Face models: finds or downloads files, and reads config.json without transformers."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

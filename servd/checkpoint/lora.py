@@ -1,7 +1,5 @@
 """LoRA adapters as files: what PEFT wrote."""
 
-from __future__ import annotations
-
 import math
 import re
 import stat

@@ -2,8 +2,6 @@
 weights have a prefix. servd runs only this part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """--hf-overrides: what it changes in config.json, and what follows for the positions."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard

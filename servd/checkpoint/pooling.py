@@ -2,8 +2,6 @@
 the folders that it names, prompts, labels. Imports no torch: every room reads it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -2,8 +2,6 @@
 transformers has them today.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeGuard
 
 GTE = "new"  # Alibaba's name for it

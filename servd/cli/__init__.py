@@ -1,7 +1,5 @@
 """The `servd` command: one file per subcommand, errors in one line, exit codes."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

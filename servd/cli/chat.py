@@ -1,7 +1,5 @@
 """Talk to a running server in the terminal."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

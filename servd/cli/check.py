@@ -1,7 +1,5 @@
 """Check this machine, and the files of a model, before a server starts: a line each."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """Continue a text with a running server."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -3,8 +3,6 @@
 servd key alice --scopes inference metrics >> keys.toml
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import secrets

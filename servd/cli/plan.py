@@ -1,7 +1,5 @@
 """Say what a model takes of this machine's memory and what fits, without loading its weights."""
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 

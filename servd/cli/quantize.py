@@ -1,7 +1,5 @@
 """Write a checkpoint of 4 or 8 bits, calibrated with a text."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Repeat an answer by its run manifest (`X-Servd-Receipt: 1`); name the first different token."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from pathlib import Path

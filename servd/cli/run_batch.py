@@ -1,7 +1,5 @@
 """Answer the requests of an OpenAI batch file."""
 
-from __future__ import annotations
-
 import argparse
 import http.client
 import sys

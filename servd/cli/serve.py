@@ -1,7 +1,5 @@
 """Serve a model over HTTP."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 

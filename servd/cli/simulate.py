@@ -1,7 +1,5 @@
 """Replay recorded or made-up requests through servd's scheduler, KV cache and router, simulated."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """The base class of the sections of Config, and the metadata of options."""
 
-from __future__ import annotations
-
 import types
 import typing
 from typing import Annotated, Any

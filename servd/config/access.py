@@ -1,7 +1,5 @@
 """The options of who may reach the server."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from msgspec import Meta

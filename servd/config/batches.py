@@ -1,7 +1,5 @@
 """The options of files and batches."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from servd.config._section import Section, about

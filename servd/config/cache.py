@@ -1,7 +1,5 @@
 """The options of the KV cache, and of its connector."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from msgspec import Meta

@@ -1,7 +1,5 @@
 """Which engines of --data-parallel-size are this host's, and which this server's."""
 
-from __future__ import annotations
-
 import msgspec
 
 from servd.base.errors import ConfigError

@@ -2,8 +2,6 @@
 effect, and what to use instead of the rest. Names are vLLM's unless stated.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

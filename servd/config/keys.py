@@ -1,7 +1,5 @@
 """Access control: the file of API keys, and TLS certificates."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import ssl

@@ -1,7 +1,5 @@
 """The options of the model: which one, and how it is loaded."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from servd.checkpoint.hf import GenerationDefaults

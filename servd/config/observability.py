@@ -1,7 +1,5 @@
 """The options of logs and traces."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from msgspec import Meta

@@ -1,7 +1,5 @@
 """The options of devices and processes."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from servd.config._section import NotNegative, Positive, Section, about

@@ -1,7 +1,5 @@
 """Resolves every "auto" of a Config and validates its options for a model and a machine."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.metadata
 import importlib.util

@@ -1,7 +1,5 @@
 """Options of the scheduler."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from msgspec import Meta

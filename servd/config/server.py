@@ -1,7 +1,5 @@
 """The options of the HTTP server and its processes."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from servd.config._section import NotNegative, Positive, Seconds, Section, about

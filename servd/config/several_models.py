@@ -1,7 +1,5 @@
 """Options of a server of several models."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from msgspec import Meta

@@ -1,7 +1,5 @@
 """audit: whether blocks, slots and queues of an engine agree with each other."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from servd.core.engine_core import EngineCore

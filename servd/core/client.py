@@ -1,7 +1,5 @@
 """EngineCoreClient: an API server's (or LLM's) end of the channel to the engine process."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 

@@ -1,7 +1,5 @@
 """EngineCore: the step loop, and the handling of clients' messages."""
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Callable

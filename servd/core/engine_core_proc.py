@@ -1,7 +1,5 @@
 """EngineCoreProc: the engine process: input thread, output thread, and the busy loop between."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

@@ -1,7 +1,5 @@
 """Outputs: the messages that the clients get next, one for each."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from servd.base.tracing import Clock, Mark, now_ns

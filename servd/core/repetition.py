@@ -1,7 +1,5 @@
 """RepetitionDetector: recognises an output that repeats one pattern and will hardly end itself."""
 
-from __future__ import annotations
-
 from servd.messages.params import RepetitionDetection
 
 

@@ -1,7 +1,5 @@
 """StatsLine: the line about throughput in the engine's log."""
 
-from __future__ import annotations
-
 import logging
 import time
 

@@ -1,7 +1,5 @@
 """Step: one step until its output is collected; StepLog: the records of the latest steps."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from itertools import count, islice

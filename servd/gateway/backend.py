@@ -1,7 +1,5 @@
 """ModelServer: the gateway's view of the server of one of several models."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

@@ -1,7 +1,5 @@
 """ModelFolder: finds the models of a folder, their names, and the LoRA adapters of each."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

@@ -2,8 +2,6 @@
 stops them to stay within the limits of loaded models.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Gateway: a reverse proxy for several models. Passes each request to the server of its model."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import defaultdict

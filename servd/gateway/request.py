@@ -1,7 +1,5 @@
 """The fields of a request that the gateway of several models reads: `model` and `keep_alive`."""
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """The process of the gateway of several models: port, signals and shutdown."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import shutil

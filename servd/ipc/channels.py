@@ -6,8 +6,6 @@ private folder (0700). Between hosts there are Links over TCP only, encrypted an
 token.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """Heartbeat: a process's signs of life, in shared memory; Watchdog: detects that it hangs."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections import deque

@@ -5,8 +5,6 @@ Only the hub listens, so that the other hosts need no open port. A process whose
 is lost, as messages may be: it is not known again.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections import deque
 from collections.abc import Callable

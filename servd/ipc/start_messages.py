@@ -8,8 +8,6 @@
 | core -> worker | StartWorker; all others are those of messages.py |
 """
 
-from __future__ import annotations
-
 import msgspec
 
 from servd.checkpoint.hf import ModelSpec

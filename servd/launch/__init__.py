@@ -1,7 +1,5 @@
 """`servd serve`, the parent of all processes: finds the model, decides the options, starts them."""
 
-from __future__ import annotations
-
 import logging
 import resource
 import time

@@ -4,8 +4,6 @@ API servers send to an engine's local socket, wherever it runs; the bridge liste
 engines on other hosts, and passes on what these send to the sockets of the API servers.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 ends with its parent.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

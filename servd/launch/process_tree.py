@@ -1,7 +1,5 @@
 """ProcessTree: starts the processes of `servd serve`, restarts and stops them."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

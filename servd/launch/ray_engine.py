@@ -4,8 +4,6 @@ Ray places an actor and notices when it, or its host, is gone. The actor starts 
 and watches it, as `servd serve` does with one of its own host.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """A server's sockets: its port, and the folder of the Unix sockets between its processes."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

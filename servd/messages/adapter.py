@@ -1,7 +1,5 @@
 """Adapter: a LoRA adapter as requests name it."""
 
-from __future__ import annotations
-
 import msgspec
 
 

@@ -1,7 +1,5 @@
 """LLM: offline generation, embeddings and scores for scripts."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 import time

@@ -1,7 +1,5 @@
 """OfflineMetrics: what `LLM.get_metrics` returns, the metrics of an engine in a script."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -2,8 +2,6 @@
 became of the requests.
 """
 
-from __future__ import annotations
-
 import gc
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence

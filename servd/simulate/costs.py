@@ -1,7 +1,5 @@
 """Costs: how long a step takes, by what is in it; fitted to the steps of a recording."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

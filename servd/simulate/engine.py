@@ -1,7 +1,5 @@
 """SimulatedEngine: the real Scheduler and KV cache in virtual time; a step takes what Costs say."""
 
-from __future__ import annotations
-
 from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
 from servd.config.kv_layout import KVLayout

@@ -1,7 +1,5 @@
 """Recorder: appends requests and steps to a file, without text, for `servd simulate`."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Figures of what became of requests, in a recording or in a simulation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from math import exp
 

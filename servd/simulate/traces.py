@@ -1,7 +1,5 @@
 """Traces: requests of a recording or of a published trace, or made up in the shape of such."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush

@@ -1,7 +1,5 @@
 """Flags of the commands that start an engine, derived from Config, over files and environment."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """What commands print and write: rows of a table, and figures as JSON."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Start a server command, wait until it answers, stop it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

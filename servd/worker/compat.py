@@ -5,8 +5,6 @@ takes long to import is imported inside of functions.
 """
 # pyright: reportPrivateUsage=false
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager

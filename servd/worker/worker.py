@@ -1,7 +1,5 @@
 """Worker: one device with its share of the model, driven by an executor."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import time

@@ -1,7 +1,5 @@
 """The worker process: handles the executor's messages, and answers from a second thread."""
 
-from __future__ import annotations
-
 import faulthandler
 import importlib
 import queue

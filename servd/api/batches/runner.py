@@ -4,8 +4,6 @@ A batch is run by the one API server that holds its lock. If that server ends, h
 another one takes over; lines that were answered are not run again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

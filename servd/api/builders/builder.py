@@ -1,7 +1,5 @@
 """ResponseBuilder: the outputs of one request become a JSON body, or the frames of a stream."""
 
-from __future__ import annotations
-
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence

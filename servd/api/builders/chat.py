@@ -1,7 +1,5 @@
 """ChatBuilder: the shapes of a chat completion."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType

@@ -1,7 +1,5 @@
 """ChunkBuilder: what chat and text completions share; a stream is made of chunks."""
 
-from __future__ import annotations
-
 import time
 from abc import abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """CompletionBuilder: the shapes of a text completion."""
 
-from __future__ import annotations
-
 from msgspec import UNSET, UnsetType
 
 from servd.api.builders.chunks import ChunkBuilder

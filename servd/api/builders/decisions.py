@@ -6,8 +6,6 @@ the distribution of an answer that can be nothing but one of the options. All re
 prompt, whose blocks the prefix cache keeps.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Vectors: compute the vectors of prompts, and how well texts fit together."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import aclosing

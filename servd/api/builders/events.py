@@ -1,7 +1,5 @@
 """EventBuilder: what Responses and Messages share, streams of named events that change the body."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager

@@ -3,8 +3,6 @@
 Those of a token are JSON at once: 70 bytes for a candidate, where objects take 400.
 """
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """MessageBuilder: a chat becomes a Message of content blocks, and the events of its stream."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """ResponsesBuilder: a chat becomes a Response of output items, and the events of its stream."""
 
-from __future__ import annotations
-
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator

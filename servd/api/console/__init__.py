@@ -1,7 +1,5 @@
 """The console: a page for people, made of static files that need nothing from elsewhere."""
 
-from __future__ import annotations
-
 import hashlib
 from functools import lru_cache
 from pathlib import Path

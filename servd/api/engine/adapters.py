@@ -1,7 +1,5 @@
 """Adapters: LoRA adapters by name, as clients see them, loaded and unloaded at run time."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """AsyncLLM: prepares and runs concurrent requests on the engines, on an API server's event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -5,8 +5,6 @@ Each step sends every beam as a request for one token and its top log-probabilit
 cache holds what beams share. Scores and stopping criteria are those of `transformers`' beam search.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Sequence

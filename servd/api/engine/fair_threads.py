@@ -1,7 +1,5 @@
 """FairThreads: threads for work too long for the event loop, shared fairly among clients."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import OrderedDict, deque

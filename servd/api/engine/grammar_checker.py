@@ -1,7 +1,5 @@
 """GrammarChecker: rejects invalid structured outputs before they reach the engine."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import socket

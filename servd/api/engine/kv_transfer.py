@@ -1,7 +1,5 @@
 """kv_transfer_params: a prompt that one engine computes and another continues with."""
 
-from __future__ import annotations
-
 import time
 
 from servd.api.protocol.generation import KVTransferAnswer

@@ -1,7 +1,5 @@
 """OutputProcessor: EngineCoreOutput to CompletionOutput: detokenizes, and finds stop strings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from servd.api.request.choice import Choice

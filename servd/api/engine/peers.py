@@ -5,8 +5,6 @@ Each listens on a Unix socket beside the engine's. A query is one message on its
 so is its reply. A peer that does not reply in time is left out.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Sequence

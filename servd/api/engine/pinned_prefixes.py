@@ -1,7 +1,5 @@
 """PinnedPrefixes: has every engine keep the prompts of --pin-prefix in its cache."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from contextlib import aclosing

@@ -1,7 +1,5 @@
 """Processor: turns prompts into engine requests: chat template, tokenizer, validation."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import random

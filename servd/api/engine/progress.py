@@ -1,7 +1,5 @@
 """Progress: whether the engine is idle, decoding, computing long prompts, or stalled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import msgspec

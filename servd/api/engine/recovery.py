@@ -1,7 +1,5 @@
 """Recovery: resends open requests when an engine is restarted, but not the one that crashes it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Page: cursor pagination of lists, as OpenAI's clients use it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, TypeVar
 

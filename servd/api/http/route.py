@@ -6,8 +6,6 @@ words. Answers are msgspec structs: `Route` takes them as `response_model`. It a
 errors and headers to the `openapi_extra` and `responses` that FastAPI makes its document of.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints

@@ -1,7 +1,5 @@
 """EventStream: server-sent events; while_connected: cancels work when its client disconnects."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager

@@ -1,7 +1,5 @@
 """Collectors for /metrics of what is not counted: engine state, process state, exemplars."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator, Sequence

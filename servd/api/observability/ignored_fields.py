@@ -1,7 +1,5 @@
 """IgnoredFields: counts the fields without effect, and logs those that look misspelt once."""
 
-from __future__ import annotations
-
 import difflib
 import logging
 from collections.abc import Callable, Sequence

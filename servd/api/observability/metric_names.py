@@ -1,7 +1,5 @@
 """Names, texts and buckets of the metrics: vLLM's where they mean the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 

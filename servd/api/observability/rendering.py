@@ -1,7 +1,5 @@
 """Renders latency breakdowns: as JSON for routes and console, as a header and as a trace."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, islice, pairwise
 from typing import Any

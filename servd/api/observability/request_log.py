@@ -1,7 +1,5 @@
 """Logging of requests, with --enable-log-requests."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Tracer: the timelines of running, of the most recent and of the slowest requests."""
 
-from __future__ import annotations
-
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict, defaultdict, deque

@@ -1,7 +1,5 @@
 """Grammars of tool calls that obey the tools' schemas, in a model's format, as Lark."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

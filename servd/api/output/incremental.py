@@ -6,8 +6,6 @@ text. How the text was cut into pieces has no influence on what is read, so the 
 streams and whole answers.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """OutputParser: splits output text into reasoning, content and tool calls, as expected."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence

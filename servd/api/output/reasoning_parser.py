@@ -1,7 +1,5 @@
 """Reasoning between two tags, as a rule at the beginning: what all reasoning parsers share."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Calls that the model had to make: a JSON array of names and arguments, held to the schemas."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

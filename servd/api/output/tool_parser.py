@@ -1,7 +1,5 @@
 """What all tool parsers share: emitting calls, giving malformed ones back, calls in JSON."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from abc import abstractmethod

@@ -2,8 +2,6 @@
 `/v1/batches`.
 """
 
-from __future__ import annotations
-
 import os
 import uuid
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Shapes of `/v1/files` and `/v1/batches`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 import msgspec

@@ -1,7 +1,5 @@
 """Classify: the classes of texts."""
 
-from __future__ import annotations
-
 import time
 
 import msgspec

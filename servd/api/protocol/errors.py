@@ -1,7 +1,5 @@
 """The error body that OpenAI's clients read, or Anthropic's on its routes, for every exception."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import re

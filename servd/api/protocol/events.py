@@ -1,7 +1,5 @@
 """The events of streams that name them, as OpenAI's and Anthropic's clients know them."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec

@@ -1,7 +1,5 @@
 """How many values a JSON text holds, found without parsing it: parsing holds up every thread."""
 
-from __future__ import annotations
-
 BACKSLASH = ord("\\")
 
 

@@ -1,7 +1,5 @@
 """Loading and unloading of adapters: requests, as vLLM has them."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

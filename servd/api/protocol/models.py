@@ -1,7 +1,5 @@
 """The list of served models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Responses of the introspection routes. Times are milliseconds from the request's first mark."""
 
-from __future__ import annotations
-
 import msgspec
 from msgspec import UNSET, UnsetType
 

@@ -1,7 +1,5 @@
 """Rerank: documents in the order of similarity to a query, in the shapes of Jina and Cohere."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

@@ -1,7 +1,5 @@
 """Items of a conversation in the Responses API: as a chat, and as the server lists them."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a request asks of its output's form: response_format, structured_outputs and guided_*."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, Literal, NotRequired
 

@@ -1,7 +1,5 @@
 """The tools of a chat, and which of them the model may or must call."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, NotRequired
 

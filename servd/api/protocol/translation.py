@@ -1,7 +1,5 @@
 """What Responses and Messages share: each becomes a chat, and hears of errors in its own words."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

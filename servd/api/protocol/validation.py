@@ -1,7 +1,5 @@
 """Parses a request body into its pydantic model; errors become one bounded InvalidRequest."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 from collections.abc import Iterable, Mapping, Sequence

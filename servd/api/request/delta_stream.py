@@ -1,7 +1,5 @@
 """DeltaStream: the deltas of a request's choices on their way to the client."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """FairLoop: shares the event loop fairly among clients."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable

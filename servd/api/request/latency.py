@@ -4,8 +4,6 @@ A pure function of the request's marks and of the engine's steps in that time. T
 the state of the request between each two of them, and the steps what the engine did meanwhile.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """EventLog: the events of one stream, stored so that several readers can follow from any event."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 

@@ -1,7 +1,5 @@
 """ResponseStore: the stored responses of one API key, in the memory of one API server."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass

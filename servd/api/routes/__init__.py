@@ -1,7 +1,5 @@
 """The HTTP routes: one family per file, each with a `router`. Other servers' are in `compat`."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter
 
 from servd.base import plugins

@@ -1,7 +1,5 @@
 """GET /debug/audit: whether anything is left that should not be."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import resource

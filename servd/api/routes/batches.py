@@ -1,7 +1,5 @@
 """/v1/batches: the requests of a file, answered in the background."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Annotated
 

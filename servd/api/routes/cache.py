@@ -2,8 +2,6 @@
 /reset_prefix_cache.
 """
 
-from __future__ import annotations
-
 import re
 
 import msgspec

@@ -1,7 +1,5 @@
 """POST /classify: the classes of texts, by the model's classification head."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response

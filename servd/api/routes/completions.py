@@ -1,7 +1,5 @@
 """POST /v1/completions."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response

@@ -1,7 +1,5 @@
 """GET /: the console for a browser, and for a program where to continue."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response

@@ -1,7 +1,5 @@
 """POST /v1/decisions: questions about an input, with the probabilities of the options."""
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 from typing import Any, cast

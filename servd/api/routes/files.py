@@ -1,7 +1,5 @@
 """/v1/files: the input and the output of batches."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """GET /health, /ping, /version and /load."""
 
-from __future__ import annotations
-
 import time
 
 from fastapi import APIRouter

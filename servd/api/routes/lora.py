@@ -1,7 +1,5 @@
 """POST /v1/load_lora_adapter and /v1/unload_lora_adapter."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response

@@ -1,7 +1,5 @@
 """Anthropic's POST /v1/messages and /v1/messages/count_tokens."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from fastapi import APIRouter, Depends

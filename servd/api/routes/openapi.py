@@ -1,7 +1,5 @@
 """GET /openapi.json, and the same for people: /docs and /redoc."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

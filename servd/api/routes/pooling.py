@@ -1,7 +1,5 @@
 """POST /pooling: hidden states of each input as one vector, or as one for every token."""
 
-from __future__ import annotations
-
 import base64
 
 from fastapi import APIRouter

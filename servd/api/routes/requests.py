@@ -1,7 +1,5 @@
 """GET /v1/requests, /v1/requests/{id}/timeline and /v1/steps: where the time went."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query

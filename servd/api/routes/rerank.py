@@ -1,7 +1,5 @@
 """POST /rerank, /v1/rerank and /v2/rerank: documents by how well they fit a query."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter
 from msgspec import UNSET
 from starlette.requests import Request

@@ -1,7 +1,5 @@
 """POST /score and /v1/score: how well texts fit together, by the model's head or by embeddings."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response

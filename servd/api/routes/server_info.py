@@ -1,7 +1,5 @@
 """GET /server_info: how this server is set up, and why."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """POST /sleep, POST /wake_up and GET /is_sleeping, with vLLM's names."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import suppress

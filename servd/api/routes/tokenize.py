@@ -1,7 +1,5 @@
 """POST /tokenize and /detokenize, GET /tokenizer_info."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fastapi import APIRouter

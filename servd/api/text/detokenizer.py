@@ -1,7 +1,5 @@
 """Detokenizer: incremental text of one choice, holding back possible stop strings."""
 
-from __future__ import annotations
-
 import codecs
 import re
 from collections.abc import Sequence

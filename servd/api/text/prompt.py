@@ -1,7 +1,5 @@
 """Prompt: text, token ids, a chat or a pair of texts, independent of the API that it came by."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Pairs of texts as chats, for models that say by their next token how well a document fits."""
 
-from __future__ import annotations
-
 import msgspec
 
 from servd.api.text.chat_template import ChatTemplate

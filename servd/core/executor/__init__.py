@@ -1,7 +1,5 @@
 """Ways to run workers, one file each with `class Executor`; `--executor NAME` is the file name."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, Protocol

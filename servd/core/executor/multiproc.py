@@ -1,7 +1,5 @@
 """MultiProcExecutor: one worker process per device."""
 
-from __future__ import annotations
-
 import queue
 import shutil
 from collections import deque

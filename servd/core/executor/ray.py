@@ -4,8 +4,6 @@ Ray chooses the hosts, starts an actor in each bundle, hands it the keys of serv
 notices when one is gone; messages pass servd's own channel.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import socket

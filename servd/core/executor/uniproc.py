@@ -1,7 +1,5 @@
 """UniProcExecutor: one worker, inside this process."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chained block hashes: equal if and only if the blocks and all before them hold equal tokens."""
 
-from __future__ import annotations
-
 from array import array
 from hashlib import sha256
 

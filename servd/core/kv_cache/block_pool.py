@@ -1,7 +1,5 @@
 """Every block of the KV cache: owned (by reference count), cached (evictable) or blank."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 

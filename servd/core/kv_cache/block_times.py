@@ -1,7 +1,5 @@
 """BlockTimes: lifetime, idle time and reuse gaps of a sample of the prefix cache's blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import pairwise
 

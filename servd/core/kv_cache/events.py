@@ -5,8 +5,6 @@ SHA-256 of its parent's and its tokens as little-endian u32 (`block_hash`); the 
 which is no block, is `root_hash` of salt and adapter.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterable, Sequence

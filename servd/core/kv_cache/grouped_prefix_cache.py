@@ -1,7 +1,5 @@
 """GroupedPrefixCache: the prefix cache of a model with sliding-window layers (a hybrid model)."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 

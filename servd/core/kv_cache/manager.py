@@ -1,7 +1,5 @@
 """KVCacheManager: allocates blocks to requests, from the prefix cache as far as it has them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from servd.base.tracing import Clock, now_ns

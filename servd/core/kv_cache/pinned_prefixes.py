@@ -1,7 +1,5 @@
 """PinnedPrefixes: prompts that stay in the KV cache until a given time, used or not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 

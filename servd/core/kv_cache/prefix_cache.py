@@ -1,7 +1,5 @@
 """PrefixCache: finds the blocks that hold the beginning of a request, by chained hashes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from servd.base.tracing import Clock, now_ns

@@ -1,7 +1,5 @@
 """AdapterQueue: which LoRA adapters' requests may run, as the workers hold a limited number."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@ up. A prompt costs its tokens as they are computed, output the steps for which i
 policy is work-conserving: an owner that is alone gets everything.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence

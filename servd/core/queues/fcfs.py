@@ -1,7 +1,5 @@
 """fcfs: first come, first served, whoever sent it. The other policies add to it."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import count

@@ -1,7 +1,5 @@
 """priority: the lowest `priority` first; owners share as under `fair` among equal ones."""
 
-from __future__ import annotations
-
 from servd.core.queues import fair
 from servd.messages.engine import RequestOptions
 

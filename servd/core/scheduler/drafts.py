@@ -1,7 +1,5 @@
 """Drafts: draft tokens of requests, from asking the workers for them to counting acceptances."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from servd.core.draft_length import DraftLengthController

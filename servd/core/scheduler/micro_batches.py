@@ -5,8 +5,6 @@ different stages have different requests: each step takes an equal share of all,
 tokens are known. Prompts continue in any step, as their tokens are known.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence, Set
 
 from servd.core.request import Request

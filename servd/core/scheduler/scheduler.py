@@ -1,7 +1,5 @@
 """Scheduler: which requests compute how many tokens in the next step, and what came out of it."""
 
-from __future__ import annotations
-
 import logging
 from bisect import bisect_left, insort
 from collections import deque

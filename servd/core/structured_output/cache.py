@@ -1,7 +1,5 @@
 """GrammarCache: compiled grammars: recent ones, and those in use."""
 
-from __future__ import annotations
-
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable

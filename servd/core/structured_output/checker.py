@@ -1,7 +1,5 @@
 """The process that tries grammars before an engine compiles them, and may be killed by one."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import random

@@ -1,7 +1,5 @@
 """Attention of a mixed batch over the paged KV cache: one file per backend, each a `Backend`."""
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """int8 keys and values, a scale per token and head: off by 1/254 of the largest number at most."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -2,8 +2,6 @@
 `servd[flashinfer]`.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from dataclasses import dataclass

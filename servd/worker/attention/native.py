@@ -2,8 +2,6 @@
 and accumulates in float32.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -2,8 +2,6 @@
 scaled_dot_product_attention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

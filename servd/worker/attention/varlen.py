@@ -2,8 +2,6 @@
 only.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

@@ -1,7 +1,5 @@
 """Block tables: which KV-cache blocks each slot owns, kept on the device."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -4,8 +4,6 @@ The host's part is one copy from pinned memory; the first kernel of a graph, `Op
 finds the rest. On a CPU, host and device share the memory.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import cycle

@@ -1,7 +1,5 @@
 """Chain: drafts of which each is made by a pass over the one before it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -7,8 +7,6 @@ draft. After verification the kept drafts move to the first columns, as if they 
 drafted, one after another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """RequestStates: one row per running request, kept across steps."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

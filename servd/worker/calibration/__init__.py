@@ -1,7 +1,5 @@
 """A checkpoint of fewer bits than another, made with a text: `servd quantize`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Write a checkpoint of compressed-tensors, "pack-quantized"."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A transformers model, layer by layer: what each matrix multiplies, and the model's perplexity."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Sequence

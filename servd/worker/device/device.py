@@ -1,7 +1,5 @@
 """A worker's resources: threads and memory of a CPU, memory of a CUDA device."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

@@ -2,8 +2,6 @@
 pages of 4 KiB the processor spends time on TLB misses.
 """
 
-from __future__ import annotations
-
 import mmap
 import threading
 import weakref

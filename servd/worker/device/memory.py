@@ -1,7 +1,5 @@
 """MemoryUse: where a CUDA device's memory goes, and what would leave more for the KV cache."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Staging: copies from mapped files to a device through pinned memory, asynchronously."""
 
-from __future__ import annotations
-
 from itertools import cycle
 
 import torch

@@ -1,7 +1,5 @@
 """BlockStore: copies blocks between a rank's KV cache and host memory shared with the engine."""
 
-from __future__ import annotations
-
 import logging
 import mmap
 from collections.abc import Sequence

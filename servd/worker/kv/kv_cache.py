@@ -1,7 +1,5 @@
 """The KV cache's tensors, and how many blocks fit."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any

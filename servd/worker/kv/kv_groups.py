@@ -4,8 +4,6 @@ Groups share tensors: the first layers of all groups use the first one, and so o
 the same size in every group, and can be used by any.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Activation functions by their names in config.json."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

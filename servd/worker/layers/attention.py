@@ -1,7 +1,5 @@
 """Attention: the attention layer of models, which calls the backend with its own KV cache."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache, cached_property
 from typing import Any

@@ -1,7 +1,5 @@
 """Token embedding and output head, the vocabulary split over the ranks."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """SparseMoE: mixture of experts: a router chooses a few feed-forwards for each token."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from importlib.util import find_spec

@@ -2,8 +2,6 @@
 (split by inputs).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor, nn

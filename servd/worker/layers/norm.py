@@ -1,7 +1,5 @@
 """RMSNorm and LayerNorm, over the last dimension."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

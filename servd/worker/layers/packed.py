@@ -1,7 +1,5 @@
 """Weight matrices packed for the CPU kernels (ops/cpu)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -239,7 +237,7 @@ def _addresses(tensors: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _num_terms(quantized: Quantized, x_dtype: torch.dtype) -> int:
-    """Of int8, for weights that are whole numbers in groups of so many that sums pay; or none."""
+    """Of int8, for weights of whole numbers in groups large enough to pay; or none."""
     codes = quantized.codes
     size = quantized.group_size
     are_whole = all(value in range(-128, 128) for value in quantized.table or ())

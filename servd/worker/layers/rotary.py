@@ -1,7 +1,5 @@
 """Rotary position embedding (https://arxiv.org/abs/2104.09864) with config.json's scalings."""
 
-from __future__ import annotations
-
 import logging
 import math
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """State: the recurrent state of a layer, of fixed size for each request (linear attention, SSM)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Weight: a parameter that loads its rank's shard of checkpoint tensors; Loadable: its model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol, Self
 

@@ -4,8 +4,6 @@ servd.worker.loading.convert_tokenizer`.
 It runs in its own process because transformers imports torch, and the API process imports neither.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

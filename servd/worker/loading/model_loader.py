@@ -1,7 +1,5 @@
 """Model loading: finds the model's class, builds it, and loads its weights, or random ones."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -4,8 +4,6 @@ A stage maps a residual stream, [num_tokens, hidden], to another: the embedding 
 input from the previous stage, the final norm by the sum that it would normalise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adapters of running requests: read when first needed, in a slot of --max-loras."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 products; attention (`_transformers_attention.py`), linear layers, tables and loading are servd's.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path

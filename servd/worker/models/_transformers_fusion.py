@@ -4,8 +4,6 @@ place: q, k and v in one product, rotation inside of attention, gate and up in o
 What a part computes is found by running it, small and on random numbers: names alone prove nothing.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from typing import Any

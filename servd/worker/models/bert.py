@@ -1,7 +1,5 @@
 """BERT (https://arxiv.org/abs/1810.04805): an encoder with bidirectional attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 

@@ -2,8 +2,6 @@
 shared feed-forward.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cached_property

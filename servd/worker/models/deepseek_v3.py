@@ -2,8 +2,6 @@
 itself, and chosen with a bias that keeps them equally busy.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from servd.checkpoint.hf import ModelSpec

@@ -2,8 +2,6 @@
 soft caps, a sliding window in every other layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

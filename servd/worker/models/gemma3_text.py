@@ -2,8 +2,6 @@
 in place of soft caps, and another rotary base in sliding-window layers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from msgspec.structs import replace

@@ -1,7 +1,5 @@
 """GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners")."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from torch import Tensor, nn

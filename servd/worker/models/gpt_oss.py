@@ -2,8 +2,6 @@
 sinks, a sliding window in every other layer.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

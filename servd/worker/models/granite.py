@@ -1,7 +1,5 @@
 """Granite 3 and 4 without state: Llama with factors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

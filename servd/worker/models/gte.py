@@ -2,8 +2,6 @@
 rotary positions and a gated feed-forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import ClassVar
 

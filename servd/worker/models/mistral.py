@@ -1,7 +1,5 @@
 """Mistral 7B (https://arxiv.org/abs/2310.06825): Llama with an optional sliding window."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM

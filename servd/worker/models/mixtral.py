@@ -1,7 +1,5 @@
 """Mixtral (https://arxiv.org/abs/2401.04088): Mistral with experts as feed-forwards."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from servd.checkpoint.hf import ModelSpec

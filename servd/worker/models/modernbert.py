@@ -2,8 +2,6 @@
 feed-forward, and local attention in most layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, ClassVar
 

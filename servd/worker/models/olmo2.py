@@ -2,8 +2,6 @@
 of all queries and all keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor, nn

@@ -2,8 +2,6 @@
 gate and up, as one tensor each; heads may be turned in part.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from servd.checkpoint.hf import ModelSpec

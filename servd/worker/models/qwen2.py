@@ -1,7 +1,5 @@
 """Qwen 2 and 2.5 (https://arxiv.org/abs/2407.10671): Llama with a bias on q, k and v."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from servd.base.errors import UnsupportedModel

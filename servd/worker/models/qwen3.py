@@ -1,7 +1,5 @@
 """Qwen 3 (https://arxiv.org/abs/2505.09388): Llama with RMSNorm on the heads of q and k."""
 
-from __future__ import annotations
-
 from servd.worker.layers.norm import RMSNorm
 from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 from servd.worker.models.qwen2 import refuse_mixed_windows

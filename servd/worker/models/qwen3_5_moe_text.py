@@ -1,7 +1,5 @@
 """Qwen 3.5 with experts, its text models."""
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 from torch import nn
 

@@ -2,8 +2,6 @@
 their projections apart.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from servd.checkpoint.hf import ModelSpec

@@ -1,7 +1,5 @@
 """Qwen 3 with experts (https://arxiv.org/abs/2505.09388)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -2,8 +2,6 @@
 recurrent state in place of a KV cache; the others have attention with an output gate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

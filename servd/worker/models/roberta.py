@@ -1,7 +1,5 @@
 """RoBERTa (https://arxiv.org/abs/1907.11692): BERT whose positions begin after that of padding."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from servd.worker.device.parallel import Parallel

@@ -1,7 +1,5 @@
 """SmolLM3: Llama without positions in every fourth layer (NoPE, https://arxiv.org/abs/2501.18795)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

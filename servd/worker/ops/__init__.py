@@ -1,7 +1,5 @@
 """Operations between the matrix products: `reference.py` in plain torch, others for devices."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Protocol
 

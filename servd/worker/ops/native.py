@@ -1,7 +1,5 @@
 """The operations of cpu/ for float32 on a CPU, compiled when servd is installed, if they can be."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import logging

@@ -1,7 +1,5 @@
 """The operations in plain torch, on any device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

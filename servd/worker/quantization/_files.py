@@ -1,7 +1,5 @@
 """The tensors of a checkpoint's files, as they are."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 https://github.com/ggml-org/llama.cpp/blob/master/tools/imatrix/README.md has the format, of GGUF.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

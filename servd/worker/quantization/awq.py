@@ -1,7 +1,5 @@
 """AWQ: codes of 4 bits packed along the outputs, with zero points."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

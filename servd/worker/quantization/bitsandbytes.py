@@ -1,7 +1,5 @@
 """bitsandbytes: 4 bits that stand for 16 numbers (NF4), a factor for each block of a row."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial

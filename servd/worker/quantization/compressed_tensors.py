@@ -3,8 +3,6 @@
 Activations are not rounded to 8 bits: that is for speed on other devices, and less exact.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

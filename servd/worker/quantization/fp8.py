@@ -2,8 +2,6 @@
 one of the whole matrix or of blocks.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from importlib.util import find_spec

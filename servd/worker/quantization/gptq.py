@@ -1,7 +1,5 @@
 """GPTQ: codes of 4 or 8 bits packed along the inputs, groups that may be of scattered columns."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

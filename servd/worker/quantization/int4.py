@@ -5,8 +5,6 @@ from where the least and the largest number of a group have codes 0 and 15. With
 matrix the squares count as much as their columns' inputs, from more such beginnings.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

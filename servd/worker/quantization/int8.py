@@ -5,8 +5,6 @@ where few numbers of a row are much larger than the others, a scale for all woul
 to nothing.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

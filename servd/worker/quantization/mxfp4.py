@@ -1,7 +1,5 @@
 """MXFP4, as GPT-OSS has its experts: floats of 4 bits, a power of two for each 32 of a row."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

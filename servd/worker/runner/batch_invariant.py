@@ -4,8 +4,6 @@ Left to change are matrix products, where cuBLAS chooses its kernel by the numbe
 attention, which splits rows by the load of the device.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch.nn.functional as F

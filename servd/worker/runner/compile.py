@@ -1,7 +1,5 @@
 """--compile: compiles layers by torch.compile, in place of servd's own fused kernels."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from types import MethodType

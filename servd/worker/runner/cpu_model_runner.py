@@ -1,7 +1,5 @@
 """CPUModelRunner: a model in main memory, with decode steps as recorded graphs."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 

@@ -3,8 +3,6 @@
 The runner's own `load_model` runs on meta tensors: all that it converts, packs or quantizes counts.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any, ClassVar

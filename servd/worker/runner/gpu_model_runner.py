@@ -2,8 +2,6 @@
 copies of outputs.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence

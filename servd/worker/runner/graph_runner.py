@@ -10,8 +10,6 @@ decode steps run a second graph, which chooses and stores the tokens: a grammar'
 between the two.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import time

@@ -1,7 +1,5 @@
 """ModelRunner: computes steps of the model, on the rows of requests that it keeps."""
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Each stage computes another step, of other requests. The executor sends the samp
 earlier stages before their requests are scheduled again.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any
 

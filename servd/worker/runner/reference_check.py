@@ -5,8 +5,6 @@ The reference runs in its own process while the model loads, as transformers tak
 hundreds of megabytes, and is cached. The comparison runs at every start.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Packed bitmasks of allowed tokens: token i is bit i % 32 of word i // 32."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -6,7 +6,5 @@ the same result; float sums would depend on how a device splits the row. Over up
 they cannot overflow.
 """
 
-from __future__ import annotations
-
 WEIGHT_ONE = 2.0**44
 MAX_VOCAB_SIZE = 2**18

@@ -1,7 +1,5 @@
 """LogitEdits: the changes of logits that one fused pass makes, which also finds their maximum."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """min-p, top-k and top-p: each keeps the tokens whose weight is not below a limit."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

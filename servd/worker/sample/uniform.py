@@ -2,8 +2,6 @@
 batch.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

@@ -5,8 +5,6 @@ Its keys and values lie in blocks with the numbers of the target's. A pass reads
 newest token, which are of drafts that were not kept, and computes them again.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -4,8 +4,6 @@
 The draft is a chain of likeliest tokens, as in vLLM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Set
 from typing import ClassVar
 

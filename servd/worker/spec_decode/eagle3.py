@@ -2,8 +2,6 @@
 (https://arxiv.org/abs/2503.01840).
 """
 
-from __future__ import annotations
-
 from collections.abc import Set
 from functools import partial
 from typing import Any, ClassVar

@@ -5,8 +5,6 @@ The draft is the likeliest token of each head, one after another, as in vLLM, or
 likeliest ones.
 """
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from collections.abc import Mapping

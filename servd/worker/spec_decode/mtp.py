@@ -2,8 +2,6 @@
 (https://arxiv.org/abs/2412.19437). It lies behind the model's own layers in the same checkpoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Set
 from typing import Any, ClassVar
 

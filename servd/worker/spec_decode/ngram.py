@@ -2,8 +2,6 @@
 (https://github.com/apoorvumang/prompt-lookup-decoding).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ In place of suffix trees each text has chains through the places with the same t
 LZ77: the newest place of a chain is looked up, and each knows the one before.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """DeepSeek R1: `<think>...</think>`, where the first tag may be missing."""
 
-from __future__ import annotations
-
 from servd.api.output.reasoning_parser import ReasoningParser
 
 

@@ -1,7 +1,5 @@
 """Gemma 4: `<|channel>thought ... <channel|>`."""
 
-from __future__ import annotations
-
 from servd.api.output.reasoning_parser import ReasoningParser
 
 

@@ -1,7 +1,5 @@
 """Granite 3.2: `Here is my thought process: ... Here is my response: ...`."""
 
-from __future__ import annotations
-
 from servd.api.output.reasoning_parser import ReasoningParser
 
 

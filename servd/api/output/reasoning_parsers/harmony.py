@@ -1,7 +1,5 @@
 """GPT-OSS: messages on the channels `analysis`, `commentary` and `final`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from servd.api.output.incremental import Content, Steps

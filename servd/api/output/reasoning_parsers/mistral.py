@@ -1,7 +1,5 @@
 """Magistral: `[THINK]...[/THINK]`."""
 
-from __future__ import annotations
-
 from servd.api.output.reasoning_parser import ReasoningParser
 
 

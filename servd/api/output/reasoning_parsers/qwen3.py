@@ -1,7 +1,5 @@
 """Qwen3 and most others: `<think>...</think>`, opened by the prompt or by the model."""
 
-from __future__ import annotations
-
 from servd.api.output.reasoning_parser import ReasoningParser
 
 

@@ -1,7 +1,5 @@
 """Seed-OSS: `<seed:think>...</seed:think>`."""
 
-from __future__ import annotations
-
 from servd.api.output.reasoning_parser import ReasoningParser
 
 

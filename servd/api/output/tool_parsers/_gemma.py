@@ -1,7 +1,5 @@
 """Gemma's own notation: `call:F{key:value}`, without quotation marks, strings between tokens."""
 
-from __future__ import annotations
-
 import json
 import re
 

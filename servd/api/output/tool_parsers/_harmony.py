@@ -5,8 +5,6 @@ and one of `ENDS`; the prompt ends after the role. The recipient may come before
 `<|constrain|>` be missing. Source: https://cookbook.openai.com/articles/openai-harmony
 """
 
-from __future__ import annotations
-
 import re
 
 from servd.api.output.incremental import Reader, Steps

@@ -1,7 +1,5 @@
 """Calls between markers, in a section between markers."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 
 from servd.api.output.incremental import Steps

@@ -1,7 +1,5 @@
 """Calls as a JSON array after a marker."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from servd.api.output.incremental import Steps

@@ -1,7 +1,5 @@
 """Calls that write their arguments one by one, as text between tags."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, ClassVar, NoReturn
 

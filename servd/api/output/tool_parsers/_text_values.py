@@ -1,7 +1,5 @@
 """Values that a format writes as plain text: what a JSON schema says of them, and their Lark."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from servd.api.output.call_grammar import ANNOTATIONS, NotExpressible, quoted

@@ -1,7 +1,5 @@
 """DeepSeek V3, R1 and V3.1: calls between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`."""
 
-from __future__ import annotations
-
 from servd.api.output.call_grammar import CallSyntax
 from servd.api.output.incremental import Steps
 from servd.api.output.tool_parsers._marked_calls import MarkedCallsParser

@@ -1,7 +1,5 @@
 """FunctionGemma: `<start_function_call>call:F{key:<escape>text<escape>}<end_function_call>`."""
 
-from __future__ import annotations
-
 from servd.api.output.tool_parsers._gemma import GemmaParser
 
 

@@ -1,7 +1,5 @@
 """Gemma 4: `<|tool_call>call:F{key:<|"|>text<|"|>}<tool_call|>`."""
 
-from __future__ import annotations
-
 from servd.api.output.tool_parsers._gemma import GemmaParser
 
 

@@ -1,7 +1,5 @@
 """GLM 4.5 to 4.7: `<tool_call>F<arg_key>P</arg_key><arg_value>value</arg_value></tool_call>`."""
 
-from __future__ import annotations
-
 import re
 
 from servd.api.output.incremental import Steps

@@ -1,7 +1,5 @@
 """Granite 3: `<|tool_call|>[{"name": ..., "arguments": {...}}]`; Granite 4 writes as Hermes."""
 
-from __future__ import annotations
-
 from servd.api.output.call_grammar import CallSyntax
 from servd.api.output.tool_parsers._marked_json import MarkedJsonParser
 

@@ -1,7 +1,5 @@
 """Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
 
-from __future__ import annotations
-
 from servd.api.output.call_grammar import CallSyntax
 from servd.api.output.incremental import Steps
 from servd.api.output.tool_parser import ToolParser

@@ -1,7 +1,5 @@
 """InternLM 2.5: `<|action_start|><|plugin|>{"name": ..., "parameters": {...}}<|action_end|>`."""
 
-from __future__ import annotations
-
 from servd.api.output.call_grammar import CallSyntax
 from servd.api.output.incremental import Steps
 from servd.api.output.tool_parser import ToolParser

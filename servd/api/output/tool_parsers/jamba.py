@@ -1,7 +1,5 @@
 """Jamba and Hunyuan-A13B: `<tool_calls>[{"name": ..., "arguments": {...}}]</tool_calls>`."""
 
-from __future__ import annotations
-
 from servd.api.output.call_grammar import CallSyntax
 from servd.api.output.tool_parsers import minimax
 from servd.api.output.tool_parsers._marked_json import MarkedJsonParser

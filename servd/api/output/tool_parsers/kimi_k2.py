@@ -1,7 +1,5 @@
 """Kimi K2: `<|tool_call_begin|>functions.F:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 

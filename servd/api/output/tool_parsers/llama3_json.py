@@ -1,7 +1,5 @@
 """Llama 3: `{"name": ..., "parameters": {...}}`, or several, joined by `;`, maybe after a tag."""
 
-from __future__ import annotations
-
 from servd.api.output.call_grammar import CallSyntax
 from servd.api.output.incremental import Steps
 from servd.api.output.tool_parser import ToolParser

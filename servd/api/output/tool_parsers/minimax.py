@@ -1,7 +1,5 @@
 """MiniMax M1: a line of `{"name": ..., "arguments": {...}}` for each call, between tags."""
 
-from __future__ import annotations
-
 from servd.api.output.call_grammar import CallSyntax
 from servd.api.output.incremental import Steps
 from servd.api.output.tool_parser import ToolParser

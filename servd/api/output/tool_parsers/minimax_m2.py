@@ -1,7 +1,5 @@
 """MiniMax M2: `<minimax:tool_call><invoke name="F"><parameter name="P">value</parameter>...`."""
 
-from __future__ import annotations
-
 from servd.api.output.call_grammar import CallSyntax
 from servd.api.output.tool_parsers._parameters import ParametersParser
 

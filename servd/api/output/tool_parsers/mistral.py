@@ -1,7 +1,5 @@
 """Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]` or `[TOOL_CALLS]name[ARGS]{...}`."""
 
-from __future__ import annotations
-
 import random
 import re
 import string

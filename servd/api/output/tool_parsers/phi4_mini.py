@@ -1,7 +1,5 @@
 """Phi-4-mini: `<|tool_call|>[{"name": ..., ...}]<|/tool_call|>` or `functools[...]`."""
 
-from __future__ import annotations
-
 from servd.api.output.call_grammar import CallSyntax
 from servd.api.output.tool_parsers._marked_json import MarkedJsonParser
 

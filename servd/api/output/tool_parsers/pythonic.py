@@ -1,7 +1,5 @@
 """Llama 4 and others: the reply is a Python list of calls, `[f(a=1), g(b="x")]`."""
 
-from __future__ import annotations
-
 import ast
 import json
 import keyword

@@ -1,7 +1,5 @@
 """Qwen3-Coder: `<tool_call><function=F><parameter=P>value</parameter></function></tool_call>`."""
 
-from __future__ import annotations
-
 from servd.api.output.call_grammar import CallSyntax
 from servd.api.output.tool_parsers._parameters import ParametersParser
 

@@ -1,7 +1,5 @@
 """POST /v2/embed: embeddings as Cohere's clients ask for them."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Callable
 from typing import Annotated, Any, Literal

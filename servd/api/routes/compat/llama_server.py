@@ -1,7 +1,5 @@
 """GET /props and GET /slots, with llama-server's names."""
 
-from __future__ import annotations
-
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request

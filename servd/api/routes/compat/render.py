@@ -1,7 +1,5 @@
 """POST /v1/chat/completions/render: what a chat request would send to the engine."""
 
-from __future__ import annotations
-
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request

@@ -1,7 +1,5 @@
 """POST /invocations: SageMaker's one route, which becomes the route that the body is meant for."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated
 

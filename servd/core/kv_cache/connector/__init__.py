@@ -1,7 +1,5 @@
 """KVConnector: loads KV blocks from places beyond the device, and saves them there."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from servd.core.executor import Executor

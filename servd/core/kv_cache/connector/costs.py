@@ -1,7 +1,5 @@
 """LoadCosts: whether a block comes back faster than it is computed."""
 
-from __future__ import annotations
-
 import logging
 
 logger = logging.getLogger("servd.engine")

@@ -4,8 +4,6 @@ Nothing in the folder is trusted: a file that is not whole, or not of this block
 a miss. Files are opened, read and written in threads beside the step loop.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """HostMemory: slots of host memory, each for one block with the parts of all ranks."""
 
-from __future__ import annotations
-
 import mmap
 import os
 

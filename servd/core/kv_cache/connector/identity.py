@@ -1,7 +1,5 @@
 """What the bytes of a cached block depend on, beside the tokens and keys that are in its hash."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """IOWorkers: threads that read slots of host memory from files and peers, and write them."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

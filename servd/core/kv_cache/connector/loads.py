@@ -1,7 +1,5 @@
 """Loads: which waiting requests wait for blocks from files and peers, and for how long."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

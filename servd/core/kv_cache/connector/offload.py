@@ -6,8 +6,6 @@ is looked up by block hash when its turn comes: host memory is copied in its fir
 blocks of peers, are read into host memory first, while the request waits.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Links need a token. Nothing that comes is trusted to be what was asked for: it h
 file, and is a miss if the header is not of this block and this model.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -13,8 +13,6 @@ tests/worker/sample/test_logits_processors.py runs its contract over all files. 
 The fused pass (`LogitEdits`) itself runs after all of them: it adds biases, forbids, penalizes.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """allowed_token_ids: all other tokens are impossible, as those that a grammar's bitmask forbids."""
 
-from __future__ import annotations
-
 from functools import cached_property
 
 import torch

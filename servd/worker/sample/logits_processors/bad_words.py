@@ -1,7 +1,5 @@
 """bad_words: the last token of a forbidden sequence may not follow its other tokens."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any
 

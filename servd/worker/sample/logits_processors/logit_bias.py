@@ -1,7 +1,5 @@
 """logit_bias: added to the logits of the tokens that it names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """min_tokens: end-of-sequence and stop tokens are impossible before N outputs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

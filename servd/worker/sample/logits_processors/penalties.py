@@ -1,7 +1,5 @@
 """Repetition, frequency and presence penalties, over token counts that stay on the device."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any
 

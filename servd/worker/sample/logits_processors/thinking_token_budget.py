@@ -1,7 +1,5 @@
 """thinking_token_budget: reasoning that has had N tokens continues with its end tag."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -2,8 +2,6 @@
 for devices.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Protocol
 

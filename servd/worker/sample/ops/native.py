@@ -1,7 +1,5 @@
 """The sampler's operations of servd/worker/ops/cpu/sampling.cpp, for CPUs."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

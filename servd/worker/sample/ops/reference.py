@@ -2,8 +2,6 @@
 `filter_top_k_top_p` waits for the device.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
