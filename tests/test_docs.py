@@ -48,7 +48,7 @@ def test_links_resolve(page):
 
 def test_the_help_has_every_option_and_its_description(capsys):
     with pytest.raises(SystemExit) as end:
-        make_parser().parse_args(["serve", "--help"])
+        make_parser().parse_args(["serve", "--help-all"])
     assert end.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     for section in msgspec.structs.fields(Config):

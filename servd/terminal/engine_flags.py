@@ -34,6 +34,45 @@ OTHER_FLAGS = {  # as vLLM has or had them
     "kv_offloading_size": ["--swap-space"],
 }
 
+# What `--help` shows; `--help-all` shows every option.
+COMMON = {
+    "model",
+    "served_model_name",
+    "host",
+    "port",
+    "api_key_file",
+    "device",
+    "dtype",
+    "quantization",
+    "max_model_len",
+    "max_num_seqs",
+    "kv_cache_memory",
+    "kv_cache_dir",
+    "gpu_memory_utilization",
+    "tensor_parallel_size",
+    "data_parallel_size",
+    "speculative_config",
+    "chat_template",
+    "lora_dir",
+    "models_dir",
+    "batch_dir",
+    "log_level",
+}
+
+
+class HelpAll(argparse.Action):
+    """Print the help with the options that `--help` hides: actions and their texts."""
+
+    def __init__(self, *, hidden: list[tuple[argparse.Action, str | None]], **options: Any) -> None:
+        super().__init__(nargs=0, **options)
+        self.hidden = hidden
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        for action, text in self.hidden:
+            action.help = text
+        parser.print_help()
+        parser.exit()
+
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     """Return the `type` of an argument that must be above 0."""
@@ -60,10 +99,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="options from a .toml, .yaml or .json file; flags win over it",
     )
+    hidden: list[tuple[argparse.Action, str | None]] = []
     for section in msgspec.structs.fields(Config):
         group = parser.add_argument_group(title_of(section.type))
         for option in msgspec.structs.fields(section.type):
-            add_option(group, option.name)
+            action = add_option(group, option.name)
+            if option.name not in COMMON:
+                hidden.append((action, action.help))
+                action.help = argparse.SUPPRESS
+    parser.add_argument("--help-all", action=HelpAll, hidden=hidden, help="show every option")
     add_needless(parser)
 
 
@@ -75,22 +119,23 @@ def add_needless(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag_of(name), dest=name, help=argparse.SUPPRESS, **style)
 
 
-def add_option(group: Any, name: str) -> None:
+def add_option(group: Any, name: str) -> argparse.Action:
+    """Add the flag of an option of Config, with its other names."""
     _, option = options_by_name()[name]
     kind, metas = plain(option.type)
     description = next(meta.description for meta in metas if meta.description).replace("%", "%%")
     if name == "model":
-        group.add_argument("model", nargs="?", metavar="MODEL", help=description)
         group.add_argument("--model", "--model-path", dest=name, help=argparse.SUPPRESS)
-        return
+        return group.add_argument("model", nargs="?", metavar="MODEL", help=description)
     if option.default not in (msgspec.NODEFAULT, None, False):
         description += f" [{'on' if option.default is True else option.default}]"
     flags = OTHER_FLAGS.get(name, []) + [flag_of(name)]
     style = argument_style(kind, name)
-    group.add_argument(*flags, dest=name, help=description, **style)
+    action = group.add_argument(*flags, dest=name, help=description, **style)
     others = [flag_of(other) for other, same in ALIASES.items() if same == name]
     if hidden := [flag for flag in others if flag not in flags]:
         group.add_argument(*hidden, dest=name, help=argparse.SUPPRESS, **style)
+    return action
 
 
 def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
