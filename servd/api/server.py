@@ -81,7 +81,7 @@ class LoopLag:
         self.metrics.observe_lag(lag)
         self.worst = max(self.worst, lag)
         if self.worst >= LONG_LAG and now >= self.next_warning:
-            logger.warning("the event loop was held up for %.2f s", self.worst)
+            logger.warning("the event loop was blocked for %.2f s", self.worst)
             self.worst = 0.0
             self.next_warning = now + LAG_WARNING_INTERVAL
 
@@ -213,7 +213,7 @@ class Server(uvicorn.Server):
             if self.config.ssl is not None:
                 load_certificates(self.config.ssl, config.access)
         except ConfigError as error:
-            logger.error("%s: what was read before stays", error)
+            logger.error("%s: keeping the previous settings", error)
 
 
 def tell_systemd(state: str) -> None:
@@ -252,7 +252,7 @@ def background(context: Context) -> Iterator[Coroutine[Any, Any, None]]:
         yield context.batches.run()
     if files := context.config.cache.pin_prefix:
         if context.keys.is_multi_tenant:
-            logger.warning("--pin-prefix: nobody finds it, as API keys share no cached prompts")
+            logger.warning("--pin-prefix has no effect: API keys do not share cached prompts")
         yield PinnedPrefixes(files).keep(context.async_llm)
 
 

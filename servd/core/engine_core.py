@@ -114,7 +114,7 @@ class EngineCore:
             else:
                 self.scheduler.outputs.report_to(request.client)
         except Exception as error:
-            logger.exception("request %s cannot be taken in", request.request_id)
+            logger.exception("cannot add request %s", request.request_id)
             self.scheduler.outputs.reject(
                 request, f"the engine cannot take it ({type(error).__name__})"
             )

@@ -325,7 +325,7 @@ class EngineCoreProc:
         try:
             self.outputs.put(Attached(client, Outbox(client.inbox, must_exist=True)))
         except ConnectionError as error:
-            logger.info("API server %d is gone before it was attached: %s", client.client, error)
+            logger.info("API server %d ended before it attached: %s", client.client, error)
             self.inputs.put(ClientGone(client.client))
 
     def send_outputs(self) -> None:
@@ -412,7 +412,7 @@ def abort_all_of(client: int, engine: EngineCore) -> AbortRequests:
     if ids:
         # Not a warning: on a quick shutdown its own aborts may come later, and of a crash the
         # parent process warns.
-        logger.info("an API server has ended: %d requests aborted", len(ids))
+        logger.info("an API server ended: aborted %d requests", len(ids))
     return AbortRequests(ids)
 
 

@@ -70,7 +70,7 @@ class ModelFolder:
                 self._refused.pop(entry, None)
             except Exception as error:  # whatever is in one entry, the others are served
                 if str(error) != why:
-                    logger.warning("%r is not served: %s", name, error)
+                    logger.warning("not serving %r: %s", name, error)
                 self._refused[entry] = _mtime(entry), str(error)
         return found
 

@@ -58,8 +58,8 @@ class ModelServers:
         for adapter in adapters_in(config.lora).values():
             if adapter.owner(names) is None:
                 logger.warning(
-                    "the adapter %s is not served: it was trained for %s, which is none of the "
-                    "models; JSON in --lora-modules may name another as base_model_name",
+                    "not serving adapter %s: it was trained for %s, which is not served here; "
+                    "set base_model_name in the JSON of --lora-modules",
                     adapter.name,
                     adapter.base or "a model that its files do not name",
                 )

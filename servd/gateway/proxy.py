@@ -222,7 +222,7 @@ class Gateway:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
             except httpx.TransportError as error:  # uvicorn closes the client's connection, too
-                logger.error("%s: its server has left an answer: %s", visit.server.name, error)
+                logger.error("%s: its server ended during an answer: %s", visit.server.name, error)
             finally:
                 await answer.aclose()
 

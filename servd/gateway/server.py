@@ -117,8 +117,8 @@ async def _serve(
         logger.info("ready to serve %d models, at most %d awake: %s", count, most, names)
     else:
         logger.warning(
-            "%s has no model yet: looked for NAME/config.json, ORG/NAME/config.json and NAME.gguf; "
-            "what comes is found when a request names it",
+            "%s has no model yet (NAME/config.json, ORG/NAME/config.json or NAME.gguf): add "
+            "one, and name it in a request",
             where,
         )
     try:
@@ -142,6 +142,6 @@ def reload(
         if tls is not None:
             load_certificates(tls, config.access)
     except ConfigError as error:
-        logger.error("SIGHUP: %s: what was read before stays", error)
+        logger.error("SIGHUP: %s: keeping the previous settings", error)
         return
     servers.reload(config)

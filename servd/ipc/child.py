@@ -189,7 +189,7 @@ def read_start(kind: type[T], on_reload: Callable[[Config], None] = lambda confi
             try:
                 on_reload(msgspec.msgpack.decode(message, type=Config))
             except Exception:
-                log.exception("the new options were not taken over")
+                log.exception("ignoring the new options")
         log.error("the parent process is gone: ending")
         os._exit(1)
 

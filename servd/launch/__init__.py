@@ -100,7 +100,7 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, De
         config = find_draft(config)
     elif speculative := config.model.speculative_config:
         logger.warning(
-            "--executor %s drafts by itself: method %s is not run",
+            "--executor %s makes its own drafts: method %s does not run",
             config.parallel.executor,
             speculative.method,
         )

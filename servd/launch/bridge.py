@@ -84,7 +84,7 @@ class Bridge(threading.Thread):
                     for message in inbox.drain():
                         self.hub.send(address, message)
                 except UnreadableMessage as error:
-                    log.error("a message to %s is no message: %s", address, error)
+                    log.error("dropping an invalid message to %s: %s", address, error)
         for each in (*inboxes.values(), *outboxes.values()):
             each.close()
         self.hub.close()

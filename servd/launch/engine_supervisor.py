@@ -197,7 +197,7 @@ class EngineSupervisor:
             if not self.standby.is_stopped():
                 return
             self.standby.process.kill()
-        logger.warning("%s: the standby process has ended or was stopped: replaced", self.name)
+        logger.warning("%s: replacing the standby process, which ended", self.name)
         self.standby.stop(0)  # reaps it
         self.standby = None
 

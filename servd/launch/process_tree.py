@@ -271,7 +271,7 @@ class ProcessTree:
                 modules = self.load_adapters(new.lora.lora_modules)
                 self.config = self.config.replace(lora_modules=modules)
         except ConfigError as error:
-            logger.error("SIGHUP: %s: nothing has changed", error)
+            logger.error("SIGHUP: %s: nothing changed", error)
             return
         log.set_level(new.observability)
         self.config = self.config.replace(
@@ -282,7 +282,7 @@ class ProcessTree:
         for child in [*self.api_servers, *(engine.child for engine in self.engines)]:
             if child is not None:
                 child.post(self.config)
-        logger.info("SIGHUP: keys, limits, certificates, log level and adapters were read again")
+        logger.info("SIGHUP: read keys, limits, certificates, log level and adapters again")
 
     def next_event(self, deadline: float = math.inf) -> Child | signal.Signals | None:
         """Wait for a child's end or a signal, watching for hung children meanwhile. None after the
@@ -311,7 +311,7 @@ class ProcessTree:
         died_at = time.monotonic()
         if (why := engine.handle_exit()) is not None:
             return why
-        logger.error("%s: starting it again", engine.reason)
+        logger.error("%s: restarting it", engine.reason)
         self.notify(engine.ipc_dir, engine.next_generation())
         engine.start(died_at)
         return None
@@ -321,7 +321,7 @@ class ProcessTree:
         reason = f"{child.name} ended unexpectedly with code {child.exit_code}"
         if child.exit_code in (ENGINE_IS_DEAD, 2) or self.api_deaths.add():
             return reason
-        logger.error("%s: starting it again", reason)
+        logger.error("%s: restarting it", reason)
         child.stop(0)  # closes its pipe
         client = self.clients[child.name]
         for inbox in self.inboxes(client):

@@ -134,7 +134,9 @@ class RayEngine(EngineProcess):
         here = self.actor.now_ns.remote()
         while not ray.wait([here], timeout=WARN_INTERVAL)[0]:
             free = ray.available_resources()
-            log.warning("%s waits for Ray: it needs %s, free are %s", self.name, self.needs, free)
+            log.warning(
+                "%s waits for Ray: it needs %s, and %s are free", self.name, self.needs, free
+            )
         run = self.actor.run.remote(self.message, clock_offset(ray, self.actor))
         while not ray.wait([run], timeout=LOOK_INTERVAL)[0]:
             self.is_ready, self.is_asleep = ray.get(self.actor.look.remote())

@@ -181,7 +181,7 @@ def test_a_model_that_does_more_runs_call_by_call(checkpoints, monkeypatch, capl
     )
     with caplog.at_level("INFO", logger="servd.worker"):
         results = churn(driver)
-    assert "call by call: aten.mul.Tensor is not of the native library" in caplog.text
+    assert "which is slower: aten.mul.Tensor is not of the native library" in caplog.text
     graphs = graphs_of(driver)
     assert graphs is not None and not graphs.is_recordable
     for (tokens, logits), (expected_tokens, expected_logits) in zip(

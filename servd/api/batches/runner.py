@@ -81,7 +81,7 @@ class BatchRunner:
                         self._batches[task] = one.owner
                         task.add_done_callback(self._batches.pop)
                 except OSError:  # such as too many open files
-                    log.exception("batches could not be looked for; tried again later")
+                    log.exception("cannot list batches; trying again later")
                 await asyncio.sleep(POLL)
             await asyncio.gather(*self._batches)
         finally:
@@ -100,11 +100,11 @@ class BatchRunner:
             try:
                 await self._run(one, shelf)
             except OSError as error:  # such as a full disk
-                log.error("%s: %s; tried again in %g s", name, error, PAUSE)
+                log.error("%s: %s; trying again in %g s", name, error, PAUSE)
                 await _in_thread(_report, shelf, name, error)
                 await asyncio.sleep(PAUSE)
             except Exception:
-                log.exception("%s: could not continue; tried again later", name)
+                log.exception("%s: cannot continue; trying again later", name)
                 await asyncio.sleep(PAUSE)
 
     async def _run(self, one: OpenBatch, shelf: Shelf) -> None:

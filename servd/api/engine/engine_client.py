@@ -195,7 +195,7 @@ class EngineClient:
             is_over = self._hand_on(end) and self._take_messages(end) and self._hand_on(end)
         except Exception:
             # The messages read with it are lost, so requests would wait for ever.
-            log.exception("messages of the engine could not be taken")
+            log.exception("cannot process messages of the engine")
             self.fail(EngineError("an answer of the engine could not be read: see the log"))
             is_over = False
         self._reading = None
@@ -273,7 +273,11 @@ class EngineClient:
         outputs: list[EngineCoreOutput] = []
         if guilty is not None:
             report = uuid4().hex[:8]
-            log.error("%s: engines die of this request (report %s)", guilty.request_id, report)
+            log.error(
+                "request %s crashed the engine repeatedly and was stopped (report %s)",
+                guilty.request_id,
+                report,
+            )
             error = f"the engine ended at this request three times (report {report})"
             outputs = [
                 EngineCoreOutput(engine_id, finish_reason=FinishReason.ERROR, error=error)

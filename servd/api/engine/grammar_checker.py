@@ -133,7 +133,10 @@ class GrammarChecker:
                 raise TimeoutError
             except OSError as error:
                 log.warning(
-                    "no answer to a %s of %d bytes: %r", output.kind, len(output.value), error
+                    "the grammar process did not answer to a %s of %d bytes: %r",
+                    output.kind,
+                    len(output.value),
+                    error,
                 )
                 self._disconnect()
                 if isinstance(error, TimeoutError) and used < TIME_LIMIT / 2:

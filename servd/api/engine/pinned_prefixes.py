@@ -57,7 +57,7 @@ class PinnedPrefixes:
         else:
             num_tokens = len(prepared[0].prompt_token_ids)
             log.info(
-                "--pin-prefix %s: engine %d has computed %d tokens, and keeps whole blocks of them",
+                "--pin-prefix %s: engine %d computed %d tokens and keeps their full blocks",
                 file,
                 rank,
                 num_tokens,

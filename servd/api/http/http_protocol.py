@@ -373,7 +373,7 @@ class HttpProtocol(HttpToolsProtocol):
         if still_left < num_left:
             return self._watch_writing() if still_left else None
         logger.warning(
-            "a client took nothing of its answer for %g s: its connection is cut",
+            "closing a connection: the client read nothing for %g s (--write-timeout)",
             self.limits.write_timeout,
         )
         self.transport.abort()

@@ -207,5 +207,5 @@ def _choose(package: str, name: str | None, template: str) -> Any:
             log.info("%s: %s, by the chat template", kind, name)
             return parser
     if not template.endswith(DEFAULT_TEMPLATE):
-        log.info("%s: none, the chat template shows no known format", kind)
+        log.info("%s: none; the chat template has no known format", kind)
     return None

@@ -239,13 +239,13 @@ def make_backend(name: str, spec: AttentionSpec) -> tuple[str, Backend[Any]]:
     is_narrow = spec.device.type == "cpu" and spec.kv_dtype.itemsize == 1
     if is_narrow and spec.value_dim is not None:
         log.warning(
-            "--kv-cache-dtype: 8 bits are slow on a CPU where the model has its values in its "
-            "keys, as no kernel reads them: bfloat16 is not, and takes half of what float32 does"
+            "--kv-cache-dtype: on a CPU, 8 bits are slow for a model that has its values in "
+            "its keys, because no kernel reads them: use bfloat16"
         )
     elif is_narrow and spec.kv_dtype == torch.float8_e4m3fn:
         log.warning(
-            "--kv-cache-dtype fp8 is for GPUs; on a CPU it is slow, as no kernel reads it: int8 "
-            "takes nearly as little memory"
+            "--kv-cache-dtype fp8 is slow on a CPU, because no kernel reads it: use int8, "
+            "which takes about the same memory"
         )
     for candidate in auto_backends(spec.device.type) if name == "auto" else (name,):
         backend = plugins.load(__name__, candidate, "Backend")
@@ -260,5 +260,5 @@ def make_backend(name: str, spec: AttentionSpec) -> tuple[str, Backend[Any]]:
             return candidate, backend(spec)
         if name != "auto":
             raise ConfigError(f"--attention-backend {name}: {reason}")
-        log.info("not attention backend %s: %s", candidate, reason)
+        log.info("attention backend %s cannot run here: %s", candidate, reason)
     raise AssertionError("torch_sdpa supports everything")

@@ -68,7 +68,7 @@ def count_blocks(
         longest = layout.max_tokens(num_blocks, max_model_len)
         if config.model.shorten_max_model_len and longest:
             log.warning(
-                "%s: the context is shortened from %d to %d tokens; for all of it, %s",
+                "%s: shortening the context from %d to %d tokens; to keep all of it, %s",
                 numbers,
                 max_model_len,
                 longest,

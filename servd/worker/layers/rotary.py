@@ -159,8 +159,8 @@ def _longrope(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> tuple[
     is_long = (spec.max_model_len or spec.max_position_embeddings) > original
     if is_long:
         log.info(
-            "rotary positions are those of contexts over %d tokens, in shorter requests too: "
-            "--max-model-len %d has those of short ones",
+            "rotary positions are scaled for contexts over %d tokens, in shorter requests "
+            "too; --max-model-len %d keeps those of short contexts",
             original,
             original,
         )

@@ -169,8 +169,7 @@ def _check_importance(known: Set[str], names: Set[str], plain: list[str]) -> Non
         raise ConfigError("--quantization-imatrix: it has none of the layers of this model")
     if plain:
         log.warning(
-            "--quantization-imatrix says nothing of %d matrices, such as %s: they are rounded as "
-            "without it",
+            "--quantization-imatrix lacks %d matrices, such as %s: servd rounds them without it",
             len(plain),
             plain[0],
         )
@@ -215,7 +214,7 @@ def _of_text(tensors: NamedTensors, is_told: bool) -> NamedTensors:
         others.add(name.removeprefix("model.").partition(".")[0])
     if is_told:
         log.info(
-            "%d tensors are not loaded, those of %s: servd reads text alone",
+            "skipping %d tensors of %s: servd reads text only",
             num_others,
             ", ".join(sorted(others)) or "nothing",
         )

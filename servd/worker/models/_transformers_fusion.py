@@ -106,7 +106,7 @@ def fuse(model: Any, attentions: list[nn.Module], linears: set[str], parallel: P
     with torch.random.fork_rng(devices=[]), exact, compat.without_function_modes():
         if reason := _why_not_fused(attentions, rotaries, names, linears):
             log.warning(
-                "%s runs slower than it could, since its attention is transformers': %s",
+                "%s runs slower, with the attention of transformers: %s",
                 type(model).__name__,
                 reason,
             )

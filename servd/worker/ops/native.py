@@ -206,8 +206,7 @@ def library() -> Library | None:
                 loaded = Library(path)
             except (OSError, AttributeError, ValueError) as error:
                 log.warning(
-                    "%s cannot be used (%s): install servd again. The slower operations of torch "
-                    "are used",
+                    "cannot use %s (%s): install servd again. Using torch, which is slower",
                     path.name,
                     error,
                 )
@@ -217,7 +216,7 @@ def library() -> Library | None:
             log.info("CPU kernels: %s", loaded.name)
             return loaded
     if wanted in CAPABILITIES:
-        log.warning("%s=%s: not for this CPU, or not built; torch's are used", SWITCH, wanted)
+        log.warning("%s=%s: not built, or not for this CPU; using torch", SWITCH, wanted)
     return None
 
 

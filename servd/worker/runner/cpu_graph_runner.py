@@ -82,7 +82,7 @@ class CPUGraphRunner:
             try:
                 return self._run(input_ids, positions, attention, *others)
             except NotRecordable as error:
-                log.warning("decode steps run slower than they could, call by call: %s", error)
+                log.warning("decode steps run without recorded graphs, which is slower: %s", error)
                 self.is_recordable = False
         return self.forward(input_ids, positions, attention, *others)
 
@@ -185,7 +185,7 @@ class ChainRunner(Chain):
             try:
                 return self._run(first, slots, positions, columns)
             except NotRecordable as error:
-                log.warning("drafts are made slower than they could be, call by call: %s", error)
+                log.warning("drafts run without recorded graphs, which is slower: %s", error)
                 self.passes.is_recordable = False
         return super().__call__(first, slots, positions, columns)
 

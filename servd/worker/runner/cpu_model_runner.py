@@ -51,9 +51,8 @@ class CPUModelRunner(ModelRunner):
         free = available_memory()
         if size > free:
             log.warning(
-                "a full KV cache takes %s and %s of memory are free, so that the system may end "
-                "the server: "
-                "lower --kv-cache-memory",
+                "a full KV cache takes %s, but %s of memory are free: the system may kill the "
+                "server; lower --kv-cache-memory",
                 format_bytes(size),
                 format_bytes(free),
             )

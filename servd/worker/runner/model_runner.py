@@ -433,7 +433,7 @@ class ModelRunner(ABC):
         if isinstance(error, InvalidRequest):
             self.failed[slot] = str(error)
         else:
-            log.error("a request could not enter slot %d", slot, exc_info=error)
+            log.error("cannot add a request to slot %d", slot, exc_info=error)
             self.failed[slot] = f"the worker failed on this request ({type(error).__name__})"
         self._remove(slot)
         token_ids = [i if 0 <= i < vocab_size else 0 for i in request.token_ids]

@@ -102,7 +102,9 @@ class ReferenceCheck:
                 stderr = b"it took too long"
             if self.process.returncode != 0:
                 reason = (stderr.decode(errors="replace").strip() or "no reason given").splitlines()
-                log.warning("vectors are not checked: transformers gives none (%s)", reason[-1])
+                log.warning(
+                    "vectors are not checked: transformers has no reference (%s)", reason[-1]
+                )
                 return
         self._compare(found, json.loads(self.cached.read_text()))
 
@@ -124,7 +126,7 @@ class ReferenceCheck:
                 "or switch the check off with --no-check-vectors"
             )
         log.info(
-            "vectors as the model's files define them, within %s (at most %g)", numbers, margin
+            "vectors equal the reference of transformers within %s (limit %g)", numbers, margin
         )
 
     def _compute(

@@ -259,9 +259,9 @@ def load(target: Target) -> Proposer | None:
     backend = target.backend
     if backend.spec.device.type == "cpu" and not backend.is_batch_invariant:
         log.warning(
-            "with drafts a text may become another one where two tokens are as likely but for "
-            "rounding: torch's attention rounds by what is in a step. The kernels that do not need "
-            "blocks (%d) and heads (%d) of a multiple of 16, and no 8-bit cache",
+            "speculative decoding may change outputs: torch's attention rounds differently "
+            "from batch to batch. servd's kernels do not, but need --block-size (%d) and the "
+            "head size (%d) to be multiples of 16, and no 8-bit KV cache",
             backend.spec.block_size,
             backend.spec.head_dim,
         )

@@ -236,7 +236,7 @@ class OffloadConnector(KVConnector):
     def wait(self) -> bool:
         """Wait a little for what is read and written, but not for a disk that hangs."""
         if self._offers and self.io_workers.is_hung:
-            logger.warning("--kv-cache-dir hangs: %d blocks are not kept", len(self._offers))
+            logger.warning("--kv-cache-dir does not respond: dropping %d blocks", len(self._offers))
             self._offers.clear()
         is_due = bool(self.io_workers.num_slots or self._offers)
         if is_due:
