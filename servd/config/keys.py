@@ -34,9 +34,8 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_concurrency: Annotated[int, Meta(ge=1)] | None = None  # unfinished requests
     requests_per_minute: Annotated[float, Meta(gt=0)] | None = None
     min_priority: int = 0  # under --scheduling-policy priority; lower is more urgent
-    by_user: bool = (
-        False  # its requests are shared out by their `user`, whom its holder vouches for
-    )
+    # Its requests are shared out by their `user`, whom its holder vouches for.
+    by_user: bool = False
     expires: Annotated[datetime, Meta(tz=True)] | None = None
 
     @property

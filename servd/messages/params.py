@@ -209,9 +209,8 @@ class PoolingParams(
     normalize: bool | None = None
     dimensions: Count | None = None  # truncate the vector to N numbers
     task: Literal["embed", "classify"] = "embed"
-    second_text: Count = (
-        0  # where the second of two texts begins that a model tells apart; 0: one text
-    )
+    # Where the second of two texts begins that a model tells apart; 0: one text.
+    second_text: Count = 0
 
     def validate(self, hidden_size: int) -> None:
         """Check every bound once, before the engine sees the request.

@@ -19,9 +19,8 @@ log = logging.getLogger("servd.worker")
 class Rotary(nn.Module):
     """cos and sin of each position, computed once a step and used by all layers."""
 
-    is_partial: ClassVar[bool] = (
-        False  # whether config.json may say that a part of a head is turned
-    )
+    # Whether config.json may say that a part of a head is turned.
+    is_partial: ClassVar[bool] = False
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
