@@ -168,7 +168,7 @@ HINTS = {
     "structured_outputs_config": "leave it out: the one backend is llguidance",
     "tokenizer_mode": HF_FILES,
     "tokenizer_revision": "use --revision, which is for all files",
-    "tool_parser_plugin": "use --tool-call-parser MODULE:CLASS (docs/how-to/extend-servd.md)",
+    "tool_parser_plugin": "use --tool-call-parser MODULE:CLASS (docs/how-to/add-a-parser.md)",
     "trust_request_chat_template": "not supported: use --chat-template",
     "uvicorn_log_level": "use --log-level",
     "-O": CAPTURE,

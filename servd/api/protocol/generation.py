@@ -135,107 +135,108 @@ class GenerationRequest(StructuredRequest):
     """Fields with the same meaning in chat and text completions."""
 
     n: int | None = None
-    """How many choices to return; choice i uses `seed + i`."""
+    """Number of choices. Choice i uses `seed` + i."""
     temperature: float | None = None
-    """0 always takes the most probable token."""
+    """Randomness of sampling. 0 always takes the most probable token."""
     top_p: float | None = None
-    """Sample among the most probable tokens that reach this probability together."""
+    """Sample among the most probable tokens whose probabilities add up to this."""
     top_k: int | None = None
-    """Sample among this many of the most probable tokens; 0 and -1 are off."""
+    """Sample among this many of the most probable tokens. 0 and -1 switch it off."""
     min_p: float | None = None
-    """Sample among tokens with at least this share of the most probable one's probability."""
+    """Drop tokens less probable than this share of the most probable token's probability."""
     presence_penalty: float | None = None
-    """Penalty on tokens that are in the output."""
+    """Lower the logit of each token that is in the output."""
     frequency_penalty: float | None = None
-    """Penalty on tokens for each time they are in the output."""
+    """Lower a token's logit for each time it is in the output."""
     repetition_penalty: float | None = None
-    """Penalty on tokens that are in the prompt or the output; above 1 lowers them."""
+    """Scale the logits of tokens in the prompt or the output. Above 1 makes them less likely."""
     seed: int | None = None
-    """The same seed and parameters give the same text, whatever else the server is doing."""
+    """Requests with the same seed and parameters return the same text, whatever the load."""
     max_tokens: int | None = None
-    """Largest number of output tokens."""
+    """Maximum number of output tokens."""
     min_tokens: int | None = None
-    """Smallest number of output tokens before the end."""
+    """Minimum number of output tokens."""
     ignore_eos: bool | None = None
-    """Continue after the model's end token."""
+    """Continue after the model's end-of-sequence token."""
     stop: Annotated[
         Annotated[list[str], Field(fail_fast=True)] | None,
         BeforeValidator(_one_or_more, str | list[str] | None),
     ] = None
-    """One or several strings; the text ends before the first one generated."""
+    """One or several strings. The text ends before the first of them."""
     stop_token_ids: TokenIds | None = None
-    """Tokens that end the output."""
+    """Token ids that end the output."""
     include_stop_str_in_output: bool | None = None
     """Include the stop string in the text."""
     skip_special_tokens: bool | None = None
-    """Leave special tokens out of the text."""
+    """Remove special tokens from the text."""
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_bias_by_id)] = None
-    """`{"token id": -100 to 100}`, added to the logits."""
+    """Add to logits: `{"token id": -100 to 100}`."""
     allowed_token_ids: TokenIds | None = None
-    """The only tokens that may be generated."""
+    """Sample among these token ids only."""
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
-    """Texts that may not be generated, alone or after a space; up to 32 tokens each."""
+    """Texts that must not be generated, alone or after a space; up to 32 tokens each."""
     repetition_detection: Annotated[RepetitionFields | None, FewKeys] = None
-    """`{"max_pattern_size": 20, "min_pattern_size": 2, "min_count": 4}` ends an output whose last
-    tokens are four copies of one pattern of 2 to 20 tokens, with the `finish_reason` `repetition`.
+    """End an output that repeats itself, with the `finish_reason` `repetition`.
+    `{"max_pattern_size": 20, "min_pattern_size": 2, "min_count": 4}`: four copies of a pattern of
+    2 to 20 tokens.
     """
     speculative: bool | None = None
-    """false: no speculative decoding, under `--speculative-config`. The output is the same."""
+    """false switches speculative decoding off. The output is the same."""
     thinking_token_budget: int | None = None
-    """Largest number of reasoning tokens, if the model's reasoning tags are single tokens."""
+    """Maximum number of reasoning tokens. Needs a model whose reasoning tags are single tokens."""
     logprob_token_ids: TokenIds | None = None
-    """With `logprobs`: also the log-probabilities of these tokens at every position."""
+    """Return the log-probabilities of these token ids at every position. Needs `logprobs`."""
     prompt_logprobs: int | None = None
-    """Log-probabilities of the prompt's tokens, each with this many of the most likely, up to
-    --max-logprobs (20); not streamed.
+    """Return log-probabilities of the prompt's tokens, with this many of the most likely tokens at
+    each position, up to `--max-logprobs` (20). Not with `stream`.
     """
     truncate_prompt_tokens: KeptTokens | None = None
-    """Keep only this many of the prompt's last tokens; -1 for as many as fit."""
+    """Keep only the last tokens of the prompt: this many, or with -1 as many as fit."""
     use_beam_search: bool | None = None
-    """Search with `n` beams instead of sampling."""
+    """Run a beam search with `n` beams instead of sampling."""
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
-    """With beam search: as in transformers."""
+    """Settings of the beam search, with the meaning of transformers."""
     early_stopping: bool | Literal["never"] | None = None
-    """With beam search: as in transformers."""
+    """Settings of the beam search, with the meaning of transformers."""
 
     stream: bool | None = None
-    """Stream the response as server-sent events."""
+    """Stream the answer as server-sent events."""
     stream_options: StreamOptions | None = None
-    """`{"include_usage": true}` sends the usage in a last chunk."""
+    """`{"include_usage": true}` sends the usage in the last chunk."""
     return_token_ids: bool | None = None
-    """Send token ids beside the text."""
+    """Return token ids beside the text."""
     return_tokens_as_token_ids: bool | None = None
-    """Log-probabilities name tokens `token_id:123`: different tokens may have the same text."""
+    """In log-probabilities, write tokens as `token_id:123`: several tokens may share a text."""
     timings_per_token: bool | None = None
-    """Send `timings`, as llama-server has them: in the answer, or in a last chunk."""
+    """Return llama-server's `timings`, in the answer or in the last chunk."""
     return_prompt_text: bool | None = None
-    """Send the prompt as the model sees it, in `prompt_text`."""
+    """Return the prompt as the model sees it, in `prompt_text`."""
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
-    """The request's id, unless the header `X-Request-Id` has one."""
+    """Id of the request. The header `X-Request-Id` takes precedence."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    """Requests share cached prefixes only with the same salt."""
+    """Share cached prefixes only with requests that have the same salt."""
 
     retention: Annotated[float, Field(ge=0, le=MAX_RETENTION)] | None = None
-    """Seconds that the prompt stays in the KV cache afterwards; see `--max-pinned-share`."""
+    """Seconds to keep the prompt in the KV cache after the answer; see `--max-pinned-share`."""
     kv_transfer_params: KVTransferParams | None = None
-    """Disaggregated prefill: the part of the other engine, under `--kv-transfer-config`."""
+    """Disaggregated prefill: what the other engine returned. Needs `--kv-transfer-config`."""
     prompt_cache_retention: str | None = None
-    """`24h`: a `retention` of a day. Any other is without effect."""
+    """`24h` sets `retention` to a day. Other values have no effect."""
 
     user: str | None = None
-    """The user, for fair scheduling among a key's users if the key has `by_user`."""
+    """The user, for fair shares among the users of an API key with `by_user`."""
     metadata: dict[str, Any] | None = None
-    """For the client's own records, without effect."""
+    """For your own records. No effect."""
     store: bool | None = None
-    """For the client's own records, without effect."""
+    """For your own records. No effect."""
     service_tier: str | None = None
-    """`flex`: in the background, with idle capacity. Any other is without effect."""
+    """`flex` runs the request in the background, on idle capacity. Other values have no effect."""
     prompt_cache_key: str | None = None
-    """For the client's own records, without effect."""
+    """For your own records. No effect."""
     safety_identifier: str | None = None
-    """For the client's own records, without effect."""
+    """For your own records. No effect."""
     session_id: str | None = None
-    """For the client's own records, without effect."""
+    """For your own records. No effect."""
 
     @classmethod
     def complete_schema(cls, properties: dict[str, Schema], handler: GetJsonSchemaHandler) -> None:

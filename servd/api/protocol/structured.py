@@ -44,17 +44,17 @@ class StructuredRequest(RequestBody):
     """The fields; at most one form may be asked for."""
 
     response_format: Annotated[ResponseFormat | None, FewKeys] = None
-    """The form of the output: `json_schema`, `json_object` or `text`."""
+    """Form of the output, as OpenAI writes it: `json_schema`, `json_object` or `text`."""
     structured_outputs: Annotated[StructuredOutputs | None, FewKeys] = None
-    """The form of the output, as one of the keys."""
+    """Form of the output: one of `json`, `json_object`, `regex`, `choice` and `grammar`."""
     guided_json: Schema | None = None
-    """The same, as older clients send it."""
+    """Older names of the forms in `structured_outputs`."""
     guided_regex: str | None = None
-    """The same, as older clients send it."""
+    """Older names of the forms in `structured_outputs`."""
     guided_choice: Choices | None = None
-    """The same, as older clients send it."""
+    """Older names of the forms in `structured_outputs`."""
     guided_grammar: str | None = None
-    """The same, as older clients send it."""
+    """Older names of the forms in `structured_outputs`."""
 
     def structured_output(self) -> StructuredOutput | None:
         """The form of the output; None for free text. Raises InvalidRequest: two are asked for, or

@@ -94,14 +94,14 @@ class RequestBody(BaseModel):
     from_chat: ClassVar[frozenset[str]] = frozenset()
 
     model: str | None = None
-    """One of the served names; by default the first."""
+    """Name of the model or adapter. Default: the first served name."""
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None
-    """Seconds in which the response must be complete; otherwise it ends with the error 504, or is
-    rejected at once if that can be foreseen. The header `X-Request-Timeout` does the same.
+    """Seconds until the answer must be complete; then the request ends with 504. servd rejects it
+    at once with 429 if it cannot finish in time. The header `X-Request-Timeout` does the same.
     """
 
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    """Lower runs first, under `--scheduling-policy priority`."""
+    """Requests with a lower number run first. Needs `--scheduling-policy priority`."""
 
     def values_of(self, names: Iterable[str]) -> dict[str, Any]:
         """The values of these declared fields. Other fields of the body are never found."""
