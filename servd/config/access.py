@@ -13,54 +13,53 @@ class AccessConfig(Section, frozen=True):
     api_key: Annotated[
         list[Annotated[str, Meta(min_length=1)]],
         about(
-            "A key that clients must send as `Authorization: Bearer KEY`; for several, repeat the "
-            "flag. Every user of the machine sees a command line: better give --api-key-file, or "
-            "one key in $SERVD_API_KEY."
+            "API key that clients send as `Authorization: Bearer KEY`. Repeat the flag for "
+            "several keys. Other users of the machine can see a command line: prefer "
+            "--api-key-file or $SERVD_API_KEY."
         ),
     ] = []
     api_key_file: Annotated[
         str | None,
         about(
-            "TOML file of keys with names, scopes, limits and expiry, as hashes; `servd key NAME "
-            ">> FILE` adds one, SIGHUP reads it again."
+            "TOML file of hashed API keys with names, scopes, limits and expiry. `servd key "
+            "NAME >> FILE` adds a key; SIGHUP reloads the file."
         ),
     ] = None
-    ssl_certfile: Annotated[str | None, about("Serve HTTPS with this certificate chain (PEM).")] = (
-        None
-    )
+    ssl_certfile: Annotated[str | None, about("Certificate chain (PEM). Turns on HTTPS.")] = None
     ssl_keyfile: Annotated[
-        str | None, about("The certificate's private key, if in a file of its own.")
+        str | None,
+        about("Private key of the certificate (PEM). Default: the key in --ssl-certfile."),
     ] = None
     ssl_ca_certs: Annotated[
-        str | None, about("Authorities that certificates of clients must come from.")
+        str | None, about("Certificate authorities (PEM) that sign the certificates of clients.")
     ] = None
     ssl_cert_reqs: Annotated[
         int,
         about(
-            "Certificates of clients: 0 asks for none, 1 checks those that come, 2 lets nobody in "
-            "without one (mTLS).",
+            "Certificates of clients: 0 does not ask for them, 1 verifies those that are "
+            "sent, 2 requires one (mTLS).",
             ge=0,
             le=2,
         ),
     ] = 0
-    ssl_ciphers: Annotated[str | None, about("Ciphers up to TLS 1.2, as OpenSSL names them.")] = (
-        None
-    )
+    ssl_ciphers: Annotated[
+        str | None, about("Ciphers for TLS 1.2 and below, in OpenSSL's notation.")
+    ] = None
     allowed_origins: Annotated[
         list[Annotated[str, Meta(pattern=r"^(\*|https?://[^\s/\"]+)$")]],
         about(
-            "Origins whose pages may use the server from a browser (CORS), such as "
-            "`https://chat.example.com`; `*` for all. Default: only the server's own."
+            "Web origins whose pages may use the server (CORS), such as "
+            "`https://chat.example.com`; `*` allows all. Default: only the server's own."
         ),
     ] = []
     allowed_methods: Annotated[
-        list[str], about("Methods that pages of other origins may use. Default: all.")
+        list[str], about("HTTP methods that pages of other origins may use. Default: all.")
     ] = []
     allowed_headers: Annotated[
-        list[str], about("Headers that pages of other origins may send. Default: all.")
+        list[str], about("HTTP headers that pages of other origins may send. Default: all.")
     ] = []
     allow_credentials: Annotated[
-        bool, about("Let pages of other origins send cookies and certificates.")
+        bool, about("Let pages of other origins send cookies and client certificates.")
     ] = False
 
     @property

@@ -17,28 +17,30 @@ class CacheConfig(Section, frozen=True):
 
     block_size: Annotated[int, about("Tokens per KV-cache block.", ge=1, le=256)] = 16
     gpu_memory_utilization: Annotated[
-        Share, about("Share of the device's memory that servd may use in all.")
+        Share, about("Share of the device's memory that servd may use in total.")
     ] = 0.9
     kv_cache_memory: Annotated[
         Positive | None,
-        about('Memory for the KV cache: bytes or "2GiB". Default: from what is free.'),
+        about(
+            'Memory for the KV cache, in bytes or as "2GiB". Default: derived from the free memory.'
+        ),
     ] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "float16", "bfloat16", "int8", "fp8"],
         about(
-            "Type of keys and values. auto: --dtype; bfloat16 where a CPU may round activations to "
-            "8 bits. On CPUs: float16, bfloat16; int8, with a scale for each token and head. fp8: "
-            "e4m3, for GPUs, half the bytes of 16 bits."
+            "Type of keys and values. auto: --dtype, or bfloat16 where a CPU rounds "
+            "activations to 8 bits. CPUs support float16, bfloat16 and int8 (with a scale "
+            "per token and head), GPUs fp8 (e4m3)."
         ),
     ] = "auto"
     enable_prefix_caching: Annotated[
-        bool, about("Reuse the KV cache of equal prompt beginnings.")
+        bool, about("Reuse the KV cache of prompts that begin alike.")
     ] = True
     max_pinned_share: Annotated[
         float,
         about(
-            "Share of the KV cache's blocks that may be pinned: prompts of requests with "
-            "`retention`, and of --pin-prefix.",
+            "Share of the KV cache's blocks that may be pinned, by `retention` of requests "
+            "and by --pin-prefix.",
             ge=0,
             le=0.9,
         ),
@@ -46,45 +48,49 @@ class CacheConfig(Section, frozen=True):
     pin_prefix: Annotated[
         list[str],
         about(
-            "Files with prompts that stay in the KV cache: the body of a chat request, if the "
-            "name ends with .json, else text."
+            "Files with prompts to keep in the KV cache. A .json file holds the body of a "
+            "chat request, any other file text."
         ),
     ] = []
     kv_cache_dir: Annotated[
         str | None,
         about(
-            "Folder that keeps the KV cache of prompts and answers over restarts, also of several "
-            "engines at once. Its files tell of prompts: keep it private."
+            "Folder that keeps KV blocks over restarts. Several engines may share it. Its "
+            "files reveal prompts: keep it private."
         ),
     ] = None
     kv_cache_dir_size: Annotated[
-        Gibibytes, about("GiB of files in --kv-cache-dir; those not used for longest are deleted.")
+        Gibibytes,
+        about(
+            "Maximum GiB of files in --kv-cache-dir. Beyond it, servd deletes the least "
+            "recently used."
+        ),
     ] = 10.0
     kv_offloading_size: Annotated[
         Gibibytes | None,
         about(
-            "GiB of host memory, over all devices, for blocks that the KV cache has no room for, "
-            "of prompts and of preempted requests; they come back where that is faster "
-            "than to compute them. Default: none."
+            "GiB of host memory, over all devices, for evicted blocks and blocks of "
+            "preempted requests. servd loads them back where that is faster than computing "
+            "them. Default: none."
         ),
     ] = None
     kv_transfer_config: Annotated[
         KVTransferConfig | None,
         about(
-            "Give KV blocks to other engines, or have them from there, as JSON with vLLM's keys: "
+            "Exchange KV blocks with other engines, as JSON with vLLM's keys, such as "
             '`{"kv_role": "kv_producer"}`; see docs/how-to/disaggregated.md.'
         ),
     ] = None
     kv_events_config: Annotated[
         KVEventsConfig | None,
         about(
-            "Tell routers over ZMQ which blocks the prefix cache has, as JSON with vLLM's keys: "
-            '`{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}`. Whoever can connect '
-            "reads the tokens of prompts."
+            "Publish over ZMQ which blocks the prefix cache has, as JSON with vLLM's keys, "
+            'such as `{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}`. '
+            "Whoever can connect reads prompts."
         ),
     ] = None
     kv_cache_metrics: Annotated[
-        bool, about("Measure how long blocks live, lie idle and wait to be used again.")
+        bool, about("Measure lifetime, idle time and reuse of KV blocks.")
     ] = False
     kv_cache_metrics_sample: Annotated[
         Share, about("Share of the blocks that --kv-cache-metrics measures.")

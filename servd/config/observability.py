@@ -11,49 +11,50 @@ class ObservabilityConfig(Section, frozen=True):
     """Logs, and what responses say about how they were made."""
 
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], about("Least level shown.")
+        Literal["debug", "info", "warning", "error"], about("Lowest level of log lines to show.")
     ] = "info"
     log_format: Annotated[
         Literal["text", "json"],
-        about("json: one object per line, with the ids of the request and of its W3C trace."),
+        about("text, or json: one object per line, with the request id and the W3C trace id."),
     ] = "text"
     access_log: Annotated[
         Literal["auto", "off", "requests", "all"],
         about(
-            "Log a line for each answer, without what was asked and said. requests: not for health "
-            "checks and metrics. auto: requests if the log goes to a terminal, else off."
+            "Log a line per answer, without its content. requests: except health checks and "
+            "metrics. auto: requests if the log goes to a terminal, else off."
         ),
     ] = "auto"
     enable_log_requests: Annotated[
         bool,
         about(
-            "A line for each prompt that the model gets, with its text, its token ids and its "
-            "parameters. Without it no line states what was asked."
+            "Log the text, token ids and parameters of each prompt. Without this option, "
+            "the log does not contain what clients ask."
         ),
     ] = False
     max_log_len: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        about("Most characters of the text, and token ids, in such a line."),
+        about(
+            "Maximum characters and token ids per line of --enable-log-requests. Default: no limit."
+        ),
     ] = None
     otlp_traces_endpoint: Annotated[
         str | None,
         about(
-            "Export a span of each request to this OpenTelemetry collector, over HTTP, e.g. "
+            "OpenTelemetry collector (HTTP) that gets a trace of each request, such as "
             "http://localhost:4318/v1/traces. Needs the extra servd[otel]."
         ),
     ] = None
     record_trace: Annotated[
         str | None,
         about(
-            "Append when each request came, how long it and its answer were and what it had in "
-            "common with others, and all steps, to this file, as JSON lines without text, for "
-            "`servd simulate`."
+            "File to which servd appends times, lengths and shared prefixes of requests, "
+            "and all engine steps, as JSON lines without text. `servd simulate` replays it."
         ),
     ] = None
     per_request_spec_decode_metrics: Annotated[
         Literal["none", "summary", "detailed"],
         about(
-            "Answers with one choice report what became of their drafts, in "
-            "`metrics.speculative_decoding`. detailed: also step by step."
+            "Report in `metrics.speculative_decoding` how many drafts were accepted, for "
+            "answers with one choice. detailed: also for each step."
         ),
     ] = "none"

@@ -8,78 +8,93 @@ from servd.config._section import NotNegative, Positive, Section, about
 class ParallelConfig(Section, frozen=True):
     """Devices and processes."""
 
-    device: Annotated[Literal["auto", "cuda", "cpu"], about("auto: CUDA where it works.")] = "auto"
+    device: Annotated[
+        Literal["auto", "cuda", "cpu"],
+        about("Device to run on. auto: CUDA if it works, else the CPU."),
+    ] = "auto"
     executor: Annotated[
         str | None,
         about(
-            "uniproc: the worker runs inside the engine process. multiproc: one process per "
-            "device. ray: processes that Ray places on its nodes. fake: deterministic tokens with "
-            "no model, to measure the server itself. Default: uniproc for one device.",
+            "How workers run. uniproc: inside the engine process. multiproc: one process "
+            "per device. ray: processes that Ray places on its nodes. fake: no model, "
+            "deterministic tokens, to measure the server. Default: uniproc for one device, "
+            "else multiproc.",
             extra={"plugins": "servd.core.executor"},
         ),
     ] = None
     tensor_parallel_size: Annotated[
-        Positive, about("Devices that each hold a slice of every layer.")
+        Positive,
+        about("Devices per engine (or per pipeline stage) that each hold a slice of every layer."),
     ] = 1
     enable_expert_parallel: Annotated[
-        bool, about("They hold whole experts of a layer, in place of a slice of each.")
+        bool,
+        about(
+            "Place whole experts on each device, instead of a slice of every expert. Takes "
+            "effect with --tensor-parallel-size above 1."
+        ),
     ] = False
     pipeline_parallel_size: Annotated[
         Positive,
         about(
-            "Stages that each hold some of the layers, on --tensor-parallel-size devices of their "
-            "own. As many steps are computed at once."
+            "Pipeline stages that each hold some of the layers, on --tensor-parallel-size "
+            "devices per stage. That many steps run at once."
         ),
     ] = 1
     data_parallel_size: Annotated[
-        int, about("Engines, each with the whole model, of one server.", ge=1, le=4096)
+        int, about("Engines of the server, each with the whole model.", ge=1, le=4096)
     ] = 1
     data_parallel_size_local: Annotated[
         NotNegative | None,
         about(
-            "Those of them on this host. Default: all, from --data-parallel-start-rank on; none "
-            "with --data-parallel-backend ray."
+            "Engines on this host. Default: all from --data-parallel-start-rank on; 0 with "
+            "--data-parallel-backend ray."
         ),
     ] = None
     data_parallel_start_rank: Annotated[
         NotNegative | None,
         about(
-            "Number of this server's first engine, where a balancer stands before several: "
-            "implies --data-parallel-hybrid-lb."
+            "Number of this server's first engine, with a load balancer in front of several "
+            "servers. Implies --data-parallel-hybrid-lb."
         ),
     ] = None
     data_parallel_backend: Annotated[
         Literal["mp", "ray"],
-        about("Who starts engines that are not of this host: nobody, or Ray, on its nodes."),
+        about(
+            "How engines start. mp: as processes of this host. ray: Ray also places engines "
+            "on other hosts."
+        ),
     ] = "mp"
     join_token_file: Annotated[
         str | None,
         about(
-            "File of the token that engines must have to give each other blocks "
+            "File with the token that engines need to exchange KV blocks "
             "(--kv-transfer-config), and that encrypts them. Default: $SERVD_JOIN_TOKEN."
         ),
     ] = None
     data_parallel_rank: Annotated[
         NotNegative | None,
         about(
-            "Number of this server's only engine, where a balancer stands before "
-            "--data-parallel-size servers: implies --data-parallel-external-lb."
+            "Number of this server's only engine, with a load balancer in front of "
+            "--data-parallel-size servers. Implies --data-parallel-external-lb."
         ),
     ] = None
     data_parallel_external_lb: Annotated[
-        bool, about("One engine a server, with the number --data-parallel-rank.")
+        bool,
+        about(
+            "Run one engine per server, numbered by --data-parallel-rank, behind a load balancer."
+        ),
     ] = False
     data_parallel_hybrid_lb: Annotated[
         bool,
         about(
-            "A server on each host, for the --data-parallel-size-local engines there, and a "
-            "balancer before them."
+            "Run a server per host with --data-parallel-size-local engines, behind a load balancer."
         ),
     ] = False
     attention_backend: Annotated[
         str,
         about(
-            "auto: the first that can run here.",
+            "Implementation of attention. auto: the preferred one that supports the model on "
+            "this device.",
             extra={"plugins": "servd.worker.attention", "beside": ["auto"]},
         ),
     ] = "auto"
