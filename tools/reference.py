@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+
+import msgspec
 
 from servd.api.http.route import Route
 from servd.api.observability import metric_names
+from servd.api.protocol.errors import error_reply
 from servd.api.routes import load_routers
 from servd.base import errors
 
@@ -81,6 +83,27 @@ REMEDIES: dict[str, str] = {
     "ShuttingDown": "Send the request to another server, or again after the restart.",
 }
 
+# Errors without a class: status, type, code, when, what to do.
+OTHER_ERRORS: list[tuple[int, str, str | None, str, str]] = [
+    (405, "invalid_request_error", None, "the route has no such method", "See `Allow`."),
+    (408, "invalid_request_error", None, "head or body came too slowly", "Send them faster."),
+    (413, "invalid_request_error", None, "the body is too large", "See [limits](limits.md)."),
+    (431, "invalid_request_error", None, "the head is too large", "See [limits](limits.md)."),
+    (500, "server_error", "internal_error", "servd has a bug", "Report it, with the server's log."),
+    (507, "server_error", "storage_full", "the disk of `--batch-dir` is full", "Delete files."),
+]
+
+# Metrics of no table in metric_names.py: name, kind, labels, text.
+OTHER_METRICS = [
+    ("servd:engine_restarts", "counter", "", "Times the engine died and was started again."),
+    ("servd_ignored_fields", "counter", "", "Fields of requests that had no effect."),
+    ("http_requests", "counter", "`handler`, `method`, `status`", "Answers by route."),
+    ("http_request_duration_seconds", "histogram", "`handler`, `method`", "Time of answers."),
+    ("vllm:sleep_mode_operation_duration_seconds", "histogram", "", "Time of a sleep or wake-up."),
+    ("vllm:sleep_mode_operations_in_flight", "gauge", "", "Sleeps and wake-ups that run."),
+    ("process_*", "gauge", "", "CPU time, memory and open files of the API process."),
+]
+
 METRICS_HEAD = f"""\
 # Metrics
 
@@ -117,38 +140,28 @@ def routes_page() -> str:
 def summary(route: Route) -> str:
     """First sentence of a route's docstring, as one line."""
     text = " ".join((route.endpoint.__doc__ or "").split("\n\n")[0].split())
-    return re.split(r"(?<=[.:]) (?=[A-Z`])", text)[0].replace("|", "\\|")
+    return re.split(r"(?<=\.) (?=[A-Z0-9`])", text)[0].replace("|", "\\|")
 
 
 def errors_page() -> str:
     """docs/reference/errors.md."""
+    rows = [*OTHER_ERRORS]
+    for name, remedy in REMEDIES.items():
+        kind = getattr(errors, name)
+        reply = error_reply(kind("message"), "request")
+        error = msgspec.json.decode(reply.body)["error"]
+        when = " ".join((kind.__doc__ or "").split()).partition(": ")[2].split(". ")[0]
+        rows.append((reply.status, error["type"], error["code"], when.rstrip("."), remedy))
     lines = ["\n| status | type | code | when | what to do |\n|---|---|---|---|---|\n"]
-    for kind in sorted(client_errors(), key=lambda kind: status_of(kind)):
-        when = " ".join((kind.__doc__ or "").split()).partition(": ")[2].split(". ")[0].rstrip(".")
-        code = getattr(kind, "default_code", None)
+    for status, type_name, code, when, remedy in sorted(rows, key=lambda row: row[0]):
         shown = f"`{code}`" if code else ""
-        type_name = getattr(kind, "type", "server_error")
-        remedy = REMEDIES[kind.__name__]
-        row = (str(status_of(kind)), f"`{type_name}`", shown, when, remedy)
-        lines.append(f"| {' | '.join(row)} |\n")
+        lines.append(f"| {status} | `{type_name}` | {shown} | {when} | {remedy} |\n")
     return ERRORS_HEAD + "".join(lines)
-
-
-def client_errors() -> Iterator[type[errors.ServdError]]:
-    """Yield every class of error that a client may get."""
-    for name, kind in vars(errors).items():
-        if name in REMEDIES:
-            yield kind
-
-
-def status_of(kind: type[errors.ServdError]) -> int:
-    """HTTP status of an error; its docstring states it."""
-    return int((kind.__doc__ or "")[:3])
 
 
 def metrics_page() -> str:
     """docs/reference/metrics.md."""
-    rows: list[tuple[str, str, str, str]] = []
+    rows = [*OTHER_METRICS]
     for name, text in metric_names.GAUGES.items():
         rows.append((name, "gauge", "", text))
     for name, text in metric_names.COUNTERS.items():

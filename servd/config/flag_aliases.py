@@ -104,8 +104,11 @@ PROXY = "leave it out: let the proxy cut that prefix off"
 RAY = "use --data-parallel-backend ray for engines, --executor ray for workers of other hosts"
 GUARDED = "leave it out: with --api-key or --api-key-file all but /health and / need a key"
 
+THREADS = "set OMP_NUM_THREADS, or the CPU affinity of the process"
+
 # Rejected options and short flags, and what to do instead.
 HINTS = {
+    "alias": "use --served-model-name",  # llama-server
     "all2all_backend": EXPERTS,
     "allowed_local_media_path": TEXT_ONLY,
     "allowed_media_domains": TEXT_ONLY,
@@ -122,6 +125,7 @@ HINTS = {
     "disable_log_outputs": "leave it out: answers are not logged",
     "disable_sliding_window": "use --max-model-len",
     "disable_hybrid_kv_cache_manager": "leave it out: layers with a window always keep less",
+    "embeddings": "leave it out: /v1/embeddings is always there",  # llama-server
     "enable_eplb": EXPERTS,
     "enable_log_outputs": "not supported: what the model says is never logged",
     "enable_per_request_metrics": "use `timings_per_token` in the request, or Server-Timing",
@@ -144,10 +148,12 @@ HINTS = {
     "max_parallel_loading_workers": "leave it out: files are read as fast as the disk is",
     "media_io_kwargs": TEXT_ONLY,
     "mem_fraction_static": "use --gpu-memory-utilization, the share for everything",  # SGLang
+    "metrics": "leave it out: GET /metrics is always there",  # llama-server
     "middleware": "put a proxy before the server",
     "mm_encoder_tp_mode": TEXT_ONLY,
     "mm_processor_cache_gb": TEXT_ONLY,
     "mm_processor_kwargs": TEXT_ONLY,
+    "model_draft": "use --spec-model",  # llama-server
     "model_loader_extra_config": "leave it out: files are read as fast as the disk is",
     "n_gpu_layers": "leave it out: all layers are on the device",  # llama-server
     "num_gpu_blocks_override": "use --kv-cache-memory",
@@ -164,8 +170,10 @@ HINTS = {
     "rope_theta": "write JSON: --hf-overrides '{\"rope_theta\": ...}'",
     "safetensors_load_strategy": "leave it out: files are read as fast as the disk is",
     "skip_tokenizer_init": "leave it out: prompts may be token ids, `return_token_ids` has more",
+    "slots": "leave it out: GET /slots is always there",  # llama-server
     "speculative_model": "use --spec-model",
     "structured_outputs_config": "leave it out: the one backend is llguidance",
+    "threads": THREADS,  # llama-server
     "tokenizer_mode": HF_FILES,
     "tokenizer_revision": "use --revision, which is for all files",
     "tool_parser_plugin": "use --tool-call-parser MODULE:CLASS (docs/how-to/add-a-parser.md)",
@@ -174,11 +182,16 @@ HINTS = {
     "-O": CAPTURE,
     "-c": "use --max-model-len, which is that of each request",  # llama-server
     "-cc": CAPTURE,
+    "-b": "use --max-num-batched-tokens",  # llama-server
     "-dcp": CONTEXT,
+    "-hf": "MODEL needs no flag",
     "-m": "MODEL needs no flag",
+    "-md": "use --spec-model",
     "-ngl": "leave it out: all layers are on the device",
     "-np": "use --max-num-seqs; --max-model-len is that of each request",
     "-pcp": CONTEXT,
+    "-t": THREADS,
+    "-ub": "use --max-num-batched-tokens",
 }
 
 OTHER_BALANCERS = (
