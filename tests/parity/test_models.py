@@ -15,7 +15,7 @@ FILES = plugins.names("servd.worker.models")
 MODELS = [name for name in FILES if name.replace("_", "-") not in ENCODERS]
 ALL = [(model_type, variant) for model_type, variants in CASES.items() for variant in variants]
 CACHED = [name for name in MODELS if not families.keeps_state(name)]
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/models.md"
 NUM_OUTPUTS = 10
 TOLERANCE = 1e-4
 
