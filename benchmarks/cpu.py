@@ -65,7 +65,7 @@ def main() -> int:
     fails.
     """
     arguments = parse()
-    facts = Facts()
+    facts: Facts = {"model": Path(arguments.model).name}
     parts: dict[str, Callable[[], Facts]] = {
         "ceilings": ceilings,
         "weights": lambda: weights(arguments.model),
@@ -223,11 +223,15 @@ def page(facts: Facts) -> str:
     lines = [
         "# Benchmarks on a CPU",
         "",
-        "Written by `make bench-cpu` (`benchmarks/cpu.py`). Shared machines are noisy: ratios say "
-        "more than times.",
-    ]
-    lines += [
-        f"\nservd {servd.__version__}, torch {torch.__version__}, {platform.machine()}, {_cpu()}."
+        "On a shared machine, other programs change the times: trust the ratios more.",
+        "",
+        "```console",
+        f"$ make bench-cpu MODEL=./{facts['model']}",
+        "```",
+        "",
+        f"{time.strftime('%d %B %Y').lstrip('0')}, {_cpu()}, {platform.machine()}, "
+        f"servd {servd.__version__}, torch {torch.__version__}.",
+        "The command writes this page.",
     ]
     if "bandwidth" in facts:
         lines += [
@@ -246,10 +250,11 @@ def page(facts: Facts) -> str:
             "",
             "## Steps of the engine",
             "",
-            "Milliseconds per output step, 32 tokens in and 64 out (8 x 512: 512 and 16). "
-            "Of the bound: the",
-            "time that reading the weights once takes at this bandwidth, over that of a "
-            "step of batch 1.",
+            "Milliseconds per output step, with 32 tokens in and 64 out. *8 x 512* is 8 requests "
+            "with 512 in and",
+            "16 out. *Of the bound* is the time to read the weights once at this bandwidth, over "
+            "the time of a step",
+            "of batch 1.",
             "",
             "| weights | batch 1 | of the bound | 8 | 32 | 8 x 512 | prompts, GFLOP/s |",
             "|---" * 7 + "|",
@@ -273,7 +278,7 @@ def page(facts: Facts) -> str:
             f"| from the command to readiness | {facts['ready_ms'] / 1000:.1f} s |",
             f"| from the command to the first token | {facts['first_token_ms'] / 1000:.1f} s |",
             f"| memory of all processes, KV cache of 512 MiB | {facts['memory'] / 1e6:.0f} MB |",
-            f"| all processes at rest | {100 * facts['idle']:.2f} % of a core |",
+            f"| idle CPU time of all processes | {100 * facts['idle']:.2f} % of a core |",
         ]
     if "compared" in facts:
         lines += _comparison(facts["peer_name"], facts["compared"])
@@ -286,7 +291,7 @@ def _comparison(name: str, result: Any) -> list[str]:
         "",
         f"## Beside {name}",
         "",
-        "64 tokens in and out, float32, the same load on both in turn.",
+        "64 tokens in and out, float32. Both servers get the same load in turn.",
         "",
         "| requests at once | output tok/s: servd | other | ratio | mean TTFT, ms: servd | "
         "other | ratio |",

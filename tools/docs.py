@@ -43,9 +43,10 @@ CONFIG_HEAD = """\
 
 <!-- Generated from servd/config/ by `make docs`; changes here are lost. -->
 
-Every option is a flag of `servd serve`, a key of a `--config` file (`.toml`, `.yaml` or `.json`;
-with dashes or underscores) and a keyword of `servd.LLM`. A flag wins over the file, the file over
-the default. A switch that is on is turned off with `--no-...`. `servd serve --help` says the same.
+You can give every option as a flag of `servd serve`, as a key of a `--config` file (`.toml`, `.yaml`
+or `.json`, with dashes or underscores), and as a keyword of `servd.LLM`. A flag wins over the file,
+and the file over the default. To turn off a switch that is on, write `--no-...`.
+`servd serve --help` shows the common options, and `--help-all` shows all.
 
 ```toml
 # servd.toml: servd serve --config servd.toml
@@ -55,14 +56,13 @@ max-num-seqs = 32
 kv-cache-memory = "2GiB"
 ```
 
-"Default: ..." in a description is decided when the server starts, from the model and the machine,
-and logged.
+Where a description says "Default: ...", servd chooses the value at the start, from the model and the
+machine, and logs it.
 
-Command lines of vLLM can be pasted: options have its names where the meaning is the same, and what
-has another name or another word there (`-tp`, `--model`, `--dtype half`, `--max-model-len 8k`,
-underscores in flags) is taken too. A flag that servd needs no word for, such as vLLM's for sleep
-mode or against request logs, is named in the log; every other one is refused with what to do
-instead.
+You can paste command lines of vLLM: options have its names where the meaning is equal, and servd takes
+vLLM's other names and values too (`-tp`, `--model`, `--dtype half`, `--max-model-len 8k`). It logs a
+flag that it does not need, and rejects any other unknown flag with what to use instead
+([from vLLM](../how-to/from-vllm.md)).
 """
 
 

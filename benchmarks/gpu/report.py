@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -179,22 +180,26 @@ def document(facts: Facts, missing: dict[str, str]) -> str:
     lines = [
         "# Benchmarks on a GPU",
         "",
-        f"Written by `{COMMAND}` ([gpu.md](gpu.md)); how each figure is measured is in "
-        f"`benchmarks/gpu/`. Weights are",
-        "random, and tokens go in and come out as ids: neither tokenizer nor server is part of it.",
+        "Models have random weights. Tokens go in and come out as ids, without a tokenizer or "
+        "server.",
+        "",
+        "```console",
+        f"$ {COMMAND}",
+        "```",
+        "",
+        "The command writes this page ([NVIDIA GPUs](../explanation/gpu.md)); `benchmarks/gpu/` "
+        "has the measurements.",
         "",
     ]
     if facts:
         lines += [
-            f"On {facts.get('device', 'an unknown device')}, torch "
-            f"{facts.get('torch', '?')}, attention backend "
-            f"`{facts.get('attention', '?')}`.",
+            f"{time.strftime('%d %B %Y').lstrip('0')}, {facts.get('device', 'an unknown device')}, "
+            f"torch {facts.get('torch', '?')}, attention backend `{facts.get('attention', '?')}`.",
             "",
         ]
     else:
         lines += [
-            f"**Not measured yet**: no GPU was at hand. `{COMMAND}` on a machine with one fills "
-            f"this page.",
+            "**Not measured yet**: run the command on a machine with a GPU.",
             "",
         ]
     lines += [
@@ -239,9 +244,9 @@ def _attention(facts: Facts) -> list[str]:
             "",
             "## Attention backends",
             "",
-            "One layer of 8B shapes, milliseconds on the device. The order in which `auto` "
-            "tries them is",
-            "to follow this table: `auto_order` in `servd/worker/attention/`.",
+            "Milliseconds on the device for one layer of 8B shapes. `auto_order` in "
+            "`servd/worker/attention/` should follow",
+            "this table.",
             "",
             f"| | {' | '.join(times)} |",
             "|---" * (len(times) + 1) + "|",

@@ -10,32 +10,32 @@ from servd.config._section import Positive, Section, about
 class LoRAConfig(Section, frozen=True):
     """LoRA adapters."""
 
-    enable_lora: Annotated[bool, about("Serve LoRA adapters; requests name one as `model`.")] = (
-        False
-    )
-    max_loras: Annotated[Positive, about("Most adapters in one step.")] = 1
+    enable_lora: Annotated[
+        bool, about("Serve LoRA adapters. Requests choose one with `model`.")
+    ] = False
+    max_loras: Annotated[Positive, about("Maximum adapters in one step.")] = 1
     max_lora_rank: Annotated[
         Annotated[int, Meta(ge=1, le=512)],
-        about("Largest rank of an adapter; it decides how much memory they take."),
+        about("Largest rank of an adapter. Memory for adapters grows with it."),
     ] = 16
     max_cpu_loras: Annotated[
         Positive | None,
-        about("Adapters kept in main memory, those used last. Default: --max-loras."),
+        about("Adapters that stay in main memory, the most recently used. Default: --max-loras."),
     ] = None
     lora_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        about("Type that adapters are kept in; auto: that of the activations."),
+        about("Type of the adapters. auto: the type of the activations."),
     ] = "auto"
     lora_modules: Annotated[
         list[str],
-        about("Adapters to serve from the start: NAME=FOLDER, or JSON with `name` and `path`."),
+        about("Adapters to load at the start: NAME=FOLDER, or JSON with `name` and `path`."),
     ] = []
     lora_dir: Annotated[
         str | None,
         about(
-            "Folder of adapters, one folder each, that are loaded when a request names them. "
-            "`/v1/load_lora_adapter` reads from here and from nowhere else. Default: no adapter "
-            "can be loaded at run time."
+            "Folder whose subfolders are adapters. servd loads one when a request names it, and "
+            "`/v1/load_lora_adapter` reads from this folder only. Default: no adapter can be "
+            "loaded at run time."
         ),
     ] = None
 

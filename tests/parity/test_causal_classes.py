@@ -12,16 +12,21 @@ from servd.worker.models._transformers import DIFFERENT
 from tests.parity.causal_classes import make
 from tests.parity.test_transformers import check
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/models.md"
 HEADING = "## Every causal class of transformers"
-EXPLANATION = (
-    "Tiny random checkpoints of all classes of `MODEL_FOR_CAUSAL_LM_MAPPING`, in float32: logits "
-    "and greedy\ntokens are those of `transformers` in chunked, mixed, cached and restarted "
-    "requests (equal), or servd\nrefuses (refused; some have a file of servd, see above; denied: "
-    "they differ, and nobody knows why; fails: servd ends with this error). Not tried: the test "
-    "knows no tiny config of the class.\n"
-    "Written by `make test-slow` with transformers {version}: {counts}.\n"
-)
+EXPLANATION = """\
+A test serves a tiny random checkpoint of each class of `MODEL_FOR_CAUSAL_LM_MAPPING` in float32,
+through `transformers`.
+
+- *equal*: logits and greedy tokens are those of `transformers`, in chunked, mixed, cached and
+  restarted requests.
+- *refused*: servd refuses the class with this reason. Some run with a model file of servd.
+- *denied*: the tokens differ, so servd refuses the class.
+- *fails*: servd ends with this error.
+- *not tried*: the test has no tiny configuration of the class.
+
+`make test-slow` writes this table. With transformers {version}: {counts}.
+"""
 
 
 def outcome_of(folder: Path, model_type: str, architecture: str) -> tuple[str, str]:
