@@ -43,10 +43,10 @@ CONFIG_HEAD = """\
 
 <!-- Generated from servd/config/ by `make docs`; changes here are lost. -->
 
-You can give every option as a flag of `servd serve`, as a key of a `--config` file (`.toml`, `.yaml`
-or `.json`, with dashes or underscores), and as a keyword of `servd.LLM`. A flag wins over the file,
-and the file over the default. To turn off a switch that is on, write `--no-...`.
-`servd serve --help` shows the common options, and `--help-all` shows all.
+You can give every option as a flag of `servd serve`, as a key of a `--config` file (`.toml`,
+`.yaml` or `.json`, with dashes or underscores), and as a keyword of `servd.LLM`. A flag wins over
+the file, and the file over the default. To turn off a switch that is on, write `--no-...`. `servd
+serve --help` shows the common options, and `--help-all` shows all.
 
 ```toml
 # servd.toml: servd serve --config servd.toml
@@ -56,12 +56,12 @@ max-num-seqs = 32
 kv-cache-memory = "2GiB"
 ```
 
-Where a description says "Default: ...", servd chooses the value at the start, from the model and the
-machine, and logs it.
+Where a description says "Default: ...", servd chooses the value at the start, from the model and
+the machine, and logs it.
 
-You can paste command lines of vLLM: options have its names where the meaning is equal, and servd takes
-vLLM's other names and values too (`-tp`, `--model`, `--dtype half`, `--max-model-len 8k`). It logs a
-flag that it does not need, and rejects any other unknown flag with what to use instead
+You can paste command lines of vLLM: options have its names where the meaning is equal, and servd
+takes vLLM's other names and values too (`-tp`, `--model`, `--dtype half`, `--max-model-len 8k`).
+It logs a flag that it does not need, and rejects any other unknown flag with what to use instead
 ([from vLLM](../how-to/from-vllm.md)).
 """
 
