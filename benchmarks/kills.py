@@ -30,7 +30,7 @@ import psutil
 from benchmarks import faulty
 from benchmarks.soak import KINDS
 
-PATIENCE = 180.0  # seconds for a start, a round and the end
+TIMEOUT = 180.0  # seconds for a start, a round and the end
 FAULTY, FAKE = (["--executor", f"benchmarks.faulty:{name}"] for name in ("Executor", "Fake"))
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
 SIGNALS = {"kill -9": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
@@ -150,13 +150,13 @@ class Rounds:
                 self.root = url = self.said("listening on ")[0].split()[0]
                 limits = httpx.Limits(max_connections=None)
                 async with httpx.AsyncClient(
-                    base_url=f"{url}/v1/", timeout=PATIENCE, limits=limits
+                    base_url=f"{url}/v1/", timeout=TIMEOUT, limits=limits
                 ) as self.http:
                     await self.until(lambda: len(self.engines()) == self.num_engines, "ready")
                     await self.do_rounds()
             finally:
                 self.server.send_signal(signal.SIGTERM)
-                if await asyncio.to_thread(self.server.wait, PATIENCE):
+                if await asyncio.to_thread(self.server.wait, TIMEOUT):
                     self.problems["the server's exit code is not 0"] += 1
 
     def read_log(self) -> None:
@@ -188,7 +188,7 @@ class Rounds:
 
     async def until(self, condition: Any, what: str) -> bool:
         """Wait for it; a problem if it does not come."""
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + TIMEOUT
         while not condition():
             if self.server.poll() is not None or time.monotonic() > end:
                 self.problems[f"never: {what}"] += 1
@@ -211,7 +211,7 @@ class Rounds:
             if not await self.do_round(self.random.choice(self.faults)):
                 break
         self.is_over = True
-        await asyncio.wait(streams, timeout=PATIENCE)
+        await asyncio.wait(streams, timeout=TIMEOUT)
         for task in streams:
             if not task.done() or task.exception():
                 self.problems[f"a stream did not end: {task.done() and task.exception()}"] += 1
@@ -275,7 +275,7 @@ class Rounds:
         for _ in range(4):
             Path(self.folder, fault).touch()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PATIENCE / 4):
+                async with asyncio.timeout(TIMEOUT / 4):
                     what = f"the end by {fault}"
                     return await self.until(lambda: self.num_failed > num_failed, what)
         self.problems[f"nobody failed by {fault}"] += 1

@@ -160,7 +160,8 @@ async def test_49239_an_error_is_no_larger_than_the_request_deserves():
     ],
 )
 async def test_what_a_body_may_not_ask_for_is_refused(path: str, body: dict, part: str):
-    async with serve(strict_fields=True) as served:
+    # Only a template of a client is refused because it has no effect.
+    async with serve(strict_fields="chat_template" in body) as served:
         answer = await served.http.post(path, json=body)
     assert answer.status_code == 400
     assert part in answer.text and "49" not in answer.text

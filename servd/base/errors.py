@@ -26,7 +26,7 @@ from typing import ClassVar
 
 
 class ServdError(Exception):
-    """Any error that servd raises on purpose. The message names the reason and the hint."""
+    """Any error that servd raises on purpose. The message says what went wrong and what to do."""
 
 
 class RequestError(ServdError):

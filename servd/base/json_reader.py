@@ -1,4 +1,4 @@
-"""DecodeBatch JSON that came from outside, with one kind of error for whatever is wrong with it."""
+"""Decode JSON from outside, with one kind of error for whatever is wrong with it."""
 
 from typing import Any
 

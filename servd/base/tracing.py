@@ -29,7 +29,7 @@ STAGES = (
     "compiling",  # the engine has it, but not its grammar
     "compiled",
     "queued",  # the engine has it, in the waiting queue
-    "deferred",  # requests with other adapters run
+    "deferred_for_adapter",  # requests with other adapters run
     "scheduled",  # a step that contains it is launched; again after it was preempted
     "reading",  # it waits for blocks of its prompt from files
     "preempted",  # blocks ran out; waits again

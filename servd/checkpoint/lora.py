@@ -52,7 +52,7 @@ NO_LINEAR = {
     ".gate": "chooses the experts of a token",
     ".conv1d": "is a convolution",
 }
-REMEDY = "train it without, or merge it into the model and serve that"
+HINT = "train it without, or merge it into the model and serve that"
 
 
 def layer_of(module: str) -> str | None:
@@ -98,7 +98,7 @@ class AdapterFiles:
         pairs: dict[str, dict[str, str]] = {}
         for tensor, info in self._read_header().items():
             if len(tensor) > MAX_NAME or (found := TENSOR.fullmatch(tensor)) is None:
-                raise self._error(f"tensor {tensor[:80]} is not of a linear layer: {REMEDY}")
+                raise self._error(f"tensor {tensor[:80]} is not of a linear layer: {HINT}")
             pairs.setdefault(found[1], {})[found[2]] = tensor
             shape = info["shape"]
             if info["dtype"] not in FLOATS or len(shape) != 2 or min(shape) < 1:
@@ -132,7 +132,7 @@ class AdapterFiles:
             if module not in layers:
                 for part, what in NO_LINEAR.items():
                     if part in f"{module}." if part[-1] == "." else module.endswith(part):
-                        raise self._error(f"{module} {what}: adapters cannot change it; {REMEDY}")
+                        raise self._error(f"{module} {what}: adapters cannot change it; {HINT}")
                 raise self._error(f"the model has no linear layer {module}")
             inputs = self.shapes[a][1]
             outputs = self.shapes[b][0]
@@ -163,7 +163,7 @@ class AdapterFiles:
         if isinstance(init, str) and init.lower().startswith(CHANGES_BASE):
             unsupported.append(f"a changed model (init_lora_weights {init!r})")
         if unsupported:
-            raise self._error(f"{', '.join(unsupported)} is not supported: {REMEDY}")
+            raise self._error(f"{', '.join(unsupported)} is not supported: {HINT}")
         return config
 
     def _read_header(self) -> dict[str, dict[str, Any]]:

@@ -81,7 +81,7 @@ class Parser(compat.ArgumentParser):
             from servd.config.flag_aliases import hint
 
             known = self.flags
-            listed = f"`{self.prog} --help` states what there is"
+            listed = f"`{self.prog} --help` lists them"
             flags = [each for each in unknown if each.startswith("-")] or unknown[:1]
             self.error(
                 "\n".join(f"unknown argument {flag}; {hint(flag, known, listed)}" for flag in flags)

@@ -38,7 +38,7 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str
     status: Status
     text: str
-    hint: str = ""
+    hint: str = msgspec.field(default="", name="remedy")  # in --json
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -114,12 +114,12 @@ class CacheConfig(Section, frozen=True):
             and not self.enable_prefix_caching
         ):
             raise ConfigError(
-                "--kv-events-config reports what the prefix cache has, and that is off, as with "
-                "every encoder and with linear attention: leave it out"
+                "--kv-events-config needs the prefix cache, which is off (always, for encoders and "
+                "linear attention): remove the option"
             )
         if self.has_connector and not self.enable_prefix_caching:
             raise ConfigError(
-                "--kv-cache-dir, --kv-offloading-size and --kv-transfer-config keep or give what "
-                "the prefix cache has, and that is off, as with every encoder and with linear "
-                "attention: leave them out"
+                "--kv-cache-dir, --kv-offloading-size and --kv-transfer-config need the prefix "
+                "cache, which is off (always, for encoders and linear attention): remove the "
+                "options"
             )

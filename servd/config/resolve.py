@@ -106,7 +106,7 @@ def _check_plugins(config: Config, spec: ModelSpec) -> None:
     _check_activations(config, spec)
     if config.model.quantization_imatrix and config.model.quantization != "int4":
         raise ConfigError(
-            "--quantization-imatrix states which weights matter where they are rounded to 4 bits: "
+            "--quantization-imatrix marks which weights matter where they are rounded to 4 bits: "
             "add --quantization int4"
         )
     if speculative := config.model.speculative_config:

@@ -10,7 +10,7 @@ from servd.base.errors import Unavailable
 from servd.gateway.models import Model
 from servd.ipc.child import Child
 
-PATIENCE = 90.0  # seconds for /sleep and /wake_up, which wait for the engine for up to 60
+SLEEP_TIMEOUT = 90.0  # seconds for /sleep and /wake_up, which wait for the engine for up to 60
 ASK_TIMEOUT = 2.0  # seconds for queries about the server itself
 NO_TIMEOUT = httpx.Timeout(None, connect=10)  # the model's server has its own timeouts
 
@@ -78,13 +78,13 @@ class ModelServer:
         """The response to /sleep or /wake_up, usually within a minute; None on failure."""
         assert self.http is not None
         try:
-            answer = await self.http.post(path, headers=self.headers, timeout=PATIENCE)
+            answer = await self.http.post(path, headers=self.headers, timeout=SLEEP_TIMEOUT)
         except httpx.HTTPError:
             return None
         return answer.json()["is_sleeping"] if answer.status_code == 200 else None
 
     def fail(self, why: str, seconds: float) -> None:
-        """Record a failure to start; it is not tried again for N seconds."""
+        """Record a failure to start, and try no start for `seconds`."""
         self.failure = why
         self.retry_at = time.monotonic() + seconds
 

@@ -166,7 +166,7 @@ class ModelServers:
                 await self._put_to_sleep(server)
 
     def _rest_later(self, server: ModelServer, seconds: float | None) -> None:
-        """Put a server to sleep after N seconds, unless it is used again."""
+        """Put a server to sleep after `seconds`, unless it is used again."""
         if server.rest is not None:
             server.rest.cancel()
             server.rest = None

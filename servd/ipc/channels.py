@@ -227,7 +227,7 @@ class Link(Generic[T]):
         return found
 
     def close(self, linger: float = 0.0) -> None:
-        """Close; queued messages get N seconds to be sent."""
+        """Close; queued messages have some seconds to be sent."""
         self.socket.close(int(linger * 1000))
         self._context.term()
 
@@ -317,7 +317,7 @@ def wait(sources: Iterable[Source], timeout: float) -> list[Source]:
 
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-REPLAY_PATIENCE = 5000  # milliseconds that a replay waits for a slow reader
+REPLAY_TIMEOUT = 5000  # milliseconds that a replay waits for a slow reader
 
 
 def is_bound(endpoint: str) -> bool:
@@ -367,7 +367,7 @@ class Publisher:
         socket.set_hwm(limit)
         if kind == zmq.ROUTER:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else it drops messages to a slow reader
-            socket.setsockopt(zmq.SNDTIMEO, REPLAY_PATIENCE)
+            socket.setsockopt(zmq.SNDTIMEO, REPLAY_TIMEOUT)
         try:
             if is_bound(endpoint) or kind == zmq.ROUTER:
                 socket.bind(endpoint)

@@ -42,7 +42,7 @@ Event = Child | signal.Signals | Callable[[], None]
 
 API_MODULE = "servd.api.server"
 
-API_PATIENCE = 60.0  # seconds that the event loop of an API server may be blocked
+API_HANG_TIMEOUT = 60.0  # seconds that the event loop of an API server may be blocked
 DEATH_GRACE = 1.0  # seconds for API servers to answer open requests when the engine is dead
 API_STOP_TIMEOUT = 3.0  # seconds from the (second) SIGTERM to SIGKILL
 ENGINE_STOP_TIMEOUT = 3.0  # the same for the engine
@@ -200,12 +200,12 @@ class ProcessTree:
         child = Child(name, API_MODULE, start, descriptors, env)
         os.close(heartbeat)
         self.clients[name] = client
-        self.watches[name] = Watchdog(heart, LOOK_INTERVAL, API_PATIENCE, child.is_stopped)
+        self.watches[name] = Watchdog(heart, LOOK_INTERVAL, API_HANG_TIMEOUT, child.is_stopped)
         child.on_exit(self.events.put)
         return child
 
     def generations(self) -> list[int]:
-        """Incarnations of the engines, by rank, that a new API server attaches to."""
+        """Generations of the engines, by rank, that a new API server attaches to."""
         if self.config.server.attach:
             return [newest_engine(folder) for folder in self.folders]
         return [engine.number for engine in self.engines]

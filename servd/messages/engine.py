@@ -176,7 +176,7 @@ class WorkerReady(Message, tag=True):
     kv_windows: tuple[int | None, ...] = (None,)
     # With --enable-lora: (inputs, outputs) of each layer that adapters may change.
     adaptable: dict[str, tuple[int, int]] = {}
-    warning: str = ""  # why it is slower than it could be, and the hint
+    warning: str = ""  # why it is slower than it could be, and what to do
 
 
 class EngineReady(Message, tag=True):

@@ -23,12 +23,16 @@ from servd.core.engine_core_proc import rejection
 from servd.ipc.channels import UnreadableMessage
 from servd.messages.engine import (
     AbortRequests,
+    EngineCoreOutput,
+    EngineCoreOutputs,
     EngineCoreRequest,
     EngineStatus,
+    FinishReason,
     ToEngine,
 )
 from servd.messages.params import (
     MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_LENGTH,
@@ -392,6 +396,24 @@ async def test_requests_that_wait_to_be_read_have_a_limit():
         assert all(task.result().status_code == 200 for task in waiting)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_that_fails_on_a_request_before_its_first_token(served: Served, stream):
+    served.engine.may_step.clear()
+    send = served.engine.send
+
+    def fail(message) -> None:
+        send(message)
+        if request_id := getattr(message, "request_id", None):
+            output = EngineCoreOutput(
+                request_id, finish_reason=FinishReason.ERROR, error="no blocks"
+            )
+            served.engine.tell(EngineCoreOutputs([output]))
+
+    served.engine.send = fail  # type: ignore[method-assign]
+    answer = await served.http.post(CHAT, json={"messages": user("hi"), "stream": stream})
+    assert "no blocks" in check(answer, 500, code="engine_error")
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -493,3 +515,17 @@ def test_no_field_collects_an_error_per_entry(kind):
             with pytest.raises(ValidationError) as caught:
                 kind.model_validate_json(json.dumps({name: value, "model": 5}))
             assert caught.value.error_count() < 50, name
+
+
+async def test_lists_beyond_their_limit_are_refused_with_the_limit(http):
+    for name, value, limit in [
+        ("stop_token_ids", [1] * (MAX_STOP_TOKEN_IDS + 1), MAX_STOP_TOKEN_IDS),
+        ("allowed_token_ids", [1] * (MAX_ALLOWED_TOKEN_IDS + 1), MAX_ALLOWED_TOKEN_IDS),
+        ("logit_bias", {str(i): 1 for i in range(MAX_LOGIT_BIAS + 1)}, MAX_LOGIT_BIAS),
+        ("bad_words", ["a"] * (MAX_BAD_WORDS + 1), MAX_BAD_WORDS),
+        ("bad_words", ["a" * (MAX_BAD_WORD_LENGTH + 1)], MAX_BAD_WORD_LENGTH),
+        ("stop", ["a" * (MAX_STOP_LENGTH + 1)], MAX_STOP_LENGTH),
+    ]:
+        answer = await http.post(COMPLETIONS, json={"prompt": "a", name: value})
+        check(answer, 400, name)
+        assert str(limit) in answer.json()["error"]["message"]

@@ -338,6 +338,17 @@ async def test_a_client_that_reads_slowly_is_not_disconnected(protocol):
     assert transport.num_looks >= 20
 
 
+async def test_a_client_that_has_caught_up_is_not_watched(protocol):
+    """Its buffer may fill again much later: that is a new time to read."""
+    protocol.pause_writing()
+    protocol.resume_writing()
+    for _ in range(5):
+        await asyncio.sleep(protocol.limits.write_timeout)
+    assert not protocol.transport.is_aborted
+    protocol.pause_writing()
+    await until(lambda: protocol.transport.is_aborted)
+
+
 async def test_a_client_that_never_reads_is_cut_off_and_its_request_dropped(served: Served):
     served.engine.step_seconds = 0.001
     body = json.dumps({"prompt": "a", "max_tokens": 4000, "stream": True, "logprobs": 20})

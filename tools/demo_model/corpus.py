@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument(
         "--held-out", action="store_true", help="from the part that is kept for measuring"
     )
-    parser.add_argument("--num-short", type=int, help="N at first are of one turn")
+    parser.add_argument("--num-short", type=int, metavar="N", help="N at first are of one turn")
     args = parser.parse_args()
     corpus = Corpus(args.seed, args.held_out)
     if args.num_short is not None:

@@ -110,7 +110,7 @@ class Shelf:
         return sizes
 
     def check_bytes(self, total: int) -> None:
-        """Check that that many bytes are within the key's bound. Raises InvalidRequest."""
+        """Check that `total` bytes are within the key's bound. Raises InvalidRequest."""
         if total > MAX_BYTES:
             raise InvalidRequest(
                 f"the files of this API key would have {total} bytes, at most {MAX_BYTES} are "

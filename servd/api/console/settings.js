@@ -4,7 +4,7 @@ import { button, h } from "./dom.js";
 const NUMBERS = [
   ["temperature", "Temperature", "0 always takes the likeliest token; more is more varied.", 0.1],
   ["top_p", "Top-p", "Only the likeliest tokens that reach this probability together.", 0.05],
-  ["top_k", "Top-k", "Only so many of the likeliest tokens.", 1],
+  ["top_k", "Top-k", "Only this many of the likeliest tokens.", 1],
   ["max_tokens", "Longest answer", "In tokens.", 1],
   ["frequency_penalty", "Frequency penalty", "Above 0: fewer repetitions.", 0.1],
   ["seed", "Seed", "The same seed gives the same answer.", 1, "random"],

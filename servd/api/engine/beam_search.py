@@ -55,7 +55,7 @@ class BeamSearch:
         self.num_beams = params.n
         self.max_tokens = params.max_tokens
         self.ends = frozenset(prepared.request.eos_token_ids).union(params.stop_token_ids)
-        # Of so many candidates, not all can be finished beams.
+        # There are more candidates than end tokens: some beam continues.
         self.num_candidates = min(max(2, 1 + len(self.ends)) * self.num_beams, MAX_CANDIDATES)
         self.running = [Beam([], 0.0)]
         self.finished: list[Beam] = []  # best first

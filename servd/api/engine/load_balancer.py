@@ -57,12 +57,12 @@ class Routed:
             self.prompt = 0
 
     def leave(self, num_tokens: int) -> None:
-        """It has left the engine, with N output tokens in all its choices."""
+        """The request left the engine; `num_tokens`: of all its choices."""
         work = self.prompt + OUTPUT_WEIGHT * self.output
         self.load_balancer.add_work(self.rank, -work, num_tokens - self.output - self.prompt)
 
     def end(self, num_tokens: Sequence[int]) -> None:
-        """It has finished, with N output tokens in each of its choices."""
+        """The request finished, with these numbers of tokens, by choice."""
         total = sum(num_tokens)
         self.leave(total)
         if self.output:

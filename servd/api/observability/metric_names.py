@@ -43,7 +43,7 @@ GAUGES = {  # see `EngineState.samples`
     "vllm:kv_offload_cpu_cache_usage_perc": "Share of the KV cache in host memory that has blocks.",
     "vllm:engine_sleep_state": "1 for the state it is in.",
     "vllm:cache_config_info": "The KV cache; always 1.",
-    "vllm:lora_requests_info": "Adapters of running and of waiting requests, and when.",
+    "vllm:lora_requests_info": "Adapters in use; the value is the time.",
 }
 COUNTERS = {
     "vllm:prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",

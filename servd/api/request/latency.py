@@ -201,7 +201,7 @@ def _state(seen: Mapping[str, int], following: str) -> str:
             return "decoding" if seen["first_token"] > num_ended else "prefilling"
         if seen["reading"] > seen["scheduled"]:
             return "tier_read"
-        if seen["deferred"] > seen["scheduled"]:
+        if seen["deferred_for_adapter"] > seen["scheduled"]:
             return "queue_adapters"
         if seen["scheduled"] >= seen["queued"]:
             return "swapped" if seen["swapped"] >= seen["preempted"] else "preemption"

@@ -19,7 +19,7 @@ from servd.messages.engine import EngineReady, Sleep, WakeUp
 router = APIRouter(route_class=Route)
 
 Level = Annotated[str, Query(json_schema_extra={"enum": ["1", "2"]})]
-PATIENCE = 60.0  # seconds that an answer waits for the engine, which finishes its requests first
+TIMEOUT = 60.0  # seconds that an answer waits for the engine, which finishes its requests first
 
 
 class SleepState(msgspec.Struct):
@@ -59,7 +59,7 @@ async def _ask(async_llm: AsyncLLM, message: Sleep | WakeUp) -> Response:
     wanted = [isinstance(message, Sleep) for _ in _sleep(async_llm)]
     for engine in async_llm.engines:
         engine.client.send(message)
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + TIMEOUT
     families = async_llm.metrics.families
     operation = "sleep" if all(wanted) else "wake"
     with (

@@ -197,7 +197,7 @@ class _Budget(msgspec.Struct):
     num_chars: int = MAX_CHARS
 
     def check(self, num_chars: int = 0) -> None:
-        """Raise if a value of N characters is too large, or time is up."""
+        """Raise if `num_chars` are too many for a value, or time is up."""
         if num_chars > MAX_CHARS:
             raise jinja2.TemplateError(f"a value has more than {MAX_CHARS} characters")
         if time.thread_time() > self.deadline:

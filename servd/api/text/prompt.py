@@ -37,7 +37,7 @@ class SharedText(msgspec.Struct):
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """Two texts that the model scores together; each may be cut off after N tokens."""
+    """Two texts that the model scores together; each may be cut off."""
 
     first: SharedText
     second: str

@@ -63,7 +63,7 @@ class AdapterQueue:
         self.deferred[request] = None
         if request.deferred_since < 0:
             request.deferred_since = self._step
-            request.marks.append(Mark("deferred", self.clock()))
+            request.marks.append(Mark("deferred_for_adapter", self.clock()))
 
     def remove(self, request: Request) -> None:
         if request in self.deferred:

@@ -60,7 +60,7 @@ class DecodeInputs:
         self.reserve(max_num_tokens)
 
     def reserve(self, max_num_tokens: int) -> None:
-        """Allocate for N tokens. Views of the old buffer become invalid."""
+        """Allocate for `max_num_tokens`. Views of the old buffer become invalid."""
         self.max_num_tokens = max_num_tokens
         self.memory = torch.zeros(
             NUM_NUMBERS * max_num_tokens, dtype=torch.int64, device=self.device
@@ -80,7 +80,7 @@ class DecodeInputs:
         self.padding_d = torch.tensor(self.padding, device=self.device)
 
     def buffers_of(self, num_tokens: int, size: int | None = None) -> DecodeBuffers:
-        """Views for a step of N tokens, padded to `size`; cached."""
+        """Views for a step of `num_tokens`, padded to `size`; cached."""
         size = num_tokens if size is None else size
         if (found := self.views.get((num_tokens, size))) is None:
             step = self.memory[: NUM_NUMBERS * size].view(NUM_NUMBERS, size)

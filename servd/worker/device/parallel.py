@@ -104,11 +104,11 @@ class Parallel:
         return -(-total // self.size)
 
     def num_copies(self, num_heads: int) -> int:
-        """Ranks that have each of N heads, where there are fewer heads than ranks."""
+        """Ranks that have each of `num_heads` heads, where there are fewer heads than ranks."""
         return max(self.size // num_heads, 1)
 
     def sharing(self, num_copies: int) -> Parallel:
-        """These ranks as seen by what N neighbours have the same part of."""
+        """The ranks that differ, where some neighbours have the same part."""
         return replace(self, rank=self.rank // num_copies, size=self.size // num_copies)
 
     def close(self) -> None:

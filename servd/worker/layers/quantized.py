@@ -75,7 +75,7 @@ class Quantized:
         return of_groups.float().repeat_interleave(self.group_size, dim=1)[:, : self.shape[1]]
 
     def split(self, rows: Sequence[int]) -> list[Quantized]:
-        """Parts of N rows each."""
+        """Split by rows; `rows` has the number of each part."""
         starts = [sum(rows[:index]) for index in range(len(rows))]
         return [self.narrow(0, start, n) for start, n in zip(starts, rows, strict=True)]
 

@@ -123,7 +123,7 @@ def _yarn(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> tuple[Tens
     num_pairs = len(inv_freq)
 
     def pair_with(turns: float) -> float:
-        """The (fractional) pair that makes N turns over the original context."""
+        """The (fractional) pair that makes `turns` turns over the original context."""
         return num_pairs * math.log(original / (turns * 2 * math.pi)) / math.log(rope["rope_theta"])
 
     first = pair_with(rope.get("beta_fast") or 32)

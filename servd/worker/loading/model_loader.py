@@ -231,7 +231,7 @@ def _quantized(files: list[Path], weight: Tensor) -> NamedTensors:
     except (AttributeError, ConfigError):
         raise UnsupportedModel(
             f"{files[0].parent}: checkpoints of quant_method {method!r} are "
-            "not supported: docs/how-to/quantization.md states which are"
+            "not supported: docs/how-to/quantization.md lists which are"
         ) from None
     # In a dry run, sizes are all that is wanted.
     device = torch.device("meta") if weight.is_meta else weight.device

@@ -1,4 +1,4 @@
-"""Outputs of a step besides tokens, read from hidden states: one file each, with a `OutputHead`."""
+"""Outputs of a step besides tokens, from hidden states: one file each, with an `OutputHead`."""
 
 from __future__ import annotations
 

@@ -164,6 +164,14 @@ def test_idleness_saves_nothing_up():
     assert simulation.tokens("b") == pytest.approx(simulation.tokens("a") - before, rel=0.15)
 
 
+def test_nothing_is_left_idle_for_owners_that_are_not_there():
+    simulation = Simulation()
+    for i in range(32):
+        simulation.send(f"a{i}", 1, 10, owner="a")
+    simulation.run()
+    assert len(simulation.engine.executor.steps) == 20
+
+
 def test_preempted_for_another_owner_a_request_loses_no_token():
     engine = make_engine(max_num_seqs=4, num_blocks=256)
     log = Log()

@@ -118,7 +118,7 @@ extern const Kernel servd_kernel_table[] = {
     KERNEL(add_low_rank,
            "type, x[rows * k], rows, k, a<type>[num_adapter_slots * k * width], width, "
            "b<type>[num_adapter_slots * max_rank * n], max_rank, ranks[num_adapter_slots * parts], "
-           "part_ends[parts], num_adapter_slots, parts, places[rows], y[rows * n], n"),
+           "part_ends[parts], num_adapter_slots, parts, adapter_slots[rows], y[rows * n], n"),
     KERNEL(write_kv,
            "type, q{(num_tokens - 1) * q_stride + num_heads * head_dim}, q_stride, "
            "k{(num_tokens - 1) * k_stride + kv_heads * head_dim}, k_stride, "

@@ -43,7 +43,7 @@ void gather_grouped(int type, int terms, const void* packed, const float* table,
 // Adapters: low_rank.cpp
 void add_low_rank(int type, const float* x, int64_t rows, int64_t k, const void* a, int64_t width,
                   const void* b, int64_t max_rank, const int64_t* ranks, const int64_t* part_ends,
-                  int64_t num_adapter_slots, int64_t parts, const int64_t* places, float* y, int64_t n);
+                  int64_t num_adapter_slots, int64_t parts, const int64_t* adapter_slots, float* y, int64_t n);
 
 // Attention: attention.cpp
 void write_kv(int type, const float* q, int64_t q_stride, const float* k, int64_t k_stride,

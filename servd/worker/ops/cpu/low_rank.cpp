@@ -15,7 +15,7 @@ constexpr int64_t CHUNK = 256;  // columns of y in one go
 
 // The last rows of a tile may repeat one: a row is computed in the same way in any tile.
 struct Tile {
-    int64_t place;
+    int64_t slot;
     int64_t rows[TILE];
     int count;
 };
@@ -24,20 +24,20 @@ struct Chunk {
     int64_t part, begin, end;  // columns of y, in one part
 };
 
-std::vector<Tile> tiles_of(const int64_t* places, int64_t rows, const int64_t* ranks,
+std::vector<Tile> tiles_of(const int64_t* adapter_slots, int64_t rows, const int64_t* ranks,
                            int64_t num_adapter_slots, int64_t parts) {
-    std::vector<int64_t> open(num_adapter_slots, -1);  // the tile of each place that is not full
+    std::vector<int64_t> open(num_adapter_slots, -1);  // the tile of each slot that is not full
     std::vector<Tile> tiles;
     for (int64_t row = 0; row < rows; row++) {
-        const int64_t place = places[row];
-        if (place < 0) continue;
-        const int64_t* const own = ranks + place * parts;
+        const int64_t slot = adapter_slots[row];
+        if (slot < 0) continue;
+        const int64_t* const own = ranks + slot * parts;
         if (std::all_of(own, own + parts, [](int64_t rank) { return rank == 0; })) continue;
-        if (open[place] < 0 || tiles[open[place]].count == TILE) {
-            open[place] = int64_t(tiles.size());
-            tiles.push_back({place, {row, row, row, row}, 0});
+        if (open[slot] < 0 || tiles[open[slot]].count == TILE) {
+            open[slot] = int64_t(tiles.size());
+            tiles.push_back({slot, {row, row, row, row}, 0});
         }
-        Tile& tile = tiles[open[place]];
+        Tile& tile = tiles[open[slot]];
         std::fill(tile.rows + tile.count++, tile.rows + TILE, row);
     }
     return tiles;
@@ -97,8 +97,8 @@ void expand(const Tile& tile, const Chunk& chunk, const float* h, int64_t width,
 template <typename T>
 void add_low_rank(const float* x, int64_t rows, int64_t k, const T* a, int64_t width, const T* b,
                   int64_t max_rank, const int64_t* ranks, const int64_t* part_ends,
-                  int64_t num_adapter_slots, int64_t parts, const int64_t* places, float* y, int64_t n) {
-    const std::vector<Tile> tiles = tiles_of(places, rows, ranks, num_adapter_slots, parts);
+                  int64_t num_adapter_slots, int64_t parts, const int64_t* adapter_slots, float* y, int64_t n) {
+    const std::vector<Tile> tiles = tiles_of(adapter_slots, rows, ranks, num_adapter_slots, parts);
     if (tiles.empty()) return;
     std::vector<Chunk> chunks;
     for (int64_t part = 0, begin = 0; part < parts; begin = part_ends[part++])
@@ -110,7 +110,7 @@ void add_low_rank(const float* x, int64_t rows, int64_t k, const T* a, int64_t w
         const Tile& tile = tiles[task / groups];
         const int64_t first = task % groups * COLUMNS;
         shrink_some(std::min<int64_t>(vectors - first, COLUMNS), tile, x, k,
-                    a + tile.place * k * width, width, first * WIDTH,
+                    a + tile.slot * k * width, width, first * WIDTH,
                     hidden.data() + task / groups * TILE * width);
     });
     const int64_t num_chunks = int64_t(chunks.size());
@@ -118,8 +118,8 @@ void add_low_rank(const float* x, int64_t rows, int64_t k, const T* a, int64_t w
         const Tile& tile = tiles[task / num_chunks];
         const Chunk& chunk = chunks[task % num_chunks];
         const float* h = hidden.data() + task / num_chunks * TILE * width + chunk.part * max_rank;
-        expand(tile, chunk, h, width, ranks[tile.place * parts + chunk.part],
-               b + tile.place * max_rank * n, n, y);
+        expand(tile, chunk, h, width, ranks[tile.slot * parts + chunk.part],
+               b + tile.slot * max_rank * n, n, y);
     });
 }
 
@@ -127,20 +127,20 @@ void add_low_rank(const float* x, int64_t rows, int64_t k, const T* a, int64_t w
 
 namespace kernels {
 
-// Adds the product with its adapter to each row of y [rows, n]; x is [rows, k]. Of each place, a
+// Adds the product with its adapter to each row of y [rows, n]; x is [rows, k]. Of each slot, a
 // [k, width] holds `max_rank` columns for each part of the outputs, b [max_rank, n] what these are
-// multiplied with; ranks [num_adapter_slots, parts] says how many of them count. A row without a place
+// multiplied with; ranks [num_adapter_slots, parts] says how many of them count. A row without a slot
 // (-1) stays as it is.
 void add_low_rank(int type, const float* x, int64_t rows, int64_t k, const void* a, int64_t width,
                   const void* b, int64_t max_rank, const int64_t* ranks, const int64_t* part_ends,
-                  int64_t num_adapter_slots, int64_t parts, const int64_t* places, float* y, int64_t n) {
-    check_ids("place", places, 0, rows, num_adapter_slots, -1);
+                  int64_t num_adapter_slots, int64_t parts, const int64_t* adapter_slots, float* y, int64_t n) {
+    check_ids("slot", adapter_slots, 0, rows, num_adapter_slots, -1);
     check_at_most("part_ends", part_ends[parts - 1], n);
     check_at_most("max_rank", max_rank * parts, width);
     with_type(type, [&](auto* null) {
         using T = std::remove_pointer_t<decltype(null)>;
         ::add_low_rank(x, rows, k, static_cast<const T*>(a), width, static_cast<const T*>(b),
-                       max_rank, ranks, part_ends, num_adapter_slots, parts, places, y, n);
+                       max_rank, ranks, part_ends, num_adapter_slots, parts, adapter_slots, y, n);
     });
 }
 

@@ -14,7 +14,7 @@
 namespace {
 
 // Numbers of neighbouring k that are side by side in packed weights of this type, which multiply x
-// in so many terms; none: they multiply float32.
+// in this many terms; none: they multiply float32.
 template <typename W>
 constexpr int neighbours(int terms) {
 #if defined(__AMX_BF16__)

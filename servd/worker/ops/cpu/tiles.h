@@ -27,7 +27,7 @@ struct Tiled {
     using Task = Unit::Task;
     static constexpr int MR = Unit::MR;
     // A panel's block, 32 KiB, stays in the first-level cache while the tiles of a chunk go by; the
-    // sum of so many products of int8 is exact in float32, too.
+    // sum of this many products of int8 is exact in float32, too.
     static constexpr int64_t MAX_KC = TERM_BYTES / sizeof(W), KC_UNIT = LINE / sizeof(W);
     static constexpr int64_t ROW_BYTES = NR * sizeof(W);
     static constexpr int64_t NEXT = TERM_STRIDE / sizeof(W);  // from a term to the next one
@@ -137,7 +137,7 @@ void Tiled<int8_t>::multiply(Task& task, const int8_t* x, int rows, Cursor weigh
 }
 #endif
 
-// Calls `call` with the products of a packed matrix [n, k] with so many terms of x.
+// Calls `call` with the products of a packed matrix [n, k] with the given terms of x.
 template <typename W, typename Call>
 void with_matrix(int terms, const Call& call) {
 #if defined(__AVX512VNNI__)

@@ -1,4 +1,4 @@
-"""min_tokens: end-of-sequence and stop tokens are impossible before N outputs."""
+"""min_tokens: end-of-sequence and stop tokens are impossible before that many outputs."""
 
 from typing import Any
 

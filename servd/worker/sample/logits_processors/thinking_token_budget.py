@@ -1,4 +1,4 @@
-"""thinking_token_budget: reasoning that has had N tokens continues with its end tag."""
+"""thinking_token_budget: reasoning that has used its budget continues with its end tag."""
 
 from typing import Any
 
