@@ -131,7 +131,7 @@ def routes_page() -> str:
         rows: dict[str, list[str]] = {}
         for route in families[name]:
             if route.methods != {"HEAD"}:
-                shown = f"`{'/'.join(sorted(route.methods))} {route.path}`"
+                shown = f"`{'/'.join(sorted(route.methods or ()))} {route.path}`"
                 rows.setdefault(summary(route), []).append(shown)
         parts += [f"| {', '.join(sorted(shown))} | {text} |\n" for text, shown in rows.items()]
     return "".join(parts)
