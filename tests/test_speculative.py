@@ -108,4 +108,4 @@ def test_a_head_in_place_of_the_model(tmp_path, architecture, method):
 
 def test_the_fake_executor_says_that_it_runs_no_method(caplog):
     resolved(executor="fake", spec_method="suffix")
-    assert "--executor fake drafts by itself: method suffix is not run" in caplog.text
+    assert "--executor fake makes its own drafts: method suffix does not run" in caplog.text
