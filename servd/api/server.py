@@ -87,7 +87,7 @@ class LoopLag:
 
 
 def first_steps(url: str, config: Config, is_causal: bool) -> list[str]:
-    """Lines for whoever reads that the server is ready: console, a first request, documentation."""
+    """Return log lines for a server that is ready: console, a first request, documentation."""
     lines: list[str] = []
     curl = "curl"
     if url.startswith("unix:"):
@@ -126,7 +126,7 @@ class Server(uvicorn.Server):
         self.heartbeat = Heartbeat(start.heartbeat)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """First signal: finish open requests and refuse new ones. Second: exit now."""
+        """On the first signal, finish open requests and refuse new ones; on the second, exit."""
         if self.admission.drained_at is not None:
             self.force_exit = self.should_exit = True
         timeout = self.start_message.config.server.shutdown_timeout
@@ -157,8 +157,8 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter) or is_over
 
     def has_drained(self) -> bool:
-        """Whether the server was told to exit, and nothing is open or time is up. Until then new
-        requests get a 503, and the number of open ones is logged each second.
+        """Return whether the server was told to exit, and nothing is open or time is up. Until
+        then, new requests get a 503, and a log line each second counts the open ones.
         """
         if (end := self.admission.drained_at) is None:
             return False
@@ -217,7 +217,7 @@ class Server(uvicorn.Server):
 
 
 def tell_systemd(state: str) -> None:
-    """See sd_notify(3); does nothing without NOTIFY_SOCKET."""
+    """Send a state to systemd, as in sd_notify(3). Do nothing without NOTIFY_SOCKET."""
     if path := os.environ.get("NOTIFY_SOCKET"):
         address = f"\0{path[1:]}" if path[0] == "@" else path
         try:
@@ -228,7 +228,7 @@ def tell_systemd(state: str) -> None:
 
 
 def within_file_limit(config: ServerConfig) -> ServerConfig:
-    """`config` with at most as many connections as this process may open files, beyond which
+    """Return `config` with no more connections than this process may open files, beyond which
     `accept` would fail.
     """
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

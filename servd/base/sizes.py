@@ -23,7 +23,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(number: int) -> str:
-    """A size that `parse_bytes` reads, rounded up to three digits: "72MiB", "1.25GiB"."""
+    """Write a size for `parse_bytes`, rounded up to three digits: "72MiB", "1.25GiB"."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if number >= 1024**power:
             size = number / 1024**power

@@ -117,12 +117,12 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.prompts[name]
 
     def name_for(self, purpose: str) -> str | None:
-        """Name of the prompt for texts of a purpose: search_query, search_document or the like."""
+        """Return the name of the prompt for a purpose: search_query, search_document or other."""
         names = PURPOSES.get(purpose, (purpose,))
         return next((name for name in names if name in self.prompts), None)
 
     def probabilities(self, numbers: list[float]) -> list[float]:
-        """Those of the labels, of a head's numbers; of a single one the score."""
+        """Return the labels' probabilities, from a head's numbers; for one number, the score."""
         if len(numbers) == 1:
             return [self.score(numbers)]
         if self.activation == "softmax":
@@ -132,23 +132,23 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
         return [_sigmoid(x) for x in numbers] if self.activation == "sigmoid" else numbers
 
     def score(self, numbers: list[float]) -> float:
-        """How well two texts fit, of a head's only number."""
+        """Return how well two texts fit, from a head's only number."""
         (number,) = numbers
         return _sigmoid(number) if self.score_activation == "sigmoid" else number
 
 
 def is_encoder(spec: ModelSpec) -> bool:
-    """Whether tokens see those after them: some classes of these types are decoders."""
+    """Return whether tokens see later tokens: some classes of these types are decoders."""
     return spec.model_type in ENCODERS and not spec.architecture.endswith(("CausalLM", "HeadModel"))
 
 
 def num_positions(spec: ModelSpec) -> int:
-    """The longest sequence, in tokens, for which the model has positions."""
+    """Return the longest sequence, in tokens, for which the model has positions."""
     return spec.max_position_embeddings - first_position(spec)
 
 
 def first_position(spec: ModelSpec) -> int:
-    """Return the first token's position: RoBERTa's kind keeps those up to the id of padding for
+    """Return the first token's position: RoBERTa and its kin reserve the positions up to the id of
     padding.
     """
     if spec.model_type not in ("roberta", "xlm-roberta"):
@@ -160,7 +160,7 @@ def first_position(spec: ModelSpec) -> int:
 
 
 def is_encoder_as_decoder(spec: ModelSpec) -> bool:
-    """Whether it is a decoder of an encoder's type, for which servd has no file."""
+    """Return whether it is a decoder of an encoder's type, for which servd has no file."""
     return spec.model_type in ENCODERS and not is_encoder(spec)
 
 
@@ -199,7 +199,7 @@ def read(spec: ModelSpec) -> PoolingSpec:
 
 
 def _is_reranker(folder: Path) -> bool:
-    """Whether a model is for pairs of texts by its name, or by what its page is sorted under."""
+    """Return whether a model's name, or the tags of its page, say that it scores pairs."""
     is_of_hub = folder.parent.name == "snapshots"
     name = folder.parent.parent.name if is_of_hub else folder.name
     page = folder / "README.md"
@@ -208,7 +208,7 @@ def _is_reranker(folder: Path) -> bool:
 
 
 def _of_logits(spec: ModelSpec, folder: Path, place: Path) -> PoolingSpec:
-    """A decoder whose next token states how well a document fits, such as Qwen3-Reranker."""
+    """Return the spec of a decoder whose next token scores a document (Qwen3-Reranker)."""
     stated = _load(place / "config.json")
     texts = _texts(spec, folder)
     chosen = _load(folder / "config_sentence_transformers.json", {}).get("activation_fn")
@@ -232,7 +232,7 @@ def _of_logits(spec: ModelSpec, folder: Path, place: Path) -> PoolingSpec:
 
 
 def num_labels(config: dict[str, Any]) -> int:
-    """Outputs of a classification head, as transformers counts them."""
+    """Return the outputs of a classification head, counted as transformers counts them."""
     return config.get("num_labels") or len(config.get("id2label") or {}) or 2
 
 
@@ -285,7 +285,7 @@ def _labels(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(spec: ModelSpec, folder: Path) -> dict[str, Any]:
-    """How texts become tokens."""
+    """Return how texts become tokens: length, prompts and the default prompt."""
     limits = _load(folder / "sentence_bert_config.json", {})
     texts = _load(folder / "config_sentence_transformers.json", {})
     if limits.get("do_lower_case"):

@@ -42,14 +42,14 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Those of `servd serve`, for which the machine is checked."""
+    """Add the options of `servd serve`, for which the machine is checked."""
     parser.usage = "%(prog)s [MODEL] [OPTION ...]"
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     engine_flags.add_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the findings; 1 if a server would not start."""
+    """Print the findings; return 1 if a server would not start."""
     config = Config.load(engine_flags.load_options(arguments))
     logging.getLogger("servd").setLevel(logging.CRITICAL)  # what it would say is found here
     findings: list[Finding] = []
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def judge(is_fine: bool, name: str, text: str, hint: str, otherwise: Status = "warning") -> Finding:
-    """Without the hint where it is fine."""
+    """Return a finding, without the hint if all is fine."""
     return Finding(name, "ok", text) if is_fine else Finding(name, otherwise, text, hint)
 
 
@@ -72,7 +72,7 @@ def judge(is_fine: bool, name: str, text: str, hint: str, otherwise: Status = "w
 
 
 def check_folders(config: Config) -> Iterator[Finding]:
-    """Where files are kept: models, converted tokenizers, sockets."""
+    """Check the folders of models, converted tokenizers and sockets."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     hub = os.environ.get("HF_HOME") or f"{home}/huggingface"
     models = config.model.download_dir or os.environ.get("HF_HUB_CACHE") or f"{hub}/hub"
@@ -103,7 +103,7 @@ def check_limits(config: Config) -> Iterator[Finding]:
 
 
 def check_memory(config: Config) -> Iterator[Finding]:
-    """Main memory, shared memory and CPUs, by the limits of the control group too."""
+    """Check main memory, shared memory and CPUs, also the limits of the control group."""
     free = plugins.load(f"{WORKER}.device", "device", "available_memory")()
     hint = "end other programs, or raise the container's limit"
     yield judge(free >= SMALLEST, "memory", f"{format_bytes(free)} can be used", hint)
@@ -118,7 +118,7 @@ def check_memory(config: Config) -> Iterator[Finding]:
 
 
 def check_device(config: Config) -> Iterator[Finding]:
-    """What computes: driver, torch, kernels, compiler."""
+    """Check what computes: driver, torch, kernels, compiler."""
     machine = look_at_machine()
     if not machine.num_gpus:
         hint = "install NVIDIA's driver, or docker run --gpus all"
@@ -138,7 +138,7 @@ def check_device(config: Config) -> Iterator[Finding]:
 
 
 def check_hub(config: Config) -> Iterator[Finding]:
-    """Where models come from, or the proxy to it."""
+    """Check where models come from, or the proxy to it."""
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         yield Finding("hub", "ok", "not asked: HF_HUB_OFFLINE")
         return
@@ -159,7 +159,7 @@ def check_hub(config: Config) -> Iterator[Finding]:
 
 
 def check_model(config: Config) -> Iterator[Finding]:
-    """All that a server reads of a model."""
+    """Check all that a server reads of a model."""
     name = "model"
     try:
         config, spec, _ = launch.find_and_resolve(config)

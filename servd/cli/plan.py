@@ -19,7 +19,7 @@ LENGTHS = (256, 1024, 4096, 16384, 65536)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Those of `servd serve`, which the plan is for."""
+    """Add the options of `servd serve`, which the plan is for."""
     parser.usage = "%(prog)s [MODEL] [OPTION ...]"
     parser.add_argument(
         "--lengths",
@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan; 1 if not one request fits."""
+    """Print the plan; return 1 if not one request fits."""
     config = Config.load(engine_flags.load_options(arguments))
     config, spec, _ = launch.find_and_resolve(config)
     if not spec.folder:
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def with_headers(config: Config, spec: hf.ModelSpec, scratch: str) -> tuple[Config, hf.ModelSpec]:
-    """Both with folders of weight files, or of their headers, which are put in `scratch`."""
+    """Return both with folders of weight files or of their headers, put in `scratch`."""
     model = config.model
     if model.load_format != "dummy":
         assert model.model is not None
@@ -134,7 +134,7 @@ class Report:
         return found
 
     def facts(self, lengths: list[int]) -> dict[str, object]:
-        """All of it, for programs; sizes in bytes."""
+        """Return the whole plan, for programs; sizes are in bytes."""
         return {
             "model": self.config.model.model,
             "max_model_len": self.max_model_len,

@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a line for each choice; 1 if a token differs."""
+    """Print a line for each choice; return 1 if a token differs."""
     manifest = read_manifest(arguments.manifest)
     options = engine_flags.load_options(arguments)
     config = Config.load(options)  # a wrong option is named before anything is loaded
@@ -68,7 +68,7 @@ def read_manifest(path: str) -> RunManifest:
 
 
 def replay(llm: LLM, prompt: RepeatablePrompt) -> Iterator[str]:
-    """Run a prompt alone, and yield for each choice how it differs, or ""."""
+    """Run a prompt alone, and yield the difference of each choice, or "" if it has none."""
     [output] = llm.generate([prompt.prompt_token_ids], prompt.params, use_tqdm=False)
     for then, made in zip(prompt.token_ids, output.outputs, strict=True):
         now = made.token_ids
@@ -89,7 +89,7 @@ def replay(llm: LLM, prompt: RepeatablePrompt) -> Iterator[str]:
 
 
 def find_margin(llm: LLM, token_ids: list[int], one: int, other: int) -> float:
-    """Return the log-probability of a token as the next one, less that of another."""
+    """Return the log-probability of one token as the next, minus that of another token."""
     params = SamplingParams(
         max_tokens=1, temperature=0, logprobs=0, logprob_token_ids=[one, other], ignore_eos=True
     )

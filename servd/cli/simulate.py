@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate, and print what was measured, if it was, beside what would be."""
+    """Simulate, and print the simulated figures beside the measured ones, if there are any."""
     if arguments.trace is None and arguments.shape is None:
         raise ConfigError("name a TRACE, or the --shape of one to be made up")
     for name in ("shape", "requests", "rate"):

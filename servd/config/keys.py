@@ -54,7 +54,7 @@ class KeyFile(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_keys(access: AccessConfig) -> list[Key]:
-    """All keys of the options. Those given as text on the command line have full access.
+    """Return all keys of the options. Keys given as text on the command line have full access.
 
     Raises:
         ConfigError: the file cannot be read, has a wrong field, or has a name or hash twice.
@@ -90,7 +90,7 @@ def check_new_keys(access: AccessConfig) -> None:
 
 
 def tls_context(access: AccessConfig) -> ssl.SSLContext | None:
-    """The SSL context of new connections; None without TLS.
+    """Return the SSL context of new connections; None without TLS.
 
     Raises:
         ConfigError: see `load_certificates`, or OpenSSL knows none of the ciphers.
@@ -139,7 +139,7 @@ def load_certificates(context: ssl.SSLContext, access: AccessConfig) -> None:
 
 
 def hash_key(key: bytes) -> str:
-    """The hash of a key, as in the file."""
+    """Return the hash of a key, as in the file."""
     return hashlib.sha256(key).hexdigest()
 
 
@@ -157,7 +157,7 @@ def _read_file(path: str) -> list[Key]:
 
 
 def read_token(config: Config) -> str:
-    """The token that all peers share.
+    """Return the token that all peers share.
 
     Raises:
         ConfigError: there is none, it is short, or other users can read it.

@@ -20,12 +20,12 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, config: Config, windows: tuple[int | None, ...] = (None,)) -> KVLayout:
-        """The layout of workers with these windows; `config` is resolved."""
+        """Return the layout for workers with these windows. `config` has no "auto" left."""
         assert config.scheduler.max_num_batched_tokens is not None
         return cls(config.cache.block_size, config.scheduler.max_num_batched_tokens, windows)
 
     def first_read(self, position: int, window: int | None) -> int:
-        """The first block of a group that the tokens from a position on attend to."""
+        """Return the first block of a group that tokens from a position on attend to."""
         return 0 if window is None else max(position - window + 1, 0) // self.block_size
 
     def first_reads(self, position: int) -> list[int]:
@@ -33,7 +33,7 @@ class KVLayout(msgspec.Struct, frozen=True):
         return [self.first_read(position, window) for window in self.windows]
 
     def most(self, window: int | None, num_tokens: int, num_new: int | None = None) -> int:
-        """Upper bound of a request's blocks of one group, for N tokens of which a step
+        """Return an upper bound of a request's blocks in one group, for N tokens, of which a step
         computes `num_new` (default: `max_step`).
         """
         num_blocks = -(-num_tokens // self.block_size)
@@ -47,12 +47,12 @@ class KVLayout(msgspec.Struct, frozen=True):
         return sum(self.most(window, num_tokens, num_new) for window in self.windows)
 
     def num_tokens(self, num_blocks: int, each: int) -> int:
-        """Total tokens of requests of `each` tokens that fit in N blocks."""
+        """Return how many tokens fit in N blocks, in requests of `each` tokens."""
         size = self.block_size
         return num_blocks * (-(-each // size) * size) // self.blocks(each)
 
     def max_tokens(self, num_blocks: int, longest: int) -> int:
-        """The longest request that fits in N blocks, a multiple of the block size; more than
+        """Return the longest request that fits in N blocks, a multiple of the block size; more than
         `longest` if that fits.
         """
         size = self.block_size

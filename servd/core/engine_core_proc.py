@@ -140,7 +140,7 @@ class EngineCoreProc:
                 self.executor.shutdown()
 
     def beat(self) -> None:
-        """Heartbeat thread: shows that the process is not stopped or starved."""
+        """Send heartbeats, in a thread: they show that the process is not stopped or starved."""
         while True:
             self.heartbeat.beat()
             time.sleep(BEAT_INTERVAL)
@@ -231,7 +231,7 @@ class EngineCoreProc:
         return self.inputs.get()
 
     def start_executor(self, config: Config, progress: Progress) -> tuple[Executor, WorkerReady]:
-        """See the function of this name. What it made is excluded from garbage collection."""
+        """Call `start_executor`, and exclude what it made from garbage collection."""
         self.executor, worker = start_executor(config, self.start.spec, progress)
         self.executor.on_failure = lambda reason: self.inputs.put(WorkerFailed(reason))
         # On waking, older objects were collected when it fell asleep: that saves 0.1 s of the 0.3 s
@@ -288,7 +288,7 @@ class EngineCoreProc:
             )
 
     def receive_inputs(self) -> None:
-        """Input thread: socket -> queue."""
+        """Move messages from the socket to the queue, in the input thread."""
         inbox: Inbox[ToEngine] | HubInbox[ToEngine]
         if self.start.uplink is not None:
             inbox = HubInbox(self.start.uplink, ToEngine)
@@ -318,7 +318,7 @@ class EngineCoreProc:
                 self.inputs.put(message)
 
     def attach(self, client: Attach) -> None:
-        """Connect to a client, in a thread: it may have died, which takes time to find out."""
+        """Connect to a client, in a thread: it takes time to notice that a client has died."""
         if self.hub_outbox is not None:
             self.outputs.put(Attached(client, HubClient(self.hub_outbox, client.inbox)))
             return
@@ -329,7 +329,7 @@ class EngineCoreProc:
             self.inputs.put(ClientGone(client.client))
 
     def send_outputs(self) -> None:
-        """Output thread: queue -> sockets. Messages are encoded here, not in the busy loop."""
+        """Encode and send queued messages, in the output thread, to keep the busy loop free."""
         outboxes: dict[int, Outbox | HubClient] = {}
         latest: FromEngine | None = None  # last message to all, for clients that attach later
         line = StatsLine()
@@ -359,7 +359,7 @@ class EngineCoreProc:
             self.hub_outbox.close()
 
     def accept(self, client: Attach, outbox: Outbox | HubClient) -> bool:
-        """Whether a client is of the same version and model; another one is told so."""
+        """Return whether a client has the same version and model; if not, tell it why."""
         own = self.start.identity or identity(self.start.config, self.start.spec)
         if client.identity == own:
             return True
@@ -382,8 +382,8 @@ class EngineCoreProc:
 
 
 def rejection(unreadable: UnreadableMessage) -> tuple[int, EngineCoreOutputs] | None:
-    """The client and the error outputs for an EngineCoreRequest that cannot be decoded; None if not
-    even its id and client can be.
+    """Return the client and the error outputs for an EngineCoreRequest that cannot be decoded; None
+    if even its id and client are unreadable.
     """
     try:
         message = msgspec.msgpack.decode(unreadable.data)
@@ -401,8 +401,8 @@ def rejection(unreadable: UnreadableMessage) -> tuple[int, EngineCoreOutputs] | 
 
 
 def abort_all_of(client: int, engine: EngineCore) -> AbortRequests:
-    """Aborts all requests of a client that has died. Those that wait for a grammar are aborted when
-    their first output cannot be sent.
+    """Abort all requests of a client that has died. Requests that wait for a grammar are aborted
+    when their first output cannot be sent.
     """
     ids = [
         request.request_id
@@ -444,7 +444,7 @@ def prepare(executor: str = "", num_workers: str = "0") -> None:
 
 
 def main() -> None:
-    """Entry point of `python -m servd.core.engine_core_proc [EXECUTOR NUM_WORKERS]`."""
+    """Run `python -m servd.core.engine_core_proc [EXECUTOR NUM_WORKERS]`."""
     preparing = threading.Thread(target=prepare, args=sys.argv[1:], daemon=True)
     preparing.start()
     start = read_start(StartEngine, lambda config: log.set_level(config.observability))

@@ -45,7 +45,7 @@ class Step(msgspec.Struct):
         return request in self.requests or request in self.decoding
 
     def add_decode(self, request: Request) -> None:
-        """Add a row that decodes one token: that counts as computed, its successor as sampled."""
+        """Add a row that decodes one token: it counts as computed, and the next one as sampled."""
         request.num_computed_tokens += 1
         request.num_tokens += 1
         self.decoding.append(request)
@@ -59,7 +59,7 @@ class Step(msgspec.Struct):
         draft_token_ids: list[int] = NO_DRAFTS,
     ) -> ScheduledRequest:
         """Add any other row: `num_tokens` known tokens, and drafts after them. Both count as
-        computed from now on; if it samples, all drafts count as accepted, and one token as sampled.
+        computed now. If the row samples, all drafts count as accepted, and one token as sampled.
         """
         samples = request.num_computed_tokens + num_tokens == request.num_tokens
         scheduled = ScheduledRequest(
@@ -99,8 +99,8 @@ class Step(msgspec.Struct):
         self, result: ModelRunnerOutput, ends: Mapping[int, GrammarEnd]
     ) -> tuple[dict[int, dict[str, int]], list[int]]:
         """Append the sampled tokens of rows whose output continues with nothing else to report.
-        Returns those tokens, by client and request id; the other rows, e.g. those whose output
-        ends.
+        Returns these tokens, by client and request id, and the other rows, such as rows whose
+        output ends.
         """
         tokens: defaultdict[int, dict[str, int]] = defaultdict(dict)
         reporting = {*result.errors, *result.logprobs, *ends}
@@ -124,8 +124,8 @@ class Step(msgspec.Struct):
         return self.requests[other], self.scheduled[other]
 
     def chose_drafts_of(self, request: Request) -> bool:
-        """Whether the step verifies drafts that only the workers know. Until its output is known,
-        the engine does not know at which token the request's next step begins.
+        """Return whether the step verifies drafts that only the workers know. Until its output is
+        known, the engine does not know at which token the request's next step begins.
         """
         return any(
             each is request and scheduled.num_drafts > len(scheduled.draft_token_ids)
@@ -144,9 +144,9 @@ class StepLog:
         self._announced_ns = 0
 
     def add(self, record: StepRecord) -> tuple[int, bool]:
-        """Add the record of a step whose output is collected. Returns nanoseconds since the output
-        of the step before, idle time included; whether all clients with requests should get the
-        records now, even without outputs: they detect by them an engine that makes no progress.
+        """Add the record of a collected step. Returns nanoseconds since the output of the step
+        before, idle time included; and whether to send the records to all clients with requests,
+        even without outputs. By the records, clients detect an engine that makes no progress.
         """
         now = record.collected_ns
         before = self._collected_ns
@@ -167,7 +167,7 @@ class StepLog:
         return self._num_given.keys()
 
     def take_new(self, client: int) -> list[StepRecord]:
-        """The records since the last call for this client, as far as they are kept."""
+        """Return the records since the last call for this client, as far as they are kept."""
         num_new = self._num_added - self._num_given.get(client, 0)
         self._num_given[client] = self._num_added
         if num_new == 1:  # mostly

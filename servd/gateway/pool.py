@@ -86,8 +86,8 @@ class ModelServers:
         return [server for server in self.servers.values() if server.model.is_there]
 
     async def find(self, name: str | None) -> ModelServer:
-        """Return the server of the model or adapter of this name; of no name, the last one used.
-        Raises UnknownModel.
+        """Return the server of the model or adapter of this name; without a name, the server used
+        last. Raises UnknownModel.
         """
         if name is None and (known := self.there):
             return max(known, key=lambda server: server.used_at)
@@ -203,8 +203,8 @@ class ModelServers:
             await self._stop(other)
 
     async def _put_to_sleep(self, server: ModelServer) -> None:
-        """Have a server free its weights. It does so once its engine has finished its requests; a
-        slow reader of responses delays nobody.
+        """Have a server free its weights, once its engine has finished its requests. A client that
+        reads its response slowly delays nobody.
         """
         server.is_leaving = True
         failing_since = None
@@ -297,7 +297,7 @@ class ModelServers:
                 server.child.post(self._config_of(server, ""))
 
     def _config_of(self, server: ModelServer, path: str) -> Config:
-        """Options of a model's server: the gateway handles the port, TLS, CORS and idle sleep."""
+        """Return a server's options: the gateway handles port, TLS, CORS and idle sleep."""
         config = self.config
         access = self.config.access
         lora = self.config.lora

@@ -39,7 +39,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def address(folder: Path | str, name: str) -> str:
-    """Address of the socket `name` in `folder`."""
+    """Return the address of the socket `name` in `folder`."""
     return f"ipc://{folder}/{name}"
 
 
@@ -66,7 +66,7 @@ class Inbox(Generic[T]):
 
     def recv(self, timeout: float | None = None) -> T | None:
         """Return the next message; None if none arrives within `timeout` seconds (None: wait for
-        ever). An UnreadableMessage is dropped; those after it can be received.
+        ever). An UnreadableMessage is dropped; the next call returns the message after it.
         """
         if timeout is not None and not self.socket.poll(int(timeout * 1000)):
             return None
@@ -74,8 +74,8 @@ class Inbox(Generic[T]):
 
     def drain(self, most: int = 2**31) -> list[T]:
         """Return at most `most` of the messages that have arrived, without waiting. An
-        UnreadableMessage is dropped; those before it were returned by the call before, those after
-        it can be drained.
+        UnreadableMessage is dropped: the previous call returned the messages before it, the next
+        call returns the messages after it.
         """
         if self.unreadable is not None:
             error, self.unreadable = self.unreadable, None
@@ -94,7 +94,7 @@ class Inbox(Generic[T]):
         return messages
 
     def fileno(self) -> int:
-        """For an event loop's add_reader. Edge-triggered: `drain` once first and at every event."""
+        """Return a descriptor to watch. Edge-triggered: `drain` first and at every event."""
         return self.socket.getsockopt(zmq.FD)
 
     def _decode(self, data: bytes) -> T:
@@ -176,7 +176,7 @@ def _pair(seed: bytes) -> KeyPair:
 
 
 def tcp_address(host: str, port: int) -> str:
-    """The ZMQ address of a port of a host name, IPv4 or IPv6 address."""
+    """Return the ZMQ address of a port of a host name, IPv4 or IPv6 address."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
@@ -214,7 +214,7 @@ class Link(Generic[T]):
         self.socket.send_multipart(_frames_of(message), zmq.NOBLOCK)
 
     def drain(self) -> list[tuple[bytes, T | None]]:
-        """The arrived messages, each with its sender; None for one that cannot be decoded."""
+        """Return the arrived messages with their senders; None for one that cannot be decoded."""
         found: list[tuple[bytes, T | None]] = []
         with suppress(zmq.Again):
             while True:
@@ -308,7 +308,7 @@ Source = TypeVar("Source", bound="Inbox[Any] | Link[Any]")
 
 
 def wait(sources: Iterable[Source], timeout: float) -> list[Source]:
-    """The channels that have messages, waiting for at most `timeout` seconds."""
+    """Return the channels that have messages, waiting for at most `timeout` seconds."""
     poller = zmq.Poller()
     by_socket = {source.socket: source for source in sources}
     for each in by_socket:
@@ -321,7 +321,7 @@ REPLAY_TIMEOUT = 5000  # milliseconds that a replay waits for a slow reader
 
 
 def is_bound(endpoint: str) -> bool:
-    """Whether a Publisher binds the endpoint rather than connect to it, as in vLLM."""
+    """Return whether a Publisher binds the endpoint rather than connect to it, as in vLLM."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
 
 

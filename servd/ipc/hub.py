@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Hello(Message, tag=True):
-    """A process can receive from now on."""
+    """A process states that it can receive from now on."""
 
     name: str
 
@@ -111,7 +111,7 @@ class HubSender:
         self.hub.send(self.name, message)
 
     def close(self) -> None:
-        """Nothing: the hub is closed once."""
+        """Do nothing: the hub is closed once."""
 
 
 class HubInbox(Generic[T]):
@@ -143,7 +143,7 @@ class HubInbox(Generic[T]):
 
 
 class HubOutbox:
-    """Sends to receivers on the hub's host, for a process on another one."""
+    """Sends from a process on another host to receivers on the hub's host."""
 
     def __init__(self, uplink: Uplink) -> None:
         self.link: Link[Hello] = Link(uplink.at, Hello, Keys(uplink.token))
@@ -167,4 +167,4 @@ class HubClient:
         self.outbox.send(self.receiver, message)
 
     def close(self) -> None:
-        """Nothing: others use the connection."""
+        """Do nothing: others use the connection."""

@@ -123,8 +123,8 @@ def _refuse_head(model: str, folder: Path) -> None:
 
 
 def of_speculators(config: Config, folder: Path) -> Config | None:
-    """If the model is a draft in *speculators* format: options for the model that it names, with it
-    as the draft; else None.
+    """Return options for the model that a draft in *speculators* format names, with the draft; None
+    if the model is no such draft.
     """
     draft = hf.read_json(folder / "config.json")
     speculators = draft.get("speculators_config") or {}

@@ -32,8 +32,7 @@ STANDBY_DELAY = 10.0  # seconds after the engine is ready, when a standby proces
 
 class EngineProcess(Child):
     """An engine process, which waits for `start`. `prepares`: executor and number of workers for
-    which it imports ahead. `devices`: CUDA_VISIBLE_DEVICES for it; empty: as
-    in this process.
+    which it imports ahead. `devices`: its CUDA_VISIBLE_DEVICES; empty: as in this process.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class EngineProcess(Child):
         uplink: Uplink | None = None,
         identity: str = "",
     ) -> None:
-        """Let it load the model and serve; `was_asleep`: sleep when idle, as the last one did."""
+        """Let it load the model and serve; `was_asleep`: sleep when idle, as the engine before."""
         start = StartEngine(
             config,
             spec,
@@ -77,7 +76,7 @@ class EngineProcess(Child):
 
 
 def devices_of(place: int, config: ParallelConfig) -> str:
-    """CUDA_VISIBLE_DEVICES for an engine, by its place among those of this host; empty: all."""
+    """Return CUDA_VISIBLE_DEVICES for an engine by its place on this host; "": all devices."""
     if config.device != "cuda" or config.num_engines_here == 1:
         return ""
     size = config.num_workers
@@ -87,13 +86,13 @@ def devices_of(place: int, config: ParallelConfig) -> str:
 
 
 def newest_engine(folder: str) -> int:
-    """The generation of the engine that listens in a folder; -1 if none does."""
+    """Return the generation of the engine that listens in a folder; -1 if none does."""
     live = [path.name for path in Path(folder).glob("engine*") if somebody_listens(str(path))]
     return max((int(name.partition("-")[2] or 0) for name in live), default=-1)
 
 
 def somebody_listens(path: str) -> bool:
-    """Whether a process listens on a Unix socket, rather than having left its file behind."""
+    """Return whether a process listens on a Unix socket, and not only its file is left."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(path) == 0
 

@@ -205,7 +205,7 @@ class ProcessTree:
         return child
 
     def generations(self) -> list[int]:
-        """Generations of the engines, by rank, that a new API server attaches to."""
+        """Return the generations of the engines, by rank, that a new API server attaches to."""
         if self.config.server.attach:
             return [newest_engine(folder) for folder in self.folders]
         return [engine.number for engine in self.engines]
@@ -225,7 +225,7 @@ class ProcessTree:
         self.events.put(signal.Signals(signum))
 
     def ends(self, event: Event) -> bool:
-        """Whether it is a signal to end: also SIGHUP, if the terminal is gone."""
+        """Return whether it is a signal to end: also SIGHUP, if the terminal is gone."""
         if event is signal.SIGHUP:
             return self.had_terminal and not has_terminal()
         return isinstance(event, signal.Signals)

@@ -68,7 +68,7 @@ class RequestOptions(msgspec.Struct, array_like=True, omit_defaults=True, frozen
 
     @property
     def cache_keys(self) -> tuple[str | None, ...]:
-        """Requests share cached blocks only if these are equal, beside the tokens."""
+        """What two requests must have in common, beside tokens, to share cached blocks."""
         return self.cache_salt, self.adapter and self.adapter.digest
 
 
@@ -94,7 +94,7 @@ class EngineCoreRequest(Message, tag=True):
         return [self.request_id] if n == 1 else [f"{self.request_id}_{i}" for i in range(n)]
 
     def choices(self) -> list[EngineCoreRequest]:
-        """A request for each unfinished choice, with its own seed. They share all lists."""
+        """Return a request for each unfinished choice, with its own seed. They share all lists."""
         params = self.params
         outputs = self.output_token_ids
         if not isinstance(params, SamplingParams) or params.n == 1:
@@ -255,7 +255,7 @@ class EngineCoreOutputs(Message, tag=True):
 
     @property
     def all_outputs(self) -> list[EngineCoreOutput]:
-        """Also those of `decoded`; each request's in order."""
+        """All outputs, also those of `decoded`; each request's outputs are in order."""
         return [*(EngineCoreOutput(key, [one]) for key, one in self.decoded.items()), *self.outputs]
 
 
@@ -342,7 +342,7 @@ class DecodeBatch(Message):
     new_blocks: dict[int, int] = {}  # slot -> new block, of the few rows that need one
 
     def row(self, index: int) -> ScheduledRequest:
-        """A row as an object."""
+        """Return a row as an object."""
         slot = self.slots[index]
         new_block_ids = [self.new_blocks[slot]] if slot in self.new_blocks else []
         return ScheduledRequest(slot, 1, new_block_ids, True, self.num_computed_tokens[index])

@@ -58,7 +58,7 @@ class OfflineMetrics:
         stats: SchedulerStats | None,
         requests: Mapping[str, RequestState],
     ) -> None:
-        """The engine reports on these requests."""
+        """Record what the engine reports on these requests."""
         if stats is not None:
             self.metrics.observe_step(stats)
         for output in outputs:

@@ -37,7 +37,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Flags of the commands that ask a running server for text."""
+    """Add the flags of commands that ask a running server for text."""
     add_server_options(parser)
     parser.add_argument(
         "--temperature",
@@ -133,7 +133,7 @@ class Client:
             self.connection.close()
 
     def open(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
-        """Like `send`, for a user. Raises ServdError: the server does not answer or refuses."""
+        """Send as `send` does, for a user. Raises ServdError: the server is silent or refuses."""
         try:
             reply = self.send(method, path, body)
             if reply.status == 200:
@@ -187,7 +187,7 @@ class UnixConnection(http.client.HTTPConnection):
 
 
 def seconds_of(retry_after: str | None) -> float | None:
-    """How long to wait, by a Retry-After header in seconds or as a date; None: it has neither."""
+    """Return the seconds of a Retry-After header, which may be a date; None: it has neither."""
     if retry_after is None:
         return None
     try:

@@ -48,7 +48,7 @@ def use_a_symbol_per_size() -> None:
 
 
 def multiply_int8(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """torch's product by 8-bit weights on a CPU, which has no public name."""
+    """Call torch's product by 8-bit weights on a CPU, which has no public name."""
     return torch.ops.aten._weight_int8pack_mm(x, weight, scale)
 
 
@@ -85,8 +85,8 @@ def replace_stored_tensor(module: nn.Module, name: str, parameter: nn.Parameter)
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Within it, parameters have no storage and are not initialised; buffers are as ever, on a
-    CPU whatever function modes say. transformers' own way has no storage for buffers either.
+    """Leave parameters without storage and values, within the block. Buffers stay as usual, on a
+    CPU even under function modes; transformers' own way has no storage for buffers either.
     """
     from transformers.initialization import no_init_weights
 
@@ -129,15 +129,15 @@ def rename_tensor(
 
 
 def unneeded_patterns(model: Any) -> list[str]:
-    """Patterns of tensors that checkpoints may have and the model does not use. transformers reads
-    them in its own loading alone.
+    """Return patterns of tensors that checkpoints may have and the model does not use. transformers
+    reads them in its own loading alone.
     """
     return [*(model._keys_to_ignore_on_load_unexpected or ())]
 
 
 def precise_modules(model: Any) -> list[str]:
-    """Parts that stay in float32, such as biases of routers: 16 bits choose other experts.
-    transformers reads them in its own loading alone.
+    """Return the parts that stay in float32, such as biases of routers: 16 bits choose other
+    experts. transformers reads them in its own loading alone.
     """
     return [*(model._keep_in_fp32_modules_strict or ())]
 
@@ -150,8 +150,8 @@ def parallel_plan(model: Any) -> dict[str, str]:
 
 
 def is_stateful(model: Any) -> bool:
-    """Whether the model states that it keeps a state that is no KV cache. transformers reads it in
-    `generate` alone.
+    """Return whether the model states that it keeps a state other than a KV cache. transformers
+    reads it in `generate` alone.
     """
     return model._is_stateful
 

@@ -240,7 +240,7 @@ class BatchStore:
                     path.unlink()
 
     def _is_abandoned(self, path: Path) -> bool:
-        """Whether a file is not complete, and no process writes it."""
+        """Return whether a file is not complete, and no process writes it."""
         name = path.name.partition(".")[0]
         is_content = path.name == name and name.startswith("file-")
         if not is_content and path.suffix not in (".tmp", ".new"):
@@ -255,14 +255,14 @@ class BatchStore:
 
 
 def describe_file(name: str, filename: str, size: int, seconds: int = RETENTION) -> FileObject:
-    """A FileObject created now, with its expiry."""
+    """Return a FileObject created now, with its expiry."""
     now = int(time.time())
     return FileObject(name, size, now, now + seconds, filename)
 
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file that is locked while it is written, and removed if that fails."""
+    """Open a file that is locked while it is written, and remove it if the writing fails."""
     with path.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
@@ -277,7 +277,7 @@ def _unique() -> str:
 
 
 def _lock(marker: Path) -> IO[str] | None:
-    """The locked file; None if another process has locked or finished it."""
+    """Return the locked file; None if another process has locked or finished it."""
     try:
         file = marker.open()
     except FileNotFoundError:

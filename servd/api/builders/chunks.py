@@ -29,7 +29,7 @@ from servd.messages.outputs import CompletionOutput
 
 
 class ChunkBuilder(ResponseBuilder):
-    """Several choices of one or more prompts, each in pieces or whole."""
+    """Builds the response of completions or chats: several choices of one or more prompts."""
 
     def start(self) -> None:
         self.created = int(time.time())
@@ -53,11 +53,11 @@ class ChunkBuilder(ResponseBuilder):
 
     @abstractmethod
     def chunks(self, output: CompletionOutput) -> Sequence[msgspec.Struct]:
-        """The stream's chunks for an output; may be empty."""
+        """Return the stream's chunks for an output; there may be none."""
 
     @abstractmethod
     def usage_chunk(self) -> ChatCompletionChunk | Completion:
-        """A chunk with the usage and no choices."""
+        """Return a chunk with the usage and no choices."""
 
     def count(self, output: CompletionOutput) -> None:
         super().count(output)
@@ -110,7 +110,7 @@ class ChunkBuilder(ResponseBuilder):
         )
 
     def metrics(self) -> ResponseMetrics | UnsetType:
-        """Speculative decoding metrics, if enabled and there is one choice."""
+        """Return speculative decoding metrics, if enabled and there is one choice."""
         config = self.context.config
         level = config.observability.per_request_spec_decode_metrics
         speculative = config.model.speculative_config
@@ -122,7 +122,7 @@ class ChunkBuilder(ResponseBuilder):
         )
 
     def kv_transfer_params(self) -> KVTransferAnswer | UnsetType:
-        """Where another engine finds what this one computed of the prompt, if it is to continue."""
+        """Return where another engine finds the computed prompt, if one is to continue it."""
         if not self.options.is_exported:
             return UNSET
         rank = self.prepared[0].rank
@@ -134,7 +134,7 @@ class ChunkBuilder(ResponseBuilder):
         return None if self.include_usage else UNSET
 
     def has_news(self, output: CompletionOutput) -> bool:
-        """Whether an output has anything to stream; its text may be held back."""
+        """Return whether an output has anything to stream: its text may be held back."""
         asked_for_tokens = output.logprobs or self.asked.return_token_ids or self.continuous_usage
         return bool(output.text or output.finish_reason or (output.token_ids and asked_for_tokens))
 
@@ -146,7 +146,7 @@ class ChunkBuilder(ResponseBuilder):
         )
 
     def prompt_text(self, state: RequestState) -> str:
-        """The prompt as text, decoded if it was given as token ids."""
+        """Return the prompt as text, decoded if it was given as token ids."""
         if state.prompt is not None:
             return state.prompt
         return self.tokenizer.decode(state.prompt_token_ids, skip_special_tokens=False)
@@ -170,5 +170,5 @@ class ChunkBuilder(ResponseBuilder):
 
 
 def _rates(num_tokens: int, ms: float) -> tuple[float, float]:
-    """Milliseconds of a token, and tokens per second; 0 where there was nothing to measure."""
+    """Return ms per token, and tokens per second; 0 where there was nothing to measure."""
     return round(ms / max(num_tokens, 1), 3), round(1000 * num_tokens / ms, 3) if ms else 0.0

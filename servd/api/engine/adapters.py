@@ -60,8 +60,8 @@ class Adapters:
 
     @lru_cache(maxsize=1024)  # noqa: B019  # one of a process
     def _fits(self, at: Path, is_ready: bool, *changed: float) -> bool:
-        """Whether an adapter can be loaded, as far as is known before the model is loaded; cached
-        by the times of its files.
+        """Return whether an adapter can be loaded, as far as is known before the model is loaded.
+        Cached by the times of its files.
         """
         ready = self.async_llm.status
         layers = ready.worker.adaptable if isinstance(ready, EngineReady) else {}
@@ -115,11 +115,11 @@ class Adapters:
             raise InvalidRequest(words, param=param) from None
 
     async def unload(self, name: str) -> Adapter | None:
-        """Unload an adapter; running requests keep it. None if there is none of this name."""
+        """Unload an adapter; running requests keep it. Return None if no adapter has this name."""
         return await asyncio.to_thread(self.store.unload, name)
 
     def _is_inside(self, at: Path) -> bool:
-        """Whether a folder and its files are inside --lora-dir after following links."""
+        """Return whether a folder and its files are inside --lora-dir after following links."""
         assert self.folder is not None
         try:
             paths = [each.resolve() for each in (at, at / CONFIG, at / TENSORS)]

@@ -27,7 +27,7 @@ class Bucket:
     since: float = -math.inf
 
     def refill(self, per_minute: float, now: float) -> float:
-        """The level now; a minute fills it."""
+        """Return the level now; an empty bucket is full after a minute."""
         self.level = min(self.level + (now - self.since) * per_minute / 60, max(per_minute, 1.0))
         self.since = now
         return self.level
@@ -44,8 +44,8 @@ class Admitted:
     headers: dict[str, str] = field(default_factory=dict)  # for its response
 
     def count_tokens(self, num_tokens: int) -> None:
-        """Set the number of tokens of its prompts, replacing an earlier one. Raises InvalidRequest:
-        they exceed --max-waiting-tokens; Overloaded: too many are unfinished.
+        """Set the number of tokens of the request's prompts. Raises InvalidRequest: they exceed
+        --max-waiting-tokens; Overloaded: too many tokens are unfinished.
         """
         admission = self.admission
         limit = self.admission.config.max_waiting_tokens
@@ -156,7 +156,7 @@ class Admission:
         )
 
     def _count(self, admitted: Admitted, num_prompts: int, priority_class: int) -> None:
-        """Count the prompts of a request when it starts, and again, negative, when it ends."""
+        """Count a request's prompts when it starts; with a negative number, when it ends."""
         now = self.clock()
         if self.prompts.total():
             decay = math.exp((self._counted_at - now) / MEMORY)
@@ -184,8 +184,8 @@ class Admission:
             raise self.refuse("max_waiting_requests", error)
 
     def _check_deadline(self, owner: str, num_waiting: int, timeout: float) -> None:
-        """Owners take turns: at most its own requests and as many of each other owner are served
-        before this one.
+        """Estimate the wait before a request, if owners take turns, and refuse the request if that
+        exceeds its timeout.
         """
         ahead = min(num_waiting, self.prompts[owner] * len({*self.prompts, owner}))
         seconds = self._seconds_to_serve(ahead)
@@ -231,7 +231,7 @@ def _whole(seconds: float) -> int:
 
 
 def _rate_limit(limit: float, remaining: int, reset: float) -> dict[str, str]:
-    """OpenAI's headers for a limit of requests; `reset` is in seconds."""
+    """Return OpenAI's headers for a limit of requests; `reset` is in seconds."""
     return {
         "x-ratelimit-limit-requests": f"{limit:g}",
         "x-ratelimit-remaining-requests": str(max(remaining, 0)),

@@ -74,9 +74,9 @@ class AsyncLLM:
 
     Attributes:
         engines: the --data-parallel-size engines, by rank.
-        requests: the running prompts, by request id, in order of arrival: those of clients until
-            their answers have been written, others until their last token.
-        observer: all observers, in one.
+        requests: running prompts by id, in order of arrival. Prompts of clients stay until the
+            answer is written, all others until their last token.
+        observer: one observer that calls all others.
         admission: limits on unfinished requests.
         loop: shares the event loop fairly among owners.
         has_changed: set, and replaced by a new event, whenever the state of an engine changes.
@@ -141,7 +141,7 @@ class AsyncLLM:
 
     @property
     def status(self) -> EngineStatus | EngineReady | EngineDeadMessage:
-        """One status for all engines: that of the first dead one; else of one that has never been
+        """The status of all engines: that of the first dead engine; else of one that was never
         ready; else of a ready one; else all restart.
         """
         engines = self.engines
@@ -197,13 +197,13 @@ class AsyncLLM:
         deadline: float | None = None,
         admitted: Admitted | None = None,
     ) -> list[RequestState]:
-        """`Processor.process` for all prompts of a request, in a thread if they are long. New
-        structured outputs are checked in another thread, which may take seconds.
+        """Call `Processor.process` for all prompts of a request, in a thread if they are long.
+        Check new structured outputs in another thread, which may take seconds.
 
         Args:
             prompts: with the same parameters and options.
             params: see `Processor.process`.
-            options: the same.
+            options: see `Processor.process`.
             deadline: on the clock of the event loop.
             admitted: counts the tokens: a lower bound before the work, then the real number.
 
@@ -243,7 +243,7 @@ class AsyncLLM:
         return prepared
 
     async def tokenize(self, prompt: Prompt, owner: str) -> list[int]:
-        """`Processor.tokenize`, in a thread if the prompt is long.
+        """Call `Processor.tokenize`, in a thread if the prompt is long.
 
         Raises:
             InvalidRequest: see `Processor.tokenize`.
@@ -327,8 +327,8 @@ class AsyncLLM:
         self.engines[state.rank].send(state)
 
     def _open_ranks(self) -> Sequence[int]:
-        """Engines for a new request. A sleeping one, which would have to load its model first, is
-        used only if no other has a free slot.
+        """Return the engines for a new request. A sleeping engine has to load its model first: it
+        is used only if no other engine has a free slot.
         """
         ready = [engine for engine in self.engines if engine.is_ready]
         if any(engine.is_asleep for engine in ready):
@@ -420,7 +420,7 @@ class AsyncLLM:
 
 
 def _significance(engine: EngineClient) -> int:
-    """Order of precedence of an engine's status in `AsyncLLM.status`; the lowest decides."""
+    """Rank an engine's status by precedence in `AsyncLLM.status`; the lowest decides."""
     match engine.status:
         case EngineDeadMessage():
             return 0

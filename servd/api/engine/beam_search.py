@@ -63,7 +63,7 @@ class BeamSearch:
         self.num_cached_tokens = 0
 
     async def run(self, async_llm: AsyncLLM, deadline: float | None) -> list[CompletionOutput]:
-        """The complete choices, best first. Raises what `AsyncLLM.generate` raises."""
+        """Return the complete choices, best first. Raises what `AsyncLLM.generate` raises."""
         answers: list[CompletionOutput] = []
         reason = FinishReason.ABORT
         arrival_ns = self.prepared.begin_ns
@@ -97,7 +97,7 @@ class BeamSearch:
         answers: list[CompletionOutput],
         reason: FinishReason,
     ) -> list[Choice]:
-        """Count this as one request in the metrics; all its tokens arrive at once."""
+        """Count the search as one request in the metrics; all its tokens arrive at once."""
         num_prompt_tokens = len(self.prepared.prompt_token_ids)
         now = now_ns()
         choices = [

@@ -209,8 +209,8 @@ class GrammarChecker:
 
 
 class FairLock:
-    """A lock that goes to the waiting client that has held it for the shortest time, so a client
-    that keeps it busy delays others by one turn, not by all that it has queued.
+    """A lock that takes turns: it goes to the waiting client that has held it for the shortest
+    time. A client that keeps the lock busy delays others by one turn, not by its whole queue.
     """
 
     def __init__(self) -> None:

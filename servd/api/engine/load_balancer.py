@@ -51,18 +51,18 @@ class Routed:
     output: float  # output tokens expected of all its choices
 
     def answer(self, num_cached: int) -> None:
-        """Its first token has arrived; N of the prompt's tokens were cached."""
+        """Record the first token; N of the prompt's tokens were cached."""
         if self.prompt:
             self.load_balancer.add_work(self.rank, -self.prompt, self.cached - num_cached)
             self.prompt = 0
 
     def leave(self, num_tokens: int) -> None:
-        """The request left the engine; `num_tokens`: of all its choices."""
+        """Record that the prompt left the engine; `num_tokens`: in all its choices."""
         work = self.prompt + OUTPUT_WEIGHT * self.output
         self.load_balancer.add_work(self.rank, -work, num_tokens - self.output - self.prompt)
 
     def end(self, num_tokens: Sequence[int]) -> None:
-        """The request finished, with these numbers of tokens, by choice."""
+        """Record that the prompt finished; `num_tokens`: in each of its choices."""
         total = sum(num_tokens)
         self.leave(total)
         if self.output:
@@ -70,7 +70,7 @@ class Routed:
 
 
 def make_file() -> int:
-    """The descriptor of a new anonymous file that the API servers share."""
+    """Return the descriptor of a new anonymous file that the API servers share."""
     descriptor = os.memfd_create("routing")
     os.ftruncate(descriptor, SIZE)  # memory is allocated as pages are written
     return descriptor
@@ -111,7 +111,7 @@ class LoadBalancer:
 
     @classmethod
     def of(cls, config: Config, place: int = 0, descriptor: int = -1) -> LoadBalancer | None:
-        """A router, if there is more than one engine."""
+        """Return a router, if there is more than one engine."""
         size = config.parallel.data_parallel_size
         cache = config.cache
         block_size = cache.block_size if cache.enable_prefix_caching else 0
@@ -180,7 +180,7 @@ class LoadBalancer:
         return [*map(sum, zip(*rows, strict=True))]
 
     def _checksums(self, request: EngineCoreRequest) -> dict[int, int]:
-        """Checksums of the prompt up to each end in `_ends`, by position."""
+        """Return checksums of the prompt up to each end in `_ends`, by position."""
         params = request.params
         is_read = isinstance(params, SamplingParams) and params.prompt_logprobs is not None
         if is_read or not self.block_size:
@@ -199,8 +199,8 @@ class LoadBalancer:
         return [*fine, *range((FINE_BLOCKS + COARSE) * size, num_tokens + 1, COARSE * size)]
 
     def _cached(self, sums: dict[int, int], num_tokens: int) -> list[int]:
-        """Tokens expected in each engine's prefix cache: an engine that computed a block has
-        computed all before it. The last token of a prompt is always computed.
+        """Estimate the cached tokens in each engine: an engine that computed a block has computed
+        all blocks before it. The last token of a prompt is always computed.
         """
         table = self._table
         found = [0] * len(self.ranks)

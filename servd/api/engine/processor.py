@@ -141,8 +141,8 @@ class Processor:
         return state
 
     def fewest_tokens(self, prompt: Prompt, keep: int | None) -> int:
-        """Lower bound of the tokens of a prompt, if `process` accepts it. For chats only messages
-        of users count, as templates may drop others. `keep` is `truncate_prompt_tokens`.
+        """Return a lower bound of a prompt's tokens, if `process` accepts it. In chats only users'
+        messages count: templates may drop others. `keep` is `truncate_prompt_tokens`.
         """
         match prompt.content:
             case list(token_ids):
@@ -273,7 +273,7 @@ class Processor:
     def _encode(
         self, prompt: Prompt, text: str | list[int], keep: int | None, least: int
     ) -> tuple[list[int], bool]:
-        """Validated token ids, and whether the prompt was truncated."""
+        """Return validated token ids, and whether the prompt was truncated."""
         if keep is not None and (keep < -1 or keep == 0):
             raise InvalidRequest(
                 f"truncate_prompt_tokens must be -1 or at least 1, got {keep}",
@@ -301,7 +301,7 @@ class Processor:
 
     @property
     def _max_chars(self) -> int:
-        """Longer texts cannot fit: refused before tokenising, which takes a second for a few MB."""
+        """The longest text that can fit; refusing others untokenized saves a second per few MB."""
         return self.max_model_len * self.tokenizer.longest_token
 
     def _no_room(self, num_tokens: int, least: int, param: str) -> ContextTooLong:
@@ -364,8 +364,8 @@ class Processor:
         token_ids: list[int],
         least: int,
     ) -> SamplingParams:
-        """`params` with the defaults that depend on prompt and model; checks that the request fits
-        in the context.
+        """Return `params` with the defaults that depend on prompt and model. Check that the request
+        fits in the context.
         """
         for name in ("logprobs", "prompt_logprobs"):
             if (num_logprobs := getattr(params, name)) is not None:

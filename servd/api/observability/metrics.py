@@ -214,15 +214,15 @@ class Metrics(Observer):
         self.state.num_restarts = count
 
     def observe_answer(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """An HTTP request was answered. `handler` is the template of its route."""
+        """Record an answered HTTP request. `handler` is the template of its route."""
         self.families.answers[handler, method, status].append(seconds)
 
     def observe_refusal(self, handler: str, method: str, status: int) -> None:
-        """A client was rejected before its request was complete."""
+        """Record a client that was rejected before its request was complete."""
         self.families.http_requests.labels(handler, method, str(status)).inc()
 
     def observe_lag(self, seconds: float) -> None:
-        """The event loop ran a timer this late; called ten times a second."""
+        """Record how late the event loop ran a timer; called ten times a second."""
         lags = self.histograms["servd:event_loop_lag_seconds"].values
         lags.append(seconds)
         for each in self.engines:
@@ -287,7 +287,7 @@ class Metrics(Observer):
         self._num_generated = self._num_prompt = self._num_cached = self._num_external = 0
 
     def observe_tokens(self, choice: Choice, num_tokens: int, now_ns: int) -> None:
-        """`num_tokens` tokens of a choice arrived together at `now_ns`."""
+        """Record `num_tokens` tokens of a choice that arrived together at `now_ns`."""
         if choice.num_tokens and num_tokens:
             self._note_gap((now_ns - choice.last_ns) / SECOND / num_tokens)
         elif num_tokens:
@@ -306,7 +306,7 @@ class Metrics(Observer):
         self._num_external += choice.num_external_tokens
 
     def observe_finished(self, choice: Choice, reason: FinishReason, now_ns: int) -> None:
-        """A choice has finished."""
+        """Record that a choice has finished."""
         self.labelled["vllm:request_success", reason].inc()
         if reason in (FinishReason.ABORT, FinishReason.ERROR):
             return  # their times say nothing about the engine
@@ -337,7 +337,7 @@ class Metrics(Observer):
                 self.families.all.note(name, str(self.rank), bucket, value, leads_to)
 
     def observe_request(self, params: SamplingParams, choices: Sequence[Choice]) -> None:
-        """All choices of a request have finished."""
+        """Record that all choices of a request have finished."""
         longest = max(choice.num_tokens for choice in choices)
         values: dict[str, float] = {
             "vllm:request_params_n": params.n,
@@ -348,7 +348,7 @@ class Metrics(Observer):
         self._observe(values, None)
 
     def report(self) -> Report:
-        """The latest known state of the engines."""
+        """Return the latest known state of the engines."""
         return Report(os.getpid(), [each.state.stats for each in self.engines])
 
     def render(self, accept: str = "", reports: Sequence[Report] = ()) -> tuple[bytes, str]:

@@ -24,19 +24,19 @@ Steps = Generator[None, None, T]
 
 
 class Content(msgspec.Struct):
-    """More of the answer's text."""
+    """A delta: more of the answer's text."""
 
     text: str
 
 
 class Reasoning(msgspec.Struct):
-    """More of the model's reasoning."""
+    """A delta: more of the model's reasoning."""
 
     text: str
 
 
 class ToolCallStart(msgspec.Struct):
-    """A call begins; its arguments follow."""
+    """A delta: a call begins; its arguments follow."""
 
     index: int  # the call's in the message
     id: str
@@ -44,7 +44,7 @@ class ToolCallStart(msgspec.Struct):
 
 
 class ToolCallArguments(msgspec.Struct):
-    """More of a call's arguments; all pieces together are the JSON text."""
+    """A delta: more of a call's arguments. All pieces together are the JSON text."""
 
     index: int
     text: str
@@ -61,8 +61,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @cache
 def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Finds the next of these: to look for each would read all of a text that has few of one again
-    at every other.
+    """Return a pattern that finds the next marker. To search for each marker alone could read the
+    rest of the text again and again, if one of them is rare.
     """
     return re.compile("|".join(map(re.escape, sorted(markers))) or "(?!)")
 
@@ -78,7 +78,7 @@ class Reader(msgspec.Struct):
 
     @property
     def taken(self) -> str:
-        """Consumed text that is in no delta yet; what is malformed is given back from here."""
+        """Consumed text that is in no delta yet; malformed text is given back from here."""
         return "".join(self._taken)
 
     def forget(self) -> None:
@@ -86,7 +86,7 @@ class Reader(msgspec.Struct):
         self._taken.clear()
 
     def push(self, text: str) -> None:
-        """More text has come."""
+        """Add text that has arrived."""
         self._text = self._text[self._at :] + text
         self._at = 0
 
@@ -99,7 +99,7 @@ class Reader(msgspec.Struct):
         return text
 
     def peek(self) -> Steps[str]:
-        """The next character; "" at the end."""
+        """Return the next character; "" at the end."""
         while self._at == len(self._text) and not self.ended:
             yield
         return self._text[self._at : self._at + 1]
@@ -214,7 +214,7 @@ class Brackets:
         self.is_escaped = False  # the text broke off after a backslash
 
     def end(self, text: str, start: int) -> int:
-        """Position after the last bracket in `text`, read from `start` to its end; 0 without it."""
+        """Read `text` from `start`; return the position after the last bracket, or 0 without it."""
         escaped = start if self.is_escaped else -1
         for match in _JSON_MARKS.finditer(text, start):
             char = match[0]
@@ -259,7 +259,7 @@ class Parser(ABC):
         return self._advance()
 
     def finish(self) -> list[Delta]:
-        """The rest, after the last text."""
+        """Return the remaining deltas, after the last text."""
         self.reader.ended = True
         return self._advance()
 
@@ -277,5 +277,5 @@ def _decode(raw: str) -> str | None:
 
 
 def without_surrogates(text: str) -> str:
-    """Halves of surrogate pairs, which escapes can make and no answer can carry, become U+FFFD."""
+    """Replace lone surrogates, which escapes can make and no answer can carry, by U+FFFD."""
     return _SURROGATE.sub("\ufffd", text)

@@ -74,8 +74,8 @@ class ModelFormat:
         """Return what to expect after `prompt`, whose end tells whether the output begins with
         reasoning. `continued` is content of the message that the output continues with.
 
-        Raises InvalidRequest: the form of the output cannot be held to begin after the reasoning,
-        or is no JSON.
+        Raises InvalidRequest: structured output cannot be made to start after the reasoning, or its
+        form is not JSON.
         """
         tool_parser: type[ToolParser] | None = None
         if tool_options is not None:
@@ -113,7 +113,7 @@ class ModelFormat:
     def _hold_calls(
         self, tool_options: ToolOptions, structured_output: StructuredOutput | None
     ) -> tuple[type[ToolParser] | None, StructuredOutput | None]:
-        """What finds the calls, and the form of an output that is calls or follows a schema."""
+        """Return the parser of the calls, and the form of an output with calls or a schema."""
         content_schema = None
         if not tool_options.forced and structured_output is not None:
             content_schema = structured_output.value or SCHEMAS[structured_output.kind]
@@ -133,7 +133,7 @@ class ModelFormat:
         return ForcedCallsParser, StructuredOutput("json", schema, param="tools")
 
     def _calls_grammar(self, tool_options: ToolOptions, content_schema: str | None) -> str | None:
-        """Calls in the model's own format; None if that cannot be held to the tools' schemas."""
+        """Return a grammar of calls in the model's own format; None if it cannot follow schemas."""
         parser = self.tool_parser
         if parser is None or not parser.syntaxes:
             return None
@@ -164,7 +164,7 @@ class ModelFormat:
     def _reasoning(
         self, parser: type[ReasoningParser], prompt: str, continued: str
     ) -> tuple[type[ReasoningParser] | None, bool]:
-        """The parser, if the output can have reasoning; and whether it begins inside it."""
+        """Return the parser, if the output can have reasoning, and whether it begins inside it."""
         end = prompt[-256:].rstrip()
         opened = continued.rfind(parser.start_tag)
         closed = continued.rfind(parser.end_tag)
@@ -195,7 +195,7 @@ class ModelFormat:
 
 
 def _choose(package: str, name: str | None, template: str) -> Any:
-    """The parser with this name, or the first one that fits the template; None if there is none."""
+    """Return the parser with this name, or the first that fits the template; None without one."""
     kind = package.rpartition(".")[2].replace("_", " ").removesuffix("s")
     if name == "none":
         return None

@@ -84,7 +84,7 @@ class OutputParser:
         return self._num_reasoning_tokens + sum(self._num_tokens(*span) for span in open_spans)
 
     def _num_tokens(self, begin: int, end: float) -> int:
-        """Tokens that begin in a part of the text."""
+        """Count the tokens that begin in a part of the text."""
         return bisect_left(self._token_starts, end) - bisect_left(self._token_starts, begin)
 
     def _sort(self, deltas: list[Delta]) -> list[Delta]:

@@ -37,7 +37,7 @@ class ReasoningParser(Parser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """Whether a chat template knows the tags."""
+        """Return whether a chat template knows the tags."""
         return cls.end_tag in template
 
     def parse(self) -> Steps[None]:

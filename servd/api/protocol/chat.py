@@ -257,7 +257,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
     @property
     def echoed(self) -> str:
-        """What the answer begins with: under `echo`, the last message if it is an assistant's."""
+        """The text that the answer begins with: under `echo`, an assistant's last message."""
         last = self.messages[-1]
         if not self.echo or last["role"] != "assistant":
             return ""
@@ -267,12 +267,12 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
         return "\n".join(part.get("text", "") for part in content)
 
     def prompt(self, request_id: str) -> Prompt:
-        """The conversation as the one prompt of a request."""
+        """Return the conversation as the one prompt of a request."""
         return Prompt(content=self.chat, request_id=request_id, param="messages")
 
     @property
     def own_params(self) -> dict[str, Any]:
-        """Without a limit, up to the end of the context."""
+        """Sampling parameters of chats. Without a limit, output may fill the context."""
         max_tokens = self.max_completion_tokens
         return {
             "max_tokens": self.max_tokens if max_tokens is None else max_tokens,

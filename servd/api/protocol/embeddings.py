@@ -85,7 +85,7 @@ class VectorRequest(PooledRequest):
         return [Prompt(content=chat, param="messages")]
 
     def params(self, pooling: str | None) -> PoolingParams:
-        """How the hidden states of each input become its vector, or its vectors."""
+        """Return how the hidden states of each input become its vector, or its vectors."""
         return PoolingParams(
             pooling=pooling,  # type: ignore[arg-type]
             normalize=self.normalize,

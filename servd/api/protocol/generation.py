@@ -60,7 +60,7 @@ DEFAULTS = msgspec.structs.asdict(SamplingParams())
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Whether a value is absent, off or empty (0 is none of these), or the field's default."""
+    """Return whether a value is absent, off, empty (0 is not), or the field's default."""
     empty = isinstance(value, str | list | dict) and not value
     return value is None or value is False or empty or value == NEUTRAL.get(name)
 
@@ -341,7 +341,7 @@ class GenerationRequest(StructuredRequest):
         return {}
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
-        """The request's sampling parameters over the model's `defaults`."""
+        """Return the request's sampling parameters over the model's `defaults`."""
         shared = self.values_of(SHARED_PARAMS)
         given = {name: value for name, value in shared.items() if value is not None}
         if self.repetition_detection is not None:
@@ -379,8 +379,8 @@ class CompletionTokensDetails(msgspec.Struct):
 
 
 class Timings(msgspec.Struct):
-    """How long prompt and output took, under llama-server's names; prompts without their cached
-    tokens, and with the time in the queue left out.
+    """Durations of prompt and output, under llama-server's names. Cached tokens of the prompt and
+    time in the queue do not count.
     """
 
     cache_n: int

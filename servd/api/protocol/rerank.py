@@ -29,7 +29,7 @@ class RankedText(msgspec.Struct):
 
 
 class RankedDocument(msgspec.Struct):
-    """A document's place is its rank."""
+    """A document of the answer; its place in the list is its rank."""
 
     index: int  # in the request
     relevance_score: float  # see Score

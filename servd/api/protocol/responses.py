@@ -238,7 +238,7 @@ class ResponsesRequest(TranslatedRequest):
         return sorted({*super().ignored(), *names})
 
     def chat_fields(self, items: list[dict[str, Any]]) -> dict[str, Any]:
-        """Fields of a chat request. `items`: the whole conversation, `input` included."""
+        """Return the fields of a chat. `items`: the whole conversation, `input` included."""
         fields = {
             "messages": chat_messages(self.instructions, items),
             "max_completion_tokens": self.max_output_tokens,

@@ -125,7 +125,7 @@ class Breakdown(msgspec.Struct):
 
 
 class StepTime(NamedTuple):
-    """The time in which the engine worked on a step and on no earlier one."""
+    """The time of a step, less the part in which earlier steps were still running."""
 
     begin_ns: int
     end_ns: int
@@ -156,14 +156,14 @@ def break_down(marks: Sequence[Mark], steps: Sequence[StepRecord], request_id: s
 
 
 def request_of(engine_id: str) -> str:
-    """The client's request id of an engine request: a choice (`id_0`) or a part (`id/0`)."""
+    """Return the client's request id of an engine request, choice (`id_0`) or part (`id/0`)."""
     request_id, _, number = engine_id.partition("/")[0].rpartition("_")
     return request_id if number.isdecimal() and request_id else engine_id.partition("/")[0]
 
 
 def step_times(steps: Iterable[StepRecord]) -> list[StepTime]:
-    """When the engine worked on each step. Steps in flight overlap, so each one counts from the end
-    of the previous one.
+    """Return when the engine worked on each step. Steps in flight overlap, so each step counts from
+    the end of the previous one.
     """
     end_ns = 0
     found: list[StepTime] = []
@@ -187,8 +187,8 @@ def _states(marks: Sequence[Mark]) -> Iterator[tuple[str, int, int]]:
 
 
 def _state(seen: Mapping[str, int], following: str) -> str:
-    """The state after the marks in `seen`; of a request with several choices or parts, that of the
-    running one that is furthest.
+    """Return the state after the marks in `seen`. If a request has several choices or parts, the
+    furthest running one decides.
     """
     num_ended = max(seen["finished"], seen["returned"])  # the API process may finish one, too
     num_running = seen["scheduled"] - seen["preempted"] - num_ended
@@ -216,7 +216,7 @@ def _state(seen: Mapping[str, int], following: str) -> str:
 
 
 def _first_step(marks: Iterable[Mark]) -> int:
-    """The first step that had the request in it."""
+    """Return the first step that had the request in it."""
     return next((mark.step for mark in marks if mark.stage == "scheduled"), NEVER)
 
 
@@ -258,7 +258,7 @@ class _Builder:
             result.spans.append(Span(self.stage, phase, begin_ns, end_ns, step, step))
 
     def add_engine_time(self, state: str, begin_ns: int, end_ns: int) -> None:
-        """Add spans of a time in the engine, by the steps that ran meanwhile."""
+        """Divide a time in the engine into spans, by the steps that ran during it."""
         between, beside, own = IN_ENGINE[state]
         steps = self._steps
         arrived_ns = begin_ns
@@ -284,8 +284,8 @@ class _Builder:
             begin_ns = until_ns
 
     def _awaited(self, arrived_ns: int) -> str:
-        """What a request that had arrived by then, and is not in the current step, waits for. If
-        that step was already running, the next one tells whether it waited for more than that.
+        """Return what a request that arrived by then, and is not in the current step, waits for. If
+        that step was already running, the next step tells whether it waited for more than that.
         """
         for step in self._steps[self._at : self._at + 2]:
             record = step.record
@@ -295,8 +295,8 @@ class _Builder:
         return "queue_step"
 
     def _add_own_step(self, own: str, step: StepTime, begin_ns: int, end_ns: int) -> None:
-        """Add spans of a part of a step that had the request in it: its stall, what other tokens
-        added to a step that only decodes, and the rest.
+        """Divide a part of a step that had the request in it into spans: the stall, the time that
+        other tokens added to a step that only decodes, and the rest.
         """
         record = step.record
         expected_ns = self._plain_ns + self._token_ns * step.num_extra

@@ -36,7 +36,7 @@ async def index(request: Request) -> Response:
 @router.get("/console/{file:path}", response_class=Response, responses=FILES)
 @router.head("/console/{file:path}", response_class=Response, responses=FILES)
 async def console_file(request: Request, file: PathPart) -> Response:
-    """Return a file of the page."""
+    """Return a file of the console."""
     if file not in files() or not context_of(request).config.server.console:
         raise NotFound(f"there is no route {request.method} /console/{file[:200]}")
     return _answer(request, file)

@@ -57,8 +57,8 @@ async def upload_file(request: Request) -> Response:
 
 @asynccontextmanager
 async def read_form(request: Request) -> AsyncIterator[FormData]:
-    """The parts of a multipart body. Raises InvalidRequest: it is none; the message states what the
-    parser says.
+    """Read a multipart body. Raises InvalidRequest: the body is no form; the message states what
+    the parser says.
     """
     content_type = request.headers.get("content-type", "none")
     if not content_type.lower().startswith("multipart/form-data"):
@@ -87,8 +87,8 @@ async def read_form(request: Request) -> AsyncIterator[FormData]:
 
 
 def kept_for(form: FormData) -> int:
-    """Seconds, as `expires_after` says. Raises InvalidRequest: it is out of bounds, or counts from
-    something else.
+    """Return the seconds of `expires_after`. Raises InvalidRequest: they are out of bounds, or
+    count from something else.
     """
     anchor = form.get("expires_after[anchor]")
     text = form.get("expires_after[seconds]")

@@ -82,7 +82,7 @@ class Tokenizer:
 
     @classmethod
     def bytes(cls) -> Tokenizer:
-        """A tokenizer of 257 tokens for the fake model: id = byte value, and 256 = <eos>."""
+        """Return a tokenizer of 257 tokens for the fake model: id = byte value, and 256 = <eos>."""
         backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=dict(_BYTE_OF_CHAR), merges=[]))
         backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = tokenizers.decoders.ByteLevel()
@@ -141,7 +141,7 @@ class Tokenizer:
     def _around_pairs(self) -> tuple[list[int], list[int], list[int], bool]:
         """Special tokens before, between and after two texts, and whether there are token types.
 
-        Not by `Encoding.truncate`, which keeps what it cuts off, for `post_process` to join.
+        `Encoding.truncate` would not do: `post_process` joins what it cuts off.
         """
         one, two = (self._backend.encode(text, add_special_tokens=False) for text in "ab")
         pair = self._backend.post_process(one, pair=two)
@@ -169,7 +169,7 @@ class Tokenizer:
             ) from None
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
         table = self.byte_table(skip_special_tokens)
         text = b"".join([table[i] for i in token_ids]).decode("utf8", "replace")
         return text[1:] if self.strips_leading_space and text.startswith(" ") else text
@@ -177,8 +177,8 @@ class Tokenizer:
     def byte_table(
         self, skip_special_tokens: bool = True, visible_ids: frozenset[int] = frozenset()
     ) -> Mapping[int, bytes]:
-        """The bytes of every token id: b"" for unknown ids and, with `skip_special_tokens`, for
-        special tokens other than `visible_ids`.
+        """Return the bytes of every token id: b"" for unknown ids and, with `skip_special_tokens`,
+        for special tokens other than `visible_ids`.
         """
         if not skip_special_tokens:
             return self._bytes
@@ -189,22 +189,22 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Most characters of one token. A tokenizer that drops text, such as unknown words, has no
-        such bound: MAX_WORD_CHARS is assumed.
+        """The most characters of one token. A tokenizer that drops text, such as unknown words, has
+        no such bound: MAX_WORD_CHARS is assumed.
         """
         longest = max(len(self._backend.id_to_token(i) or "") for i in range(self.vocab_size))
         return longest if self.keeps_all_text else max(longest, MAX_WORD_CHARS)
 
     def token_id(self, token: str) -> int | None:
-        """Id of a token by its text; None if there is no such token."""
+        """Return the id of a token by its text; None if there is no such token."""
         return self._backend.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes of a token, possibly an incomplete character."""
+        """Return the exact bytes of a token, possibly an incomplete character."""
         return self._bytes[token_id]
 
     def token_string(self, token_id: int) -> str:
-        """`token_bytes` as text; an incomplete character becomes U+FFFD."""
+        """Return `token_bytes` as text; an incomplete character becomes U+FFFD."""
         return self._bytes[token_id].decode("utf8", "replace")
 
     def _make_bytes(self, token_id: int) -> bytes:
@@ -235,7 +235,7 @@ class _Table(dict[int, bytes]):
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's byte-level alphabet: printable Latin-1 is itself, other bytes are U+0100 on."""
+    """Return GPT-2's byte-level alphabet: printable Latin-1 is itself, others are U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     others = {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -246,7 +246,7 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """`bos_token` and so on as text; in the file each is a string or has `content`."""
+    """Return `bos_token` and so on as text; in the file each is a string or has `content`."""
     found: dict[str, str] = {}
     for name in (
         "bos_token",

@@ -38,23 +38,23 @@ MASK = 2**64 - 1
 
 
 def next_state(state: int, token_id: int) -> int:
-    """State after one more token: a 64-bit hash of all tokens so far."""
+    """Return the state after one more token: a 64-bit hash of all tokens so far."""
     return ((state ^ token_id) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & MASK
 
 
 def sample(state: int, vocab_size: int) -> int:
-    """The token that follows a state: letters and spaces for bytes, else any id but the last (end
-    of sequence).
+    """Return the token that follows a state: letters and spaces for bytes, else any id but the last
+    (end of sequence).
     """
     return LETTERS[state >> 59] if vocab_size == BYTE_VOCAB else (state >> 32) % (vocab_size - 1)
 
 
 def sample_allowed(state: int, mask: bytes, token_id: int) -> int:
-    """The token that follows a state where a grammar rules; texts end soon, as it often closes what
-    is open.
+    """Return the token that follows a state under a grammar. Texts end soon, because
+    the choice often closes what is open.
 
-    A mask that forbids hardly anything is no form yet: `token_id`, what would follow without one,
-    stays if it may.
+    If the mask forbids hardly anything, `token_id` stays if it is allowed: the token that would
+    follow without a grammar.
     """
     allowed = [
         8 * i + bit for i, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1
@@ -68,14 +68,14 @@ def sample_allowed(state: int, mask: bytes, token_id: int) -> int:
 
 
 def first_state(digest: str) -> int:
-    """State before the first token: another one with each adapter, as its bytes are others."""
+    """Return the state before the first token, which depends on the adapter's bytes."""
     return int(digest[:16], 16)
 
 
 def expected_tokens(
     prompt_token_ids: list[int], num_tokens: int, vocab_size: int, digest: str = "0"
 ) -> list[int]:
-    """What this executor must answer to a prompt, whatever else happens: for tests."""
+    """Return what this executor must answer to a prompt, whatever else happens: for tests."""
     state = first_state(digest)
     for token_id in prompt_token_ids:
         state = next_state(state, token_id)
@@ -87,7 +87,7 @@ def expected_tokens(
 
 
 def vector(state: int, params: PoolingParams, size: int) -> bytes:
-    """An embedding that depends on every token: one number from each byte of hashes of the
+    """Return an embedding that depends on every token: one number from each byte of hashes of the
     state.
     """
     hashes = b"".join(next_state(state, i).to_bytes(8, "little") for i in range(-(-size // 8)))
@@ -110,7 +110,7 @@ class Row:
 
 
 class Stream(Protocol):
-    """Where steps run: each `submit` after those before it."""
+    """The place where steps run: each `submit` runs after those before it."""
 
     def submit(self, call: Callable[..., Any], /, *args: Any) -> Pending: ...
 
@@ -128,7 +128,7 @@ class Done:
 
 
 class AtOnce:
-    """The stream of a device that the host waits for."""
+    """A stream that runs each call at once, as a device that the host waits for."""
 
     def submit(self, call: Callable[..., Any], /, *args: Any) -> Done:
         return Done(call(*args))
@@ -285,7 +285,7 @@ class FakeExecutor(executor.Executor):
             self.cache[self._position(row, at)] = row.states[-1]
 
     def _verify(self, row: Row, index: int, masks: dict[tuple[int, int], bytes]) -> list[int]:
-        """The drafts that are what would have been sampled, and one token more."""
+        """Return the drafts that equal what would be sampled, and one more token."""
         token_ids: list[int] = []
         for offset, state in enumerate(row.states):
             token_id = sample(state, self.spec.vocab_size)
@@ -297,7 +297,7 @@ class FakeExecutor(executor.Executor):
         return token_ids
 
     def _draft(self, state: int, max_drafts: int) -> list[int]:
-        """What follows a state if no grammar rules; now and then a wrong token or none."""
+        """Return the tokens that follow without a grammar; sometimes a wrong token or none."""
         drafts: list[int] = []
         while len(drafts) < max_drafts and state % 11:
             token_id = sample(state, self.spec.vocab_size)
@@ -324,7 +324,7 @@ class FakeExecutor(executor.Executor):
     def _logprobs(
         self, token_id: int, num_logprobs: int, named: Sequence[int] = ()
     ) -> TokenLogprobs:
-        """Probability 1/2 for the sampled token, 1/4 for its neighbour, and so on."""
+        """Return probability 1/2 for the sampled token, 1/4 for its neighbour, and so on."""
         likely = [(token_id + i) % self.spec.vocab_size for i in range(num_logprobs)]
         token_ids = [token_id, *likely, *named]
         distances = [(other - token_id) % self.spec.vocab_size for other in token_ids]
@@ -334,7 +334,7 @@ class FakeExecutor(executor.Executor):
 
 
 def _unpack(bitmask: GrammarBitmask) -> dict[tuple[int, int], bytes]:
-    """Index in the step and number of drafts before -> its row of bits."""
+    """Return the row of bits by its index in the step and the number of drafts before it."""
     size = len(bitmask.bitmask) // len(bitmask.indices)
     rows = [bitmask.bitmask[at : at + size] for at in range(0, len(bitmask.bitmask), size)]
     return dict(zip(zip(bitmask.indices, bitmask.offsets, strict=True), rows, strict=True))

@@ -51,7 +51,7 @@ def connect(option: str) -> Any:
 
 
 def resource_of(config: Config) -> str:
-    """What Ray counts for each worker."""
+    """Return the resource that Ray counts for each worker."""
     return "GPU" if config.parallel.device == "cuda" else "CPU"
 
 
@@ -66,7 +66,7 @@ def find_spec(config: Config) -> hf.ModelSpec:
 
 
 def clock_offset(ray: Any, actor: Any) -> int:
-    """Nanoseconds from the clock of an actor's host to this host's; 0 if they may be the same."""
+    """Return the ns from an actor's clock to this host's; 0 if they may be the same."""
     before = time.monotonic_ns()
     theirs = ray.get(actor.now_ns.remote())
     after = time.monotonic_ns()
@@ -78,12 +78,12 @@ class WorkerActor:
     """The actor of a bundle: a worker process on whatever host Ray has put it."""
 
     def meeting_point(self) -> str:
-        """A free port of this host, for torch.distributed."""
+        """Return a free port of this host, for torch.distributed."""
         with socket.create_server(("", 0)) as probe:
             return tcp_address(library().util.get_node_ip_address(), probe.getsockname()[1])
 
     def now_ns(self) -> int:
-        """This host's clock."""
+        """Return the time of this host's clock."""
         return time.monotonic_ns()
 
     def run(self, data: bytes, num_here: int, offset: int) -> int:
@@ -109,7 +109,7 @@ class RayExecutor(MultiProcExecutor):
 
     @classmethod
     def prepare(cls, num_workers: int) -> None:
-        """Nothing: the actors do."""
+        """Do nothing: the actors start the processes."""
 
     @property
     def meeting_point(self) -> str:
@@ -176,7 +176,7 @@ class RayExecutor(MultiProcExecutor):
         return [table[rank] for rank in range(count)]
 
     def _watch(self, runs: list[Any]) -> None:
-        """Thread: report the first worker that ends."""
+        """Report the first worker that ends, in a thread."""
         try:
             [first], _ = self.ray.wait(runs)
             why = f"worker-{runs.index(first)} ended with exit code {self.ray.get(first)}"

@@ -99,8 +99,8 @@ class Row:
         return token_ids
 
     def bitmasks(self, draft_token_ids: list[int]) -> list[bytes | None]:
-        """Allowed tokens next and after each draft, up to a draft that is not allowed; None: all
-        tokens.
+        """Return the tokens allowed next and after each draft, up to a draft that is not allowed;
+        None: all tokens.
         """
         start = time.perf_counter()
         masks = [self._bitmask()]
@@ -201,7 +201,7 @@ class GrammarManager:
             self._vocabulary = self._submit(partial(load_vocabulary, self.config, self.spec))
 
     def admit(self, request: EngineCoreRequest) -> bool:
-        """Whether a request can run now; if not, it is kept until its grammar is compiled."""
+        """Return whether a request can run now; if not, keep it until its grammar is compiled."""
         output = _structured_output(request.params)
         if output is None:
             return True
@@ -283,7 +283,7 @@ class GrammarManager:
         self._rows.clear()
 
     def choose_idle(self) -> Set[int]:
-        """The slots that skip the next step: see STEP_BUDGET.
+        """Return the slots that skip the next step: see STEP_BUDGET.
 
         Rows whose masks are fast always run. The others take turns, longest waiting first, as far
         as the budget goes, but at least one.
@@ -304,7 +304,7 @@ class GrammarManager:
         return idle
 
     def grammar_tokens(self) -> dict[int, list[int]]:
-        """Slot -> the only tokens that its grammar allows after the known ones, if any."""
+        """Map each slot to the only tokens that its grammar allows after the known ones, if any."""
         if not self._rows or self.spec.keeps_state:  # recurrent states cannot take drafts back
             return {}
         return {
@@ -319,7 +319,7 @@ class GrammarManager:
         return bool(self._step) and any(row.num_awaited for _, row, _ in self._step)
 
     def bitmask(self) -> GrammarBitmask | None:
-        """The allowed tokens of this step's rows; None: all."""
+        """Return the allowed tokens of this step's rows; None: all."""
         self._in_flight.append(self._step)
         if not self._step:
             return None
@@ -337,8 +337,8 @@ class GrammarManager:
         return bitmask if masks else None
 
     def advance(self, output: ModelRunnerOutput) -> dict[int, GrammarEnd]:
-        """Process the tokens of the oldest step in flight. Returns row -> how its output ends, for
-        those that end with one of these tokens.
+        """Process the tokens of the oldest step in flight. Returns, by row, how its output ends,
+        for rows that end with one of these tokens.
         """
         ends: dict[int, GrammarEnd] = {}
         for index, row, _ in self._in_flight.popleft():
@@ -373,7 +373,7 @@ class GrammarManager:
 
 
 def all_but(token_ids: list[int], vocab_size: int) -> bytes:
-    """A bitmask of all tokens but these: int32 [ceil(vocab_size / 32)]."""
+    """Return a bitmask of all tokens but these: int32 [ceil(vocab_size / 32)]."""
     mask = bytearray(b"\xff" * (4 * -(-vocab_size // 32)))
     for token_id in token_ids:
         mask[token_id // 8] &= ~(1 << token_id % 8)

@@ -111,7 +111,7 @@ class Backend(ABC, Generic[Metadata]):
         self.other_windows: dict[int | None, Self] = {}
 
     def with_window(self, sliding_window: int | None) -> Self:
-        """The same backend for layers with another sliding window."""
+        """Return the same backend for layers with another sliding window."""
         if sliding_window == self.spec.sliding_window:
             return self
         if sliding_window not in self.other_windows:
@@ -122,10 +122,10 @@ class Backend(ABC, Generic[Metadata]):
     @classmethod
     @abstractmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Why the backend cannot run this here; None if it can."""
+        """Return why the backend cannot run this here; None if it can."""
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Shape of one layer's cache: [num_stored, num_blocks, ...]."""
+        """Return the shape of one layer's cache: [num_stored, num_blocks, ...]."""
         spec = self.spec
         size = _int8.row_size(spec.kv_dtype, spec.head_dim)
         return (spec.num_stored, num_blocks, spec.block_size, spec.num_kv_heads, size)
@@ -193,8 +193,8 @@ class Backend(ABC, Generic[Metadata]):
     def attend(
         self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        """Attention of the step's tokens over the cache, after `write` has stored their keys and
-        values.
+        """Compute attention of the step's tokens over the cache, after `write` has stored their
+        keys and values.
 
         Args:
             q: [num_tokens, num_heads, head_dim], as returned by `write`.
@@ -210,7 +210,7 @@ class Backend(ABC, Generic[Metadata]):
 
 
 def fused_write(spec: AttentionSpec) -> Callable[..., Tensor] | None:
-    """`rotate_and_store` of ops/triton: `write` in one pass; None where it cannot run."""
+    """Return `rotate_and_store` of ops/triton, a `write` in one pass; None if it cannot run."""
     if (
         spec.device.type != "cuda"
         or spec.head_dim & (spec.head_dim - 1)
@@ -224,14 +224,14 @@ def fused_write(spec: AttentionSpec) -> Callable[..., Tensor] | None:
 
 
 def auto_backends(device_type: str) -> list[str]:
-    """Names of the backends that "auto" tries on such a device, in order."""
+    """Return the backends that "auto" tries on such a device, by name, in order."""
     classes = {name: plugins.load(__name__, name, "Backend") for name in plugins.names(__name__)}
     names = [name for name in classes if device_type in classes[name].auto_order]
     return sorted(names, key=lambda name: classes[name].auto_order[device_type])
 
 
 def make_backend(name: str, spec: AttentionSpec) -> tuple[str, Backend[Any]]:
-    """The backend called `name`, or for "auto" the first that supports `spec`, with its name.
+    """Return the backend called `name`, or for "auto" the first that fits, with its name.
 
     Raises:
         ConfigError: there is no such backend, or it cannot run here; with its reason.

@@ -7,8 +7,8 @@ NO_CHANGES = np.empty(0, dtype=np.int64)
 
 
 class BlockTables:
-    """One row of block ids per slot and group of layers. Entries
-    past the row's length, or before a group's window, are any valid block.
+    """One row of block ids for each slot and group of layers. Entries past the row's length, or
+    before a group's window, hold an arbitrary valid block.
 
     The row after the last slot is for padding. The rows of the next group
     follow it. `max_model_len`: tokens per slot, at most; `block_size`: tokens per block.
@@ -53,7 +53,7 @@ class BlockTables:
         self.pending += zip([slot] * len(block_ids), range(start, end), block_ids, strict=True)
 
     def take_changes(self) -> np.ndarray:
-        """What was appended since the last call, for `apply`: int64 [3 * num_blocks]."""
+        """Return what was appended since the last call, for `apply`: int64 [3 * num_blocks]."""
         if not self.pending:
             return NO_CHANGES
         changes = np.array(self.pending, dtype=np.int64).T.reshape(-1)
@@ -71,14 +71,14 @@ class BlockTables:
             self.tables[rows, columns] = block_ids.int()
 
     def slot_mapping(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """KV-cache slots of tokens, block * block_size + offset: int64, shapes are broadcast. For
-        another group, `slots` are its rows.
+        """Return KV-cache slots of tokens, int64: block * block_size + offset. Shapes are
+        broadcast. For another group than the first, `slots` are the rows of that group.
         """
         blocks = self.tables[slots, positions // self.block_size].long()
         return blocks * self.block_size + positions % self.block_size
 
     def host_slot_mapping(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """The same on a CPU, by NumPy, which takes a third of torch's time for a few."""
+        """Compute `slot_mapping` with NumPy, on a CPU: a third of torch's time for a few tokens."""
         at, offsets = np.divmod(positions, self.block_size)
         blocks = self.tables.numpy()[slots, at].astype(np.int64)
         return blocks * self.block_size + offsets

@@ -114,7 +114,7 @@ class RequestStates:
         return step
 
     def take_changes(self, most: int) -> np.ndarray:
-        """More than `most` are written to the tables at once."""
+        """Take the changes of the block tables; write them at once if they exceed `most`."""
         changes = self.block_tables.take_changes()
         if len(changes) <= 3 * most:
             return changes
@@ -126,7 +126,7 @@ class RequestStates:
         self.num_computed.index_add_(0, upload(slots, num_kept.device), num_kept)
 
     def read(self, slots: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        """Token ids, or -1, at these columns of the slots; int64 each."""
+        """Return token ids, or -1, at these columns of the slots; int64 each."""
         if self.inputs.is_shared:  # NumPy takes a third of torch's time for a few
             found = self.token_ids.numpy()[slots.numpy(), columns.numpy()]
             return torch.from_numpy(found.astype(np.int64))
@@ -140,7 +140,7 @@ class RequestStates:
             self.token_ids[slots, columns] = token_ids.int()
 
     def positions(self, columns: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-        """Positions of tokens in their sequences, int64 [n]; for `places` see `DraftTree`."""
+        """Return tokens' positions in their sequences, int64 [n]; for `places` see `DraftTree`."""
         return (
             columns if self.tree is None or places is None else self.tree.positions(columns, places)
         )

@@ -23,7 +23,7 @@ SMALLEST = 1e-12  # scale
 def quantize(
     weight: Tensor, moments: Tensor, bits: int, group_size: int, drift: Tensor | None = None
 ) -> Codes:
-    """The codes for which the sum of (weight - codes)^T moments (weight - codes) is least, nearly.
+    """Find codes that nearly minimize the sum of (weight - codes)^T moments (weight - codes).
 
     Args:
         weight: float32 [out, in]; the columns are whole groups.
@@ -55,7 +55,7 @@ def quantize(
 
 
 def correct_drift(weight: Tensor, moments: Tensor, drift: Tensor) -> Tensor:
-    """What to add to the weight [out, in], so that its products are those with inputs as they were.
+    """Return what to add to the weight [out, in], to get the products with the original inputs.
 
     Least squares would take what is so for these inputs alone for a rule, and be worse for others
     than nothing. So it is damped, and taken in part, as what either half says is of use for the
@@ -107,12 +107,12 @@ class Codes:
         self.scale = self._best_scales(groups, self._grouped(importance[None]))  # [out, groups]
 
     def dequantize(self) -> Tensor:
-        """float32 [out, in]"""
+        """Return the matrix as float32 [out, in]."""
         return (self._values() * self.scale[..., None]).flatten(1)
 
     def round_in_order(self, weight: Tensor, order: Tensor, upper: Tensor) -> None:
-        """GPTQ. `weight`: [out, in]; `upper`: Cholesky factor of the inverse of the moments, in
-        this order.
+        """Round the columns by GPTQ. `weight`: [out, in]; `upper`: Cholesky factor of the inverse
+        of the moments, in this order.
         """
         left = weight[:, order]  # numbers to be rounded, as errors so far have changed them
         columns = order.tolist()
@@ -127,7 +127,7 @@ class Codes:
             left[:, end:] -= errors @ upper[start:end, end:]
 
     def fit_scales(self, weight: Tensor, moments: Tensor) -> None:
-        """Least squares, all scales of a row at once."""
+        """Fit all scales of a row at once, by least squares."""
         values = self._values()
         wanted = (self._grouped(weight @ moments) * values).sum(2)
         parts = moments.split(self.group_size)
@@ -137,7 +137,7 @@ class Codes:
         self.scale = _storable(torch.linalg.solve(normal, wanted))
 
     def descend(self, weight: Tensor, moments: Tensor) -> None:
-        """Each column once: the codes that are best as the other columns are."""
+        """Improve each column once: choose its best codes while all other columns stay."""
         rounded = self.dequantize()
         slope = (weight - rounded) @ moments
         for start in range(0, len(moments), BLOCK):
@@ -152,15 +152,15 @@ class Codes:
             slope[:, end:] -= changes @ moments[start:end, end:]
 
     def _values(self) -> Tensor:
-        """[out, groups, group_size]"""
+        """Return the codes less `middle`, [out, groups, group_size]."""
         return self._grouped(self.codes) - self.middle
 
     def _grouped(self, x: Tensor) -> Tensor:
         return x.unflatten(1, (-1, self.group_size))
 
     def _best_scales(self, groups: Tensor, importance: Tensor) -> Tensor:
-        """Scales [out, groups] of least error, of those that are tried. One is negative where the
-        largest number is positive: there is a code more for it below 0.
+        """Return the scales [out, groups] of least error among those tried. A scale is negative
+        where the largest number is positive: below 0, there is one code more.
         """
         largest = groups.gather(2, groups.abs().argmax(2, keepdim=True)).squeeze(2)
         least = torch.full_like(largest, torch.inf)
@@ -175,12 +175,12 @@ class Codes:
         return scale
 
     def _nearest(self, numbers: Tensor, column: int) -> tuple[Tensor, Tensor]:
-        """[out] of a column -> codes, and the numbers that they stand for."""
+        """Return the nearest codes of a column's numbers [out], and the numbers they stand for."""
         scale = self.scale[:, column // self.group_size]
         codes = (numbers / scale + self.middle).round_().clamp_(0, self.most)
         return codes, (codes - self.middle) * scale
 
 
 def _storable(scale: Tensor) -> Tensor:
-    """Not 0, and in the type that the checkpoint has."""
+    """Return the scale without zeros, rounded to the checkpoint's type."""
     return torch.where(scale.abs() > SMALLEST, scale, SMALLEST).bfloat16().float()

@@ -20,8 +20,8 @@ def arrange(
     model: Loadable, config: Config, backend: Backend[Any], has_draft: bool
 ) -> tuple[int | None, ...]:
     """Assign each attention layer its group, and its tensor within the group. `model`: its layers
-    have the numbers of their caches, and no group; `has_draft`: whether a draft model has keys and
-    values in the same blocks.
+    have the numbers of their caches, and no group yet. `has_draft`: a draft model keeps its keys
+    and values in the same blocks.
     """
     longest = config.model.max_model_len
     layers = attention_layers(model)
@@ -63,7 +63,7 @@ def arrange(
 
 
 def _obstacle(config: Config, backend: Backend[Any], has_draft: bool) -> str:
-    """Why there cannot be groups; "" if there can."""
+    """Return why there cannot be groups; "" if there can."""
     if config.cache.has_connector:
         return "the KV connector moves blocks of all layers at once"
     if config.parallel.pipeline_parallel_size > 1:

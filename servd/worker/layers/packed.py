@@ -29,7 +29,7 @@ class Packed:
         return out
 
     def multiply_into(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
-        """float32 [n, in] -> out [n, out], which may be columns of a wider tensor."""
+        """Multiply float32 [n, in] into out [n, out], which may be columns of a wider tensor."""
         fits = x.dtype == torch.float32 and x.shape[1] == self.shape[1]
         assert fits, (x.dtype, x.shape, self.shape)
         self._multiply(out, x.contiguous(), bias)
@@ -42,8 +42,8 @@ class Packed:
 
 
 def spread(x: Tensor, is_inverse: bool = False) -> Tensor:
-    """Rows of float32 [n, size] rotated, so that outliers are spread over all elements, and one
-    scale per row is fine enough. Dot products of two rotated rows are unchanged.
+    """Rotate rows of float32 [n, size], so that outliers are spread over all elements and one scale
+    per row is fine enough. Dot products of two rotated rows are unchanged.
     """
     out = torch.empty(x.shape)
     call("spread", x.contiguous(), *x.shape, is_inverse, out)
@@ -230,14 +230,14 @@ class ExpertMatrices:
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """Addresses of tensors, int64 [n]; None if these are None."""
+    """Return the addresses of tensors, int64 [n]; None if these are None."""
     addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
     # By NumPy, as this may run while a graph is recorded.
     return torch.from_numpy(np.array(addresses, dtype=np.int64)) if addresses else None
 
 
 def _num_terms(quantized: Quantized, x_dtype: torch.dtype) -> int:
-    """Of int8, for weights of whole numbers in groups large enough to pay; or none."""
+    """Return the int8 terms of x; 0 unless codes are whole numbers, in groups large enough."""
     codes = quantized.codes
     size = quantized.group_size
     are_whole = all(value in range(-128, 128) for value in quantized.table or ())

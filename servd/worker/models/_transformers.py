@@ -61,7 +61,7 @@ class Linear(nn.Linear):
 
 
 class Table(nn.Embedding):
-    """Its rows may be the matrix of the output head."""
+    """An embedding whose rows may be the matrix of the output head."""
 
     weight: Matrix  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -70,7 +70,7 @@ class Table(nn.Embedding):
 
 
 class Hidden(MoeModelOutputWithPast):
-    """Whatever else a model may ask of its layers is not there."""
+    """The output of layers: every other attribute that a model asks for is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -78,10 +78,10 @@ class Hidden(MoeModelOutputWithPast):
 
 
 class Given(nn.Module):
-    """In the place of a model's layers, so that what comes after them can run alone."""
+    """Stands in for a model's layers, so that the rest of the model can run alone."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Hidden:
-        """What it is given is the last hidden state."""
+        """Return the input as the last hidden state."""
         return Hidden(last_hidden_state=inputs_embeds)
 
     def __getattr__(self, name: str) -> Any:
@@ -90,7 +90,7 @@ class Given(nn.Module):
 
 
 class TransformersForCausalLM(nn.Module):
-    """Any causal model of transformers whose tokens meet in attention layers only."""
+    """Any causal model of transformers whose tokens interact in attention layers only."""
 
     packed: ClassVar[dict[str, tuple[str, int]]] = PACKED
     ignored: ClassVar[tuple[str, ...]] = ()  # see `convert`
@@ -126,7 +126,7 @@ class TransformersForCausalLM(nn.Module):
         self.__dict__["head"] = head  # no module of its own: it shares all that it has
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """[num_tokens] each -> hidden states [num_tokens, hidden]."""
+        """Return hidden states [num_tokens, hidden] for [num_tokens] ids and positions."""
         for module in self.__dict__["attentions"]:
             module.servd_calls = iter(module.servd_attention)
         with context(ctx, positions):
@@ -139,7 +139,7 @@ class TransformersForCausalLM(nn.Module):
         return self.__dict__["head"](inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     def convert(self, tensors: NamedTensors) -> NamedTensors:
-        """A checkpoint's tensors under the names, and in the shapes, that the model has today."""
+        """Yield a checkpoint's tensors with the names and shapes of today's model."""
         renamings, converters = compat.conversion_rules(self.hf)
         by_pattern = {p: rule for rule in converters for p in rule.source_patterns}
         unneeded = [*compat.unneeded_patterns(self.hf), r"rotary_emb\.inv_freq"]
@@ -178,8 +178,8 @@ def natural(name: str) -> list[Any]:
 
 
 def build(spec: ModelSpec) -> Any:
-    """The model of transformers, its parameters without storage. Raises UnsupportedModel: there is
-    none, or it is none that predicts the next token.
+    """Build the model of transformers, its parameters without storage. Raises UnsupportedModel:
+    there is none, or it does not predict the next token.
     """
     try:
         # Left out, transformers would ask a terminal whether to run the checkpoint's code.
@@ -252,8 +252,8 @@ def split(model: Any, size: int) -> None:
 
 
 def exchange_weights(model: Any, vocab_size: int, linears: set[str], parallel: Parallel) -> None:
-    """Servd's weights in place of all parameters, and of buffers that checkpoints have; and its
-    products in these linear layers.
+    """Put servd's weights in place of all parameters, and of buffers that checkpoints have. Put
+    servd's products into the layers of `linears`.
     """
     made: dict[int, Weight] = {}
     precise = "|".join(compat.precise_modules(model)) or "$^"

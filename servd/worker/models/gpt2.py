@@ -29,7 +29,7 @@ class GPT2Attention(nn.Module):
         self.attention = Attention(layer, num_heads, num_heads, spec.head_dim, scale)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        """Map [num_tokens, hidden] to [num_tokens, hidden]."""
         q, k, v = self.c_attn(x).chunk(3, dim=-1)
         return self.c_proj(self.attention(q, k, v, ctx))
 
@@ -62,7 +62,7 @@ class GPT2Layer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """What the next norm adds to the residual, and the residual; [num_tokens, hidden] each."""
+        """Return what to add in the next norm, and the residual: [num_tokens, hidden] each."""
         x, residual = self.ln_1.add(x, residual)
         x, residual = self.ln_2.add(self.attn(x, ctx), residual)
         return self.mlp(x), residual
@@ -79,7 +79,7 @@ class GPT2Model(nn.Module):
         )
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """[num_tokens] each -> [num_tokens, hidden]."""
+        """Return hidden states [num_tokens, hidden] for [num_tokens] ids and positions."""
         x = self.wte(input_ids)
         residual = self.wpe(positions)
         for layer in self.h:
@@ -104,7 +104,7 @@ class GPT2LMHeadModel(nn.Module):
             self.lm_head = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """[num_tokens] each -> hidden states [num_tokens, hidden]."""
+        """Return hidden states [num_tokens, hidden] for [num_tokens] ids and positions."""
         return self.transformer(input_ids, positions, ctx)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab]

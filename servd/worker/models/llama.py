@@ -51,8 +51,8 @@ class LlamaAttention(nn.Module):
     def qkv(
         cls, in_features: int, spec: ModelSpec, parallel: Parallel, *, bias: bool
     ) -> ColumnParallelLinear:
-        """Queries, keys and values. Each head of the latter is on several ranks if there are fewer
-        than ranks.
+        """Build the projection to queries, keys and values. If there are more ranks than key heads,
+        several ranks hold the same head of keys and values.
         """
         q_size, kv_size = (each * spec.head_dim for each in (spec.num_heads, spec.num_kv_heads))
         num_copies = parallel.num_copies(spec.num_kv_heads)
@@ -66,21 +66,21 @@ class LlamaAttention(nn.Module):
 
     @staticmethod
     def biases(config: dict[str, Any]) -> tuple[bool, bool]:
-        """Whether q, k, v have a bias, and whether the output projection has one."""
+        """Return whether q, k, v have a bias, and whether the output projection has one."""
         bias = config.get("attention_bias", False)
         return bias, bias
 
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
-        """Arguments of `Attention`, for layer number `layer`."""
+        """Return arguments of `Attention`, for layer number `layer`."""
         return {}
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Applied to q and k before `norms`; nothing here. [num_tokens, heads, head_dim] each."""
+        """Normalize q and k before `norms`: [num_tokens, heads, head_dim] each. Llama does not."""
         return q, k
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        """Map [num_tokens, hidden] to [num_tokens, hidden]."""
         q, k, v = self.qkv_proj(x).split(self.qkv_proj.local_features, dim=-1)
         q, k = self.normalize(
             q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
@@ -120,7 +120,7 @@ class LlamaLayer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """What the next norm adds to the residual, and the residual; [num_tokens, hidden] each."""
+        """Return what to add in the next norm, and the residual: [num_tokens, hidden] each."""
         x, residual = self.input_layernorm.add(x, residual)
         x, residual = self.post_attention_layernorm.add(self.self_attn(x, rotation, ctx), residual)
         return self.mlp(x), residual
@@ -137,7 +137,7 @@ class LlamaModel(nn.Module):
         self.norm = parts.make_norm(spec, parallel)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """[num_tokens] each -> [num_tokens, hidden]."""
+        """Return hidden states [num_tokens, hidden] for [num_tokens] ids and positions."""
         x = self.embed_tokens(input_ids)
         residual = None
         rotation = self.rotary(positions)
@@ -198,7 +198,7 @@ class LlamaForCausalLM(nn.Module):
         return LlamaMLP(spec, parallel)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """[num_tokens] each -> hidden states [num_tokens, hidden]."""
+        """Return hidden states [num_tokens, hidden] for [num_tokens] ids and positions."""
         return self.model(input_ids, positions, ctx)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab]

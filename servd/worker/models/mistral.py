@@ -6,11 +6,11 @@ from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
 class MistralAttention(LlamaAttention):
-    """The window, if config.json has one, is the same in all layers."""
+    """Llama's attention with one window for all layers, if config.json has one."""
 
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
-        """Null means no window."""
+        """Return arguments of `Attention`; a window of null means none."""
         return {"sliding_window": config.get("sliding_window", 4096)}
 
 

@@ -44,7 +44,7 @@ def norm(spec: ModelSpec, parallel: Parallel) -> LayerNorm:
 
 
 class ModernBertEmbeddings(nn.Module):
-    """Tokens alone: positions are rotary."""
+    """Embeds tokens only, because positions are rotary."""
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class ModernBertAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        """Map [num_tokens, hidden] to [num_tokens, hidden]."""
         q, k, v = self.Wqkv(x).chunk(3, dim=-1)
         return self.Wo(self.attention(q, k, v, ctx, rotation))
 
@@ -113,7 +113,7 @@ class ModernBertLayer(nn.Module):
         rotations: dict[str, Rotation],
         ctx: ForwardContext,
     ) -> tuple[Tensor, Tensor]:
-        """What the next norm adds to the residual, and the residual; [num_tokens, hidden] each."""
+        """Return what to add in the next norm, and the residual: [num_tokens, hidden] each."""
         x, residual = (x, x) if self.attn_norm is None else self.attn_norm.add(x, residual)
         x, residual = self.mlp_norm.add(self.attn(x, rotations[self.layer_type], ctx), residual)
         return self.mlp(x), residual
@@ -142,12 +142,12 @@ class ModernBertModel(nn.Module):
         self.final_norm = norm(spec, parallel)
 
     def convert(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Rename the checkpoint's tensors: heads are beside the base model."""
+        """Drop the prefix `model.` of tensors, which checkpoints with a head have."""
         for name, tensor in tensors:
             yield name.removeprefix("model."), tensor
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """[num_tokens] each -> hidden states [num_tokens, hidden]."""
+        """Return hidden states [num_tokens, hidden] for [num_tokens] ids and positions."""
         x = self.embeddings(input_ids)
         residual = None
         rotations = {layer_type: rotary(positions) for layer_type, rotary in self.rotaries.items()}
@@ -156,12 +156,12 @@ class ModernBertModel(nn.Module):
         return self.final_norm.add(x, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """No token follows: [n, hidden] -> [n, 1]."""
+        """Return a placeholder [n, 1] for hidden [n, hidden]: no token follows."""
         return hidden.new_zeros(len(hidden), 1)
 
 
 class ModernBertForMaskedLM(ModernBertModel):
-    """Embeds without its head."""
+    """Makes embeddings, without the head that predicts tokens."""
 
 
 class ModernBertPredictionHead(nn.Module):
@@ -190,5 +190,5 @@ class ModernBertForSequenceClassification(ModernBertModel):
         self.classifier = ReplicatedLinear(spec.hidden_size, labels, parallel, bias=True)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Pooled [n, hidden] -> [n, num_labels]."""
+        """Map pooled vectors [n, hidden] to [n, num_labels]."""
         return self.classifier(self.head(hidden))

@@ -15,7 +15,7 @@ from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLay
 
 
 class Olmo2Attention(LlamaAttention):
-    """Norms run over all heads, also over those of other ranks."""
+    """Llama's attention, with norms over all heads, also over heads of other ranks."""
 
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__(spec, layer, parallel)
@@ -25,7 +25,7 @@ class Olmo2Attention(LlamaAttention):
         self.k_norm = RMSNorm(spec.num_kv_heads * spec.head_dim, eps, parallel)
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """[num_tokens, heads, head_dim] each."""
+        """Normalize q and k over all heads: [num_tokens, heads, head_dim] each."""
         return self._norm(self.q_norm, q), self._norm(self.k_norm, k)
 
     def _norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class Olmo2Attention(LlamaAttention):
 
 
 class Olmo2Layer(LlamaLayer):
-    """Norms what attention and feed-forward yield, and not what they are given."""
+    """Llama's layer with norms on the outputs of attention and feed-forward, not the inputs."""
 
     def __init__(
         self, spec: ModelSpec, norm: Callable[[], RMSNorm], attention: nn.Module, mlp: nn.Module

@@ -14,13 +14,13 @@ from servd.worker.models.qwen3 import Qwen3Attention
 
 
 def has_experts(config: dict[str, Any], layer: int) -> bool:
-    """All layers have, or those that config.json states."""
+    """Return whether a layer has experts: all have, unless config.json lists them."""
     is_dense = layer in (config.get("mlp_only_layers") or ())
     return not is_dense and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
 
 
 def expert_options(spec: ModelSpec) -> dict[str, Any]:
-    """Arguments of `SparseMoE`."""
+    """Return arguments of `SparseMoE`."""
     config = spec.config
     return {
         "hidden_size": spec.hidden_size,
@@ -47,9 +47,8 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
 
 
 def one_by_one(tensors: NamedTensors, turned: int | None = None) -> NamedTensors:
-    """Where a tensor is that of all experts, [num_experts, out, in], those of each. `tensors`: of a
-    checkpoint, by name; `turned`: the size of hidden states, where it may be [num_experts, in,
-    out]: so has Qwen 3-VL.
+    """Yield the checkpoint's tensors; split a tensor of all experts, [num_experts, out, in], into
+    one for each. `turned`: size of hidden states, if it may be [num_experts, in, out] (Qwen 3-VL).
     """
     for name, tensor in tensors:
         prefix, is_of_experts, module = name.partition(".mlp.experts.")

@@ -18,7 +18,7 @@ def has_positions(config: dict[str, Any], layer: int) -> bool:
 
 
 class SmolLM3Attention(LlamaAttention):
-    """Has positions, or a window if config.json has one, or neither."""
+    """Llama's attention with positions, with a window (if config.json has one), or neither."""
 
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__(spec, layer, parallel)

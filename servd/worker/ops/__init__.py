@@ -22,11 +22,11 @@ class Ops(Protocol):
         tables: Tensor,
         block_size: int,
     ) -> None:
-        """Enter a step's new blocks in the tables, then find what follows from its slots and
-        columns; see `DecodeInputs`.
+        """Enter a step's new blocks in the tables, then compute the rest of `step` from its slots
+        and columns; see `DecodeInputs`.
 
         Args:
-            step: int64 [NUM_NUMBERS, n]; what is to be found is written here.
+            step: int64 [NUM_NUMBERS, n]; the results are written here.
             seq_lens: int32 [n], written.
             token_ids: int32 [slots, columns]; negative ones count as 0.
             num_computed: int64 [slots]; one more where a column is NOT_COMPUTED.
@@ -36,53 +36,51 @@ class Ops(Protocol):
         ...
 
     def embed(self, index: Tensor, table: Tensor) -> Tensor:
-        """Rows `index` [num_tokens] of a table [num_rows, size]."""
+        """Return the rows `index` [num_tokens] of a table [num_rows, size]."""
         ...
 
     def rotation(
         self, positions: Tensor, inv_freq: Tensor, magnitude: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions [num_tokens] times inv_freq float32 [size], times magnitude;
-        [num_tokens, size].
+        """Return cos and sin of positions [num_tokens] times inv_freq float32 [size], both times
+        magnitude: [num_tokens, size] each.
         """
         ...
 
     def scale(self, x: Tensor, factor: float, residual: Tensor | None = None) -> Tensor:
-        """`x * factor`, plus the residual if there is one; all of x's shape."""
+        """Return `x * factor`, plus the residual if there is one; all have x's shape."""
         ...
 
     def rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """`x + residual` [..., size], also returned, over its RMS, times weight [size]."""
+        """Return `x + residual` [..., size] over its RMS, times weight [size]; and the sum."""
         ...
 
     def layer_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """`x + residual` [..., size], also returned, less its mean, over its deviation, times
-        weight, plus bias.
+        """Return `x + residual` [..., size] less its mean, over its deviation, times weight, plus
+        bias; and the sum itself.
         """
         ...
 
     def activate(self, x: Tensor, name: str) -> Tensor:
-        """The function that config.json calls `name`, of each number."""
+        """Apply the function that config.json calls `name` to each number."""
         ...
 
     def gate(self, x: Tensor, name: str) -> Tensor:
-        """[num_tokens, 2 * size] -> [num_tokens, size]: function(first half) * second half."""
+        """Map [num_tokens, 2 * size] to function(first half) * second half [num_tokens, size]."""
         ...
 
     def route(self, logits: Tensor, top_k: int, renormalize: bool) -> Routing:
-        """The `top_k` experts of highest logit [num_tokens, num_experts] of each token, with their
-        probabilities as weights, which add up to 1 if `renormalize`.
+        """Route each token to the `top_k` experts of its highest logits [num_tokens, num_experts].
+        Weights are probabilities, which add up to 1 if `renormalize`.
         """
         ...
 
     def combine(self, y: Tensor, routing: Routing) -> Tensor:
-        """Rows of places [num_tokens * top_k, size] -> the weighted sum of each token's,
-        [num_tokens, size].
-        """
+        """Sum each token's rows of y [num_tokens * top_k, size], weighted: [num_tokens, size]."""
         ...
 
     def add_low_rank(self, out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> None:
@@ -93,7 +91,7 @@ class Ops(Protocol):
 
 
 def for_device(device: torch.device) -> Ops:
-    """The fastest operations that run on `device`."""
+    """Return the fastest operations that run on `device`."""
     if device.type == "cuda" and find_spec("triton"):
         from servd.worker.ops import triton
 

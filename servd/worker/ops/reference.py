@@ -101,8 +101,8 @@ def gate(x: Tensor, name: str) -> Tensor:
 
 
 class Routing(NamedTuple):
-    """Which experts tokens go through. Each pair of a token and an expert has a place; places are
-    sorted by expert, so that those of an expert are the rows of one product.
+    """The experts of each token. Each pair of a token and an expert has a place. Places are sorted
+    by expert, so that one product computes all rows of an expert.
     """
 
     tokens: Tensor  # int32 [num_tokens * top_k], the token of each place
@@ -119,7 +119,7 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
 
 
 def placed(experts: Tensor, weights: Tensor, num_experts: int) -> Routing:
-    """The routing of tokens to these experts, with these weights; [num_tokens, top_k] each."""
+    """Return the routing of tokens to experts with weights: [num_tokens, top_k] each."""
     sorted_experts, order = experts.flatten().sort(stable=True)
     bounds = torch.arange(num_experts + 1, device=experts.device)
     starts = torch.searchsorted(sorted_experts, bounds)

@@ -26,7 +26,7 @@ quantize_table = int8.quantize  # whose errors no later layer makes up for
 def quantize(
     weight: Tensor, x_dtype: torch.dtype = torch.float32, importance: Tensor | None = None
 ) -> QuantMethod:
-    """[out, in] of any float type; x_dtype: see `GroupedMatrix`; importance: float32 [in]."""
+    """Round [out, in] of any float type; x_dtype: see `GroupedMatrix`; importance: float32 [in]."""
     num_rows, size = weight.shape
     num_groups = -(-size // GROUP_SIZE)
     codes = torch.empty(num_rows, size, dtype=torch.uint8, device=weight.device)
@@ -43,7 +43,7 @@ def quantize(
 
 
 def _round(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [n, in], scale and offset [n, groups] of float32 [n, in]."""
+    """Return codes [n, in], scale and offset [n, groups] of float32 [n, in]."""
     num_rows, size = weight.shape
     groups = _grouped(weight)
     counts = groups.new_ones(1, 1, 1)
@@ -61,14 +61,14 @@ def _round(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor, T
 
 
 def _grouped(rows: Tensor) -> Tensor:
-    """[n, in] -> [n, groups, GROUP_SIZE]; what fills up the last group is in its range."""
+    """Map [n, in] to [n, groups, GROUP_SIZE]; padding of the last group is in its range."""
     missing = -rows.shape[1] % GROUP_SIZE
     full = torch.cat([rows, rows[:, -1:].expand(-1, missing)], dim=1) if missing else rows
     return full.reshape(len(rows), -1, GROUP_SIZE)
 
 
 def _fit(groups: Tensor, counts: Tensor, width: float) -> tuple[Tensor, Tensor]:
-    """Scale and offset [n, groups, 1], from a grid that covers this share of the numbers' range."""
+    """Fit scale and offset [n, groups, 1] to a grid over this share of the numbers' range."""
     low = groups.amin(dim=2, keepdim=True)
     high = groups.amax(dim=2, keepdim=True)
     scale = ((high - low) * (width / 15)).clamp_(min=SMALLEST)

@@ -19,7 +19,7 @@ MAX_PACKED_ROWS = 8  # above, torch's product of packed bytes is slower than one
 
 
 def quantize(weight: Tensor, x_dtype: torch.dtype = torch.float32) -> QuantMethod:
-    """[out, in] of any float type; x_dtype: see `PackedMatrix`."""
+    """Round [out, in] of any float type; x_dtype: see `PackedMatrix`."""
     is_native = weight.device.type == "cpu" and native.library() is not None
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scale = torch.empty(len(weight), device=weight.device)
@@ -34,7 +34,7 @@ def quantize(weight: Tensor, x_dtype: torch.dtype = torch.float32) -> QuantMetho
 
 
 class Int8Matrix:
-    """With the products that torch has."""
+    """A matrix of int8 that torch's own operations multiply."""
 
     def __init__(self, weight: Tensor, scale: Tensor) -> None:
         self.weight = weight

@@ -205,8 +205,8 @@ class ModelRunner(ABC):
         )
 
     def count_blocks(self, room: int | None = None) -> int:
-        """KV-cache blocks that fit: in --kv-cache-memory, else in `room`, else in what is free.
-        Raises NotEnoughMemory: too few for one request.
+        """Return the KV-cache blocks that fit: in --kv-cache-memory, else in `room`, else in free
+        memory. Raises NotEnoughMemory: too few for one request.
         """
         memory = self.config.cache.kv_cache_memory
         if memory is None:
@@ -264,7 +264,7 @@ class ModelRunner(ABC):
         self.launched = LaunchedStep(num_rows, (batch, hidden), parts, times_ns)
 
     def _forward(self, batch: InputBatch) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden]; requests on which the model fails enter `failed`."""
+        """Return hidden states [num_tokens, hidden]; requests that fail enter `failed`."""
         try:
             return self._begin(batch)
         except Exception as error:
@@ -291,11 +291,11 @@ class ModelRunner(ABC):
         self.block_store.make(copies.copies)
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden] of a step."""
+        """Return hidden states [num_tokens, hidden] of a step."""
         return self.run(batch.input_ids, batch.positions, batch.attention)
 
     def make_chain(self, drafter: Drafter, max_num_rows: int, max_num_tokens: int) -> Chain:
-        """Drafts by another model, for the requests of this one."""
+        """Make a chain that drafts with another model, for the requests of this one."""
         return Chain(drafter, self.states)
 
     def run(
@@ -368,8 +368,8 @@ class ModelRunner(ABC):
     def _line_up(
         self, batch: InputBatch, hidden: torch.Tensor, order: torch.Tensor
     ) -> torch.Tensor:
-        """Move keys, values and hidden states of the accepted drafts of a tree to where a chain
-        has them.
+        """Move keys, values and hidden states of the accepted drafts of a tree to the places that
+        they have in a chain.
         """
         tokens = batch.sample_tokens
         moved = batch.sample_tokens[order]
@@ -440,7 +440,7 @@ class ModelRunner(ABC):
         self.states.add(msgspec.structs.replace(request, token_ids=token_ids))
 
     def _unpack(self, bitmask: GrammarBitmask, batch: InputBatch) -> torch.Tensor:
-        """int32 [m, ceil(vocab / 32)] for all rows to sample; all bits set without a grammar."""
+        """Return int32 [m, ceil(vocab / 32)] for all rows to sample; no grammar: all bits set."""
         words = np.frombuffer(bitmask.bitmask, dtype=np.int32).reshape(len(bitmask.indices), -1)
         counts = batch.num_drafts[batch.sample_rows] + 1
         unpacked = np.full((counts.sum(), words.shape[1]), -1, dtype=np.int32)
@@ -456,10 +456,10 @@ class ModelRunner(ABC):
 
     @abstractmethod
     def kv_cache_memory(self) -> int:
-        """Bytes that the KV cache may take; called after load_model."""
+        """Return the bytes that the KV cache may take; called after load_model."""
 
     def more_memory(self, missing: int) -> list[str]:
-        """Changes of options that would free `missing` bytes, e.g. "lower --max-num-seqs to 4"."""
+        """Return options that would free `missing` bytes, e.g. "lower --max-num-seqs to 4"."""
         return []
 
     def drop_graphs(self) -> None:  # noqa: B027 - only a GPU has them
@@ -467,4 +467,4 @@ class ModelRunner(ABC):
 
     @abstractmethod
     def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
-        """Start copying a step's output to the host; returns the copies, and what awaits them."""
+        """Start copying outputs to the host. Return the copies, and a call that waits for them."""

@@ -46,9 +46,9 @@ class Rows:
 
     @property
     def host_index(self) -> Int64Array:
-        """The same on the host, int64 [n]."""
+        """The index on the host, int64 [n]."""
         return np.arange(len(self.host_slots)) if self.chosen is None else self.chosen
 
     def repeat(self, counts: Sequence[int] | int) -> Tensor:
-        """Each row's index as often as its count says, int64 [sum of counts] on the device."""
+        """Repeat each row's index as its count says: int64 [sum of counts], on the device."""
         return upload(np.repeat(self.host_index, counts), self.slots.device)

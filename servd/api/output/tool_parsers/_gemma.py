@@ -42,7 +42,7 @@ class GemmaParser(ToolParser):
         return (yield from reader.accept(self.markers[1]))
 
     def _value(self, depth: int) -> Steps[bool]:
-        """Read a value; False if it does not end, or is nested too deeply."""
+        """Read a value. Return False if the value does not end, or is nested too deeply."""
         yield from self.reader.space()
         first = yield from self.reader.peek()
         if first in ("{", "["):

@@ -10,7 +10,7 @@ CALL = '{"name": "NAME", "arguments": ARGUMENTS}'
 
 
 class Parser(MarkedJsonParser):
-    """The tags are those of its own template, the word that of vLLM's template for it."""
+    """Reads the tags of Phi-4-mini's own template, and the word of vLLM's template for it."""
 
     markers = (OPEN, CLOSE)
     begins = (OPEN, WORD)

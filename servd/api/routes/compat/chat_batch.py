@@ -61,7 +61,7 @@ class ChatBatchRequest(RequestBody):
         return self.chat(0).ignored()
 
     def chat(self, number: int) -> ChatCompletionRequest:
-        """The chat request for a conversation, which an error names in `param`."""
+        """Return the chat request for a conversation, which an error names in `param`."""
         known = ChatCompletionRequest.model_fields
         # What has no effect is named for the first one, and is not copied for the others.
         fields = {k: v for k, v in (self.model_extra or {}).items() if k in known or number == 0}

@@ -36,13 +36,13 @@ class KVConnector:
         return []
 
     def swap_out(self, request: Request, now_ns: int) -> None:
-        """A request was preempted: its blocks may be evicted."""
+        """Note that a request was preempted: its blocks may be evicted."""
 
     def stop_waiting(self, request: Request) -> None:
-        """A waiting request ends."""
+        """Note that a waiting request ends."""
 
     def claim_slots(self, request: Request, num_cached: int) -> list[int]:
-        """A request starts. Return the slots of its blocks after the first `num_cached`, as far as
+        """Return the slots of a starting request's blocks after the first `num_cached`, as far as
         they are ready; the caller has to `load` them all.
         """
         return []
@@ -54,7 +54,7 @@ class KVConnector:
         """Save a block before it is evicted."""
 
     def save_request(self, request: Request, pool: BlockPool) -> None:
-        """Save what is worth it of a request whose blocks are about to be freed."""
+        """Save the blocks of a request that are worth saving, before they are freed."""
 
     def forget(self, hashes: Sequence[bytes]) -> None:
         """Drop these blocks from every store: their contents may be wrong."""
@@ -72,11 +72,11 @@ class KVConnector:
         return None
 
     def collect_outputs(self, step: Step) -> None:
-        """A step was computed, and its copies were made."""
+        """Process the end of a step: it was computed, and its copies were made."""
 
     def wait(self) -> bool:
-        """There is nothing to compute: wait a little if blocks are read or written, and return
-        whether any are.
+        """Wait a little if blocks are read or written; return whether any are. Called when there is
+        nothing to compute.
         """
         return False
 

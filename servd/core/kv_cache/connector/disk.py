@@ -203,7 +203,7 @@ def _files(root: Path) -> Iterator[tuple[float, int, str]]:
 
 
 def _entries(folder: str | Path, name: re.Pattern[str]) -> list[str]:
-    """Return the paths of the entries of a folder with such a name, links left out."""
+    """Return the paths in a folder whose file names match `name`, except for links."""
     with contextlib.suppress(OSError), os.scandir(folder) as found:
         return [each.path for each in found if name.fullmatch(each.name) and not each.is_symlink()]
     return []

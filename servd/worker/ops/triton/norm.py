@@ -54,7 +54,7 @@ def norm_kernel(
 def rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Slices of columns, such as the queries of qkv, are not copied."""
+    """Normalize rows; slices of columns, such as the queries of qkv, are not copied."""
     return _norm(x, residual, weight, None, eps)
 
 

@@ -22,7 +22,7 @@ def round_rows_kernel(x_ptr, rounded_ptr, scale_ptr, size, x_stride, BLOCK: tl.c
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, size] of any float type as float8_e4m3fn, and the factor of each row [n, 1] float32."""
+    """Round [n, size] of any float type to float8_e4m3fn; factors of rows are [n, 1] float32."""
     num_rows, size = x.shape
     if x.stride(1) != 1:
         x = x.contiguous()
