@@ -61,7 +61,7 @@ the machine, and logs it.
 
 You can paste command lines of vLLM: options have its names where the meaning is equal, and servd
 takes vLLM's other names and values too (`-tp`, `--model`, `--dtype half`, `--max-model-len 8k`).
-It logs a flag that it does not need, and rejects any other unknown flag with what to use instead
+It logs a flag that it does not need, and rejects other flags, mostly with what to use instead
 ([from vLLM](../how-to/from-vllm.md)).
 """
 

@@ -39,7 +39,7 @@ def check(capsys, monkeypatch) -> Callable[..., tuple[int, Findings]]:
         found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
         assert isinstance(end.value.code, int)
         assert end.value.code == any(f["status"] == "failed" for f in found.values())
-        assert all(f["status"] == "ok" or f.get("hint") or f["text"] for f in found.values())
+        assert all(f["status"] == "ok" or f.get("remedy") or f["text"] for f in found.values())
         return end.value.code, found
 
     return run
@@ -109,19 +109,19 @@ def test_no_chat_template(check, model):
     code, found = check(str(model))
     assert code == 0
     assert found["chat template"]["status"] == "warning"
-    assert "--chat-template" in found["chat template"]["hint"]
+    assert "--chat-template" in found["chat template"]["remedy"]
 
 
 def test_a_model_that_does_not_fit(check, model):
     code, found = check(str(model), "--kv-cache-memory", "1MiB", "--max-model-len", "2000")
-    assert code == 1 and "lower --max-model-len" in found["weights"]["hint"]
+    assert code == 1 and "lower --max-model-len" in found["weights"]["remedy"]
 
 
 def test_a_cache_that_cannot_be_written(check, monkeypatch):
     monkeypatch.setenv("HF_HOME", "/dev/null/cache")
     code, found = check()
     assert code == 1
-    assert found["models"]["status"] == "failed" and "HF_HOME" in found["models"]["hint"]
+    assert found["models"]["status"] == "failed" and "HF_HOME" in found["models"]["remedy"]
 
 
 def test_limits_of_the_system(check, monkeypatch):
@@ -147,7 +147,7 @@ def test_limits_of_the_system(check, monkeypatch):
         "CPU kernels": "install servd again",
     }
     for name, hint in hints.items():
-        assert found[name]["status"] == "warning" and hint in found[name]["hint"], found[name]
+        assert found[name]["status"] == "warning" and hint in found[name]["remedy"], found[name]
 
 
 @pytest.mark.parametrize("answers", [True, False])
