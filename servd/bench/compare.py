@@ -48,8 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         for figure in FIGURES:
             a, b = (_find(best[name][str(level)], figure) for name in "ab")
             better, worse = (a, b) if figure == FIGURES[0] else (b, a)
-            ratio = better / worse if worse else math.nan
-            print(format_row(figure, level, a, b, f"{ratio:.2f}x"))
+            ratio = f"{better / worse:.2f}x" if worse else "-"
+            print(format_row(figure, level, a, b, ratio))
     if arguments.json:
         write_json("--json", arguments.json, best)
     return 0
