@@ -226,14 +226,16 @@ class EngineClient:
         return not messages
 
     def _take_status(self, message: FromEngine) -> None:
+        # The parent prints why an engine did not start: that line stays the last one.
+        level = logging.ERROR if self.is_ready else logging.DEBUG
         match message:
             case EngineFailed(reason=reason):
-                log.error("the engine has failed: %s", reason)
+                log.log(level, "the engine has failed: %s", reason)
             case EngineRestarting():
                 self._restart(message)
             case EngineDeadMessage(reason=reason):
+                log.log(level, "the engine is gone: %s", reason)
                 self.status = message
-                log.error("the engine is gone: %s", reason)
                 self.fail(EngineDead(f"the engine is gone: {reason}"))
                 self.on_change(self)
             case EngineAudit(number=number):
