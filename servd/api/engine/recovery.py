@@ -1,4 +1,4 @@
-"""Recovery: resends open requests when an engine is restarted, but not the one that crashes it."""
+"""Recovery: resends open requests when an engine is restarted, except one that crashes engines."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ class Recovery:
         self._tried: str | None = None  # suspect that was sent, and has got no token since
 
     def engine_died(self, generation: int, computing: Iterable[str]) -> RequestState | None:
-        """Attach to the next engine. Return the request at fault, if the engine ids of the prompts
-        that were being computed at the crash show it.
+        """Connect to the next engine. Return the request that caused the crash, if `computing`, the
+        engine ids whose prompts were being computed, identifies it.
         """
         had_all = not self.is_restarting
         self.is_restarting = True
@@ -64,7 +64,7 @@ class Recovery:
         return None if guilty is None else open_requests[guilty]
 
     def engine_ready(self) -> None:
-        """Resend the open requests, if the engine replaces a dead one."""
+        """Resend the open requests if the engine is a restarted one."""
         if not self.is_restarting:
             return
         self.is_restarting = False
@@ -89,8 +89,8 @@ class Recovery:
         self.is_trying = self._tried is not None
 
     def movable(self) -> list[RequestState]:
-        """Requests that may move to another engine while this one restarts: those that did not ask
-        for this engine, and that cannot have crashed it.
+        """Return the requests that may move to another engine during a restart: those that did not
+        select this engine and cannot have crashed it.
         """
         if not self.is_restarting:
             return []
