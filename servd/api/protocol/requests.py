@@ -1,11 +1,11 @@
-"""Responses of the introspection routes. Times are milliseconds from the request's first mark."""
+"""The responses of introspection routes. Times are in ms since the request's first mark."""
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 
 class RequestSummary(msgspec.Struct, kw_only=True):
-    """A request, and what it waited for longest."""
+    """A request, and the phase in which it waited longest."""
 
     id: str
     object: str = "request"
@@ -28,14 +28,14 @@ class RequestSummary(msgspec.Struct, kw_only=True):
 
 
 class RequestList(msgspec.Struct):
-    """Several requests."""
+    """A list of requests."""
 
     data: list[RequestSummary]
     object: str = "list"
 
 
 class PhaseShare(msgspec.Struct):
-    """One phase of a request's latency."""
+    """A phase of a request, with its part of the latency."""
 
     phase: str
     ms: float
@@ -44,7 +44,7 @@ class PhaseShare(msgspec.Struct):
 
 
 class TimelineSpan(msgspec.Struct, omit_defaults=True):
-    """A time with one phase."""
+    """A period of time with one phase."""
 
     phase: str
     begin_ms: float
@@ -54,7 +54,7 @@ class TimelineSpan(msgspec.Struct, omit_defaults=True):
 
 
 class TimelineMark(msgspec.Struct, omit_defaults=True):
-    """When a request reached a stage."""
+    """The time at which a request reached a stage."""
 
     stage: str
     at_ms: float
@@ -63,7 +63,7 @@ class TimelineMark(msgspec.Struct, omit_defaults=True):
 
 
 class TimelineStep(msgspec.Struct, kw_only=True):
-    """One step of the engine."""
+    """A step of the engine."""
 
     step: int
     begin_ms: float
@@ -87,7 +87,7 @@ class TimelineStep(msgspec.Struct, kw_only=True):
 
 
 class TimelineNeighbour(msgspec.Struct, omit_defaults=True):
-    """A request whose prompt was computed while this one waited."""
+    """Another request, whose prompt was computed while this request waited."""
 
     num_prompt_tokens: int
     ms: float
@@ -95,7 +95,7 @@ class TimelineNeighbour(msgspec.Struct, omit_defaults=True):
 
 
 class PrefixDifference(msgspec.Struct):
-    """The first token in which a prompt differs from the most similar earlier one."""
+    """The first token at which a prompt differs from the most similar earlier prompt."""
 
     index: int
     token_id: int
@@ -106,7 +106,7 @@ class PrefixDifference(msgspec.Struct):
 
 
 class PrefixCache(msgspec.Struct):
-    """How many blocks of a prompt were found in the prefix cache, and why not more."""
+    """The number of a prompt's blocks found in the prefix cache, and the reason for misses."""
 
     block_size: int
     num_blocks: int  # full ones of the prompt
@@ -121,7 +121,7 @@ class PrefixCache(msgspec.Struct):
 
 
 class RequestTimeline(RequestSummary, kw_only=True):
-    """Where a request's time went."""
+    """A request with its timeline: phases, spans, marks and steps."""
 
     object: str = "request.timeline"
     explanation: str
@@ -139,7 +139,7 @@ class RequestTimeline(RequestSummary, kw_only=True):
 
 
 class StepList(msgspec.Struct):
-    """The latest steps of the engine, oldest first; times are those of the host's clock."""
+    """The latest steps of the engine, oldest first. Times are from the host's clock."""
 
     data: list[TimelineStep]
     now_ms: float

@@ -1,4 +1,4 @@
-"""Choice: one of the `n` outputs of a prompt: its tokens, its text, its times."""
+"""Choice: one of the `n` outputs of a prompt, with its tokens, its text and its timestamps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_TOKENS = array("I")  # of all released choices
 
 
 class Choice(msgspec.Struct, gc=False):
-    """What is known so far of one output. All times are CLOCK_MONOTONIC nanoseconds."""
+    """The state of one output so far. All times are CLOCK_MONOTONIC nanoseconds."""
 
     arrival_ns: int
     num_prompt_tokens: int
@@ -41,7 +41,7 @@ class Choice(msgspec.Struct, gc=False):
         return self.finish_reason is None
 
     def add_report(self, output: EngineCoreOutput) -> None:
-        """Add what an output reports besides its tokens."""
+        """Add an engine output's report: cached tokens, blocks and marks."""
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         self.num_external_tokens = max(self.num_external_tokens, output.num_external_tokens)
         self.block_ids = output.block_ids or self.block_ids
@@ -54,9 +54,9 @@ class Choice(msgspec.Struct, gc=False):
     def advance(
         self, steps: Sequence[EngineCoreOutput], detokenizer: Detokenizer, shows_stop_token: bool
     ) -> CompletionOutput:
-        """Return the delta of the outputs of one or several steps, in order, and end where they end
-        or where a stop string is complete. With `shows_stop_token`, the token that ends the output
-        is part of the text.
+        """Return the delta of the outputs of one or more steps, in order. End the choice when the
+        outputs end or a stop string is complete. With `shows_stop_token`, the text includes the
+        token that ends the output.
         """
         first = steps[0]
         last = steps[-1]
@@ -92,6 +92,6 @@ class Choice(msgspec.Struct, gc=False):
         return delta
 
     def release(self) -> None:
-        """Drop what only a running choice needs: timelines keep thousands of ended ones."""
+        """Drop the data of a running choice, because timelines keep thousands of ended choices."""
         self.token_ids = NO_TOKENS
         self.detokenizer = None
