@@ -47,26 +47,26 @@ class Call:
 
     scope: Scope
     request_id: str  # X-Request-Id, which the client may have chosen
-    unique_id: str  # differs from it then
-    client: str  # who takes turns with others: an owner or, without keys, an address
+    unique_id: str  # unique even if the client chose `request_id`
+    client: str  # takes turns with other clients: the key's owner or, without keys, the address
     span: RequestSpan | None = None
-    since_ns: int = 0  # when the gateway of several models received it, or 0
+    since_ns: int = 0  # when the gateway received the request; 0 without gateway
     priority_class: int = 0  # see RequestOptions
-    blocked: deque[Mark] = field(default_factory=deque)  # writes that waited for the client
+    blocked: deque[Mark] = field(default_factory=deque)  # times when writes waited for the client
     refusal: ServdError | None = None  # why the connection may send no requests
     key: Key = ANYONE
     owner: str = ANYONE.name  # name of the key
-    timeout: float | None = None  # of the header, in seconds
+    timeout: float | None = None  # from the header X-Request-Timeout, in seconds
     deadline: float | None = None  # on the clock of the event loop
     headers: dict[str, str] = field(default_factory=dict)  # of the response
     # The header X-Servd-Ignored, if fields of the body have no effect.
     ignored: dict[str, str] = field(default_factory=dict)
-    model: str = ""  # its name in the response
+    model: str = ""  # the model's name in the response
     adapter: Adapter | None = None
-    received_ns: int = 0  # 0 until the whole body is here
+    received_ns: int = 0  # 0 until the whole body has arrived
     parsed_ns: int = 0
     num_bytes: int = 0  # of the body
-    requests: list[RequestState] = field(default_factory=list)  # that end with this call
+    requests: list[RequestState] = field(default_factory=list)  # requests that end with this call
     is_logged: bool = False  # another process writes the access log
 
     @property
@@ -82,7 +82,7 @@ class Call:
         return batches.store.of(self.owner)
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
-        """Return the validated JSON body. Its request id counts if no header has one.
+        """Return the validated JSON body. The body may set the request id if no header does.
 
         Raises UnknownModel, Overloaded or InvalidRequest. InvalidRequest also covers other content
         types, which HTML forms of other sites could send, and ignored fields with --strict-fields.

@@ -23,7 +23,7 @@ from servd.messages.adapter import Adapter
 class Context(msgspec.Struct, frozen=True):
     config: Config
     async_llm: AsyncLLM
-    root: str  # the model's name on the hub; of a folder its served name, not its path
+    root: str  # the model's name on the hub, or the served name of a local folder
     started_at: float  # Unix time
     fingerprint: str  # system_fingerprint of all answers
     keep_alive: float  # seconds

@@ -25,7 +25,7 @@ class Keys:
         if known and not self.are_needed:
             raise ConfigError("a server that started without API keys asks for none: restart it")
         self.current = known
-        self.is_multi_tenant = len(known) > 1  # then their clients are isolated from each other
+        self.is_multi_tenant = len(known) > 1  # clients of several keys are isolated
 
     def named(self, owner: str) -> Key | None:
         """Return the key with this name; None if it was removed or has expired."""

@@ -61,7 +61,7 @@ OTHER_FILES = 128  # descriptors reserved for other things than connections
 LAST_FRAMES = 0.5  # seconds for the last frames of streams, at most
 CLOSE = (b"connection", b"close")
 
-reloads: SimpleQueue[Config] = SimpleQueue()  # sent by the parent, and not applied yet
+reloads: SimpleQueue[Config] = SimpleQueue()  # options sent by the parent, not applied yet
 
 
 @dataclass(eq=False)
@@ -143,7 +143,9 @@ class Server(uvicorn.Server):
             self.has_announced = True
             gc.collect()
             gc.freeze()  # modules, routes and tokenizer stay
-            self.lag = LoopLag(self.async_llm.metrics)  # not to warn about this
+            self.lag = LoopLag(
+                self.async_llm.metrics
+            )  # do not warn about the delay of this collection
             start = self.start_message
             if start.url:
                 logger.info("ready at %s", start.url)
@@ -187,7 +189,9 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and fail the requests that are still open."""
-        if not isinstance(self.async_llm.status, EngineDead):  # else they have failed already
+        if not isinstance(
+            self.async_llm.status, EngineDead
+        ):  # otherwise, open requests have failed already
             reason = "was told to stop at once" if self.force_exit else "is shutting down"
             self.async_llm.fail(ShuttingDown(f"the server {reason}"))
         await super().shutdown(sockets)

@@ -68,7 +68,7 @@ class ModelFolder:
                 name.encode()
                 found[name] = _read(name, path)
                 self._refused.pop(entry, None)
-            except Exception as error:  # whatever is in one entry, the others are served
+            except Exception as error:  # an invalid entry must not affect other models
                 if str(error) != why:
                     logger.warning("not serving %r: %s", name, error)
                 self._refused[entry] = _mtime(entry), str(error)

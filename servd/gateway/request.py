@@ -18,7 +18,7 @@ MAX_KEEP_ALIVE = 1e8  # seconds, three years
 
 
 class Named(msgspec.Struct):
-    """The fields of a body that the gateway reads."""
+    """The fields of a request's body that the gateway reads."""
 
     model: str | None = None
     keep_alive: msgspec.Raw = msgspec.Raw()  # unparsed, so that a wrong one does not hide `model`

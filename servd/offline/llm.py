@@ -1,4 +1,4 @@
-"""LLM: offline generation, embeddings and scores for scripts."""
+"""LLM: offline generation, embeddings and scores, for scripts."""
 
 import itertools
 import operator

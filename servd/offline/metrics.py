@@ -47,7 +47,7 @@ class Histogram(Metric):
 
 
 class OfflineMetrics:
-    """Counts requests and their tokens. The steps of a beam search do not count as requests."""
+    """The metrics of requests and steps. The steps of a beam search do not count as requests."""
 
     def __init__(self, model_name: str, max_model_len: int) -> None:
         self.metrics = Metrics(model_name, max_model_len)

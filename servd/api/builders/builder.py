@@ -43,8 +43,8 @@ class ResponseBuilder(ABC):
     keep_alive_frame: ClassVar[bytes] = KEEP_ALIVE  # sent while a stream has no frame
     end: ClassVar[bytes] = DONE  # sent after a stream's last frame
     request_type: ClassVar[str] = "other"  # for the metrics
-    max_logprobs: ClassVar[int] = MAX_LOGPROBS_HELD  # of an answer
-    streams_logprobs: ClassVar[bool] = True  # once, for each output token; and keeps none
+    max_logprobs: ClassVar[int] = MAX_LOGPROBS_HELD  # maximum per response
+    streams_logprobs: ClassVar[bool] = True  # sends each token's logprobs once, and keeps none
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class ResponseBuilder(ABC):
             self.token_ids[output.index] += output.token_ids
         if num_cached := output.num_cached_tokens:
             prompt, choice = divmod(output.index, self.n)
-            if choice == 0:  # later choices find what the first one computed
+            if choice == 0:  # later choices find the blocks of the first choice
                 self.num_cached_tokens[prompt] = max(self.num_cached_tokens[prompt], num_cached)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:

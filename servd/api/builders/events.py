@@ -32,8 +32,8 @@ class EventBuilder(ResponseBuilder):
 
     names: ClassVar[Mapping[str, str]]
     """Maps chat fields to the fields of this API, for error messages."""
-    end = b""  # the last event states that it is the last
-    max_logprobs = MAX_LOGPROBS_HELD // 4  # this many of the last events show all
+    end = b""  # the last event marks the end
+    max_logprobs = MAX_LOGPROBS_HELD // 4  # the last 4 events repeat them
     streams_logprobs = False
     response: Any
     """The body so far."""

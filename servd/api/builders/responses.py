@@ -193,8 +193,8 @@ class ResponsesBuilder(EventBuilder):
         self.item = None
 
     def _take_logprobs(self, text: str) -> list[TokenLogprobs]:
-        """Remove and return the log-probabilities of the tokens of `text`. Drop those of earlier
-        tokens, such as tags. Keep those of later tokens, e.g. of a call after a message.
+        """Remove and return the logprobs of the tokens of `text`. Drop the logprobs of earlier
+        tokens, such as tags. Keep the logprobs of later tokens, e.g. of a call after a message.
         """
         if not self.logprobs:
             return []

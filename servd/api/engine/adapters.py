@@ -23,7 +23,7 @@ MAX_NAME = 256  # characters
 
 @dataclass(eq=False)
 class Adapters:
-    """Finds and loads adapters. All API servers share the store, so all of them see each change."""
+    """The loadable adapters. All API servers share the store, so all of them see each change."""
 
     config: LoRAConfig  # with enable_lora
     async_llm: AsyncLLM  # knows the layers of the model once that is loaded

@@ -69,8 +69,8 @@ DEADLINE_PASSED = (
 
 @dataclass(eq=False)
 class AsyncLLM:
-    """Prepares requests, sends each to an engine and streams its deltas back. Belongs to one event
-    loop.
+    """The asynchronous engine: prepares requests, sends each to an engine and streams its deltas.
+    Belongs to one event loop.
 
     Attributes:
         engines: the --data-parallel-size engines, by rank.

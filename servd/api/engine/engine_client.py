@@ -52,8 +52,8 @@ REQUESTS_LOOKED_AT = 256  # by /health, which needs no key
 
 @dataclass(eq=False)
 class EngineClient:
-    """Receives an engine's messages, and passes the deltas of its requests to their streams.
-    Belongs to one event loop.
+    """A client of one engine, which receives messages and passes deltas to their streams. Belongs
+    to one event loop.
 
     `running` has the requests of `AsyncLLM.requests` that this engine computes, in order of
     arrival. `loading_since` is in seconds of the monotonic clock. `cache_number` counts how often
@@ -210,7 +210,7 @@ class EngineClient:
         while messages := self.client.drain(MAX_MESSAGES):
             for message in messages:
                 if getattr(message, "generation", current := self.client.generation) < current:
-                    continue  # from an engine that has died
+                    continue  # a message from an engine that has died
                 if isinstance(message, EngineCoreOutputs):
                     outputs += message.all_outputs
                     self._take_state(message)

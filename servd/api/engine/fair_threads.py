@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class FairThreads:
-    """Runs the work of clients, in turn, in at least 2 threads. Belongs to one event loop.
+    """A pool of at least 2 threads, in which clients take turns. Belongs to one event loop.
 
     One client may occupy all threads but one. A second client's work therefore starts at once,
     however much the first client has queued.

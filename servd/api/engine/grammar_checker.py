@@ -37,7 +37,7 @@ UNKNOWN = "unknown"
 
 @dataclass(eq=False)
 class GrammarChecker:
-    """Compiles each grammar once, in a process with limits of size and time. Thread-safe.
+    """A process that compiles each grammar once, with limits of size and time. Thread-safe.
 
     The grammar library does not bound all of its work, and some inputs crash its process. The
     engine compiles with the same limits, so it only receives grammars that compiled here.
@@ -158,7 +158,7 @@ class GrammarChecker:
         )
 
     def _start_up(self) -> str | None:
-        """Wait until the process is ready. Return the reason if it cannot start. Raise OSError."""
+        """Wait until the process is ready. Return the reason if it never will be. Raise OSError."""
         channel = self._connect()
         if self._is_ready:
             return None
@@ -180,7 +180,7 @@ class GrammarChecker:
         return msgspec.json.decode(line, type=GrammarVerdict)
 
     def _connect(self) -> socket.socket:
-        """Return the channel to the process. Start the process if needed. Raise OSError."""
+        """Return the channel to the process. Start it if needed, or raise OSError."""
         if self._is_closed:
             raise ConnectionAbortedError("the server is stopping")
         if self._process is None:

@@ -48,7 +48,7 @@ class Routed:
     rank: int
     prompt: int  # tokens to compute until its first token; 0 from then on
     cached: int  # tokens expected in the engine's prefix cache
-    output: float  # output tokens expected of all its choices
+    output: float  # expected output tokens of all choices
 
     def answer(self, num_cached: int) -> None:
         """Record the first token of the output. `num_cached` tokens of the prompt were cached."""
@@ -77,8 +77,8 @@ def make_file() -> int:
 
 
 class LoadBalancer:
-    """Tracks what all API servers have sent to each engine. `descriptor` is the shared memory from
-    `make_file`, or -1 if there is only one API server.
+    """A load balancer that tracks what all API servers have sent to each engine. `descriptor` is
+    the shared memory from `make_file`, or -1 if there is only one API server.
 
     Each API server writes its own row of numbers, at `place`. All servers write the table of
     blocks. An entry has the checksum of a prompt up to the end of a block, and a bit for each

@@ -11,7 +11,7 @@ from servd.messages.outputs import CompletionOutput
 
 
 class OutputProcessor:
-    """Detokenizes the outputs of all running choices."""
+    """A processor that detokenizes the engine outputs of all running choices."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

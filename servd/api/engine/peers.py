@@ -32,7 +32,7 @@ CHARS_PER_STEP = 16  # a step costs as much as this many characters, see `AsyncL
 
 
 class ListRequests(msgspec.Struct, tag=True):
-    """Asks for an owner's newest requests, running ones first, or for the slowest finished ones."""
+    """A query for an owner's newest requests, running ones first, or the slowest finished ones."""
 
     reply: ClassVar[Any] = list[RequestSummary]
     owner: str
@@ -50,7 +50,7 @@ class ListRequests(msgspec.Struct, tag=True):
 
 
 class FindTimeline(msgspec.Struct, tag=True):
-    """Asks for the timeline of a request. The reply is None if the owner has no such request."""
+    """A query for the timeline of a request; None if the owner has no such request."""
 
     reply: ClassVar[Any] = RequestTimeline | None
     owner: str
@@ -76,7 +76,7 @@ class FindTimeline(msgspec.Struct, tag=True):
 
 
 class ListSteps(msgspec.Struct, tag=True):
-    """Asks for the latest steps of each engine, in order."""
+    """A query for the latest steps of each engine, in order."""
 
     reply: ClassVar[Any] = list[StepRecord]
     count: int
@@ -87,8 +87,8 @@ class ListSteps(msgspec.Struct, tag=True):
 
 
 class WriteMetrics(msgspec.Struct, tag=True):
-    """Asks the peer to publish its counters for the server that aggregates the metrics, and to
-    reply with the state of the engines.
+    """A query that makes the peer publish its counters, for the server that aggregates all metrics,
+    and reply with the state of the engines.
     """
 
     reply: ClassVar[Any] = Report
@@ -103,7 +103,7 @@ Query = ListRequests | FindTimeline | ListSteps | WriteMetrics
 
 @dataclass(eq=False)
 class PeerServers:
-    """Sends queries to the peer API servers, and answers theirs."""
+    """The peer API servers: sends queries to them, and answers their queries."""
 
     async_llm: AsyncLLM  # of this one
     path: Path | None = None  # of this server's socket, while it listens

@@ -31,7 +31,7 @@ class PinnedPrefixes:
 
     async def keep(self, async_llm: AsyncLLM) -> None:
         """Send the prompts to each ready engine, and again after its cache was emptied."""
-        known: dict[int, int] = {}  # engine -> which of its caches has them
+        known: dict[int, int] = {}  # engine -> number of its cache that has the prompts
         while True:
             changed = async_llm.has_changed
             for engine in async_llm.engines:

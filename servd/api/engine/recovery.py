@@ -12,19 +12,19 @@ from servd.core.client import EngineCoreClient
 
 @dataclass(eq=False)
 class Recovery:
-    """Sends open requests, with their tokens so far, to the engine that replaces a dead one.
+    """A queue of open requests to resend, with their tokens so far, to a restarted engine.
 
-    Requests whose prompts were being computed at a crash, and that have got no token since the
-    crash before it, are suspects: they are sent after all others, newest first and one at a time,
-    so that at the next crash the one being tried is at fault. `is_trying`: a suspect runs, or is
-    still to be sent.
+    A request is a suspect if its prompt was being computed at a crash, and it has got no token
+    since the previous crash. Suspects are sent after all other requests, newest first and one at a
+    time, so that the next crash identifies the cause. `is_trying`: a suspect is running or waits to
+    be sent.
 
     With several engines, requests that cannot have caused the crash need not wait for the restart:
     see `movable`.
     """
 
     client: EngineCoreClient  # the channel to the engine
-    running: Mapping[str, RequestState]  # its requests by id, in order of arrival
+    running: Mapping[str, RequestState]  # the engine's requests by id, in order of arrival
 
     def __post_init__(self) -> None:
         self.is_restarting = False
@@ -41,7 +41,7 @@ class Recovery:
         had_all = not self.is_restarting
         self.is_restarting = True
         self.client.follow(generation)
-        if not had_all:  # it died before the requests were resent
+        if not had_all:  # the engine died before the requests were resent
             return None
         engine_ids = {*computing}
         open_requests = self._open_requests()

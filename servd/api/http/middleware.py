@@ -1,4 +1,4 @@
-"""RequestContext: the middleware of every request: ids, timelines, body limit, error responses."""
+"""RequestContext: the middleware for request ids, timelines, body limits and error responses."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ class Body:
     headers: Headers
     receive_part: Receive
     num_received: int = 0  # bytes
-    num_held: int = 0  # bytes in memory, until it is whole
+    num_held: int = 0  # bytes in memory, until the body is complete
 
     def __post_init__(self) -> None:
         length = LENGTH.fullmatch(self.headers.get("content-length", "0"))
@@ -259,7 +259,7 @@ def _outcome(state: RequestState, status: int, written: bool) -> str:
     if not written:
         return "abort"
     has_ended = state.generated is not FinishReason.ABORT
-    return "" if has_ended else "error"  # such as a deadline in the middle of a stream
+    return "" if has_ended else "error"  # e.g. a deadline in the middle of a stream
 
 
 def _timeout(text: str) -> float:
@@ -282,7 +282,7 @@ def _log_answer(call: Call, status: int, seconds: float) -> None:
         "num_output_tokens": sum(each.num_output_tokens for each in call.requests),
         "key": call.owner,
         "client": scope["client"][0] if scope.get("client") else "",  # not a Unix socket's
-        "request_id": call.request_id,  # the body may have named it
+        "request_id": call.request_id,  # the body may have set the id
     }
     text = "%s %s %d in %.3f s, %d + %d tokens, key %s, client %s, %s"
     shown = ("-" if value == "" else value for value in fields.values())

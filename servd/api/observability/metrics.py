@@ -287,7 +287,7 @@ class Metrics(Observer):
         self._num_generated = self._num_prompt = self._num_cached = self._num_external = 0
 
     def observe_tokens(self, choice: Choice, num_tokens: int, now_ns: int) -> None:
-        """Record `num_tokens` tokens of a choice that arrived together at `now_ns`."""
+        """Record that `num_tokens` tokens of a choice arrived together at `now_ns`."""
         if choice.num_tokens and num_tokens:
             self._note_gap((now_ns - choice.last_ns) / SECOND / num_tokens)
         elif num_tokens:
@@ -306,7 +306,7 @@ class Metrics(Observer):
         self._num_external += choice.num_external_tokens
 
     def observe_finished(self, choice: Choice, reason: FinishReason, now_ns: int) -> None:
-        """Record that a choice has finished."""
+        """Record that a choice has finished for `reason` at `now_ns`."""
         self.labelled["vllm:request_success", reason].inc()
         if reason in (FinishReason.ABORT, FinishReason.ERROR):
             return  # their times say nothing about the engine

@@ -85,7 +85,7 @@ class Reader(msgspec.Struct):
         self._taken.clear()
 
     def push(self, text: str) -> None:
-        """Add text that has arrived."""
+        """Add text that has arrived to the buffer."""
         self._text = self._text[self._at :] + text
         self._at = 0
 
@@ -109,7 +109,7 @@ class Reader(msgspec.Struct):
         return self.take(min(self._at + 1, len(self._text)))
 
     def accept(self, literal: str) -> Steps[bool]:
-        """Consume `literal`, or a prefix of it that ends the text. Return whether it is complete."""
+        """Consume `literal`, or a prefix that ends the text. Return whether all was there."""
         while True:
             text = self._text[self._at : self._at + len(literal)]
             if not literal.startswith(text):

@@ -41,7 +41,7 @@ class ReasoningParser(Parser):
         return cls.end_tag in template
 
     def parse(self) -> Steps[None]:
-        """Read the whole output."""
+        """Read the whole output, and append its deltas to `deltas`."""
         yield from self.reader.space()
         if (yield from self.reader.accept(self.start_tag)) or self.is_reasoning:
             yield from self._reasoning(self.end_tag)

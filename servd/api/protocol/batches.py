@@ -53,7 +53,7 @@ class Batch(msgspec.Struct, tag_field="object", tag="batch", kw_only=True):
     endpoint: str
     input_file_id: str
     created_at: int
-    expires_at: int  # what is not answered by then is not answered at all
+    expires_at: int  # lines without a result by then get none
     status: Literal[
         "validating",
         "failed",

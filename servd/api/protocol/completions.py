@@ -32,7 +32,7 @@ def _is_token_ids(value: Any) -> bool:
 
 
 def list_of_prompts(value: Any) -> list[str] | list[list[int]]:
-    """Return a text, token ids, or a list of either, as a list. Raise PydanticCustomError."""
+    """Return text, token ids or a list of either as a list, or raise PydanticCustomError."""
     if isinstance(value, str) or (value and _is_token_ids(value)):
         return [value]
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_PROMPTS:
@@ -112,7 +112,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Lists with an entry for each token. With `echo`, they include the prompt's tokens."""
+    """The log-probabilities: lists with an entry per token. With `echo`, also of the prompt."""
 
     tokens: list[str]
     token_logprobs: list[float | None]  # null for the first token of an echoed prompt

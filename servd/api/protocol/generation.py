@@ -162,7 +162,7 @@ class GenerationRequest(StructuredRequest):
         Annotated[list[str], Field(fail_fast=True)] | None,
         BeforeValidator(_one_or_more, str | list[str] | None),
     ] = None
-    """A stop string or a list of them. The text ends before the first one that occurs."""
+    """A stop string or a list of them. The text ends before the first stop string."""
     stop_token_ids: TokenIds | None = None
     """Token ids that end the output."""
     include_stop_str_in_output: bool | None = None
@@ -197,7 +197,7 @@ class GenerationRequest(StructuredRequest):
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
     """Exponent of the length by which beam search divides log-probabilities. As in transformers."""
     early_stopping: bool | Literal["never"] | None = None
-    """When the beam search stops. As in transformers."""
+    """Condition to stop the beam search: true, false or `never`. As in transformers."""
 
     stream: bool | None = None
     """Stream the answer as server-sent events."""
@@ -318,7 +318,7 @@ class GenerationRequest(StructuredRequest):
 
     @property
     def request_options(self) -> RequestOptions:
-        """The options that are not sampling parameters."""
+        """The options of the request that are not sampling parameters."""
         transfer = self.kv_transfer_params or {}
         peer = f"{transfer.get('remote_host')}:{transfer.get('remote_port')}"
         retention = self.retention or 0.0

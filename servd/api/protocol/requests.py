@@ -10,12 +10,12 @@ class RequestSummary(msgspec.Struct, kw_only=True):
     id: str
     object: str = "request"
     route: str
-    model: str  # or adapter, as the answer names it
+    model: str  # the model or adapter, as the response names it
     engine: int  # its rank
     owner: str  # the name of its API key; "" without keys
     status: str  # "running", "finished", "abort" (its client left), "error" or "refused"
     outcome: str | UnsetType = UNSET  # "stop" or "length" if finished, else the status
-    http_status: int | UnsetType = UNSET  # of its answer
+    http_status: int | UnsetType = UNSET  # status of the response
     created: float  # Unix time
     wall_ms: float
     ttft_ms: float | UnsetType = UNSET
@@ -39,7 +39,7 @@ class PhaseShare(msgspec.Struct):
 
     phase: str
     ms: float
-    share: float  # part of the whole, 0 to 1
+    share: float  # part of the total time, 0 to 1
     meaning: str
 
 
@@ -58,7 +58,7 @@ class TimelineMark(msgspec.Struct, omit_defaults=True):
 
     stage: str
     at_ms: float
-    took_ms: float  # since the mark before
+    took_ms: float  # since the previous mark
     step: int = -1
 
 
@@ -109,9 +109,9 @@ class PrefixCache(msgspec.Struct):
     """The number of a prompt's blocks found in the prefix cache, and the reason for misses."""
 
     block_size: int
-    num_blocks: int  # full ones of the prompt
+    num_blocks: int  # full blocks of the prompt
     num_matched: int
-    num_external: int = 0  # of them, from host memory or files
+    num_external: int = 0  # matched blocks from host memory or files
     # "complete", "different_token", "salt", "adapter", "engine", "emptied", "last_block",
     # "evicted", "disabled", "prompt_is_read" or "unknown"
     reason: str = "unknown"
@@ -132,7 +132,7 @@ class RequestTimeline(RequestSummary, kw_only=True):
     steps: list[TimelineStep]  # the longest, in order
     neighbours: list[TimelineNeighbour]
     behind: list[str]  # requests of the same API key that ran while it queued
-    prefix_cache: PrefixCache | UnsetType = UNSET  # once it is scheduled
+    prefix_cache: PrefixCache | UnsetType = UNSET  # set once the request is scheduled
     # With the header X-Servd-Watch: of its message to the engine; the block table of each choice.
     message_bytes: int | UnsetType = UNSET
     block_ids: list[list[int]] | UnsetType = UNSET

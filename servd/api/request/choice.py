@@ -20,18 +20,18 @@ class Choice(msgspec.Struct, gc=False):
 
     arrival_ns: int
     num_prompt_tokens: int
-    num_tokens: int = 0  # that the client gets: none after a stop string
+    num_tokens: int = 0  # tokens that the client gets: none after a stop string
     index: int = 0  # among the choices of its prompt
-    engine_id: str = ""  # by which the engine knows it
+    engine_id: str = ""  # the engine's id of this choice
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    num_external_tokens: int = 0  # those of them loaded from host memory or files
+    num_external_tokens: int = 0  # cached tokens loaded from host memory or files
     num_preemptions: int = 0
     evicted_at_ns: int = 0  # see EngineCoreOutput
-    last_ns: int = 0  # when the latest tokens came
-    finish_reason: FinishReason | None = None  # None also if its client disconnected
+    last_ns: int = 0  # arrival of the latest tokens
+    finish_reason: FinishReason | None = None  # also None if the client disconnected
     block_ids: Sequence[int] = ()  # recorded only on request
     marks: dict[str, int] = {}  # the engine's stages of this choice
-    exemplar: dict[str, str] | None = None  # for OpenMetrics: the label of its trace
+    exemplar: dict[str, str] | None = None  # the label of the choice's trace, for OpenMetrics
     # All that the engine sampled.
     token_ids: array[int] = msgspec.field(default_factory=partial(array, "I"))
     detokenizer: Detokenizer | None = None  # from its first output to its last
@@ -47,7 +47,7 @@ class Choice(msgspec.Struct, gc=False):
         self.block_ids = output.block_ids or self.block_ids
         self.evicted_at_ns = max(self.evicted_at_ns, output.evicted_at_ns)
         for mark in output.marks:
-            # Keep the first: after a preemption a request is scheduled again.
+            # Keep the first mark: after a preemption, a request is scheduled again.
             self.marks.setdefault(mark.stage, mark.at_ns)
             self.num_preemptions += mark.stage == "preempted"
 

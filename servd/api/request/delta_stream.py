@@ -28,8 +28,8 @@ class DeltaStream:
     _waiting: dict[int, CompletionOutput] = field(default_factory=dict)  # by choice, merged
     _failure: ServdError | None = None
     _woken: asyncio.Future[None] | None = None  # while the consumer waits
-    _is_rest: bool = False  # the consumer has left some
-    _num_logprobs: int = 0  # in `_waiting`, of output tokens
+    _is_rest: bool = False  # the consumer has left deltas in `_waiting`
+    _num_logprobs: int = 0  # log-probabilities of output tokens in `_waiting`
 
     def put(self, delta: CompletionOutput) -> None:
         """Add a delta. After a failure, drop the delta. Fail the stream if too many

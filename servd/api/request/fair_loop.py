@@ -14,8 +14,8 @@ PIECE_NS = 200_000  # duration of one turn of `each`
 
 
 class FairLoop:
-    """Grants turns to waiting tasks, rotating among clients, with a few turns per iteration of the
-    event loop. A client's single request thus waits for a few of another client's hundreds of
+    """A scheduler that grants turns to waiting tasks, rotating among clients, a few turns per event
+    loop iteration. A client's single request thus waits for a few of another client's hundreds of
     requests, not for all of them. Belongs to one event loop.
     """
 

@@ -109,13 +109,13 @@ class Breakdown(msgspec.Struct):
 
     begin_ns: int
     end_ns: int
-    token_ns: float  # what a prompt token adds to a step, in the median
-    phases: dict[str, int]  # nanoseconds by phase; they add up to the whole
-    stages: dict[str, int]  # nanoseconds, likewise
+    token_ns: float  # median time that a prompt token adds to a step
+    phases: dict[str, int]  # nanoseconds by phase; the sum is the total
+    stages: dict[str, int]  # nanoseconds by stage; the sum is the total
     spans: list[Span] = []  # in order, without gaps
-    neighbours: dict[str, int] = {}  # other requests, and how many prompt tokens were computed
-    num_steps: int = 0  # that ran while the request was in the engine
-    steps: list[StepRecord] = []  # the longest of these, in order
+    neighbours: dict[str, int] = {}  # other request -> its prompt tokens computed
+    num_steps: int = 0  # steps that ran while the request was in the engine
+    steps: list[StepRecord] = []  # the longest of these steps, in order
 
     @property
     def longest_wait(self) -> str:
@@ -130,7 +130,7 @@ class StepTime(NamedTuple):
     begin_ns: int
     end_ns: int
     record: StepRecord
-    num_extra: int  # tokens that make it longer than a step that only decodes
+    num_extra: int  # tokens beyond those of a decode-only step
 
     @property
     def duration_ns(self) -> int:
@@ -179,7 +179,7 @@ def _states(marks: Sequence[Mark]) -> Iterator[tuple[str, int, int]]:
     """Yield the state between each two marks, with the beginning and end of the state."""
     seen = defaultdict[str, int](int)
     for mark, following in pairwise(marks):
-        if mark.stage == "engine_lost":  # the next one gets what is open as if it were new
+        if mark.stage == "engine_lost":  # the next engine gets open requests as new
             num_begun = seen["first_token"] - max(seen["finished"], seen["returned"])
             seen = defaultdict(int, first_token=max(num_begun, 0))
         seen[mark.stage] += 1

@@ -36,7 +36,7 @@ class Unfinished(msgspec.Struct):
 
     sent_ns: int
     num_prompt_tokens: int
-    has_begun: bool  # its first token has arrived
+    has_begun: bool  # the first token has arrived
     is_due: bool = True  # it waits for engine steps only, not for a grammar or another resource
 
 
@@ -59,16 +59,16 @@ class Timeline(msgspec.Struct, gc=False):
 
     request_id: str
     owner: str = ""  # name of the API key
-    route: str = ""  # "": no client sent it, or it is a part of one that did; nobody sees it
+    route: str = ""  # "" if no client sent it, or it is a part of a request: then it is not shown
     model: str = ""  # as the response names it
     marks: list[Mark] = []
-    choices: list[Choice] = []  # none until it is sent to the engine
-    reads_prompt: bool = False  # it asked for results of every prompt token
-    tokens: array[int] = NO_TOKENS  # of the prompt; empty once dropped
+    choices: list[Choice] = []  # empty until the request is sent to the engine
+    reads_prompt: bool = False  # the client asked for results of every prompt token
+    tokens: array[int] = NO_TOKENS  # tokens of the prompt; empty once dropped
     salt: tuple[str | None, ...] = (None, None)  # see `RequestOptions.cache_keys`
     num_bytes: int = 0  # size of its message to the engine, if measured
-    rank: int = 0  # of the engine that runs or ran it
-    earlier: tuple[tuple[int, int], ...] = ()  # engines that ran it before, and until when
+    rank: int = 0  # rank of the engine that runs or ran the request
+    earlier: tuple[tuple[int, int], ...] = ()  # previous engines, and when they lost it
     cache_number: int = 0  # how often the engine's prefix cache had been reset before
     is_finished: bool = False
     outcome: str = ""  # once finished: stop, length, abort, error or refused
@@ -134,14 +134,14 @@ class RequestState(Timeline, kw_only=True, gc=True, eq=False):
     params: SamplingParams = NOT_YET  # seed and max_tokens filled in; PROMPT_ONLY for pooling
     prompt: str | None = None  # None if given as token ids
     expected: ExpectedOutput = ExpectedOutput()
-    part_of: str = ""  # id of the request it is a part of, which metrics and timelines count once
+    part_of: str = ""  # id of the request of which this is a part; metrics count that request once
     # Set by `AsyncLLM` when the prompt starts.
-    whole: RequestState | None = None  # the request that gets its marks, if it is the first part
+    whole: RequestState | None = None  # for the first part: the request that gets its marks
     stream: DeltaStream = NOT_YET
-    first_index: int = 0  # of its choices in the stream
+    first_index: int = 0  # index of the first choice in the stream
     routed: Routed | None = None  # with several engines
     sent_ns: int = 0
-    output: RequestOutput | None = None  # offline: all that has come so far
+    output: RequestOutput | None = None  # offline: the output so far
 
     @property
     def prompt_token_ids(self) -> list[int]:

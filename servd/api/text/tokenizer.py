@@ -82,7 +82,7 @@ class Tokenizer:
 
     @classmethod
     def bytes(cls) -> Tokenizer:
-        """Return a tokenizer of 257 tokens for the fake model: id = byte value, and 256 = <eos>."""
+        """Return the fake model's tokenizer of 257 tokens: ids 0 to 255 are bytes, 256 is <eos>."""
         backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=dict(_BYTE_OF_CHAR), merges=[]))
         backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = tokenizers.decoders.ByteLevel()
