@@ -143,9 +143,7 @@ class Server(uvicorn.Server):
             self.has_announced = True
             gc.collect()
             gc.freeze()  # modules, routes and tokenizer stay
-            self.lag = LoopLag(
-                self.async_llm.metrics
-            )  # do not warn about the delay of this collection
+            self.lag = LoopLag(self.async_llm.metrics)  # do not warn about this delay
             start = self.start_message
             if start.url:
                 logger.info("ready at %s", start.url)
@@ -189,9 +187,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and fail the requests that are still open."""
-        if not isinstance(
-            self.async_llm.status, EngineDead
-        ):  # otherwise, open requests have failed already
+        if not isinstance(self.async_llm.status, EngineDead):  # else requests failed already
             reason = "was told to stop at once" if self.force_exit else "is shutting down"
             self.async_llm.fail(ShuttingDown(f"the server {reason}"))
         await super().shutdown(sockets)
