@@ -19,7 +19,7 @@ class Keys:
 
     def load(self, access: AccessConfig) -> None:
         """Read the keys, at start and on reload. Raise ConfigError, and keep the current keys, if
-        they are invalid or if the server started without keys.
+        keys are invalid, or if a server that started without keys gets some.
         """
         known = read_keys(access)
         if known and not self.are_needed:

@@ -123,9 +123,7 @@ class EngineSupervisor:
     ipc_dir: str  # folder of the engine's sockets
     on_exit: Callable[[Child], None]  # called from another thread when the engine has ended
     place: int = 0  # among the engines of this host
-    on_hung: Callable[[EngineSupervisor], None] = lambda _: (
-        None
-    )  # called before a hung engine is killed
+    on_hung: Callable[[EngineSupervisor], None] = lambda _: None  # called before the kill
     uplink: Uplink | None = None  # of an engine on another host than the API servers
     identity: str = ""  # see EngineCoreClient; of the same
 
