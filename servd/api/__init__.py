@@ -1,1 +1,1 @@
-"""The API room: HTTP in and out. Knows text, never a tensor; imports no torch or transformers."""
+"""The API server: HTTP in and out, as text without tensors. Imports no torch or transformers."""

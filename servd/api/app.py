@@ -1,4 +1,4 @@
-"""create_app: the ASGI application: routes, middleware and error handling."""
+"""The ASGI application: combines routes, middleware and error handling."""
 
 from __future__ import annotations
 
@@ -69,11 +69,10 @@ def create_app(
     store: AdapterStore | None = None,
     spans: SpanExporter | None = None,
 ) -> FastAPI:
-    """Return the HTTP application over an engine that may still be loading. The caller starts
-    `async_llm`.
+    """Return the HTTP application. The caller starts `async_llm`, which may still be loading.
 
-    A stream gets a comment after `keep_alive` seconds without a token, as proxies cut silent ones
-    after 60. `reasons`: why options on "auto" have their value, by option.
+    A stream gets a comment after `keep_alive` seconds without a token, because proxies close silent
+    streams after 60 seconds. `reasons` explains, by option, the values of "auto" options.
     """
     keys = Keys(config.access)
     open_paths = OPEN_PATHS | (console.open_paths() if config.server.console else set())
@@ -120,7 +119,7 @@ def _batches(config: Config, app: FastAPI, keys: Keys, async_llm: AsyncLLM) -> B
 
 
 def assemble(middleware: Sequence[Middleware], routes: Sequence[BaseRoute]) -> FastAPI:
-    """Return an application that answers errors in OpenAI's form."""
+    """Return an application with these routes, which answers errors in OpenAI's form."""
     app = FastAPI(
         middleware=middleware,
         exception_handlers={
@@ -148,7 +147,7 @@ def cross_origin(access: AccessConfig) -> Middleware:
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """Errors of the router and of routes, in OpenAI's form."""
+    """Return the response to an error of the router or of a route, in OpenAI's form."""
     method = request.method
     path = request.scope["path"][:200]
     if isinstance(error, HTTPException) and error.status_code == 404:  # the router's
@@ -164,7 +163,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    """Return the methods of all routes that have the path; the router names those of the first."""
+    """Return the methods of all routes with this path, not only of the first as the router does."""
     routes: Sequence[Route] = request.app.state.routes
     found = [route for route in routes if route.path_regex.match(request.scope["path"])]
     return sorted({method for route in found for method in route.methods or ()})
@@ -183,6 +182,6 @@ def _what_was_meant(request: Request) -> str:
 
 
 def _fingerprint(config: Config) -> str:
-    """system_fingerprint: the version and the options that affect the tokens of an answer."""
+    """Return the `system_fingerprint`: version, and a hash of options that affect output."""
     deciding = msgspec.json.encode([config.model, config.cache, config.scheduler, config.parallel])
     return f"servd-{servd.__version__}-{hashlib.sha256(deciding).hexdigest()[:8]}"

@@ -1,4 +1,4 @@
-"""Call: one HTTP request on its way through the server: who asks, until when, what it is told."""
+"""Call: the state of one HTTP request: its client, its deadline and its response headers."""
 
 from __future__ import annotations
 
@@ -43,30 +43,30 @@ MAX_IGNORED = 32  # names in the header
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """The middleware makes it, and `call_of` finds it."""
+    """The state of one HTTP request. The middleware creates it, and `call_of` returns it."""
 
     scope: Scope
     request_id: str  # X-Request-Id, which the client may have chosen
-    unique_id: str  # differs from it then
-    client: str  # who takes turns with others: an owner or, without keys, an address
+    unique_id: str  # unique even if the client chose `request_id`
+    client: str  # takes turns with other clients: the key's owner or, without keys, the address
     span: RequestSpan | None = None
-    since_ns: int = 0  # when the gateway of several models received it, or 0
+    since_ns: int = 0  # when the gateway received the request; 0 without gateway
     priority_class: int = 0  # see RequestOptions
-    blocked: deque[Mark] = field(default_factory=deque)  # writes that waited for the client
+    blocked: deque[Mark] = field(default_factory=deque)  # times when writes waited for the client
     refusal: ServdError | None = None  # why the connection may send no requests
     key: Key = ANYONE
     owner: str = ANYONE.name  # name of the key
-    timeout: float | None = None  # of the header, in seconds
+    timeout: float | None = None  # from the header X-Request-Timeout, in seconds
     deadline: float | None = None  # on the clock of the event loop
     headers: dict[str, str] = field(default_factory=dict)  # of the response
     # The header X-Servd-Ignored, if fields of the body have no effect.
     ignored: dict[str, str] = field(default_factory=dict)
-    model: str = ""  # its name in the response
+    model: str = ""  # the model's name in the response
     adapter: Adapter | None = None
-    received_ns: int = 0  # 0 until the whole body is here
+    received_ns: int = 0  # 0 until the whole body has arrived
     parsed_ns: int = 0
     num_bytes: int = 0  # of the body
-    requests: list[RequestState] = field(default_factory=list)  # that end with this call
+    requests: list[RequestState] = field(default_factory=list)  # requests that end with this call
     is_logged: bool = False  # another process writes the access log
 
     @property
@@ -75,17 +75,17 @@ class Call:
 
     @property
     def shelf(self) -> Shelf:
-        """Return the files and batches of its owner. Raises NotFound: this server keeps none."""
+        """The files and batches of the call's owner. Raises NotFound without --batch-dir."""
         batches = self.context.batches
         if batches is None:
             raise NotFound("this server keeps no files and batches: start it with --batch-dir")
         return batches.store.of(self.owner)
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
-        """Read and validate a JSON body, which may set the request id if no header does.
+        """Return the validated JSON body. The body may set the request id if no header does.
 
-        Raises UnknownModel, Overloaded, or InvalidRequest: also for another content type, which
-        HTML forms could send from other sites, and with --strict-fields for fields without effect.
+        Raises UnknownModel, Overloaded or InvalidRequest. InvalidRequest also covers other content
+        types, which HTML forms of other sites could send, and ignored fields with --strict-fields.
         """
         data = await request.body()
         self.received_ns = now_ns()
@@ -134,7 +134,7 @@ class Call:
         self, options: RequestOptions, num_prompts: int = 1
     ) -> Iterator[tuple[Admitted, RequestOptions]]:
         """Admit a request whose body has been read. Yield the admission, and the options completed
-        by those of the API key.
+        with the settings of the API key.
 
         API keys share no cached prefixes: `usage` and time to first token would reveal what other
         keys have sent.
@@ -181,8 +181,8 @@ class Call:
             yield admitted, options
 
     async def open_requests(self, prompt_ids: Sequence[str]) -> None:
-        """Add a request for each prompt to the running ones, once the body was read. The middleware
-        ends them. Their ids are unique among running ones.
+        """Add a running request for each prompt, after the body has been read. The ids must be
+        unique among running requests. The middleware ends the requests.
         """
         marks = [Mark("received", self.received_ns), Mark("parsed", self.parsed_ns)]
         if self.since_ns:
@@ -193,7 +193,7 @@ class Call:
         await self.context.async_llm.loop.each(self.client, prompt_ids, open_request)
 
     def open_request(self, marks: Sequence[Mark], prompt_id: str) -> None:
-        """Add a request with these marks to the running ones."""
+        """Add a running request with these marks."""
         state = RequestState(
             request_id=prompt_id,
             owner=self.owner,
@@ -206,12 +206,12 @@ class Call:
         self.requests.append(state)
 
     async def run_in_thread(self, size: int, work: Callable[[], T], *, is_new: bool = False) -> T:
-        """`AsyncLLM.run_in_thread` for the client of this call."""
+        """Run `work` with `AsyncLLM.run_in_thread`, in the name of this call's client."""
         async_llm = self.context.async_llm
         return await async_llm.run_in_thread(self.client, size, work, is_new=is_new)
 
     async def respond(self, size: int, build: Callable[[], Any]) -> Response:
-        """Return a JSON response with the result of `build`, made and encoded in a thread if
+        """Return a JSON response with the result of `build`. Build and encode it in a thread if
         `size`, its approximate number of tokens or numbers, is large.
         """
         content = await self.run_in_thread(size, lambda: msgspec.json.encode(build()))
@@ -223,7 +223,7 @@ def call_of(request: HTTPConnection) -> Call:
 
 
 def _rank(text: str, async_llm: AsyncLLM) -> int:
-    """Index among this server's engines of X-data-parallel-rank, which counts over all hosts."""
+    """Return the index of the engine that X-data-parallel-rank, a global rank, selects."""
     first = async_llm.config.parallel.first_rank
     size = len(async_llm.engines)
     is_number = text.isascii() and text.isdecimal() and len(text) < 10

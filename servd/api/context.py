@@ -1,4 +1,4 @@
-"""Context: the server's objects for routes."""
+"""Context: the objects of the server that routes use."""
 
 import os
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from servd.messages.adapter import Adapter
 class Context(msgspec.Struct, frozen=True):
     config: Config
     async_llm: AsyncLLM
-    root: str  # the model's name on the hub; of a folder its served name, not its path
+    root: str  # the model's name on the hub, or the served name of a local folder
     started_at: float  # Unix time
     fingerprint: str  # system_fingerprint of all answers
     keep_alive: float  # seconds
@@ -37,13 +37,13 @@ class Context(msgspec.Struct, frozen=True):
 
     @property
     def shown_names(self) -> list[str]:
-        """Those of the model's names that do not tell where a folder is."""
+        """The model's names that do not reveal a local path, or else its first name."""
         names = self.config.model.served_model_name
         return [name for name in names if not os.path.isabs(name)] or names[:1]
 
     async def find_model(self, asked: str | None) -> tuple[str, Adapter | None]:
-        """Return the model name for the response, and the adapter of this name, if it is one.
-        Raises UnknownModel, or what `Adapters.load` raises.
+        """Return the model name for the response, and the adapter if `asked` names an adapter.
+        Raise UnknownModel, or an error of `Adapters.load`.
         """
         names = self.config.model.served_model_name
         if asked is None or asked in names:

@@ -1,4 +1,4 @@
-"""The API keys of a server, and names in an ASGI scope."""
+"""The API keys of a server, and the names that servd uses in an ASGI scope."""
 
 import hmac
 from collections.abc import Sequence
@@ -18,23 +18,23 @@ class Keys:
         self.load(access)
 
     def load(self, access: AccessConfig) -> None:
-        """Read the keys, at start and on reload. After a ConfigError, which a server started
-        without keys raises too, the current keys stay.
+        """Read the keys, at start and on reload. Raise ConfigError, and keep the current keys, if
+        keys are invalid, or if a server that started without keys gets some.
         """
         known = read_keys(access)
         if known and not self.are_needed:
             raise ConfigError("a server that started without API keys asks for none: restart it")
         self.current = known
-        self.is_multi_tenant = len(known) > 1  # then their clients are isolated from each other
+        self.is_multi_tenant = len(known) > 1  # clients of several keys are isolated
 
     def named(self, owner: str) -> Key | None:
-        """The key with this name, unless it is gone or has expired."""
+        """Return the key with this name; None if it was removed or has expired."""
         known = self.current if self.are_needed else [ANYONE]
         return next((key for key in known if key.name == owner and not key.has_expired), None)
 
     def find(self, headers: Sequence[tuple[bytes, bytes]]) -> Key:
-        """Return the key that a request was sent with. Raises Unauthorized: there is none, or it is
-        wrong or has expired.
+        """Return the API key in the request's `headers`. Raise Unauthorized if the key is missing,
+        unknown or expired.
         """
         offered: bytes | None = None
         for name, value in headers:

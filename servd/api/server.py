@@ -1,4 +1,4 @@
-"""The API-server process: event loop, listening socket, uvicorn, draining, shutdown."""
+"""The API server process: event loop, listening socket, uvicorn, draining and shutdown."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ OTHER_FILES = 128  # descriptors reserved for other things than connections
 LAST_FRAMES = 0.5  # seconds for the last frames of streams, at most
 CLOSE = (b"connection", b"close")
 
-reloads: SimpleQueue[Config] = SimpleQueue()  # sent by the parent, and not applied yet
+reloads: SimpleQueue[Config] = SimpleQueue()  # options sent by the parent, not applied yet
 
 
 @dataclass(eq=False)
 class LoopLag:
-    """Measures how late the event loop is, as that delays every request of the process."""
+    """Measures how late the event loop is, because that delay affects every request."""
 
     metrics: Metrics
     last: float = math.inf  # time of the last sample
@@ -74,7 +74,7 @@ class LoopLag:
     next_warning: float = 0.0
 
     def sample(self) -> None:
-        """Called every TICK seconds, plus the lag."""
+        """Record the lag, and warn if it is long. The server calls this every TICK seconds."""
         now = time.monotonic()
         lag = max(now - self.last - TICK, 0.0)
         self.last = now
@@ -87,7 +87,7 @@ class LoopLag:
 
 
 def first_steps(url: str, config: Config, is_causal: bool) -> list[str]:
-    """Return log lines for a server that is ready: console, a first request, documentation."""
+    """Return the log lines of a ready server: console, an example request, documentation."""
     lines: list[str] = []
     curl = "curl"
     if url.startswith("unix:"):
@@ -105,7 +105,7 @@ def first_steps(url: str, config: Config, is_causal: bool) -> list[str]:
 
 
 class Server(uvicorn.Server):
-    """uvicorn that drains on SIGTERM, fails what is left, and ends when the engine is dead."""
+    """A uvicorn server that drains on SIGTERM, and stops when the engine is dead."""
 
     def __init__(
         self,
@@ -126,14 +126,14 @@ class Server(uvicorn.Server):
         self.heartbeat = Heartbeat(start.heartbeat)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """On the first signal, finish open requests and refuse new ones; on the second, exit."""
+        """On the first signal, finish open requests and refuse new ones. On the second, exit."""
         if self.admission.drained_at is not None:
             self.force_exit = self.should_exit = True
         timeout = self.start_message.config.server.shutdown_timeout
         self.admission.drained_at = self.admission.drained_at or time.monotonic() + timeout
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn every TICK; True ends the server."""
+        """Do the periodic work, every TICK seconds. Return True to make uvicorn stop the server."""
         self.lag.sample()
         self.heartbeat.beat()
         self.heartbeat.get_ready()
@@ -143,7 +143,7 @@ class Server(uvicorn.Server):
             self.has_announced = True
             gc.collect()
             gc.freeze()  # modules, routes and tokenizer stay
-            self.lag = LoopLag(self.async_llm.metrics)  # not to warn about this
+            self.lag = LoopLag(self.async_llm.metrics)  # do not warn about this delay
             start = self.start_message
             if start.url:
                 logger.info("ready at %s", start.url)
@@ -157,8 +157,8 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter) or is_over
 
     def has_drained(self) -> bool:
-        """Return whether the server was told to exit, and nothing is open or time is up. Until
-        then, new requests get a 503, and a log line each second counts the open ones.
+        """Return whether draining is over: no request is open, or the timeout has passed. Until
+        then, log the number of open requests each second.
         """
         if (end := self.admission.drained_at) is None:
             return False
@@ -176,8 +176,8 @@ class Server(uvicorn.Server):
         return False
 
     def leave_port(self) -> None:
-        """Leave new connections to another server on the same socket, and close old ones after
-        their next response.
+        """Stop accepting connections, so that another server on the same socket gets them. Close
+        each open connection after its next response.
         """
         for server in self.servers:
             server.close()
@@ -186,8 +186,8 @@ class Server(uvicorn.Server):
             self.server_state.default_headers.append(CLOSE)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting connections, and fail what is still open."""
-        if not isinstance(self.async_llm.status, EngineDead):  # else they have failed already
+        """Stop accepting connections, and fail the requests that are still open."""
+        if not isinstance(self.async_llm.status, EngineDead):  # else requests failed already
             reason = "was told to stop at once" if self.force_exit else "is shutting down"
             self.async_llm.fail(ShuttingDown(f"the server {reason}"))
         await super().shutdown(sockets)
@@ -217,7 +217,7 @@ class Server(uvicorn.Server):
 
 
 def tell_systemd(state: str) -> None:
-    """Send a state to systemd, as in sd_notify(3). Do nothing without NOTIFY_SOCKET."""
+    """Send a state to systemd, as in sd_notify(3). Do nothing if NOTIFY_SOCKET is not set."""
     if path := os.environ.get("NOTIFY_SOCKET"):
         address = f"\0{path[1:]}" if path[0] == "@" else path
         try:
@@ -228,8 +228,8 @@ def tell_systemd(state: str) -> None:
 
 
 def within_file_limit(config: ServerConfig) -> ServerConfig:
-    """Return `config` with no more connections than this process may open files, beyond which
-    `accept` would fail.
+    """Return `config` with `max_connections` limited to the files that this process may open,
+    because `accept` would fail beyond that.
     """
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     possible = max(allowed - OTHER_FILES, 1)

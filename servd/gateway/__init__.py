@@ -1,1 +1,1 @@
-"""Several models behind one port."""
+"""The gateway: serves several models on one port."""

@@ -1,4 +1,4 @@
-"""ModelServer: the gateway's view of the server of one of several models."""
+"""ModelServer: the gateway's view of a model's server."""
 
 import asyncio
 import math
@@ -16,11 +16,11 @@ NO_TIMEOUT = httpx.Timeout(None, connect=10)  # the model's server has its own t
 
 
 class ModelServer:
-    """One model, and its server if it runs.
+    """A model, and its server if it runs.
 
-    `is_awake`: whether it should hold weights; see `has_weights`. `loading_since`: when it began to
-    start or to wake up; None once it can serve. `is_leaving`: it goes to sleep once its requests
-    have ended. `num_unanswered` counts requests whose response has not begun.
+    `is_awake`: the server should hold weights; see `has_weights`. `loading_since`: the time when it
+    began to start or wake up; None once it can serve. `is_leaving`: it will sleep after its
+    requests. `num_unanswered` counts requests whose response has not begun.
     """
 
     def __init__(self, model: Model, secret: str) -> None:
@@ -66,7 +66,7 @@ class ModelServer:
         )
 
     async def ask(self, path: str) -> httpx.Response | None:
-        """The response to a GET of its server; None while it starts or ends."""
+        """Return the response to a GET of the server; None unless it is 200."""
         assert self.http is not None
         try:
             answer = await self.http.get(path, headers=self.headers, timeout=ASK_TIMEOUT)
@@ -75,7 +75,7 @@ class ModelServer:
         return answer if answer.status_code == 200 else None
 
     async def is_asleep(self, path: str) -> bool | None:
-        """The response to /sleep or /wake_up, usually within a minute; None on failure."""
+        """POST to /sleep or /wake_up, and return whether the server is asleep; None on failure."""
         assert self.http is not None
         try:
             answer = await self.http.post(path, headers=self.headers, timeout=SLEEP_TIMEOUT)
@@ -84,12 +84,12 @@ class ModelServer:
         return answer.json()["is_sleeping"] if answer.status_code == 200 else None
 
     def fail(self, why: str, seconds: float) -> None:
-        """Record a failure to start, and try no start for `seconds`."""
+        """Record the reason of a failed start, and prevent another start for `seconds`."""
         self.failure = why
         self.retry_at = time.monotonic() + seconds
 
     def check(self) -> None:
-        """Raise Unavailable if it failed to start recently."""
+        """Raise Unavailable if the server failed to start recently."""
         if (seconds := self.retry_at - time.monotonic()) > 0:
             message = f"the model {self.name} {self.failure}"
             raise Unavailable(message, retry_after=math.ceil(seconds))
@@ -105,7 +105,7 @@ class Visit:
         server.num_unanswered += 1
 
     def answered(self) -> None:
-        """The response has begun, so the server has received the whole request."""
+        """Record that the response has begun, so the server has the whole request."""
         if not self.is_answered:
             self.is_answered = True
             self.server.num_unanswered -= 1

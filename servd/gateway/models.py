@@ -1,4 +1,4 @@
-"""ModelFolder: finds the models of a folder, their names, and the LoRA adapters of each."""
+"""ModelFolder: finds the models in a folder, their names, and the LoRA adapters of each model."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -38,8 +38,8 @@ class AdapterFolder(msgspec.Struct, frozen=True):
     created: int
 
     def owner(self, models: Sequence[str]) -> str | None:
-        """The model it belongs to: the one whose last path component is the same as the base
-        model's; or the only model, if there is one.
+        """Return the adapter's model: the one whose last path component equals that of the
+        adapter's base model, or else the only model. None without such a model.
         """
         last = self.base.rstrip("/").rpartition("/")[2]
         same = [name for name in models if name.rpartition("/")[2] == last]
@@ -48,14 +48,14 @@ class AdapterFolder(msgspec.Struct, frozen=True):
 
 
 class ModelFolder:
-    """The models of a folder, read again when a request names an unknown one."""
+    """The models in a folder. The folder is read again if a request names an unknown model."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()  # a bare `demo` would be taken for a model's name
         self._refused: dict[Path, tuple[float, str]] = {}  # modification time and reason
 
     def read(self) -> dict[str, Model]:
-        """Return the models that can be served, by name; others are logged once. Raises OSError."""
+        """Return the valid models by name. Log each invalid model once. Raise OSError."""
         found = {}
         for name, entry in sorted(_models_in(self.path)):
             written, why = self._refused.get(entry, (0.0, ""))
@@ -68,7 +68,7 @@ class ModelFolder:
                 name.encode()
                 found[name] = _read(name, path)
                 self._refused.pop(entry, None)
-            except Exception as error:  # whatever is in one entry, the others are served
+            except Exception as error:  # an invalid entry must not affect other models
                 if str(error) != why:
                     logger.warning("not serving %r: %s", name, error)
                 self._refused[entry] = _mtime(entry), str(error)
@@ -90,8 +90,8 @@ def _mtime(path: Path) -> float:
 
 
 def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Names and paths: NAME/config.json and NAME.gguf, both also in a subfolder ORG, and the models
-    of a Hugging Face cache.
+    """Yield the name and path of each model: NAME/config.json and NAME.gguf, both also in a
+    subfolder ORG, and the models of a Hugging Face cache.
     """
     for path in folder.iterdir():
         if path.name.startswith(HUB):
@@ -105,7 +105,7 @@ def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _is_model(path: Path) -> bool:
-    """Whether this is a model. What may not be looked at, as lost+found of a disk, is none."""
+    """Return whether a path is a model. An unreadable path, such as lost+found, is not."""
     try:
         if path.suffix == ".gguf" and path.is_file():
             return True
@@ -116,8 +116,8 @@ def _is_model(path: Path) -> bool:
 
 
 def _snapshot(repository: Path) -> Path | None:
-    """The snapshot of a model in the Hugging Face cache that its branch points to, if present;
-    that of main if there are several branches.
+    """Return the snapshot of a model in the Hugging Face cache, from branch main if possible. None
+    if no branch's snapshot is complete.
     """
     refs = sorted(repository.glob("refs/*"), key=lambda ref: ref.name != "main")
     refs = [ref for ref in refs if ref.is_file()]  # refs/refs/pr are pull requests

@@ -1,4 +1,4 @@
-"""ModelServers: starts a server for each requested model of a folder, and puts servers to sleep or
+"""ModelServers: starts a server for each requested model of a folder. It puts servers to sleep or
 stops them to stay within the limits of loaded models.
 """
 
@@ -34,7 +34,7 @@ MOST_NAMED = 32  # models listed in an error message
 
 
 class ModelServers:
-    """The servers of all models of a folder. Their sockets are in `folder`, a private one."""
+    """The servers of all models in a folder. Their sockets are in the private `folder`."""
 
     def __init__(self, config: Config, folder: str) -> None:
         assert config.models.models_dir is not None
@@ -65,8 +65,8 @@ class ModelServers:
                 )
 
     async def scan(self) -> None:
-        """Update the models from the folder. The server of a removed model receives no requests and
-        remains until it is stopped to make room, or another model takes its name.
+        """Update the models from the folder. The server of a removed model gets no requests. It is
+        stopped to make room, or when another model takes its name.
         """
         async with self._scanning:
             self._take_in(await asyncio.to_thread(self.models.read))
@@ -86,8 +86,8 @@ class ModelServers:
         return [server for server in self.servers.values() if server.model.is_there]
 
     async def find(self, name: str | None) -> ModelServer:
-        """Return the server of the model or adapter of this name; without a name, the server used
-        last. Raises UnknownModel.
+        """Return the server of the model or adapter with this name. Without a name, return the last
+        used server. Raise UnknownModel.
         """
         if name is None and (known := self.there):
             return max(known, key=lambda server: server.used_at)
@@ -132,9 +132,9 @@ class ModelServers:
 
     @contextlib.asynccontextmanager
     async def serving(self, server: ModelServer, keep_alive: float | None) -> AsyncIterator[Visit]:
-        """Wake up the model's server and keep it awake until the visit is answered, and for
-        `keep_alive` idle seconds (None: for ever). To make room, others are put to sleep once their
-        requests have ended; their later requests wait. Raises Unavailable: it cannot be started.
+        """Wake up the model's server. Keep it awake until its response begins, and then for
+        `keep_alive` idle seconds (None: forever). To make room, put other servers to sleep when
+        their requests have ended. Raise Unavailable if the server cannot start.
         """
         try:
             while not server.may_serve:
@@ -151,7 +151,7 @@ class ModelServers:
 
     @contextlib.asynccontextmanager
     async def visiting(self, server: ModelServer) -> AsyncIterator[Visit]:
-        """Pass a request to the server without waking it up."""
+        """Yield a visit to the server for one request, without waking up the server."""
         visit = Visit(server)
         try:
             yield visit
@@ -160,13 +160,13 @@ class ModelServers:
             server.num_open -= 1
 
     async def sleep(self, server: ModelServer) -> None:
-        """Put an awake server to sleep once its requests have ended."""
+        """Put an awake server to sleep after its requests have ended."""
         async with self._switch:
             if server.has_weights:
                 await self._put_to_sleep(server)
 
     def _rest_later(self, server: ModelServer, seconds: float | None) -> None:
-        """Put a server to sleep after `seconds`, unless it is used again."""
+        """Put a server to sleep after `seconds`, unless another request uses the server."""
         if server.rest is not None:
             server.rest.cancel()
             server.rest = None
@@ -189,7 +189,7 @@ class ModelServers:
                 await self._put_to_sleep(server)
 
     async def _make_room(self, server: ModelServer) -> None:
-        """Put others to sleep and stop those asleep for longest, to stay within the limits."""
+        """Put servers to sleep, and stop the ones asleep longest, to stay within the limits."""
         if self._stopping:
             await asyncio.wait(self._stopping)
         while True:
@@ -203,8 +203,8 @@ class ModelServers:
             await self._stop(other)
 
     async def _put_to_sleep(self, server: ModelServer) -> None:
-        """Have a server free its weights, once its engine has finished its requests. A client that
-        reads its response slowly delays nobody.
+        """Make a server free its weights after its engine has finished its requests. A client that
+        reads its response slowly delays no other model.
         """
         server.is_leaving = True
         failing_since = None
@@ -226,9 +226,9 @@ class ModelServers:
             server.is_leaving = False
 
     async def _wake_up(self, server: ModelServer) -> None:
-        """Start a server, or have it load its weights again. This continues for the next request if
-        nobody waits for it any more. Raises Unavailable: it ended before it was ready, or took too
-        long.
+        """Start a server, or make it load its weights again. If the request is cancelled, the next
+        request continues this. Raise Unavailable if the server ends before it is ready, or takes
+        too long.
         """
         if not server.runs:
             if self._is_closed:
@@ -251,8 +251,8 @@ class ModelServers:
         logger.info("%s is ready after %.2f s", server.name, time.monotonic() - began)
 
     async def _give_up_if_late(self, server: ModelServer, since: float | None, what: str) -> None:
-        """Stop a server that takes too long to start. It is not tried again for as long as that
-        took, so that other models get as much time.
+        """Stop a server that takes too long to start. Do not start it again for the same time, so
+        that other models get as much time.
         """
         most = self.config.models.models_start_timeout
         if since is not None and time.monotonic() - since > most:
@@ -297,7 +297,7 @@ class ModelServers:
                 server.child.post(self._config_of(server, ""))
 
     def _config_of(self, server: ModelServer, path: str) -> Config:
-        """Return a server's options: the gateway handles port, TLS, CORS and idle sleep."""
+        """Return a server's options, without port, TLS, CORS and idle sleep: see the gateway."""
         config = self.config
         access = self.config.access
         lora = self.config.lora

@@ -1,4 +1,4 @@
-"""Gateway: a reverse proxy for several models. Passes each request to the server of its model."""
+"""Gateway: a reverse proxy for several models. It passes each request to its model's server."""
 
 import asyncio
 import logging
@@ -90,15 +90,15 @@ class Card(ModelCard, tag_field="object", tag="model", kw_only=True):
 
 
 class Gateway:
-    """Answers the list of models, health, metrics and sleep itself. Other requests wait until the
-    model's server can take them; request and response are then streamed through.
+    """A reverse proxy that answers the list of models, health, metrics and sleep itself. Other
+    requests wait until their model's server is ready. Request and response are streamed.
     """
 
     def __init__(self, servers: ModelServers) -> None:
         self.servers = servers
 
     def routes(self) -> list[BaseRoute]:
-        """The routes of a model's server, passed on by `pass_on`."""
+        """Return the routes of a model's server, most of which call `pass_on`."""
         own = {
             "/health": self.health,
             "/ping": self.health,
@@ -121,7 +121,7 @@ class Gateway:
         return found
 
     async def health(self, request: Request) -> Response:
-        """GET /health of the gateway, which is ready without any model."""
+        """Answer GET /health of the gateway, which is ready even without a model."""
         return json_response({"status": "ready"})
 
     async def list_models(self, request: Request) -> Response:
@@ -130,14 +130,14 @@ class Gateway:
         return json_response({"object": "list", "data": cards})
 
     async def retrieve_model(self, request: Request) -> Response:
-        """One model or adapter."""
+        """Return the card of one model or adapter."""
         name = request.path_params["name"]
         server = await self.servers.find(name)
         adapters = [] if server.name == name else await self.servers.adapters()
         return json_response(next((a for a in adapters if a.id == name), _card(server)))
 
     async def sleep(self, request: Request) -> Response:
-        """Put a model to sleep. Passed on, the request would load it first."""
+        """Put a model to sleep. `pass_on` would load the model first."""
         check_level(request.query_params.get("level", "1"))
         server = await self.servers.find(read(request, await request.body()).model)
         await self.servers.sleep(server)
@@ -148,8 +148,8 @@ class Gateway:
         return json_response(SleepState(not server.has_weights))
 
     async def pass_on(self, request: Request, needs_weights: bool) -> ASGIApp:
-        """Pass a request to the model's server. Only requests that need weights wake a model up;
-        read-only ones see its current state.
+        """Pass a request to its model's server. Only requests that need weights wake up a model.
+        Others see its current state.
         """
         body = await request.body()
         named = read(request, body)
@@ -227,7 +227,7 @@ class Gateway:
                 await answer.aclose()
 
     async def metrics(self, request: Request) -> Response:
-        """Metrics of all running servers, by `model_name`, and of the gateway's process."""
+        """Return the metrics of running servers, by `model_name`, and of the gateway's process."""
         started = [each for each in self.servers.servers.values() if each.runs and each.has_started]
         answers = await asyncio.gather(*(each.ask("/metrics") for each in started))
         text = await asyncio.to_thread(_merged, [each.text for each in answers if each])
@@ -235,7 +235,7 @@ class Gateway:
 
 
 async def no_batches(request: Request) -> Response:
-    """Reject requests for files and batches before their bodies, which may be large, are read."""
+    """Raise NotFound for requests for files and batches before their large bodies are read."""
     raise NotFound(
         "there are no files and batches beside --models-dir: --batch-dir is for one model"
     )
@@ -263,7 +263,7 @@ def _merged(texts: Iterable[str]) -> bytes:
 
 
 class _Collected:
-    """A collector of families that were collected elsewhere."""
+    """A collector that returns metric families collected by other processes."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self.families = families

@@ -1,4 +1,4 @@
-"""The fields of a request that the gateway of several models reads: `model` and `keep_alive`."""
+"""Reads the fields of a request that the gateway needs: `model` and `keep_alive`."""
 
 import re
 from contextlib import suppress
@@ -18,15 +18,15 @@ MAX_KEEP_ALIVE = 1e8  # seconds, three years
 
 
 class Named(msgspec.Struct):
-    """The fields of a body that the gateway reads."""
+    """The fields of a request's body that the gateway reads."""
 
     model: str | None = None
     keep_alive: msgspec.Raw = msgspec.Raw()  # unparsed, so that a wrong one does not hide `model`
 
 
 def read(request: Request, body: bytes) -> Named:
-    """Return the model named by a request's JSON body, its query, or X-Servd-Model. Raises
-    InvalidRequest: its JSON is malformed, so that no model need be loaded for it.
+    """Return the model that a request names in its JSON body, its query, or X-Servd-Model. Raise
+    InvalidRequest if the JSON is malformed, so that no model is loaded for it.
     """
     found = Named()
     if body[:1] in BEGINS_JSON:
@@ -41,8 +41,8 @@ def read(request: Request, body: bytes) -> Named:
 
 
 def seconds_of(keep_alive: msgspec.Raw) -> float | None:
-    """Parse Ollama's `keep_alive`: seconds, or text such as "5m"; None (for ever) if negative.
-    Raises InvalidRequest: it is neither.
+    """Return the seconds in Ollama's `keep_alive`, a number or text such as "5m". None (forever) if
+    negative. Raise InvalidRequest for other values.
     """
     seconds: float | None = None
     with suppress(ValueError):

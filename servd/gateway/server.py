@@ -1,4 +1,4 @@
-"""The process of the gateway of several models: port, signals and shutdown."""
+"""The gateway's process: port, signals and shutdown."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ logger = logging.getLogger("servd.api")
 
 
 def serve(read_config: Callable[[], Config], listener: socket.socket) -> int:
-    """Serve the models of a folder until a signal."""
+    """Serve the models of a folder until a signal, and return the exit code 0."""
     config = read_config()
     folder = private_dir()
     try:
@@ -42,7 +42,7 @@ def serve(read_config: Callable[[], Config], listener: socket.socket) -> int:
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for options that apply to one model only."""
+    """Raise ConfigError for options that apply only to a single model."""
     server = config.server
     if config.models.models and config.models.models_dir:
         raise ConfigError("--models and --models-dir: give one of them")
@@ -63,8 +63,8 @@ def check(config: Config) -> None:
 
 
 def link_models(config: Config, folder: Path) -> Config:
-    """Make a folder of links to the entries of --models, if any, and return options for it. A model
-    of the hub keeps its name; others are named by their files. Raises ConfigError: a model does not
+    """Create a folder of links to the models of --models, if any, and return options for it. A hub
+    model keeps its name, a local model gets its file's name. Raise ConfigError if a model does not
     exist, or two have the same name.
     """
     for model in config.models.models:
@@ -82,7 +82,7 @@ def link_models(config: Config, folder: Path) -> Config:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, but it returns after a signal so that the models' servers are stopped, too."""
+    """A uvicorn server that returns after a signal, so that the models' servers are stopped."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
@@ -133,7 +133,7 @@ def reload(
     tls: ssl.SSLContext | None,
     servers: ModelServers,
 ) -> None:
-    """Reload the options that may change at run time, unless one is invalid."""
+    """Reload the options that can change at run time. If one is invalid, change nothing."""
     try:
         config = read_config()
         adapters_in(config.lora)

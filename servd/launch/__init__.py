@@ -1,4 +1,4 @@
-"""`servd serve`, the parent of all processes: finds the model, decides the options, starts them."""
+"""The parent process of `servd serve`: finds the model, resolves the options, starts processes."""
 
 import logging
 import resource
@@ -28,9 +28,9 @@ logger = logging.getLogger("servd.launch")
 
 
 def serve(read_config: Callable[[], Config]) -> int:
-    """Run engines and API servers. Returns the exit code: 0 after a signal, 1 if they cannot be
-    kept alive, 2 after a ConfigError in one of them. Raises ConfigError: before anything was
-    started. `read_config`: reads the options, now and at each SIGHUP.
+    """Run engines and API servers. Return the exit code: 0 after a signal, 1 if they keep failing,
+    2 after a ConfigError in a child. Raise ConfigError before any child has started. `read_config`
+    reads the options, at start and at each SIGHUP.
     """
     started_at = time.monotonic()
     config = read_config()
@@ -66,16 +66,15 @@ def serve(read_config: Callable[[], Config]) -> int:
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files, often 1024, to the hard limit: each connection is one."""
+    """Raise the soft limit of open files, often 1024, to the hard limit, for many connections."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, Decision]]:
-    """Find the model's metadata (downloading these small files if needed) and decide every "auto".
-    Returns the Config with all decisions, the model's architecture, and the decisions by option.
-    Raises ConfigError: there is no such model, servd does not have its architecture, or options do
-    not fit together.
+    """Find the model's metadata (downloading these small files if needed) and resolve every "auto".
+    Return the resolved Config, the model's architecture, and the decisions by option. Raise
+    ConfigError if the model does not exist, its architecture is not supported, or options conflict.
     """
     # "auto" becomes an executor that needs weights, like uniproc.
     executor = plugins.load(EXECUTORS, config.parallel.executor or "uniproc", "Executor")
@@ -110,7 +109,7 @@ def find_and_resolve(config: Config) -> tuple[Config, hf.ModelSpec, dict[str, De
 
 
 def _refuse_head(model: str, folder: Path) -> None:
-    """Raise ConfigError if the model is only a drafting head, such as EAGLE's."""
+    """Raise ConfigError if the model is only a draft head, such as EAGLE's."""
     architecture = str((hf.read_json(folder / "config.json").get("architectures") or [""])[0])
     known = {"Eagle3": "eagle3", "Eagle": "eagle", "Medusa": "medusa"}
     method = next((known[part] for part in known if part in architecture), None)
@@ -123,8 +122,8 @@ def _refuse_head(model: str, folder: Path) -> None:
 
 
 def of_speculators(config: Config, folder: Path) -> Config | None:
-    """Return options for the model that a draft in *speculators* format names, with the draft; None
-    if the model is no such draft.
+    """Return options for the target model of a draft in *speculators* format, with the draft. None
+    if the model is not such a draft.
     """
     draft = hf.read_json(folder / "config.json")
     speculators = draft.get("speculators_config") or {}
@@ -140,9 +139,9 @@ def of_speculators(config: Config, folder: Path) -> Config | None:
 
 
 def find_draft(config: Config) -> Config:
-    """Find the metadata of the draft model, if any; in *speculators* format they name the method.
-    Raises ModelNotFound: there is no such draft; ConfigError: it is the demo model's head, and the
-    model is another one.
+    """Return options with the draft model's metadata, if any. In *speculators* format, the metadata
+    names the method. Raise ModelNotFound if the draft does not exist, ConfigError if it is the demo
+    model's head and the model is another one.
     """
     speculative = config.model.speculative_config
     if speculative is None or speculative.model is None:

@@ -1,7 +1,7 @@
-"""Bridge: carries messages between local sockets and the engines that Ray has put elsewhere.
+"""Bridge: forwards messages between local sockets and engines that Ray placed on other hosts.
 
-API servers send to an engine's local socket, wherever it runs; the bridge listens on those of the
-engines on other hosts, and passes on what these send to the sockets of the API servers.
+API servers send to an engine's local socket, wherever the engine runs. For engines on other hosts,
+the bridge listens on these sockets, and forwards replies to the API servers' sockets.
 """
 
 import logging
@@ -21,8 +21,8 @@ TICK = 0.1  # seconds between looks for engines and API servers that have come o
 
 
 class Bridge(threading.Thread):
-    """A thread that owns the sockets. Its methods may be called from other threads. It calls
-    `on_failure` with an error that ends it. The others reach it at `host`.
+    """A thread that owns the sockets. Its methods are thread-safe. Before it ends with an error, it
+    calls `on_failure`. Engines on other hosts connect to `host`.
     """
 
     def __init__(self, host: str, on_failure: Callable[[Exception], None]) -> None:
@@ -38,13 +38,13 @@ class Bridge(threading.Thread):
         self.closing = threading.Event()
 
     def open(self, address: str, on_lost: Callable[[], None]) -> Uplink:
-        """Listen at the local address of an engine; returns how the engine connects."""
+        """Listen at the local address of an engine. Return the Uplink for the engine."""
         self.on_lost[address] = on_lost
         self.changes.put((address, True))
         return self.hub.uplink(address)
 
     def forget(self, address: str) -> None:
-        """Stop listening for an engine that has ended; its connection may break from now on."""
+        """Stop listening for an engine that has ended. Its connection may break from now on."""
         self.on_lost.pop(address, None)
         self.changes.put((address, False))
 
@@ -52,7 +52,7 @@ class Bridge(threading.Thread):
         self.on_lost.pop(address, lambda: None)()
 
     def detach(self, client: int, address: str) -> None:
-        """An API server with a socket at this address has ended: engines drop its requests."""
+        """Make engines drop the requests of an API server that has ended, with this address."""
         self.ended.put((client, address))
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class Bridge(threading.Thread):
             self.on_failure(error)
 
     def carry(self) -> None:
-        """Pass messages on until `close`."""
+        """Forward messages until `close`."""
         inboxes: dict[str, Inbox[msgspec.Raw]] = {}  # by address
         outboxes: dict[str, Outbox] = {}  # to API servers, by address
         while not self.closing.is_set():
@@ -90,7 +90,7 @@ class Bridge(threading.Thread):
         self.hub.close()
 
     def update(self, inboxes: dict[str, Inbox[msgspec.Raw]], outboxes: dict[str, Outbox]) -> None:
-        """Open and close sockets for what has come and gone."""
+        """Open sockets of new engines. Close sockets of engines and API servers that ended."""
         while not self.changes.empty():
             address, is_open = self.changes.get()
             if is_open:

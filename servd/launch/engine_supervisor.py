@@ -1,4 +1,4 @@
-"""EngineSupervisor: starts the engine of a rank, and restarts it when it has died or hangs."""
+"""EngineSupervisor: starts the engine of a rank, and restarts an engine that dies or hangs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ STANDBY_DELAY = 10.0  # seconds after the engine is ready, when a standby proces
 
 
 class EngineProcess(Child):
-    """An engine process, which waits for `start`. `prepares`: executor and number of workers for
-    which it imports ahead. `devices`: its CUDA_VISIBLE_DEVICES; empty: as in this process.
+    """An engine process, which waits for `start`. `prepares` has the executor and number of workers
+    whose imports run ahead. `devices` is its CUDA_VISIBLE_DEVICES, or empty to inherit.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class EngineProcess(Child):
         uplink: Uplink | None = None,
         identity: str = "",
     ) -> None:
-        """Let it load the model and serve; `was_asleep`: sleep when idle, as the engine before."""
+        """Make the process load the model and serve. With `was_asleep`, it sleeps when idle."""
         start = StartEngine(
             config,
             spec,
@@ -76,7 +76,7 @@ class EngineProcess(Child):
 
 
 def devices_of(place: int, config: ParallelConfig) -> str:
-    """Return CUDA_VISIBLE_DEVICES for an engine by its place on this host; "": all devices."""
+    """Return CUDA_VISIBLE_DEVICES for the engine at `place` on this host; "" for all devices."""
     if config.device != "cuda" or config.num_engines_here == 1:
         return ""
     size = config.num_workers
@@ -86,19 +86,19 @@ def devices_of(place: int, config: ParallelConfig) -> str:
 
 
 def newest_engine(folder: str) -> int:
-    """Return the generation of the engine that listens in a folder; -1 if none does."""
+    """Return the generation of the newest engine that listens in a folder; -1 without one."""
     live = [path.name for path in Path(folder).glob("engine*") if somebody_listens(str(path))]
     return max((int(name.partition("-")[2] or 0) for name in live), default=-1)
 
 
 def somebody_listens(path: str) -> bool:
-    """Return whether a process listens on a Unix socket, and not only its file is left."""
+    """Return whether a process listens on a Unix socket. A leftover file does not count."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(path) == 0
 
 
 class Deaths:
-    """Counts how often children have died within --engine-restart-window."""
+    """A counter of children's deaths within --engine-restart-window."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.most = config.max_engine_restarts
@@ -106,7 +106,7 @@ class Deaths:
         self.times: deque[float] = deque()
 
     def add(self) -> bool:
-        """Count a death; returns whether there were too many."""
+        """Count a death. Return whether there were too many deaths."""
         now = time.monotonic()
         self.times.append(now)
         while self.times[0] < now - self.window:
@@ -116,14 +116,14 @@ class Deaths:
 
 @dataclass(eq=False)
 class EngineSupervisor:
-    """Starts the engine of a rank, and restarts it while the API servers stay."""
+    """A supervisor that starts a rank's engine, and restarts it while the API servers stay."""
 
     config: Config  # resolved
     spec: hf.ModelSpec
     ipc_dir: str  # folder of the engine's sockets
-    on_exit: Callable[[Child], None]  # called from another thread when it has ended
+    on_exit: Callable[[Child], None]  # called from another thread when the engine has ended
     place: int = 0  # among the engines of this host
-    on_hung: Callable[[EngineSupervisor], None] = lambda _: None  # called before it is killed
+    on_hung: Callable[[EngineSupervisor], None] = lambda _: None  # called before the kill
     uplink: Uplink | None = None  # of an engine on another host than the API servers
     identity: str = ""  # see EngineCoreClient; of the same
 
@@ -171,7 +171,7 @@ class EngineSupervisor:
         self.child.on_exit(self.on_exit)
 
     def look(self) -> None:
-        """Kill the engine if it is hung; start a standby process. Called every LOOK_INTERVAL."""
+        """Kill a hung engine, or start a standby process. Call this every LOOK_INTERVAL."""
         if not self.child or self.reason or self.child.exit_code is not None:
             return
         if reason := self.watch.look():
@@ -189,7 +189,7 @@ class EngineSupervisor:
                 self.standby = self._new_process(self.prepares)
 
     def _drop_bad_standby(self) -> None:
-        """End a standby process that could not become the engine."""
+        """Remove a standby process that has ended and cannot become the engine."""
         if self.standby is None:
             return
         if self.standby.exit_code is None:
@@ -228,7 +228,7 @@ class EngineSupervisor:
         return bool(self.number > self.first or (self.child and self.child.heartbeat.is_ready))
 
     def handle_exit(self) -> str | None:
-        """Clean up after the engine's end; returns why it is not restarted, or None."""
+        """Clean up after the engine's end. Return the reason not to restart it, or None."""
         assert self.child is not None
         self.child.stop(0)  # closes its pipe
         self.reason = self.reason or f"{self.label} ended with code {self.child.exit_code}"
@@ -246,7 +246,7 @@ class EngineSupervisor:
         return None
 
     def next_generation(self) -> EngineRestarting:
-        """Increase the generation; returns the message for API servers before the next start."""
+        """Increase the generation. Return the message for API servers before the restart."""
         self.number += 1
         computing = self.child.heartbeat.computing() if self.child else []
         return EngineRestarting(self.number, self.reason, computing)

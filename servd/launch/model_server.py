@@ -1,5 +1,5 @@
-"""The server of one of several models: the process tree of `servd serve` as a child process that
-ends with its parent.
+"""The server of one model behind the gateway: the process tree of `servd serve`, as a child process
+that ends with its parent.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""ProcessTree: starts the processes of `servd serve`, restarts and stops them."""
+"""ProcessTree: starts, restarts and stops the processes of `servd serve`."""
 
 import logging
 import math
@@ -49,7 +49,7 @@ ENGINE_STOP_TIMEOUT = 3.0  # the same for the engine
 
 
 def check_access(access: AccessConfig) -> None:
-    """Check that the files of keys and certificates can be read. Raises ConfigError: one cannot."""
+    """Raise ConfigError if a file of keys or certificates cannot be read."""
     read_keys(access)
     tls_context(access)
 
@@ -102,7 +102,7 @@ class ProcessTree:
         self.adapters: set[str] = set()  # names of those in --lora-modules
 
     def start(self) -> None:
-        """Start the children. Raises ConfigError: an adapter of --lora-modules cannot be served."""
+        """Start the children. Raise ConfigError if an adapter of --lora-modules is not valid."""
         if not self.config.server.attach:
             AdapterStore.beside(self.ipc_dir).clear()
             modules = self.load_adapters(self.config.lora.lora_modules)
@@ -124,7 +124,7 @@ class ProcessTree:
             engine.start(self.started_at)
 
     def make_engines(self) -> None:
-        """Make the engines of this host, which come first, and those that Ray puts elsewhere."""
+        """Create the supervisors of this host's engines, then of the engines that Ray places."""
         num_here = self.config.parallel.num_engines_here
         for place, folder in enumerate(self.folders):
             os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -143,7 +143,7 @@ class ProcessTree:
             self.engines.append(engine)
 
     def fail(self, error: Exception) -> None:
-        """End the process with an error; called from another thread."""
+        """Make this process end with `error`. Call this from another thread."""
 
         def give_up() -> None:
             raise error
@@ -151,9 +151,9 @@ class ProcessTree:
         self.events.put(give_up)
 
     def load_adapters(self, entries: Sequence[str]) -> list[str]:
-        """Copy the adapters of --lora-modules, so that a restarted engine finds them unchanged, and
-        unload those that the option no longer has. Returns the entries for the copies. Raises
-        ConfigError: one cannot be served; nothing has changed.
+        """Copy the adapters of --lora-modules, so that a restarted engine finds them unchanged.
+        Unload adapters that were removed from the option. Return the entries for the copies. Raise
+        ConfigError, and change nothing, if an adapter is not valid.
         """
         store = AdapterStore.beside(self.ipc_dir)
         max_rank = self.config.lora.max_lora_rank
@@ -167,9 +167,9 @@ class ProcessTree:
         return [f"{adapter.name}={adapter.folder}" for adapter in loaded]
 
     def start_api_server(self, name: str, waits: bool) -> Child:
-        """Start an API server. They share the listening socket: the kernel gives each connection to
-        one of them. `waits`: to accept connections only when the engine is ready, as another tree
-        does.
+        """Start an API server and return its process. The servers share the listening socket: the
+        kernel gives each connection to one server. With `waits`, the server accepts connections
+        only when the engine is ready, because another process tree accepts them meanwhile.
         """
         assert self.listener is not None
         # Random, as API servers of several launchers may attach to one engine.
@@ -205,7 +205,7 @@ class ProcessTree:
         return child
 
     def generations(self) -> list[int]:
-        """Return the generations of the engines, by rank, that a new API server attaches to."""
+        """Return the engines' generations, by rank, for a new API server."""
         if self.config.server.attach:
             return [newest_engine(folder) for folder in self.folders]
         return [engine.number for engine in self.engines]
@@ -217,7 +217,7 @@ class ProcessTree:
         return next((engine for engine in self.engines if engine.child is event), None)
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
-        """Queue the signal; SimpleQueue.put is safe in a signal handler."""
+        """Queue the signal. SimpleQueue.put is safe in a signal handler."""
         if signum == signal.SIGHUP:
             if self.reload_is_due:
                 return
@@ -225,13 +225,13 @@ class ProcessTree:
         self.events.put(signal.Signals(signum))
 
     def ends(self, event: Event) -> bool:
-        """Return whether it is a signal to end: also SIGHUP, if the terminal is gone."""
+        """Return whether an event is a signal to end. SIGHUP is one if the terminal is gone."""
         if event is signal.SIGHUP:
             return self.had_terminal and not has_terminal()
         return isinstance(event, signal.Signals)
 
     def watch(self) -> int:
-        """Keep the children alive until a signal, or until that fails; returns the exit code."""
+        """Keep the children alive until a signal or a failed restart. Return the exit code."""
         while True:
             event = self.next_event()
             assert event is not None
@@ -285,8 +285,8 @@ class ProcessTree:
         logger.info("SIGHUP: read keys, limits, certificates, log level and adapters again")
 
     def next_event(self, deadline: float = math.inf) -> Child | signal.Signals | None:
-        """Wait for a child's end or a signal, watching for hung children meanwhile. None after the
-        deadline, on the monotonic clock.
+        """Return the next child that ended, or the next signal. Check for hung children meanwhile.
+        Return None after the deadline, on the monotonic clock.
         """
         while True:
             left = max(deadline - time.monotonic(), 0.0)
@@ -307,7 +307,7 @@ class ProcessTree:
                         child.kill_hung()
 
     def replace_engine(self, engine: EngineSupervisor) -> str | None:
-        """Restart an engine; API servers resend their requests. Returns why not, or None."""
+        """Restart an engine. Return the reason if it is not restarted, else None."""
         died_at = time.monotonic()
         if (why := engine.handle_exit()) is not None:
             return why
@@ -317,7 +317,7 @@ class ProcessTree:
         return None
 
     def replace_api_server(self, child: Child) -> str | None:
-        """Restart an API server. Returns why not, or None."""
+        """Restart an API server. Return the reason if it is not restarted, else None."""
         reason = f"{child.name} ended unexpectedly with code {child.exit_code}"
         if child.exit_code in (ENGINE_IS_DEAD, 2) or self.api_deaths.add():
             return reason
@@ -339,11 +339,11 @@ class ProcessTree:
         return None
 
     def tell_stalled(self, engine: EngineSupervisor) -> None:
-        """Tell API servers that an engine is hung, until it is restarted."""
+        """Report to API servers that an engine hangs, until it is restarted."""
         self.notify(engine.ipc_dir, EngineStatus(STALLED, 0.0, engine.number))
 
     def notify(self, folder: str, message: EngineDead | EngineRestarting | EngineStatus) -> None:
-        """Send a message to all API servers, also attached ones, as the engine of a folder."""
+        """Send a message about a folder's engine to all API servers, including attached ones."""
         for inbox, outbox in self.outboxes.items():
             if inbox.parent == Path(folder):
                 outbox.send(message)
@@ -354,7 +354,7 @@ class ProcessTree:
             outbox.close()
 
     def drain(self) -> None:
-        """Let the API servers finish their open requests; a second signal cuts this short."""
+        """Let the API servers finish their open requests, or until a second signal."""
         if self.listener is not None:
             self.listener.close()  # else new connections would wait in vain
         for child in self.api_servers:
@@ -365,10 +365,10 @@ class ProcessTree:
     def wait_for_api_servers(
         self, timeout: float, replace: Callable[[EngineSupervisor], str | None] | None = None
     ) -> None:
-        """Wait until all have ended, `timeout` seconds are over, or a signal to end arrives.
-        `timeout`: seconds. `replace`: restarts an engine that dies meanwhile, which open requests
-        need. An engine that exits with 0 was stopped together with this process, e.g. by systemd:
-        then this returns at once.
+        """Wait until all API servers have ended, for `timeout` seconds, or until a signal to end.
+        `replace` restarts an engine that dies meanwhile, because open requests need the engine. If
+        an engine exits with 0, return at once: it was stopped together with this process, e.g. by
+        systemd.
         """
         deadline = time.monotonic() + timeout
         while any(child.exit_code is None for child in self.api_servers):
@@ -387,7 +387,7 @@ class ProcessTree:
                 replace = None
 
     def stop(self) -> None:
-        """Stop all children: the API servers first, as they need the engine."""
+        """Stop all children. API servers stop first, because they need the engines."""
         for child in self.api_servers:
             child.terminate()
         for child in self.api_servers:

@@ -1,7 +1,7 @@
-"""RayEngineSupervisor: an engine on whatever host Ray finds for it, and again when it is lost.
+"""RayEngineSupervisor: runs an engine on a host that Ray chooses, and restarts a lost engine.
 
-Ray places an actor and notices when it, or its host, is gone. The actor starts the engine's process
-and watches it, as `servd serve` does with one of its own host.
+Ray places an actor, and reports when the actor or its host is gone. The actor starts the engine's
+process and monitors it, as `servd serve` does on its own host.
 """
 
 import logging
@@ -32,7 +32,7 @@ LOST = -9  # exit code of an engine whose actor or host is gone
 
 
 class Ended(msgspec.Struct):
-    """How an engine has ended."""
+    """A report of how an engine ended."""
 
     exit_code: int = LOST
     was_ready: bool = False
@@ -41,7 +41,7 @@ class Ended(msgspec.Struct):
 
 
 class StartElsewhere(msgspec.Struct):
-    """What an actor starts an engine with."""
+    """A message with which an actor starts an engine."""
 
     config: Config  # as resolved here
     uplink: Uplink
@@ -51,13 +51,13 @@ class StartElsewhere(msgspec.Struct):
 
 
 class EngineActor:
-    """The actor of an engine."""
+    """A Ray actor that runs an engine."""
 
     def __init__(self) -> None:
         self.state = (False, False)
 
     def now_ns(self) -> int:
-        """Return this host's clock."""
+        """Return the monotonic clock of this host in nanoseconds."""
         return time.monotonic_ns()
 
     def look(self) -> tuple[bool, bool]:
@@ -65,7 +65,7 @@ class EngineActor:
         return self.state
 
     def run(self, data: bytes, offset: int) -> bytes:
-        """Run an engine from StartElsewhere until it has Ended; see `clock_offset`."""
+        """Run an engine by a StartElsewhere, and return its Ended. `offset`: see `clock_offset`."""
         start = msgspec.msgpack.decode(data, type=StartElsewhere)
         os.environ[CLOCK_OFFSET] = str(offset)
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's is 1; the engine divides this host's CPUs
@@ -97,7 +97,7 @@ class EngineActor:
 
 
 class RayEngine(EngineProcess):
-    """An engine in an actor, as its supervisor sees it."""
+    """An engine in an actor, seen as a process by its supervisor."""
 
     def __init__(self, name: str, config: Config, start: StartElsewhere) -> None:
         self.name = name
@@ -115,7 +115,7 @@ class RayEngine(EngineProcess):
         self.needs = f"{{{kind!r}: {count:g}}}"
 
     def on_exit(self, callback: Callable[[Child], None]) -> None:
-        """Start the engine once it has a host, and call back when it is gone, from a thread."""
+        """Start the engine when it has a host. At its end, run `callback` in another thread."""
 
         def watch() -> None:
             try:
@@ -150,10 +150,10 @@ class RayEngine(EngineProcess):
         return self.ended.exit_code if self.ended else None
 
     def post(self, message: msgspec.Struct) -> None:
-        """Nothing: new options are for processes of this host."""
+        """Do nothing: new options apply only to processes of this host."""
 
     def terminate(self) -> None:
-        """End its actor; see `on_exit`."""
+        """Kill the actor. `on_exit` then calls back."""
         if self.ended is None:
             self.ray.kill(self.actor)
 
@@ -163,8 +163,8 @@ class RayEngine(EngineProcess):
 
 @dataclass(eq=False)
 class RayEngineSupervisor(EngineSupervisor):
-    """Has Ray place an engine, and place it again when it is lost. The bridge carries its
-    messages.
+    """A supervisor that makes Ray place an engine, and place it again when it is lost. The bridge
+    forwards its messages.
     """
 
     bridge: Bridge = field(kw_only=True)
@@ -194,7 +194,7 @@ class RayEngineSupervisor(EngineSupervisor):
         self.child.on_exit(self.on_exit)
 
     def look(self) -> None:
-        """Nothing: its actor does."""
+        """Do nothing: the actor monitors its engine."""
 
     def handle_exit(self) -> str | None:
         assert isinstance(self.child, RayEngine) and self.child.ended is not None
@@ -206,7 +206,7 @@ class RayEngineSupervisor(EngineSupervisor):
 
 
 def start_bridge(on_failure: Callable[[Exception], None]) -> Bridge:
-    """Connect to Ray, and start the bridge of this process. Raises ConfigError: there is no
+    """Connect to Ray, then start and return the bridge of this process. Raise ConfigError without a
     cluster.
     """
     ray = connect("--data-parallel-backend ray")

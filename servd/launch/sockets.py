@@ -1,4 +1,4 @@
-"""A server's sockets: its port, and the folder of the Unix sockets between its processes."""
+"""The sockets of a server: its port, and the folder of the Unix sockets of its processes."""
 
 import os
 import secrets
@@ -24,9 +24,9 @@ ATTACH_TIMEOUT = 5.0  # seconds for an engine's first word
 
 
 def inherited_listener() -> socket.socket | None:
-    """The listening socket passed by systemd or another parent, which may pass it to a successor,
-    too; see sd_listen_fds(3). It overrides --host, --port and --uds. Raises ConfigError: there are
-    several, or the descriptor is not a listening socket.
+    """Return the listening socket passed by systemd or another parent, or None; see
+    sd_listen_fds(3). It overrides --host, --port and --uds. Raise ConfigError if there are several
+    sockets, or the descriptor is not a listening socket.
     """
     count, pid = (os.environ.pop(name, "") for name in ("LISTEN_FDS", "LISTEN_PID"))
     if pid != str(os.getpid()):
@@ -46,8 +46,8 @@ def inherited_listener() -> socket.socket | None:
 
 
 def listen(config: Config) -> socket.socket:
-    """Open the port (or Unix socket). Connections wait in the backlog until the servers are up.
-    Raises ConfigError: the port is in use or not permitted.
+    """Return a socket that listens on the port or Unix socket. Connections wait in its backlog
+    until the servers are up. Raise ConfigError if the port is in use or not permitted.
     """
     server = config.server
     if server.uds:
@@ -63,7 +63,7 @@ def listen(config: Config) -> socket.socket:
 
 
 def listen_uds(path: str) -> socket.socket:
-    """Bind a Unix socket, replacing a file on which no process listens any more."""
+    """Return a listening Unix socket. Replace a file on which no process listens anymore."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         if os.path.exists(path):
@@ -82,8 +82,8 @@ def listen_uds(path: str) -> socket.socket:
 
 
 def check_private(folder: str, flag: str) -> None:
-    """Check that no other user can access a folder: its sockets control the engine. Raises
-    ConfigError: it belongs to another user, or other users have permissions.
+    """Check that no other user can access a folder, because its sockets control the engine. Raise
+    ConfigError if another user owns the folder or has permissions.
     """
     status = os.stat(folder)
     if status.st_uid != os.geteuid():
@@ -93,7 +93,7 @@ def check_private(folder: str, flag: str) -> None:
 
 
 def open_batch_dir(folder: str) -> None:
-    """Create the folder of batches, unless it exists. Raises ConfigError: it cannot be created."""
+    """Create the folder of batches if needed. Raise ConfigError if that fails."""
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
     except OSError as error:
@@ -102,8 +102,8 @@ def open_batch_dir(folder: str) -> None:
 
 
 def check_engine(ipc_dir: str, identity: str) -> None:
-    """Check that the engine of a folder has the same identity as this API server. Raises
-    ConfigError: it has another version or model.
+    """Check that the engine of a folder has the same identity as this API server. Raise ConfigError
+    if it has another version or model.
     """
     generation = newest_engine(ipc_dir)
     client = EngineCoreClient(ipc_dir, secrets.randbits(31), identity, generation)
@@ -117,8 +117,8 @@ def check_engine(ipc_dir: str, identity: str) -> None:
 
 @contextmanager
 def socket_folder(config: Config) -> Iterator[str]:
-    """The folder of the sockets: --attach, --ipc-dir, or a temporary one that is removed at exit.
-    Raises ConfigError: its path is too long, it has no engine (--attach) or already has one.
+    """Yield the folder of the sockets: --attach, --ipc-dir, or a temporary one, removed at exit.
+    Raise ConfigError if its path is too long, or an engine is missing (--attach) or already there.
     """
     server = config.server
     path = server.attach or server.ipc_dir or str(private_dir())

@@ -1,1 +1,1 @@
-"""LLM and LLMEngine, without a server."""
+"""LLM and LLMEngine: run a model in a script, without a server."""

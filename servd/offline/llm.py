@@ -1,4 +1,4 @@
-"""LLM: offline generation, embeddings and scores for scripts."""
+"""LLM: offline generation, embeddings and scores, for scripts."""
 
 import itertools
 import operator
@@ -25,14 +25,14 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
-    """Generate text for lists of prompts.
+    """Generate text, embeddings and scores for lists of prompts.
 
     Args:
         model: Hugging Face id or local folder.
-        separate_process: run the engine in its own process, as the server does. Otherwise, on a
-            CPU, torch has one thread between steps until `close`: its threads would compete with
-            those of the kernels.
-        use_tqdm: show progress bars, on a terminal.
+        separate_process: run the engine in its own process, as the server does. Without it, torch
+            on a CPU uses one thread between steps until `close`, as more would slow the kernels
+            down.
+        use_tqdm: show progress bars if stderr is a terminal.
         options: any option of `servd serve`, e.g. `max_num_seqs=8, dtype="bfloat16"`.
 
     Raises:
@@ -60,19 +60,18 @@ class LLM:
         use_tqdm: bool | None = None,
         lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
-        """Complete one prompt or several, in order, with an adapter for all or one for each.
+        """Complete one or more prompts. Return one output for each prompt, in order.
 
         Args:
             prompts: strings, lists of token ids, or as in vLLM `{"prompt": "text"}` and
                 `{"prompt_token_ids": [1, 2]}`.
-            sampling_params: for all prompts, or one for each.
+            sampling_params: for all prompts, or a list with one for each prompt.
             use_tqdm: overrides the setting of this LLM.
-            lora_request: an adapter for all, or one for each.
+            lora_request: an adapter for all prompts, or a list with one for each prompt.
 
         Raises:
-            InvalidRequest: a prompt, parameter or adapter is not acceptable; nothing has been
-                computed.
-            EngineError: a request failed in the engine; the others are dropped.
+            InvalidRequest: a prompt, parameter or adapter is not valid. Nothing has been computed.
+            EngineError: a request failed in the engine. The other requests are aborted.
         """
         requests = [(prompt, True) for prompt in listed(prompts)]
         return self._run(requests, sampling_params, use_tqdm, lora_request)
@@ -87,14 +86,14 @@ class LLM:
         lora_request: LoRARequests = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, in order.
+        """Answer one or more conversations. Return one output for each conversation, in order.
 
         Args:
             messages: OpenAI-style messages.
-            sampling_params: for all conversations, or one for each.
-            tools: in OpenAI's form; the model sees them.
+            sampling_params: for all conversations, or a list with one for each conversation.
+            tools: the tools to show to the model, in OpenAI's form.
             use_tqdm: overrides the setting of this LLM.
-            lora_request: an adapter for all, or one for each.
+            lora_request: an adapter for all, or a list with one for each conversation.
             template_options: further fields of `Chat`, e.g. `add_generation_prompt`.
         """
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
@@ -112,10 +111,10 @@ class LLM:
         use_tqdm: bool | None = None,
         lora_request: LoRARequests = None,
     ) -> list[list[float]]:
-        """One vector for each prompt (strings, or lists of token ids), in order.
+        """Return an embedding vector for each prompt, in order. Prompts as in `generate`.
 
         Raises:
-            InvalidRequest: a prompt or parameter is not acceptable; nothing has been computed.
+            InvalidRequest: a prompt or parameter is not valid. Nothing has been computed.
         """
         requests = [(prompt, True) for prompt in listed(prompts)]
         params = pooling_params or PoolingParams()
@@ -129,12 +128,12 @@ class LLM:
         use_tqdm: bool | None = None,
         lora_request: LoRARequests = None,
     ) -> list[list[float]]:
-        """For each prompt the probabilities of the labels of the model's classification head;
-        `llm.engine.processor.pooling.labels` has their names.
+        """Return the label probabilities of the model's classification head for each prompt, in
+        order. `llm.engine.processor.pooling.labels` has the names of the labels.
 
         Raises:
-            InvalidRequest: a prompt is not acceptable, or the model has no such head; nothing has
-                been computed.
+            InvalidRequest: a prompt is not valid, or the model has no classification head. Nothing
+                has been computed.
         """
         requests = [(prompt, True) for prompt in listed(prompts)]
         outputs = self._run(requests, CLASSIFY, use_tqdm, lora_request)
@@ -148,11 +147,11 @@ class LLM:
         use_tqdm: bool | None = None,
         lora_request: LoRARequests = None,
     ) -> list[float]:
-        """The similarity of texts, one with all others or pair by pair: scores of the model's
-        head, or cosine similarities of embeddings if it has none.
+        """Return similarities of one text with each other text, or of texts pair by pair: scores of
+        the model's head or, if the model has no head, cosine similarities of embeddings.
 
         Raises:
-            InvalidRequest: a text is not acceptable, or the model scores no pairs.
+            InvalidRequest: a text is not valid, or the model cannot score pairs.
         """
         firsts = [data_1] if isinstance(data_1, str) else data_1
         seconds = [data_2] if isinstance(data_2, str) else data_2
@@ -183,10 +182,10 @@ class LLM:
         *,
         lora_request: LoRARequest | None = None,
     ) -> list[RequestOutput]:
-        """The most probable continuations of each prompt: its `outputs`, best first.
+        """Return the most probable continuations of each prompt, best first in its `outputs`.
 
         Raises:
-            InvalidRequest: a prompt or parameter is not acceptable; nothing has been computed.
+            InvalidRequest: a prompt or parameter is not valid. Nothing has been computed.
         """
         bounds.validate(params, 0)
         self.engine.processor.check_sums()
@@ -226,7 +225,7 @@ class LLM:
         ]
 
     def _advance(self, searches: Sequence[BeamSearch]) -> None:
-        """Advance all beams of all searches by one token."""
+        """Extend every beam of every search by one token."""
         steps = [search.requests() for search in searches]
         for prepared in itertools.chain(*steps):
             self.engine.send(prepared)
@@ -236,7 +235,7 @@ class LLM:
             search.advance([likely for (likely,) in found])
 
     def get_metrics(self) -> list[Metric]:
-        """What /metrics of a server would tell of its engine, with vLLM's names and classes."""
+        """Return the engine's metrics, with the names of /metrics and the classes of vLLM."""
         return self.engine.metrics.read()
 
     def reset_prefix_cache(self) -> None:
@@ -244,11 +243,11 @@ class LLM:
         self.engine.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
-        """Free weights and KV cache; levels 1 and 2 do the same. The next call wakes the model."""
+        """Free weights and KV cache, at any `level`. The next call loads the model again."""
         self.engine.sleep()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Load the whole model again before a call needs it; `tags` are ignored."""
+        """Load the whole model again before a call needs it. `tags` have no effect."""
         self.engine.sleep(False)
 
     def close(self) -> None:
@@ -300,7 +299,7 @@ class LLM:
         return [finished[request_id] for request_id in ids]
 
     def _finished(self) -> Iterator[RequestOutput]:
-        """Step until all requests have finished."""
+        """Yield each request when it finishes. Raise EngineError if a choice failed."""
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 for choice in output.outputs:
@@ -315,8 +314,8 @@ def _vector(output: RequestOutput) -> list[float]:
 
 
 def listed(prompts: OnePrompt | Sequence[OnePrompt]) -> list[TextOrIds]:
-    """Return one prompt or several as a list of texts and lists of ids. Raises InvalidRequest: a
-    mapping has neither text nor ids.
+    """Return one or more prompts as a list of texts and lists of token ids. Raise InvalidRequest if
+    a mapping has neither text nor ids.
     """
     is_one = isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int))
     texts: list[TextOrIds] = []

@@ -1,4 +1,4 @@
-"""LLMEngine: one engine, in this process or its own, whose steps the caller drives."""
+"""LLMEngine: runs an engine, in this process or another, one step per call of `step`."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ Received = tuple[list[EngineCoreOutput], SchedulerStats | None]
 
 
 class LLMEngine:
-    """One engine: add requests, then call `step` until all have finished.
+    """An engine: add requests, then call `step` until all requests have finished.
 
     Args:
-        config: as from `Config.load({"model": ...})`.
+        config: the result of `Config.load({"model": ...})`.
         separate_process: run the engine in its own process.
         use_tqdm: show a progress bar while the model loads.
     """
@@ -105,10 +105,10 @@ class LLMEngine:
         add_special_tokens: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> None:
-        """Queue a prompt.
+        """Queue a request for a prompt.
 
         Raises:
-            InvalidRequest: prompt, parameters or adapter are not acceptable, or the id is in use.
+            InvalidRequest: the prompt, parameters or adapter are not valid, or the id is in use.
         """
         whole = Prompt(content=prompt, request_id=request_id, add_special_tokens=add_special_tokens)
         state = self.prepare(whole, params, lora_request)
@@ -122,12 +122,12 @@ class LLMEngine:
         self.send(state)
 
     def prepare(self, prompt: Prompt, params: Params, adapter: LoRARequest | None) -> RequestState:
-        """Validate a request without queueing it."""
+        """Validate a request and return its state, without queueing the request."""
         options = RequestOptions(adapter=adapter and self._load(adapter))
         return self.processor.process(prompt, params, options)
 
     def send(self, state: RequestState) -> None:
-        """Queue a prepared request."""
+        """Queue a request that `prepare` returned."""
         state.start(now_ns())
         state.output = RequestOutput(
             request_id=state.request_id,
@@ -139,7 +139,7 @@ class LLMEngine:
         self.port.send(state.request)
 
     def _load(self, asked: LoRARequest) -> Adapter:
-        """Load an adapter, once for each path."""
+        """Return an adapter; load it unless the same path is loaded under this name."""
         if self.adapters is None:
             raise InvalidRequest("adapters need enable_lora=True", param="lora_request")
         loaded = self.adapters.named().get(asked.lora_name)
@@ -154,13 +154,13 @@ class LLMEngine:
             raise InvalidRequest(str(error), param="lora_request") from None
 
     def step(self) -> list[RequestOutput]:
-        """Wait for the next outputs of the engine; return the requests that got some, each complete
-        so far.
+        """Wait for the engine's next outputs. Return the requests that progressed, with all their
+        output so far.
 
-        A choice that failed in the engine has finish_reason "error", and `error` explains why.
+        A choice that failed in the engine has finish_reason "error" and the reason in `error`.
 
         Raises:
-            EngineDead: the engine process is gone.
+            EngineDead: the engine process has died.
         """
         progressed: dict[str, RequestOutput] = {}
         outputs, stats = self.port.receive()
@@ -178,7 +178,7 @@ class LLMEngine:
         return list(progressed.values())
 
     def abort_request(self, request_ids: Sequence[str]) -> None:
-        """Drop requests; unknown ids are ignored."""
+        """Abort requests; ignore unknown ids."""
         for request_id in request_ids:
             if (state := self.requests.pop(request_id, None)) is not None:
                 self.port.send(AbortRequests(state.open_engine_ids()))
@@ -188,7 +188,7 @@ class LLMEngine:
         self.port.send(ResetPrefixCache())
 
     def sleep(self, is_asleep: bool = True) -> None:
-        """Free weights and KV cache, or load the model again; the next request loads it, too.
+        """Free weights and KV cache, or load the model again. A new request also loads the model.
 
         Raises:
             InvalidRequest: a request is unfinished.
@@ -200,11 +200,11 @@ class LLMEngine:
         self.port.sleep(is_asleep)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything to wait for."""
+        """Return whether a request is unfinished, so that `step` has outputs to wait for."""
         return bool(self.requests)
 
     def close(self) -> None:
-        """Stop the engine and free its memory. May be called more than once."""
+        """Stop the engine and free its memory. Further calls have no effect."""
         self._close()
 
 
@@ -216,7 +216,7 @@ def _close(grammars: GrammarChecker, port: Port, adapters: AdapterStore | None) 
 
 
 class Port(Protocol):
-    """The connection of LLMEngine to its engine."""
+    """The interface through which LLMEngine talks to its engine."""
 
     client: int
     max_model_len: int  # limited by the size of the KV cache, too
@@ -230,7 +230,7 @@ class Port(Protocol):
 
 
 class InProcess:
-    """The engine as an object in this process."""
+    """A port to an engine in this process."""
 
     client = 0
 
@@ -245,7 +245,7 @@ class InProcess:
         self.max_model_len = self.engine.scheduler.max_model_len
 
     def send(self, message: ToEngine) -> None:
-        """Handled at once."""
+        """Pass a message to the engine at once. A new request wakes the engine."""
         if isinstance(message, EngineCoreRequest):
             self.sleep(False)
         self.engine.handle(message)
@@ -266,7 +266,7 @@ class InProcess:
             self.engine.connect(self.executor, worker)
 
     def receive(self) -> Received:
-        """Run one step; if all requests wait for a grammar to compile, wait for that first."""
+        """Run one step and return its outputs. If every request waits for a grammar, wait first."""
         while not self.compiled.empty() or (
             not self.engine.has_work and self.engine.grammars.is_compiling
         ):
@@ -275,7 +275,7 @@ class InProcess:
         return (outputs.all_outputs, outputs.stats) if outputs else ([], None)
 
     def close(self) -> None:
-        """Stop the workers after saving the blocks of finished requests: at exit it is too late."""
+        """Save the KV blocks of finished requests, and stop the workers. Call this before exit."""
         if self.executor is not None:
             with contextlib.suppress(RuntimeError):
                 self._end_steps()
@@ -288,7 +288,7 @@ class InProcess:
 
 
 class SeparateProcess:
-    """The engine in its own process, as under `servd serve`."""
+    """A port to an engine in its own process, as under `servd serve`."""
 
     client = 0
     is_asleep = False
@@ -309,7 +309,7 @@ class SeparateProcess:
             raise
 
     def wait_for_message(self) -> EngineStatus | EngineReady | EngineCoreOutputs:
-        """The next message, or EngineDead when the process is gone."""
+        """Return the next message. Raise EngineDead or ConfigError if the engine has failed."""
         while (message := self.engine_client.recv(timeout=0.5)) is None:
             if self.child.exit_code is not None:
                 raise EngineDead(f"the engine process ended with code {self.child.exit_code}")
@@ -324,17 +324,17 @@ class SeparateProcess:
         raise AssertionError(message)  # other messages are for API servers
 
     def send(self, message: ToEngine) -> None:
-        """Queue the message to the process."""
+        """Queue a message to the process."""
         self.engine_client.send(message)
 
     def sleep(self, is_asleep: bool) -> None:
-        """Send the request and wait for its completion."""
+        """Put the engine to sleep or wake it, and wait until it has done so."""
         self.send(Sleep() if is_asleep else WakeUp())
         while self.is_asleep != is_asleep:
             self.wait_for_message()
 
     def receive(self) -> Received:
-        """Wait for a step's outputs."""
+        """Wait for the outputs of a step and return them."""
         message = self.wait_for_message()
         is_step = isinstance(message, EngineCoreOutputs)
         return (message.all_outputs, message.stats) if is_step else ([], None)
@@ -347,7 +347,7 @@ class SeparateProcess:
 
 
 class LoadingBar:
-    """Executor progress as a tqdm bar; each phase replaces the one before."""
+    """A tqdm bar of the executor's progress, used for one phase after another."""
 
     def __init__(self, enabled: bool) -> None:
         self.bar = tqdm(

@@ -1,4 +1,4 @@
-"""OfflineMetrics: what `LLM.get_metrics` returns, the metrics of an engine in a script."""
+"""OfflineMetrics: collects the metrics of an engine in a script, for `LLM.get_metrics`."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,32 +14,32 @@ from servd.messages.stats import SchedulerStats
 
 
 class Metric(msgspec.Struct, kw_only=True):
-    """A value under its name in /metrics."""
+    """A metric, with its name and labels in /metrics."""
 
     name: str
     labels: dict[str, str]
 
 
 class Counter(Metric):
-    """A number that only grows."""
+    """A metric that only grows."""
 
     value: int
 
 
 class Gauge(Metric):
-    """A number that goes up and down."""
+    """A metric that can rise and fall."""
 
     value: float
 
 
 class Vector(Metric):
-    """A counter for each position."""
+    """A counter for each draft position."""
 
     values: list[int]
 
 
 class Histogram(Metric):
-    """How many values there were, their sum, and how many were at most as large as each bound."""
+    """A metric's number of values, their sum, and for each bound the number of values up to it."""
 
     count: int
     sum: float
@@ -47,7 +47,7 @@ class Histogram(Metric):
 
 
 class OfflineMetrics:
-    """Counts what requests do. Steps of beam searches do not count as requests."""
+    """The metrics of requests and steps. The steps of a beam search do not count as requests."""
 
     def __init__(self, model_name: str, max_model_len: int) -> None:
         self.metrics = Metrics(model_name, max_model_len)
@@ -58,7 +58,7 @@ class OfflineMetrics:
         stats: SchedulerStats | None,
         requests: Mapping[str, RequestState],
     ) -> None:
-        """Record what the engine reports on these requests."""
+        """Record the engine's reports about these requests and about its step."""
         if stats is not None:
             self.metrics.observe_step(stats)
         for output in outputs:

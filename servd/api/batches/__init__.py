@@ -1,1 +1,1 @@
-"""Batches: files of requests that are answered in the background."""
+"""Batches: files of requests that servd answers in the background."""

@@ -1,7 +1,7 @@
 """BatchRunner: runs the lines of batches in the background, through the ordinary routes.
 
-A batch is run by the one API server that holds its lock. If that server ends, however it does,
-another one takes over; lines that were answered are not run again.
+The API server that holds a batch's lock runs the batch. If that server ends for any reason, another
+server takes over. Lines that have a result are not run again.
 """
 
 import asyncio
@@ -65,8 +65,8 @@ class BatchRunner:
         self._room = asyncio.Semaphore(self.concurrency)
 
     async def run(self) -> None:
-        """Run batches that no process runs, until the server drains. If cancelled, all are left to
-        the next server.
+        """Run batches that no other process runs, until the server drains. If cancelled, leave all
+        batches to the next server.
         """
         next_clean_up = 0.0
         try:
@@ -117,7 +117,7 @@ class BatchRunner:
         await _in_thread(one.end)
 
     async def _answer_all(self, one: OpenBatch, shelf: Shelf, batch: Batch) -> bool:
-        """Run the remaining lines; False if the server drains first."""
+        """Run the remaining lines. Return False if the server drains first."""
         source = shelf.folder / batch.input_file_id
         results = await _in_thread(Results, shelf.results(batch))
         counts = batch.request_counts
@@ -160,7 +160,7 @@ class BatchRunner:
     async def _outcome(
         self, one: OpenBatch, shelf: Shelf, batch: Batch, workers: Sequence[asyncio.Task[None]]
     ) -> str | None:
-        """Wait for the workers, a cancellation or the expiry; None if the server drains."""
+        """Wait until the batch is done. Return its status; None if the server drains."""
         pending = set(workers)
         saved = RequestCounts()
         while pending:
@@ -185,7 +185,7 @@ class BatchRunner:
         return None if self.is_draining else "completed"
 
     async def _answer(self, owner: str, line: Line) -> Result | None:
-        """The response of the line's route; None if the server drains first."""
+        """Return the result of a line, from its route. None if the server drains first."""
         while (key := self.keys.named(owner)) and not self.is_draining:
             self.num_open += 1
             try:
@@ -201,8 +201,8 @@ class BatchRunner:
 
 
 async def _in_thread(work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Run `work` in a thread. Cancellation waits until it has ended: the next process to lock the
-    batch must not find its files being written.
+    """Run `work` in a thread and return its result. If cancelled, wait until `work` ends: another
+    process may lock the batch next, and must not find its files being written.
     """
     task = asyncio.create_task(asyncio.to_thread(work, *args, **options))
     try:
@@ -212,7 +212,7 @@ async def _in_thread(work: Callable[P, T], *args: P.args, **options: P.kwargs) -
 
 
 def _begin(shelf: Shelf, name: str) -> Batch | None:
-    """Start the batch, which may fail validation; None if its files have been removed."""
+    """Start and return the batch, which may fail validation; None if its files were removed."""
     try:
         batch = shelf.load(name, Batch)
     except NotFound:
@@ -241,7 +241,7 @@ def _begin(shelf: Shelf, name: str) -> Batch | None:
 
 
 def _report(shelf: Shelf, name: str, error: OSError) -> None:
-    """Tell the batch's client why it makes no progress, if there is room for that."""
+    """Record in the batch why it makes no progress, if the disk has room for that."""
     with suppress(OSError, NotFound):
         batch = shelf.load(name, Batch)
         message = f"{error.strerror}: the batch continues once the server can write its results"
@@ -266,7 +266,7 @@ def _validate(source: Path, endpoint: str) -> tuple[int, list[Problem]]:
 
 
 def _pending(source: Path, done: dict[CustomId, int]) -> Iterator[Line]:
-    """Lines of a valid file that have no result yet."""
+    """Yield the lines of a valid file that have no result yet."""
     for _, text in lines_of(source):
         if (line := read_line(text)).custom_id not in done:
             check(line)
@@ -307,7 +307,7 @@ def _finish(shelf: Shelf, batch: Batch, source: Path, outcome: Any) -> None:
 
 
 async def _call(app: ASGIApp, key: Key, line: Line) -> tuple[Response, float]:
-    """The application's response, and the seconds after which to retry."""
+    """Return the application's response, and the seconds to wait before a retry."""
     messages: list[Message] = [{"type": "http.request", "body": bytes(line.body)}]
     answer = Response(500)
     body = bytearray()

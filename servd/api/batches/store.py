@@ -1,4 +1,4 @@
-"""BatchStore: the files and batches of each API key, in a folder that API servers share.
+"""BatchStore: keeps the files and batches of each API key, in a folder that API servers share.
 
 KEY/ID.json     the FileObject or Batch, replaced atomically
 KEY/ID          the content of a file; locked while it is written
@@ -39,7 +39,7 @@ ID = re.compile(r"(file-|batch_)[0-9a-f]{32}[oe]?")
 
 
 class Shelf:
-    """The objects of one API key; other keys cannot see them."""
+    """The files and batches of one API key. Other keys cannot access them."""
 
     def __init__(self, store: BatchStore, owner: str) -> None:
         self.store = store
@@ -54,7 +54,7 @@ class Shelf:
         return found
 
     def load(self, name: str, kind: type[T]) -> T:
-        """Return a FileObject or Batch by its id. Raises NotFound."""
+        """Return a FileObject or Batch by its id. Raise NotFound if this key has none."""
         try:
             if not ID.fullmatch(name):
                 raise FileNotFoundError
@@ -85,8 +85,8 @@ class Shelf:
         return self.folder / f"{batch.id}.results"
 
     def check_room(self, num_bytes: int = 0) -> None:
-        """Check that the key may have one more batch, or file of that many bytes. Raises
-        InvalidRequest.
+        """Raise InvalidRequest if the key may not have one more batch, or one more file of
+        `num_bytes`.
         """
         sizes = self._sizes()
         if (num := sum(name.endswith(".json") for name in sizes)) >= MAX_OBJECTS:
@@ -97,7 +97,7 @@ class Shelf:
         self.check_bytes(sum(sizes.values()) + num_bytes)
 
     def save_within_bounds(self, batch: Batch) -> None:
-        """Write a batch's progress. Raises InvalidRequest: its results exceed the key's bound."""
+        """Save a batch. Raise InvalidRequest if its results exceed the key's limit of bytes."""
         self.save(batch)
         self.check_bytes(sum(self._sizes().values()))
 
@@ -110,7 +110,7 @@ class Shelf:
         return sizes
 
     def check_bytes(self, total: int) -> None:
-        """Check that `total` bytes are within the key's bound. Raises InvalidRequest."""
+        """Raise InvalidRequest if `total` bytes exceed the key's limit."""
         if total > MAX_BYTES:
             raise InvalidRequest(
                 f"the files of this API key would have {total} bytes, at most {MAX_BYTES} are "
@@ -119,8 +119,8 @@ class Shelf:
 
     @contextmanager
     def uploading(self) -> Iterator[None]:
-        """Count an upload while it is received. Raises Overloaded: the key has MAX_UPLOADS
-        others.
+        """Count an upload for the duration of the block. Raise Overloaded if the key already has
+        MAX_UPLOADS uploads.
         """
         uploads = self.store.uploads
         if uploads[self.owner] >= MAX_UPLOADS:
@@ -132,8 +132,8 @@ class Shelf:
             uploads[self.owner] -= 1
 
     def add_file(self, content: IO[bytes], filename: str, seconds: int = RETENTION) -> FileObject:
-        """Store an upload for a number of seconds. After an OSError, such as a full disk, nothing
-        is left of it.
+        """Store an upload for `seconds`, and return its FileObject. Remove an incomplete file after
+        an OSError, such as a full disk.
         """
         self.folder.mkdir(mode=0o700, exist_ok=True)
         self.check_room(size := content.seek(0, os.SEEK_END))
@@ -152,8 +152,8 @@ class Shelf:
             path.unlink(missing_ok=True)
 
     def add_batch(self, body: BatchRequest) -> Batch:
-        """Store a new batch for some process to run. Raises NotFound: there is no such file;
-        InvalidRequest: there is no room, or the file is the output of another batch.
+        """Store and return a new batch, which some process will run. Raise NotFound if the file
+        does not exist, InvalidRequest if there is no room or the file is a batch's output.
         """
         file = self.load(body.input_file_id, FileObject)
         if file.purpose != "batch":
@@ -177,7 +177,7 @@ class Shelf:
         return batch
 
     def cancel(self, batch: Batch) -> Batch:
-        """Request the cancellation of a batch. Raises InvalidRequest: it has already ended."""
+        """Request the cancellation of a batch. Raise InvalidRequest if the batch has ended."""
         if batch.is_over:
             raise InvalidRequest(f"the batch is {batch.status}: nothing is left to cancel")
         (self.store.open / f"{batch.id}.cancel").touch()
@@ -202,7 +202,7 @@ class OpenBatch:
 
 
 class BatchStore:
-    """The objects of all keys, in a folder that is accessible to this user only."""
+    """The files and batches of all API keys, in a folder that only this user can access."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -214,8 +214,8 @@ class BatchStore:
         return Shelf(self, owner)
 
     def take(self, running: Mapping[str, int], most: int) -> list[OpenBatch]:
-        """Lock and return batches that no process runs, oldest first; closing the lock frees one.
-        This process may run at most `most` batches of each owner.
+        """Lock and return batches that no process runs, oldest first. Close a batch's lock to free
+        it. This process may run at most `most` batches of each owner.
         """
         taken: list[OpenBatch] = []
         num_of = Counter(running)
@@ -231,7 +231,7 @@ class BatchStore:
         return taken
 
     def remove_old(self) -> None:
-        """Remove objects older than RETENTION, and what killed servers have left half written."""
+        """Remove objects older than RETENTION, and incomplete files of killed servers."""
         now = time.time()
         for path in self.folder.glob("*/*"):
             with suppress(FileNotFoundError):  # other servers remove them, too
@@ -240,7 +240,7 @@ class BatchStore:
                     path.unlink()
 
     def _is_abandoned(self, path: Path) -> bool:
-        """Return whether a file is not complete, and no process writes it."""
+        """Return whether a file is incomplete and no process writes it."""
         name = path.name.partition(".")[0]
         is_content = path.name == name and name.startswith("file-")
         if not is_content and path.suffix not in (".tmp", ".new"):
@@ -255,14 +255,14 @@ class BatchStore:
 
 
 def describe_file(name: str, filename: str, size: int, seconds: int = RETENTION) -> FileObject:
-    """Return a FileObject created now, with its expiry."""
+    """Return a FileObject that was created now and expires in `seconds`."""
     now = int(time.time())
     return FileObject(name, size, now, now + seconds, filename)
 
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that is locked while it is written, and remove it if the writing fails."""
+    """Open a file, locked for the duration of the block. Remove the file if the block fails."""
     with path.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
@@ -277,7 +277,7 @@ def _unique() -> str:
 
 
 def _lock(marker: Path) -> IO[str] | None:
-    """Return the locked file; None if another process has locked or finished it."""
+    """Lock and return a file; None if another process has locked or removed it."""
     try:
         file = marker.open()
     except FileNotFoundError:

@@ -1,1 +1,1 @@
-"""How the outputs of a request become a response: one builder for each API's shapes."""
+"""Response builders: turn the outputs of a request into a response of each API."""

@@ -1,4 +1,4 @@
-"""ResponseBuilder: the outputs of one request become a JSON body, or the frames of a stream."""
+"""ResponseBuilder: turns the outputs of one request into a JSON body or a stream."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -32,19 +32,19 @@ CHOICE_SIZE = 32  # what a choice takes besides its tokens, in the same measure
 
 
 class ResponseBuilder(ABC):
-    """One request from its admission to the last byte of its response. Subclasses know the shapes.
+    """A builder that handles a request from admission to the end of its response.
 
-    Streams and whole responses are made of the same outputs, so a stream joined is the response.
+    Streams and complete responses are built from the same outputs, so they have the same content.
 
-    `asked` states what is generated and how; each of the prompts gets the same number of choices.
+    `asked` has the generation parameters. Every prompt gets the same number of choices.
     `response_id` is the `id` of the body and of all frames.
     """
 
     keep_alive_frame: ClassVar[bytes] = KEEP_ALIVE  # sent while a stream has no frame
     end: ClassVar[bytes] = DONE  # sent after a stream's last frame
     request_type: ClassVar[str] = "other"  # for the metrics
-    max_logprobs: ClassVar[int] = MAX_LOGPROBS_HELD  # of an answer
-    streams_logprobs: ClassVar[bool] = True  # once, for each output token; and keeps none
+    max_logprobs: ClassVar[int] = MAX_LOGPROBS_HELD  # maximum per response
+    streams_logprobs: ClassVar[bool] = True  # sends each token's logprobs once, and keeps none
 
     def __init__(
         self,
@@ -83,11 +83,11 @@ class ResponseBuilder(ABC):
             raise InvalidRequest("beam search has no run manifest: leave out X-Servd-Receipt")
 
     def start(self) -> None:  # noqa: B027
-        """Set up per-choice state once the request has been validated."""
+        """Set up the state of the choices, after the request has been validated."""
 
     @abstractmethod
     def frames_of(self, output: CompletionOutput) -> bytes:
-        """The stream's frames for an output; may be empty."""
+        """Return the stream's frames for an output, or no bytes."""
 
     @abstractmethod
     def add(self, output: CompletionOutput) -> None:
@@ -95,7 +95,7 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def whole(self) -> msgspec.Struct:
-        """The body, after the last output."""
+        """Return the complete body, after the last output."""
 
     @property
     def size(self) -> int:
@@ -106,7 +106,7 @@ class ResponseBuilder(ABC):
         return 0
 
     def check_logprobs(self, num_tokens: int) -> None:
-        """Check the number of log-probabilities that the answer has with N output tokens."""
+        """Raise InvalidRequest if N output tokens would have too many log-probabilities."""
         of_prompts = self.num_prompt_logprobs
         is_whole = not (self.stream and self.streams_logprobs)
         of_output = num_tokens * self.num_logprobs_each if is_whole else 0
@@ -127,16 +127,16 @@ class ResponseBuilder(ABC):
         )
 
     def last_frame(self) -> bytes:
-        """The stream's frame after the last output; may be empty."""
+        """Return the stream's frame after the last output, or no bytes."""
         return b""
 
     def error_frame(self, reply: ErrorReply) -> bytes:
-        """The last frame of a stream that fails; `reply` is the error as an HTTP response."""
+        """Return the last frame of a failed stream. `reply` is the error as an HTTP response."""
         return event(reply.body)
 
     async def respond(self, headers: Mapping[str, str] | None = None) -> Response:
-        """Stream, or wait for all of it; the engine stops when the client leaves
-        (ClientDisconnect).
+        """Return the stream, or the complete response. Raise ClientDisconnect, and stop the engine,
+        if the client disconnects.
         """
         headers = {**(headers or {}), **self.call.ignored}
         if self.stream:
@@ -169,8 +169,8 @@ class ResponseBuilder(ABC):
 
     @asynccontextmanager
     async def outputs(self) -> AsyncIterator[AsyncGenerator[CompletionOutput, None]]:
-        """Admit the whole request for the duration of the block, prepare it, and generate the
-        outputs of all choices; index = prompt number * n + i.
+        """Admit and prepare the request for the duration of the block. Yield the outputs of all
+        choices, whose index is prompt number * n + choice number.
         """
         async_llm = self.async_llm
         asked = self.asked
@@ -198,7 +198,7 @@ class ResponseBuilder(ABC):
                 yield outputs
 
     def count(self, output: CompletionOutput) -> None:
-        """Count the tokens of an output, and check how many log-probabilities there are."""
+        """Count the tokens of an output, and check the number of log-probabilities."""
         self.num_output_tokens += len(output.token_ids)
         if self.num_logprobs_each and self.params.max_tokens is None:
             self.check_logprobs(self.num_output_tokens)
@@ -206,7 +206,7 @@ class ResponseBuilder(ABC):
             self.token_ids[output.index] += output.token_ids
         if num_cached := output.num_cached_tokens:
             prompt, choice = divmod(output.index, self.n)
-            if choice == 0:  # later choices find what the first one computed
+            if choice == 0:  # later choices find the blocks of the first choice
                 self.num_cached_tokens[prompt] = max(self.num_cached_tokens[prompt], num_cached)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
@@ -249,14 +249,14 @@ class ResponseBuilder(ABC):
         return sum(len(one.prompt_token_ids) for one in self.prepared)
 
     def parser_of(self, index: int) -> OutputParser:
-        """The parser of a choice, made when it is needed: there may be thousands of choices."""
+        """Return a choice's parser, created on first use: there may be thousands of choices."""
         parser = self.parsers.get(index)
         if parser is None:
             parser = self.parsers[index] = OutputParser(self.prepared[index // self.n].expected)
         return parser
 
     def deltas_of(self, output: CompletionOutput) -> list[Delta]:
-        """Parsed deltas of an output, and of text held back before it."""
+        """Return the parsed deltas of an output and of text that was held back before."""
         parser = self.parser_of(output.index)
         deltas = parser.feed(output.text, output.token_ids)
         if output.finish_reason is not None:

@@ -1,4 +1,4 @@
-"""ChatBuilder: the shapes of a chat completion."""
+"""ChatBuilder: builds the response of a chat completion."""
 
 from collections.abc import Sequence
 
@@ -33,7 +33,7 @@ class ChatBuilder(ChunkBuilder):
     asked: ChatCompletionRequest
 
     def chunks(self, output: CompletionOutput) -> list[ChatCompletionChunk]:
-        """A chunk with the role before a choice's first delta, then the delta."""
+        """Return the chunks of an output. A choice's first chunk has only the role."""
         chunks: list[ChatCompletionChunk] = []
         delta = self._delta(output)
         output.text = ""  # it is in the delta, as far as it is certain what it is
@@ -90,7 +90,7 @@ class ChatBuilder(ChunkBuilder):
         )
 
     def usage(self) -> Usage:
-        """Tokens so far; of a model that reasons, also those of its reasoning."""
+        """Return the token counts so far, with reasoning tokens if the model reasons."""
         usage = super().usage()
         if self.async_llm.processor.model_format.reasoning_parser is not None:
             num_tokens = sum(parser.num_reasoning_tokens for parser in self.parsers.values())
@@ -98,7 +98,7 @@ class ChatBuilder(ChunkBuilder):
         return usage
 
     def _prompt(self) -> tuple[list[int] | UnsetType, str | UnsetType]:
-        """Its token ids and its text, as far as the client asked for them."""
+        """Return the prompt's token ids and its text, each only if the client asked for it."""
         prepared = self.prepared[0]
         return (
             prepared.prompt_token_ids if self.asked.return_token_ids else UNSET,

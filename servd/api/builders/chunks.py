@@ -1,4 +1,4 @@
-"""ChunkBuilder: what chat and text completions share; a stream is made of chunks."""
+"""ChunkBuilder: the common base of the builders for chat and text completions."""
 
 import time
 from abc import abstractmethod
@@ -29,7 +29,7 @@ from servd.messages.outputs import CompletionOutput
 
 
 class ChunkBuilder(ResponseBuilder):
-    """Builds the response of completions or chats: several choices of one or more prompts."""
+    """A builder of completions or chats, with several choices of one or more prompts."""
 
     def start(self) -> None:
         self.created = int(time.time())
@@ -53,7 +53,7 @@ class ChunkBuilder(ResponseBuilder):
 
     @abstractmethod
     def chunks(self, output: CompletionOutput) -> Sequence[msgspec.Struct]:
-        """Return the stream's chunks for an output; there may be none."""
+        """Return the stream's chunks for an output. The list may be empty."""
 
     @abstractmethod
     def usage_chunk(self) -> ChatCompletionChunk | Completion:
@@ -110,7 +110,7 @@ class ChunkBuilder(ResponseBuilder):
         )
 
     def metrics(self) -> ResponseMetrics | UnsetType:
-        """Return speculative decoding metrics, if enabled and there is one choice."""
+        """Return the speculative decoding metrics, if enabled and there is only one choice."""
         config = self.context.config
         level = config.observability.per_request_spec_decode_metrics
         speculative = config.model.speculative_config
@@ -122,7 +122,7 @@ class ChunkBuilder(ResponseBuilder):
         )
 
     def kv_transfer_params(self) -> KVTransferAnswer | UnsetType:
-        """Return where another engine finds the computed prompt, if one is to continue it."""
+        """Return the location of the computed prompt, if another engine is to decode."""
         if not self.options.is_exported:
             return UNSET
         rank = self.prepared[0].rank
@@ -134,7 +134,7 @@ class ChunkBuilder(ResponseBuilder):
         return None if self.include_usage else UNSET
 
     def has_news(self, output: CompletionOutput) -> bool:
-        """Return whether an output has anything to stream: its text may be held back."""
+        """Return whether an output has anything to stream. Its text may still be held back."""
         asked_for_tokens = output.logprobs or self.asked.return_token_ids or self.continuous_usage
         return bool(output.text or output.finish_reason or (output.token_ids and asked_for_tokens))
 
@@ -146,7 +146,7 @@ class ChunkBuilder(ResponseBuilder):
         )
 
     def prompt_text(self, state: RequestState) -> str:
-        """Return the prompt as text, decoded if it was given as token ids."""
+        """Return the prompt as text. Decode a prompt that consists of token ids."""
         if state.prompt is not None:
             return state.prompt
         return self.tokenizer.decode(state.prompt_token_ids, skip_special_tokens=False)
@@ -170,5 +170,5 @@ class ChunkBuilder(ResponseBuilder):
 
 
 def _rates(num_tokens: int, ms: float) -> tuple[float, float]:
-    """Return ms per token, and tokens per second; 0 where there was nothing to measure."""
+    """Return milliseconds per token, and tokens per second or 0 without a duration."""
     return round(ms / max(num_tokens, 1), 3), round(1000 * num_tokens / ms, 3) if ms else 0.0

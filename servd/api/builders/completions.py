@@ -1,4 +1,4 @@
-"""CompletionBuilder: the shapes of a text completion."""
+"""CompletionBuilder: builds the response of a text completion."""
 
 from msgspec import UNSET, UnsetType
 
@@ -28,7 +28,7 @@ class CompletionBuilder(ChunkBuilder):
         self.offsets = [TextOffsets(self.tokenizer, skipped, self.token_name) for _ in counted]
 
     def chunks(self, output: CompletionOutput) -> list[Completion]:
-        """One chunk; the first of a choice also has what is sent once."""
+        """Return a chunk, or none. A choice's first chunk also has the fields sent only once."""
         is_first = not self.has_begun[output.index]
         if not self.has_news(output) and not (is_first and self.echo):
             return []

@@ -1,9 +1,9 @@
-"""How likely a model is to answer with each of some texts.
+"""OptionScorer: computes the probability that a model answers with each of the given options.
 
-The options are token sequences in a trie. Where the trie branches, one request for one token asks
-the engine how likely each branch is; an option's probability is the product along its path. That is
-the distribution of an answer that can be nothing but one of the options. All requests continue one
-prompt, whose blocks the prefix cache keeps.
+The options are token sequences in a trie. At each branch of the trie, one-token requests ask the
+engine for the probability of each next token. An option's probability is the product along its
+path: the distribution of an answer that must be one of the options. All requests continue the same
+prompt, whose blocks stay in the prefix cache.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class Branch(msgspec.Struct):
     logprobs: dict[int, float] = {}  # by next token, as the model has them
 
     def shares(self) -> Iterator[tuple[list[int], float]]:
-        """Options that continue alike, and how likely that is if it must be one of these tokens."""
+        """Yield the options that share a next token, with the probability of that token."""
         most = max(self.logprobs[token_id] for token_id in self.members)
         weights = [math.exp(self.logprobs[token_id] - most) for token_id in self.members]
         for members, weight in zip(self.members.values(), weights, strict=True):
@@ -41,7 +41,7 @@ class Branch(msgspec.Struct):
 
 
 def branches(options: list[list[int]]) -> list[Branch]:
-    """Where the options part, the first such place first. Time is linear in their tokens."""
+    """Return the branches where the options differ, shortest prefix first, in linear time."""
     found: list[Branch] = []
     groups = [(0, list(range(len(options))))]
     while groups:
@@ -61,9 +61,8 @@ def branches(options: list[list[int]]) -> list[Branch]:
 
 @dataclass(eq=False)
 class OptionScorer:
-    """Probabilities of options after prompts, for an admitted request. Counts the tokens of all
-    prompts, those among them that the prefix cache had, and one output token for each request to
-    the engine.
+    """A scorer of options after prompts, for an admitted request. It counts the tokens of all
+    prompts, the cached tokens among them, and one output token for each request to the engine.
     """
 
     async_llm: AsyncLLM
@@ -79,8 +78,8 @@ class OptionScorer:
     async def probabilities(
         self, prompt_token_ids: list[int], options: list[list[int]]
     ) -> list[float]:
-        """Return how likely each option is to follow the prompt, if one of them does; the sum is 1.
-        No option may be the beginning of another, and the prompt may not be empty.
+        """Return the probability of each option after the prompt, given that one option follows.
+        The sum is 1. No option may be a prefix of another option. The prompt must not be empty.
 
         Raises ContextTooLong: the prompt with an option does not fit; EngineError.
         """
@@ -133,7 +132,7 @@ def _batches(token_ids: list[int]) -> Iterator[list[int]]:
 
 
 async def gather(work: Iterable[Awaitable[T]]) -> list[T]:
-    """`asyncio.gather` that leaves nothing running when a part fails or the caller is cancelled."""
+    """Call `asyncio.gather`, and stop all parts if one fails or the caller is cancelled."""
     tasks = [asyncio.ensure_future(part) for part in work]
     try:
         return await asyncio.gather(*tasks)

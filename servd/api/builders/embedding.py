@@ -1,4 +1,4 @@
-"""Vectors: compute the vectors of prompts, and how well texts fit together."""
+"""Computes the vectors of prompts, and the similarity of texts."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -38,11 +38,11 @@ async def embed(
     options: RequestOptions,
     check: Callable[[int], None] = lambda num_tokens: None,
 ) -> Vectors:
-    """Validate all prompts, which get ids that begin with `prefix`, then compute all vectors; the
-    engine stops when the client leaves (ClientDisconnect).
+    """Validate all prompts, then return their vectors. The ids of the prompts begin with `prefix`.
+    If the client disconnects, raise ClientDisconnect and stop the engine.
 
-    `check` gets the number of tokens of all prompts before anything is computed, and may refuse
-    them.
+    `check` gets the number of tokens of all prompts before the engine starts, and may raise an
+    error.
     """
     call = call_of(request)
     async_llm = call.context.async_llm
@@ -76,10 +76,10 @@ async def compare(
     seconds: Sequence[Prompt],
     body: SimilarityRequest,
 ) -> tuple[list[float], EmbeddingUsage]:
-    """Score texts, one with all others or pair by pair: by the model's head, or without one by
-    cosines of embeddings.
+    """Return the scores of one text with all others, or of texts pair by pair: scores of the
+    model's head or, without a head, cosine similarities of embeddings.
 
-    Raises InvalidRequest: the model's head sorts into classes, or its files do not state how it
+    Raises InvalidRequest: the model's head classifies, or its files do not specify how to compute
     scores.
     """
     pooling = call_of(request).context.async_llm.processor.pooling
@@ -101,7 +101,7 @@ async def compare(
 async def _cosines(
     request: Request, firsts: Sequence[bytes], seconds: Sequence[bytes]
 ) -> list[float]:
-    """Those of float32 vectors of length 1: of one with all others, or of pairs."""
+    """Return cosines of float32 vectors of length 1: of one with all others, or of pairs."""
 
     def compute() -> list[float]:
         left = [unpack_vector(vector) for vector in firsts]

@@ -1,4 +1,4 @@
-"""EventBuilder: what Responses and Messages share, streams of named events that change the body."""
+"""EventBuilder: the common base of the builders for Responses and Messages."""
 
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
@@ -24,16 +24,16 @@ CUT_OFF = (FinishReason.LENGTH, FinishReason.REPETITION)
 
 
 class EventBuilder(ResponseBuilder):
-    """One choice of one prompt.
+    """A builder for one choice of one prompt. Its stream has named events that change the body.
 
-    An event shows the body as it is at that moment, so it must be encoded before the next one is
-    asked for. All must be asked for, also where nobody reads them.
+    An event may refer to the body, so encode it before you ask for the next event. Consume all
+    events, even if no client reads them, because that completes the body.
     """
 
     names: ClassVar[Mapping[str, str]]
-    """Chat field -> the field of this API that it was made of, for errors."""
-    end = b""  # the last event states that it is the last
-    max_logprobs = MAX_LOGPROBS_HELD // 4  # this many of the last events show all
+    """Maps chat fields to the fields of this API, for error messages."""
+    end = b""  # the last event marks the end
+    max_logprobs = MAX_LOGPROBS_HELD // 4  # the last 4 events repeat them
     streams_logprobs = False
     response: Any
     """The body so far."""
@@ -52,26 +52,26 @@ class EventBuilder(ResponseBuilder):
 
     @asynccontextmanager
     async def outputs(self) -> AsyncIterator[AsyncGenerator[CompletionOutput, None]]:
-        """As for a chat, but errors have this API's field names."""
+        """Yield the outputs as for a chat. Errors have the field names of this API."""
         with renamed(self.names):
             async with super().outputs() as outputs:
                 yield outputs
 
     @abstractmethod
     def begin(self) -> Iterator[Event]:
-        """Events before the first output."""
+        """Yield the events before the first output."""
 
     @abstractmethod
     def change(self, delta: Delta) -> Iterator[Event]:
-        """Add a delta to the body."""
+        """Add a delta to the body. Yield the events of this change."""
 
     @abstractmethod
     def finish(self, output: CompletionOutput) -> Iterator[Event]:
-        """Complete the body after its last output."""
+        """Complete the body after its last output. Yield the events of this change."""
 
     @abstractmethod
     def fail(self, reply: ErrorReply) -> Iterator[Event]:
-        """End the stream with an error; `reply` is the error as an HTTP response."""
+        """Yield the events of a failure. `reply` is the error as an HTTP response."""
 
     @property
     def parser(self) -> OutputParser:
@@ -101,6 +101,6 @@ class EventBuilder(ResponseBuilder):
 
 
 def encode(events: Iterable[Event]) -> bytes:
-    """Server-sent events with names."""
+    """Return the events as server-sent events with names."""
     written = [(e["type"].encode(), msgspec.json.encode(e)) for e in events]
     return b"".join([b"event: %b\ndata: %b\n\n" % event for event in written])

@@ -1,6 +1,6 @@
-"""Log-probabilities in OpenAI's two shapes: that of chats, and that of completions.
+"""Builds log-probabilities in OpenAI's two formats, for chats and for completions.
 
-Those of a token are JSON at once: 70 bytes for a candidate, where objects take 400.
+A token's log-probabilities are encoded as JSON at once: 70 bytes a candidate instead of 400.
 """
 
 import codecs
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def encoded(value: T) -> T:
-    """A part of an answer as JSON, for a place where only its encoder looks."""
+    """Return a part of a response as raw JSON, typed as the part that it replaces."""
     return cast(T, msgspec.Raw(msgspec.json.encode(value)))
 
 
@@ -30,7 +30,7 @@ def choice_logprobs(
     positions: list[TokenLogprobs] | None,
     name: Callable[[int], str] | None = None,
 ) -> ChoiceLogprobs | None:
-    """The log-probabilities of `positions`; tokens are called by their texts, or by `name`."""
+    """Return log-probabilities at `positions`. `name` gives a token's text; default: tokenizer."""
     if positions is None:
         return None
     name = name or tokenizer.token_string
@@ -50,10 +50,10 @@ def choice_logprobs(
 
 @dataclass(eq=False)
 class TextOffsets:
-    """Where the tokens of one choice begin in its text.
+    """The offsets at which the tokens of one choice begin in its text.
 
-    Counts characters that are complete, so a character of several tokens begins where its first
-    token does.
+    Offsets count complete characters. A character of several tokens thus begins where its first
+    token begins.
     """
 
     tokenizer: Tokenizer
@@ -67,7 +67,7 @@ class TextOffsets:
     def prompt(
         self, text: str, token_ids: list[int], positions: list[TokenLogprobs], num_logprobs: int
     ) -> CompletionLogprobs:
-        """OpenAI's legacy shape for an echoed prompt, whose first token has no logprob."""
+        """Return log-probabilities of an echoed prompt, in OpenAI's format for completions."""
         result = CompletionLogprobs([], [], [], [])
         is_beginning = True
         for token_id, position in zip(token_ids, [None, *positions], strict=True):

@@ -1,4 +1,4 @@
-"""MessageBuilder: a chat becomes a Message of content blocks, and the events of its stream."""
+"""MessageBuilder: builds a Message of content blocks, and its events, from a chat's output."""
 
 import json
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ PING: Event = {"type": "ping"}
 
 
 class MessageBuilder(EventBuilder):
-    """At most one block is open, the last one of the content; each new one closes it."""
+    """A builder of messages. Only the last content block may be open: a new block closes it."""
 
     keep_alive_frame = b'event: ping\ndata: {"type":"ping"}\n\n'
     names = CHAT_NAMES

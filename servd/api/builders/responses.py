@@ -1,4 +1,4 @@
-"""ResponsesBuilder: a chat becomes a Response of output items, and the events of its stream."""
+"""ResponsesBuilder: builds a Response of output items, and its events, from a chat's output."""
 
 import time
 from bisect import bisect_left, bisect_right
@@ -41,9 +41,9 @@ NO_TOOL: dict[str, Any] = {"description": None, "parameters": None, "strict": No
 
 
 class ResponsesBuilder(EventBuilder):
-    """At most one item is open, the last one of the output; each new one closes it. `keep` is
-    called when `response` is complete, before the client knows; `is_stored`: the response can be
-    asked for later.
+    """A builder of responses. Only the last output item may be open: a new item closes it. The
+    builder calls `keep` when `response` is complete, before the client gets the end. With
+    `is_stored`, clients can retrieve the response later.
     """
 
     names = CHAT_NAMES
@@ -67,7 +67,7 @@ class ResponsesBuilder(EventBuilder):
         self.seals = ENCRYPTED in (body.include or ())
 
     def queue(self) -> Iterator[Event]:
-        """The response waits, and can be asked for already."""
+        """Yield the events of a queued response, which clients can already retrieve."""
         self.response.status = "queued"
         yield self._event("response.created", response=self.response)
         yield self._event("response.queued", response=self.response)
@@ -125,7 +125,7 @@ class ResponsesBuilder(EventBuilder):
         yield self._event(f"response.{status}", response=self.response)
 
     def fail(self, reply: ErrorReply) -> Iterator[Event]:
-        """The response, failed; a bare error if no event has told of it."""
+        """Yield the failed response, or only an error if no event was sent before."""
         detail = msgspec.json.decode(reply.body, type=ErrorBody).error
         self.response.status = "failed"
         self.response.error = ResponseError(detail.message)
@@ -135,7 +135,7 @@ class ResponsesBuilder(EventBuilder):
             yield self._event("error", code=detail.code, message=detail.message, param=detail.param)
 
     def cancel(self) -> Iterator[Event]:
-        """Somebody has stopped it. OpenAI's clients know no event of that name."""
+        """Yield the events of a cancelled response, as incomplete: OpenAI has no event for it."""
         yield from self._close("incomplete")
         self.response.status = "cancelled"
         yield self._event("response.incomplete", response=self.response)
@@ -193,8 +193,8 @@ class ResponsesBuilder(EventBuilder):
         self.item = None
 
     def _take_logprobs(self, text: str) -> list[TokenLogprobs]:
-        """Those of the tokens that write a text; those before it, of tags, are dropped. What comes
-        after it stays for what follows, as an output may hold a message and a call.
+        """Remove and return the logprobs of the tokens of `text`. Drop the logprobs of earlier
+        tokens, such as tags. Keep the logprobs of later tokens, e.g. of a call after a message.
         """
         if not self.logprobs:
             return []

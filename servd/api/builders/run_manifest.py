@@ -1,4 +1,4 @@
-"""RunManifest: what reproduces a response token by token, or explains a difference."""
+"""RunManifest: the data to reproduce a response token by token, or to explain a difference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _hashing = threading.Lock()
 
 
 class RepeatablePrompt(msgspec.Struct):
-    """A prompt, its sampling parameters and its output."""
+    """A prompt with its sampling parameters and its output."""
 
     prompt_token_ids: list[int]
     params: SamplingParams  # with the seed that was drawn
@@ -34,7 +34,7 @@ class RepeatablePrompt(msgspec.Struct):
 
 
 class RunManifest(msgspec.Struct):
-    """Everything that determined a response. Hashes are SHA-256."""
+    """All facts that determined a response. Hashes are SHA-256."""
 
     versions: dict[str, str]
     configuration: str  # hash of all options and of the model's shape
@@ -45,7 +45,7 @@ class RunManifest(msgspec.Struct):
     prompts: list[RepeatablePrompt]
 
     def find_differences(self, other: RunManifest) -> list[str]:
-        """Return the differences to another manifest, except for prompts, one per line."""
+        """Return the differences to another manifest, one per entry, without the prompts."""
         facts: list[dict[str, str]] = []
         for each in (self, other):
             found = msgspec.structs.asdict(each)
@@ -62,8 +62,8 @@ class RunManifest(msgspec.Struct):
 def make_manifest(
     config: Config, spec: hf.ModelSpec, worker: WorkerReady, prompts: list[RepeatablePrompt]
 ) -> RunManifest:
-    """Describe a run. Reads all weights, once in the life of a process: about a second per
-    gigabyte, or none where the hub's cache has their hashes.
+    """Return the manifest of a run. The first call in a process hashes all weights, which takes
+    about a second per gigabyte, or no time if the hub's cache has the hashes.
     """
     model = msgspec.structs.replace(config.model, **dict.fromkeys(PLACES))
     shape = msgspec.structs.replace(spec, folder="")
@@ -78,7 +78,7 @@ def make_manifest(
 
 
 def find_versions() -> dict[str, str]:
-    """Return the versions of Python, servd, and the packages that may influence outputs."""
+    """Return the versions of Python, servd, and the packages that may affect outputs."""
     found = {"python": platform.python_version(), "servd": servd.__version__}
     for package in PACKAGES:
         try:
@@ -90,7 +90,7 @@ def find_versions() -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def hash_weights(folder: str) -> str:
-    """Return one hash of the names and contents of a checkpoint's weights."""
+    """Return a hash of the names and contents of a checkpoint's weight files."""
     lines: list[str] = []
     for file in sorted(Path(folder).glob("*.safetensors")):
         name = file.resolve().name  # in the hub's cache the SHA-256 of what is in it

@@ -1,1 +1,1 @@
-"""From a checked request to the deltas of its answer."""
+"""The path of a request from its validation to the deltas of its output."""

@@ -1,4 +1,4 @@
-"""Adapters: LoRA adapters by name, as clients see them, loaded and unloaded at run time."""
+"""Adapters: finds LoRA adapters by name, and loads and unloads them at run time."""
 
 import asyncio
 import re
@@ -23,7 +23,7 @@ MAX_NAME = 256  # characters
 
 @dataclass(eq=False)
 class Adapters:
-    """Finds and loads adapters. All API servers share the store, so all see changes at once."""
+    """The loadable adapters. All API servers share the store, so all of them see each change."""
 
     config: LoRAConfig  # with enable_lora
     async_llm: AsyncLLM  # knows the layers of the model once that is loaded
@@ -35,7 +35,7 @@ class Adapters:
         self.folder = None if config.lora_dir is None else Path(config.lora_dir).resolve()
 
     async def find(self, name: str) -> Adapter | None:
-        """Return the adapter of this name, loaded from --lora-dir if it is there."""
+        """Return the adapter of this name; load it from --lora-dir if needed. None if unknown."""
         if (adapter := self.store.use(name)) is not None:
             return adapter
         if self.folder is None or len(name) > MAX_NAME or not NAME.fullmatch(name):
@@ -60,8 +60,8 @@ class Adapters:
 
     @lru_cache(maxsize=1024)  # noqa: B019  # one of a process
     def _fits(self, at: Path, is_ready: bool, *changed: float) -> bool:
-        """Return whether an adapter can be loaded, as far as is known before the model is loaded.
-        Cached by the times of its files.
+        """Return whether an adapter can be loaded. Before the model is ready, its layers are not
+        checked. The result is cached by the modification times of the files.
         """
         ready = self.async_llm.status
         layers = ready.worker.adaptable if isinstance(ready, EngineReady) else {}
@@ -72,11 +72,11 @@ class Adapters:
         return True
 
     async def load(self, name: str, path: str, in_place: bool) -> Adapter:
-        """Load an adapter from a folder in --lora-dir for later requests; running ones keep theirs.
-        With `in_place`, it may replace one of the same name.
+        """Load an adapter from a folder in --lora-dir for later requests. Running requests keep
+        their adapters. With `in_place`, replace an adapter of the same name.
 
-        Raises Forbidden: the path is not inside --lora-dir; InvalidRequest: the name or the
-        adapter; Unavailable: the model is still loading.
+        Raises Forbidden: the path is not inside --lora-dir; InvalidRequest: the name or the adapter
+        is not valid; Unavailable: the model is still loading.
         """
         if len(name) > MAX_NAME or not NAME.fullmatch(name):
             raise InvalidRequest(
@@ -115,11 +115,11 @@ class Adapters:
             raise InvalidRequest(words, param=param) from None
 
     async def unload(self, name: str) -> Adapter | None:
-        """Unload an adapter; running requests keep it. Return None if no adapter has this name."""
+        """Unload and return an adapter; None if unknown. Running requests keep it."""
         return await asyncio.to_thread(self.store.unload, name)
 
     def _is_inside(self, at: Path) -> bool:
-        """Return whether a folder and its files are inside --lora-dir after following links."""
+        """Return whether a folder and its files are inside --lora-dir after following symlinks."""
         assert self.folder is not None
         try:
             paths = [each.resolve() for each in (at, at / CONFIG, at / TENSORS)]

@@ -1,4 +1,4 @@
-"""Admission: which requests are accepted, and when the others should retry."""
+"""Admission: decides which requests are accepted, and when refused requests should retry."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ BACKGROUND_SHARE = 2  # background requests may fill 1/2 of the queue
 
 @dataclass(slots=True)
 class Bucket:
-    """Token bucket for a key's requests per minute."""
+    """A token bucket for an API key's requests per minute."""
 
     level: float = 0.0  # requests that may come at once, at time `since`
     since: float = -math.inf
 
     def refill(self, per_minute: float, now: float) -> float:
-        """Return the level now; an empty bucket is full after a minute."""
+        """Return the current level. An empty bucket is full again after a minute."""
         self.level = min(self.level + (now - self.since) * per_minute / 60, max(per_minute, 1.0))
         self.since = now
         return self.level
@@ -35,7 +35,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class Admitted:
-    """An admitted request, until it ends."""
+    """An admitted request, which counts toward the limits until it ends."""
 
     admission: Admission
     owner: str
@@ -44,8 +44,8 @@ class Admitted:
     headers: dict[str, str] = field(default_factory=dict)  # for its response
 
     def count_tokens(self, num_tokens: int) -> None:
-        """Set the number of tokens of the request's prompts. Raises InvalidRequest: they exceed
-        --max-waiting-tokens; Overloaded: too many tokens are unfinished.
+        """Set the number of tokens of the request's prompts. Raise InvalidRequest if they exceed
+        --max-waiting-tokens, or Overloaded if too many tokens are unfinished.
         """
         admission = self.admission
         limit = self.admission.config.max_waiting_tokens
@@ -65,11 +65,11 @@ class Admitted:
 @dataclass(eq=False)
 class Admission:
     """The limits of one API server, in total and per key. `prompts` and `tokens` count the
-    unfinished ones by owner.
+    unfinished prompts and their tokens by owner.
 
-    A full queue refuses owners who use their share of it; others are admitted up to twice the
-    limit. While the server drains, until `drained_at` on `clock`, it serves old connections if it
-    `hands_over` to another server.
+    A full queue refuses owners that use up their share; other owners are admitted up to twice the
+    limit. While the server drains, until `drained_at` on `clock`, it serves its open connections
+    only if it `hands_over` to another server.
     """
 
     config: SchedulerConfig  # the limits
@@ -97,12 +97,12 @@ class Admission:
         priority_class: int = 0,
         timeout: float = math.inf,
     ) -> Iterator[Admitted]:
-        """Admit a request for the duration of the block. Owners share the queue; `num_waiting`
-        counts the requests of all owners that wait in the engines, `timeout` is in seconds.
+        """Admit a request for the duration of the block. Owners share the queue. `num_waiting`
+        counts all owners' requests that wait in the engines. `timeout` is in seconds.
 
-        Raises InvalidRequest: more prompts than --max-waiting-requests; Overloaded: too many are
-        unfinished, or the deadline cannot be met; RateLimited: by the key; Unavailable: shutting
-        down.
+        Raises InvalidRequest: the request exceeds --max-waiting-requests; Overloaded: too many are
+        unfinished, or the deadline cannot be met; RateLimited: a limit of the API key is reached;
+        Unavailable: the server is shutting down.
         """
         if self.drained_at is not None and not self.hands_over:
             left = _whole(self.drained_at - self.clock())
@@ -132,13 +132,13 @@ class Admission:
             self._count(admitted, -num_prompts, priority_class)
 
     def refuse(self, reason: str, error: RequestError) -> RequestError:
-        """Count a refusal; returns the error to raise."""
+        """Count a refusal in the metrics, and return `error` for the caller to raise."""
         self.metrics.labelled["vllm:admission_rejections", reason].inc()
         return error
 
     def check(self, reason: str, used: Counter[str], owner: str, more: int, limit: int) -> None:
-        """Check that `more` prompts or tokens fit in a limit. Raises Overloaded, with the estimated
-        time until they do.
+        """Check that `more` prompts or tokens fit within `limit`. Raise Overloaded, with an
+        estimate of when to retry, if they do not.
         """
         total = used.total()
         mine = used[owner] + more
@@ -156,7 +156,7 @@ class Admission:
         )
 
     def _count(self, admitted: Admitted, num_prompts: int, priority_class: int) -> None:
-        """Count a request's prompts when it starts; with a negative number, when it ends."""
+        """Add a request's prompts when it starts. At its end, call this with a negative number."""
         now = self.clock()
         if self.prompts.total():
             decay = math.exp((self._counted_at - now) / MEMORY)
@@ -184,8 +184,8 @@ class Admission:
             raise self.refuse("max_waiting_requests", error)
 
     def _check_deadline(self, owner: str, num_waiting: int, timeout: float) -> None:
-        """Estimate the wait before a request, if owners take turns, and refuse the request if that
-        exceeds its timeout.
+        """Estimate how long a request would wait if owners take turns. Raise Overloaded if that
+        exceeds `timeout` seconds.
         """
         ahead = min(num_waiting, self.prompts[owner] * len({*self.prompts, owner}))
         seconds = self._seconds_to_serve(ahead)
@@ -231,7 +231,7 @@ def _whole(seconds: float) -> int:
 
 
 def _rate_limit(limit: float, remaining: int, reset: float) -> dict[str, str]:
-    """Return OpenAI's headers for a limit of requests; `reset` is in seconds."""
+    """Return OpenAI's headers for a rate limit. `reset` is in seconds."""
     return {
         "x-ratelimit-limit-requests": f"{limit:g}",
         "x-ratelimit-remaining-requests": str(max(remaining, 0)),

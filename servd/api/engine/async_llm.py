@@ -1,4 +1,4 @@
-"""AsyncLLM: prepares and runs concurrent requests on the engines, on an API server's event loop."""
+"""AsyncLLM: prepares and runs concurrent requests on the engines, in an API server's event loop."""
 
 import asyncio
 import logging
@@ -69,13 +69,13 @@ DEADLINE_PASSED = (
 
 @dataclass(eq=False)
 class AsyncLLM:
-    """Prepares requests, sends each to an engine and streams its deltas back. Belongs to one event
-    loop.
+    """The asynchronous engine: prepares requests, sends each to an engine and streams its deltas.
+    Belongs to one event loop.
 
     Attributes:
         engines: the --data-parallel-size engines, by rank.
-        requests: running prompts by id, in order of arrival. Prompts of clients stay until the
-            answer is written, all others until their last token.
+        requests: running prompts by id, in order of arrival. A client's prompt stays until its
+            response is written, any other prompt until its last token.
         observer: one observer that calls all others.
         admission: limits on unfinished requests.
         loop: shares the event loop fairly among owners.
@@ -141,15 +141,15 @@ class AsyncLLM:
 
     @property
     def status(self) -> EngineStatus | EngineReady | EngineDeadMessage:
-        """The status of all engines: that of the first dead engine; else of one that was never
-        ready; else of a ready one; else all restart.
+        """The combined status of the engines: that of a dead engine, else of an engine that was
+        never ready, else of a ready engine, else of a restarting engine.
         """
         engines = self.engines
         return engines[0].status if len(engines) == 1 else min(engines, key=_significance).status
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are served, if only by the engines that are not restarting."""
+        """Whether the server can serve requests, even if some engines are restarting."""
         return isinstance(self.status, EngineReady)
 
     @property
@@ -158,7 +158,7 @@ class AsyncLLM:
 
     @property
     def num_unfinished(self) -> int:
-        """Admitted prompts that have not ended, including those being prepared."""
+        """The number of admitted prompts that have not ended, including prompts in preparation."""
         return self.admission.prompts.total()
 
     def admit(
@@ -169,8 +169,8 @@ class AsyncLLM:
         priority_class: int = 0,
         timeout: float = math.inf,
     ) -> AbstractContextManager[Admitted]:
-        """Admit a request with all its prompts before any work is done for it, for the duration of
-        the `with` block.
+        """Admit a request with all its prompts, for the duration of the `with` block, before any
+        other work for it.
 
         Raises:
             Unavailable: the model is still loading.
@@ -201,17 +201,17 @@ class AsyncLLM:
         Check new structured outputs in another thread, which may take seconds.
 
         Args:
-            prompts: with the same parameters and options.
+            prompts: share the same parameters and options.
             params: see `Processor.process`.
             options: see `Processor.process`.
             deadline: on the clock of the event loop.
-            admitted: counts the tokens: a lower bound before the work, then the real number.
+            admitted: counts the tokens: first a lower bound, then the real number.
 
         Raises:
             InvalidRequest: see `Processor.process`, `Processor.check_structured_output` and
                 `Admitted.count_tokens`.
             Overloaded: see `Processor.check_structured_output` and `Admitted.count_tokens`.
-            DeadlineExceeded: the deadline came before the end.
+            DeadlineExceeded: the deadline has passed.
         """
         processor = self.processor
         owner = options.owner
@@ -243,7 +243,7 @@ class AsyncLLM:
         return prepared
 
     async def tokenize(self, prompt: Prompt, owner: str) -> list[int]:
-        """Call `Processor.tokenize`, in a thread if the prompt is long.
+        """Return the token ids of a prompt, tokenised in a thread if it is long.
 
         Raises:
             InvalidRequest: see `Processor.tokenize`.
@@ -258,22 +258,22 @@ class AsyncLLM:
         deadline: float | None = None,
         in_pieces: bool = True,
     ) -> AsyncGenerator[CompletionOutput, None]:
-        """Run prompts of an admitted request.
+        """Run the prompts of an admitted request.
 
         Args:
-            prepared: by `prepare`, each with the same number of choices, `n`.
+            prepared: the result of `prepare`. All have the same number of choices, `n`.
             deadline: on the clock of the event loop.
-            in_pieces: deltas are wanted as they come; False is cheaper.
+            in_pieces: yield deltas as they arrive. False is cheaper.
 
         Yields:
-            Deltas of all choices until the last one finishes, pending ones merged; index = prompt
-            number * n + i. Leaving early, by `aclose` or cancellation, aborts the rest at once.
+            Deltas of all choices until the last choice finishes, with pending deltas merged. Their
+            index is prompt number * n + choice number. Closing the generator aborts the rest.
 
         Raises:
-            EngineError: the engine failed on one of them.
+            EngineError: the engine failed on a prompt.
             EngineDead: the engine is dead.
             InvalidRequest: a request with the same id is running.
-            DeadlineExceeded: the deadline came before the last delta.
+            DeadlineExceeded: the deadline passed before the last delta.
         """
         for one in prepared:
             is_running = one.request_id in self.engines[one.rank].running
@@ -327,8 +327,8 @@ class AsyncLLM:
         self.engines[state.rank].send(state)
 
     def _open_ranks(self) -> Sequence[int]:
-        """Return the engines for a new request. A sleeping engine has to load its model first: it
-        is used only if no other engine has a free slot.
+        """Return the ranks of the engines that may take a new request. A sleeping engine must load
+        its model first, so it is included only if no other engine has a free slot.
         """
         ready = [engine for engine in self.engines if engine.is_ready]
         if any(engine.is_asleep for engine in ready):
@@ -358,7 +358,7 @@ class AsyncLLM:
             self.load_balancer.start_anew()
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix caches of all engines, but for blocks in use."""
+        """Empty the prefix caches of all engines, except blocks in use."""
         for engine in self.engines:
             if engine.is_ready and not engine.is_asleep:  # others have none
                 engine.client.send(ResetPrefixCache())
@@ -369,7 +369,7 @@ class AsyncLLM:
         self.has_changed = asyncio.Event()
 
     def _move(self) -> None:
-        """Move requests of restarting engines to other engines, where these have free slots."""
+        """Move requests from restarting engines to other engines that have free slots."""
         lost = [engine for engine in self.engines if engine.recovery.is_restarting]
         if self.load_balancer is None or not lost:
             return
@@ -398,13 +398,13 @@ class AsyncLLM:
     async def run_in_thread(
         self, owner: str, size: int, work: Callable[[], T], *, is_new: bool = False
     ) -> T:
-        """Run `work` off the event loop, unless it is short.
+        """Return the result of `work`, run in a thread unless it is short.
 
         Args:
-            owner: of the request; owners take turns.
-            size: about how many characters, tokens or numbers are processed.
-            work: must not touch anything that belongs to the loop.
-            is_new: it is the first work for the request, which may still be refused.
+            owner: the request's owner. Owners take turns.
+            size: about how many characters, tokens or numbers `work` processes.
+            work: must not touch objects that belong to the event loop.
+            is_new: this is the first work for a request, which may still be refused.
 
         Raises:
             Overloaded: too many new requests are queued.
@@ -420,7 +420,7 @@ class AsyncLLM:
 
 
 def _significance(engine: EngineClient) -> int:
-    """Rank an engine's status by precedence in `AsyncLLM.status`; the lowest decides."""
+    """Return the precedence of an engine's status in `AsyncLLM.status`. The lowest wins."""
     match engine.status:
         case EngineDeadMessage():
             return 0

@@ -1,8 +1,7 @@
-"""Beam search: finds the most probable continuations of a prompt with one-token requests to the
-engine.
+"""Beam search: finds the most probable continuations of a prompt.
 
-Each step sends every beam as a request for one token and its top log-probabilities; the prefix
-cache holds what beams share. Scores and stopping criteria are those of `transformers`' beam search.
+Each step sends every beam as a request for one token and its top log-probabilities. The prefix
+cache holds the tokens that beams share. Scores and stopping criteria match `transformers`.
 """
 
 import asyncio
@@ -38,7 +37,7 @@ class Beam(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class BeamSearch:
-    """One search; `n` of the prepared request is the number of beams and of choices."""
+    """The search for one prompt. `prepared.params.n` is the number of beams and of choices."""
 
     # Only n, max_tokens, ignore_eos, stop_token_ids and the parameters of text apply.
     prepared: RequestState
@@ -63,7 +62,7 @@ class BeamSearch:
         self.num_cached_tokens = 0
 
     async def run(self, async_llm: AsyncLLM, deadline: float | None) -> list[CompletionOutput]:
-        """Return the complete choices, best first. Raises what `AsyncLLM.generate` raises."""
+        """Return the complete choices, best first. Raise the errors of `AsyncLLM.generate`."""
         answers: list[CompletionOutput] = []
         reason = FinishReason.ABORT
         arrival_ns = self.prepared.begin_ns
@@ -97,7 +96,7 @@ class BeamSearch:
         answers: list[CompletionOutput],
         reason: FinishReason,
     ) -> list[Choice]:
-        """Count the search as one request in the metrics; all its tokens arrive at once."""
+        """Record the search in the metrics as one request whose tokens all arrive at once."""
         num_prompt_tokens = len(self.prepared.prompt_token_ids)
         now = now_ns()
         choices = [
@@ -117,7 +116,7 @@ class BeamSearch:
         return [self._answer(tokenizer, i, beam) for i, beam in enumerate(self.finished)]
 
     def advance(self, logprobs: list[TokenLogprobs]) -> None:
-        """Extend the running beams by one token, given each one's top log-probabilities."""
+        """Extend the running beams by one token. `logprobs` has the candidates of each beam."""
         candidates = [
             Beam([*beam.token_ids, token_id], beam.logprob + logprob)
             for beam, likely in zip(self.running, logprobs, strict=True)
@@ -188,7 +187,7 @@ async def search(
     early_stopping: EarlyStopping,
     deadline: float | None,
 ) -> AsyncGenerator[CompletionOutput, None]:
-    """Beam search in place of `AsyncLLM.generate`; the prompts' searches run concurrently."""
+    """Yield the choices of a beam search for each prompt, in place of `AsyncLLM.generate`."""
     searches = [BeamSearch(one, length_penalty, early_stopping) for one in prepared]
     tasks = [asyncio.ensure_future(one.run(async_llm, deadline)) for one in searches]
     try:

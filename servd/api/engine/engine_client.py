@@ -1,4 +1,4 @@
-"""EngineClient: an API server's view of one engine: its channel, its state, its requests."""
+"""EngineClient: an API server's view of one engine: its channel, its status, its requests."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ REQUESTS_LOOKED_AT = 256  # by /health, which needs no key
 
 @dataclass(eq=False)
 class EngineClient:
-    """Receives an engine's messages, and passes the deltas of its requests to their streams.
-    Belongs to one event loop.
+    """A client of one engine, which receives messages and passes deltas to their streams. Belongs
+    to one event loop.
 
-    `running` has those of `AsyncLLM.requests` that this engine computes, in order of arrival.
-    `loading_since` is in seconds of the monotonic clock. `cache_number` counts how often the prefix
-    cache was emptied: by start, wake-up or reset.
+    `running` has the requests of `AsyncLLM.requests` that this engine computes, in order of
+    arrival. `loading_since` is in seconds of the monotonic clock. `cache_number` counts how often
+    the prefix cache was emptied: by start, wake-up or reset.
     """
 
     rank: int  # number of the engine
@@ -94,7 +94,7 @@ class EngineClient:
         self._receive()  # the channel is edge-triggered
 
     def close(self) -> None:
-        """Stop receiving. The caller closes the channel."""
+        """End the running requests and stop receiving. The caller closes the channel."""
         for state in [*self.running.values()]:
             self.end(state)
         if self._reading_on is not None:
@@ -107,19 +107,19 @@ class EngineClient:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether it is ready, but has to load the model again before the next step."""
+        """Whether the engine is ready, but must load the model again before its next step."""
         return isinstance(self.status, EngineReady) and self.status.is_asleep
 
     @property
     def num_free_slots(self) -> int:
-        """Estimate of the requests that it could start at once, from its last report, which counts
-        other API servers' requests, and from those sent by this one.
+        """An estimate of how many requests the engine could start at once. It uses the engine's
+        last report, which covers all API servers, and this server's own open requests.
         """
         reported = self.stats.num_running + self.stats.num_waiting
         return (self.config.scheduler.max_num_seqs or 0) - max(reported, len(self.open_ids()))
 
     def send(self, state: RequestState) -> None:
-        """Send a new request to the engine, or once the engine has restarted."""
+        """Send a new request to the engine, after the restart if the engine is restarting."""
         self.running[state.request_id] = state
         recorded = state.recorded
         recorded.rank = self.rank
@@ -135,7 +135,7 @@ class EngineClient:
             self.client.send(state.request)
 
     def take_over(self, state: RequestState, lost: EngineClient) -> None:
-        """Continue a request of an engine that restarts."""
+        """Move a request from `lost`, an engine that restarts, to this engine."""
         self.running[state.request_id] = lost.running.pop(state.request_id)
         state.move(self.rank, self.cache_number)
         if state.request.options.is_watched:
@@ -146,7 +146,7 @@ class EngineClient:
         self.recovery.send([state])
 
     def end(self, state: RequestState) -> None:
-        """Forget a running request, and abort its unfinished choices."""
+        """Remove a running request, and abort its unfinished choices."""
         del self.running[state.request_id]
         if state.request.options.is_watched:
             self.num_watched -= 1
@@ -203,14 +203,14 @@ class EngineClient:
             self._reading = self._reading_on.call_soon(self._receive)
 
     def _take_messages(self, end: int) -> bool:
-        """Process messages until `end`, merging the outputs of several steps; returns whether these
-        were all.
+        """Process messages until the time `end`. Merge the outputs of several steps. Return whether
+        no message is left.
         """
         outputs: list[EngineCoreOutput] = []
         while messages := self.client.drain(MAX_MESSAGES):
             for message in messages:
                 if getattr(message, "generation", current := self.client.generation) < current:
-                    continue  # from an engine that has died
+                    continue  # a message from an engine that has died
                 if isinstance(message, EngineCoreOutputs):
                     outputs += message.all_outputs
                     self._take_state(message)
@@ -263,7 +263,7 @@ class EngineClient:
                 self.status = message
 
     def _restart(self, message: EngineRestarting) -> None:
-        """Wait for the next engine; end the request that the last ones crashed on."""
+        """Prepare for the restarted engine. Fail the request that crashed the engine repeatedly."""
         if not self.recovery.is_restarting:
             self.loading_since = time.monotonic()
             lost = [state for state in self.running.values() if state.is_open]
@@ -311,8 +311,8 @@ class EngineClient:
         self._deltas = self.outputs.process(outputs, self.running)
 
     def _hand_on(self, end: float) -> bool:
-        """Detokenize the outputs that were read, and put the deltas in their streams, until `end`;
-        returns whether these were all.
+        """Detokenize received outputs until the time `end`, and put the deltas in their streams.
+        Return whether no output is left.
         """
         for state, delta, stopped in self._deltas:
             if stopped:

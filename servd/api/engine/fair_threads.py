@@ -1,4 +1,4 @@
-"""FairThreads: threads for work too long for the event loop, shared fairly among clients."""
+"""FairThreads: runs work that is too long for the event loop, in threads shared among clients."""
 
 import asyncio
 import contextlib
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class FairThreads:
-    """Runs work in at least 2 threads, of clients in turn. Belongs to one event loop.
+    """A pool of at least 2 threads, in which clients take turns. Belongs to one event loop.
 
-    One client may occupy all threads but one, so a second client's work starts at once, however
-    much the first has queued.
+    One client may occupy all threads but one. A second client's work therefore starts at once,
+    however much the first client has queued.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -29,11 +29,11 @@ class FairThreads:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def run(self, client: str, work: Callable[[], T], limit: int | None = None) -> T:
-        """Wait for a thread and for `work`, which must not touch what belongs to the loop. If
-        cancelled while waiting, `work` is not started.
+        """Wait for a free thread, run `work` in it and return the result. `work` must not touch
+        objects of the event loop. A call cancelled while it waits does not start `work`.
 
-        Raises Overloaded: `limit` calls wait, at least a client's share of them for this client.
-        None never refuses, e.g. answers that are computed already.
+        Raises Overloaded: `limit` calls wait, and this client's calls fill its share of them. With
+        `limit` None, the call is never refused.
         """
         if limit is not None:
             self._check_room(client, limit)
@@ -45,7 +45,7 @@ class FairThreads:
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Start nothing more; running work is finished."""
+        """Start no more work. Running work finishes."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _check_room(self, client: str, limit: int) -> None:

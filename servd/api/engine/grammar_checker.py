@@ -37,10 +37,10 @@ UNKNOWN = "unknown"
 
 @dataclass(eq=False)
 class GrammarChecker:
-    """Compiles each grammar once in a separate process, with limits of size and time. Thread-safe.
+    """A process that compiles each grammar once, with limits of size and time. Thread-safe.
 
-    The grammar library does not bound all of its work, and some inputs crash the process. The
-    engine compiles with the same limits, so it only sees grammars that compiled here.
+    The grammar library does not bound all of its work, and some inputs crash its process. The
+    engine compiles with the same limits, so it only receives grammars that compiled here.
     """
 
     config: Config  # resolved; its limits are those of the engine
@@ -54,13 +54,13 @@ class GrammarChecker:
         self._verdicts: OrderedDict[tuple[str, str], str | None] = OrderedDict()
 
     def start(self) -> None:
-        """Start the process ahead of the first request, without waiting for it."""
+        """Start the process before the first request needs it. Do not wait until it is ready."""
         with self._lock.take(), contextlib.suppress(OSError):  # then the first request starts it
             self._connect()
 
     def knows(self, output: StructuredOutput) -> bool:
-        """Return whether the grammar is known to compile, without blocking. Raises InvalidRequest:
-        it is known not to.
+        """Return whether the grammar is known to compile, without blocking. Raise InvalidRequest if
+        the grammar is known not to compile.
         """
         # A single lookup: another thread may evict the verdict between two.
         error = self._verdicts.get(_key(output), UNKNOWN)
@@ -73,9 +73,9 @@ class GrammarChecker:
     def check(self, output: StructuredOutput, client: str = "") -> None:
         """Block until the grammar is known to compile. Clients take turns.
 
-        Raises InvalidRequest: it is malformed, not supported, too large or too complex; Overloaded:
-        too many others are checked, this client's take too long, or the process has died and the
-        next call restarts it.
+        Raises InvalidRequest: the grammar is malformed, not supported, too large or too complex;
+        Overloaded: too many grammars are being checked, this client's grammars take too long, or
+        the process has died and the next call restarts it.
         """
         if not self.knows(output) and (error := self._verdict(output, client)) is not None:
             raise InvalidRequest(f"{output.param}: {error}", param=output.param)
@@ -102,9 +102,9 @@ class GrammarChecker:
             return error
 
     def _compile(self, output: StructuredOutput) -> str | None:
-        """Have the process compile a grammar, and return the problem. If the process dies, try once
-        more: the reason may be another one. Raises Overloaded: it does not start, or gets no CPU
-        time.
+        """Compile a grammar in the process. Return the problem, or None. If the process dies, retry
+        once, because another grammar may be the cause. Raise Overloaded if the process does not
+        start or gets no CPU time.
         """
         for _ in range(ATTEMPTS):
             try:
@@ -158,7 +158,7 @@ class GrammarChecker:
         )
 
     def _start_up(self) -> str | None:
-        """Wait until the process is ready; return the reason if it never can be. Raises OSError."""
+        """Wait until the process is ready. Return the reason if it never will be. Raise OSError."""
         channel = self._connect()
         if self._is_ready:
             return None
@@ -168,7 +168,7 @@ class GrammarChecker:
         return error
 
     def _receive(self, channel: socket.socket) -> GrammarVerdict:
-        """Receive one line. Raises OSError: after the channel's timeout, or when the process has
+        """Receive one verdict. Raise OSError after the channel's timeout, or if the process has
         ended.
         """
         line = b""
@@ -180,7 +180,7 @@ class GrammarChecker:
         return msgspec.json.decode(line, type=GrammarVerdict)
 
     def _connect(self) -> socket.socket:
-        """Return the channel to the process, which is started if there is none. Raises OSError."""
+        """Return the channel to the process. Start it if needed, or raise OSError."""
         if self._is_closed:
             raise ConnectionAbortedError("the server is stopping")
         if self._process is None:
@@ -209,8 +209,8 @@ class GrammarChecker:
 
 
 class FairLock:
-    """A lock that takes turns: it goes to the waiting client that has held it for the shortest
-    time. A client that keeps the lock busy delays others by one turn, not by its whole queue.
+    """A lock for which clients take turns: the waiting client that has held the lock for the
+    shortest time is next. A busy client delays others by one turn, not by its whole queue.
     """
 
     def __init__(self) -> None:
@@ -222,8 +222,8 @@ class FairLock:
 
     @contextlib.contextmanager
     def take(self, client: str = "", timeout: float | None = None) -> Iterator[None]:
-        """Hold the lock. Raises Overloaded: it was not this client's turn within `timeout` seconds,
-        or the client has used its SHARE and is waiting already.
+        """Hold the lock for the duration of the block. Raise Overloaded after `timeout` seconds, or
+        if the client has used its SHARE and already waits.
         """
         with self._changed:
             if self._seconds.get(client, 0.0) > SHARE and client in self._waiting.values():

@@ -1,4 +1,4 @@
-"""kv_transfer_params: a prompt that one engine computes and another continues with."""
+"""kv_transfer_params: lets one engine compute a prompt and another generate its output."""
 
 import time
 
@@ -12,8 +12,8 @@ FIELD = "kv_transfer_params"
 
 
 def check(options: RequestOptions, config: Config, num_prompts: int) -> None:
-    """Check that this server takes part as a request asks that names another. It reads from nobody
-    whom it was not told of: a client could have it connect to any host. Raises InvalidRequest.
+    """Check that this server can do the KV transfer of a request. Raise InvalidRequest if not. Only
+    configured peers are read from: a client could otherwise name any host.
     """
     if (transfer := config.cache.kv_transfer_config) is None:
         raise InvalidRequest(f"`{FIELD}`: this server was started without {FLAG}", param=FIELD)
@@ -30,7 +30,7 @@ def check(options: RequestOptions, config: Config, num_prompts: int) -> None:
 
 
 def answer(config: Config, rank: int, request_id: str, num_tokens: int) -> KVTransferAnswer:
-    """Return what to send to the engine that continues with a prompt which engine `rank` has
+    """Return the parameters by which another engine finds the prompt that engine `rank` has
     computed.
     """
     assert config.cache.kv_transfer_config is not None

@@ -1,8 +1,8 @@
-"""Routing: chooses the engine of --data-parallel-size that serves a prompt at the lowest cost.
+"""LoadBalancer: sends a prompt to the engine of --data-parallel-size with the lowest cost.
 
-The cost is counted in tokens to compute: those of the prompt that are not in the engine's prefix
-cache, part of those of the requests queued before it, and what the engine has recently received
-beyond its fair share, which bounds the imbalance where there is no queue.
+The cost is counted in tokens. It adds the prompt's tokens that are not in the engine's prefix
+cache, a part of the work queued before it, and the engine's recent tokens beyond its fair share.
+The last term bounds the imbalance when no requests queue.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ LEARNING_RATE = 1 / 64
 
 @dataclass(slots=True)
 class Routed:
-    """A routed prompt, as it counts toward its engine's pending work."""
+    """A prompt that was sent to an engine, and its part of the engine's pending work."""
 
     load_balancer: LoadBalancer
     rank: int
     prompt: int  # tokens to compute until its first token; 0 from then on
     cached: int  # tokens expected in the engine's prefix cache
-    output: float  # output tokens expected of all its choices
+    output: float  # expected output tokens of all choices
 
     def answer(self, num_cached: int) -> None:
-        """Record the first token; N of the prompt's tokens were cached."""
+        """Record the first token of the output. `num_cached` tokens of the prompt were cached."""
         if self.prompt:
             self.load_balancer.add_work(self.rank, -self.prompt, self.cached - num_cached)
             self.prompt = 0
 
     def leave(self, num_tokens: int) -> None:
-        """Record that the prompt left the engine; `num_tokens`: in all its choices."""
+        """Record that the prompt left the engine after `num_tokens` tokens of all choices."""
         work = self.prompt + OUTPUT_WEIGHT * self.output
         self.load_balancer.add_work(self.rank, -work, num_tokens - self.output - self.prompt)
 
     def end(self, num_tokens: Sequence[int]) -> None:
-        """Record that the prompt finished; `num_tokens`: in each of its choices."""
+        """Record that the prompt finished, with `num_tokens` output tokens for each choice."""
         total = sum(num_tokens)
         self.leave(total)
         if self.output:
@@ -77,14 +77,13 @@ def make_file() -> int:
 
 
 class LoadBalancer:
-    """Tracks what all API servers have sent to each engine, in shared memory (`descriptor`, from
-    `make_file`; -1 if there is only one API server).
+    """A load balancer that tracks what all API servers have sent to each engine. `descriptor` is
+    the shared memory from `make_file`, or -1 if there is only one API server.
 
-    Each API server writes its own row of numbers, that of its `place`. The table of blocks is
-    written by all: an entry has the checksum of a prompt up to the end of a block, and a bit for
-    each engine that computed it. An eviction is not recorded: it is noticed when the prompt is
-    routed there and computed again, which makes the entry true again. Without a prefix cache,
-    `block_size` is 0.
+    Each API server writes its own row of numbers, at `place`. All servers write the table of
+    blocks. An entry has the checksum of a prompt up to the end of a block, and a bit for each
+    engine that computed the block. Evictions are not recorded: the next prompt routed to the engine
+    is computed again, which makes the entry true again. Without a prefix cache, `block_size` is 0.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class LoadBalancer:
 
     @classmethod
     def of(cls, config: Config, place: int = 0, descriptor: int = -1) -> LoadBalancer | None:
-        """Return a router, if there is more than one engine."""
+        """Return a load balancer if there is more than one engine, else None."""
         size = config.parallel.data_parallel_size
         cache = config.cache
         block_size = cache.block_size if cache.enable_prefix_caching else 0
@@ -119,7 +118,7 @@ class LoadBalancer:
         return cls(size, block_size, place, descriptor, num_servers) if size > 1 else None
 
     def route(self, request: EngineCoreRequest, serving: Sequence[int]) -> Routed:
-        """Choose one of the engines that are up, and add the request to its pending work."""
+        """Choose one of the `serving` engines, and add the request to the engine's pending work."""
         sums = self._checksums(request)
         num_tokens = len(request.prompt_token_ids)
         cached = self._cached(sums, num_tokens)
@@ -156,7 +155,7 @@ class LoadBalancer:
         self.expected_output += LEARNING_RATE * (num_tokens - self.expected_output)
 
     def forget(self, rank: int) -> None:
-        """Clear an engine's bits: its prefix cache is empty, as it has ended or sleeps."""
+        """Clear an engine's bits, because its prefix cache is empty."""
         order = sys.byteorder
         others = (1 << 64) - 1 - (1 << rank)
         mask = int.from_bytes(others.to_bytes(8, order) * (PART // 8), order)
@@ -167,20 +166,20 @@ class LoadBalancer:
                 part[:] = (int.from_bytes(known, order) & mask).to_bytes(PART, order)
 
     def start_anew(self) -> None:
-        """Reset the recent tokens: an engine that was down need not catch up."""
+        """Set all recent tokens to their mean: a restarted engine need not catch up."""
         mean = sum(self._recent) / len(self.ranks)
         for rank in self.ranks:
             self._recent[rank] = mean
 
     def _sum(self, first: int) -> list[float]:
-        """Sum over all API servers, for each engine."""
+        """Return, for each engine, the sum over all API servers of a number at `first`."""
         numbers = self._numbers
         count = len(self.ranks)
         rows = [numbers[at : at + count] for at in range(first, self._used, ROW)]
         return [*map(sum, zip(*rows, strict=True))]
 
     def _checksums(self, request: EngineCoreRequest) -> dict[int, int]:
-        """Return checksums of the prompt up to each end in `_ends`, by position."""
+        """Return the checksum of the prompt up to each position in `_ends`."""
         params = request.params
         is_read = isinstance(params, SamplingParams) and params.prompt_logprobs is not None
         if is_read or not self.block_size:
@@ -193,14 +192,14 @@ class LoadBalancer:
         return sums
 
     def _ends(self, num_tokens: int) -> Iterable[int]:
-        """Block ends that have entries: all at first, then every COARSE-th."""
+        """Return the block ends that have entries: all at first, then every COARSE-th."""
         size = self.block_size
         fine = range(0, min(num_tokens, FINE_BLOCKS * size) + 1, size)
         return [*fine, *range((FINE_BLOCKS + COARSE) * size, num_tokens + 1, COARSE * size)]
 
     def _cached(self, sums: dict[int, int], num_tokens: int) -> list[int]:
-        """Estimate the cached tokens in each engine: an engine that computed a block has computed
-        all blocks before it. The last token of a prompt is always computed.
+        """Estimate how many tokens of the prompt each engine has cached. An engine that computed a
+        block has computed all blocks before it. The last token is always computed.
         """
         table = self._table
         found = [0] * len(self.ranks)

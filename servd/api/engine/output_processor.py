@@ -1,4 +1,4 @@
-"""OutputProcessor: EngineCoreOutput to CompletionOutput: detokenizes, and finds stop strings."""
+"""OutputProcessor: turns engine outputs into text, and finds stop strings."""
 
 from collections.abc import Iterator, Mapping
 
@@ -11,7 +11,7 @@ from servd.messages.outputs import CompletionOutput
 
 
 class OutputProcessor:
-    """Detokenizes the outputs of all running choices."""
+    """A processor that detokenizes the engine outputs of all running choices."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -19,11 +19,11 @@ class OutputProcessor:
     def process(
         self, outputs: list[EngineCoreOutput], requests: Mapping[str, RequestState]
     ) -> Iterator[tuple[RequestState, CompletionOutput, list[str]]]:
-        """Merge outputs of one or several steps to one delta for each choice; drop those of aborted
-        requests.
+        """Merge the outputs of one or more steps into one delta per choice. Drop the outputs of
+        aborted requests.
 
-        Yields a request, a delta of it, and the engine ids to abort: that of the choice, if a stop
-        string ended it, which the engine does not know.
+        Yield a request, its delta, and the engine ids to abort: the id of the choice if a stop
+        string ended it, because the engine does not know stop strings.
         """
         by_choice: dict[str, list[EngineCoreOutput]] = {}
         for output in outputs:

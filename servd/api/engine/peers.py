@@ -1,8 +1,8 @@
-"""Peer API servers: those of one engine exchange what they know of their requests, so that each
-answers for all.
+"""Peer API servers: the servers of the same engines share what they know of their requests, so that
+any server can answer for all.
 
-Each listens on a Unix socket beside the engine's. A query is one message on its own connection, and
-so is its reply. A peer that does not reply in time is left out.
+Each server listens on a Unix socket beside the engine's. A query is one message on its own
+connection, and so is its reply. A peer that does not reply in time is left out.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ CHARS_PER_STEP = 16  # a step costs as much as this many characters, see `AsyncL
 
 
 class ListRequests(msgspec.Struct, tag=True):
-    """The newest requests of an owner, running ones first; or the slowest finished ones."""
+    """A query for an owner's newest requests, running ones first, or the slowest finished ones."""
 
     reply: ClassVar[Any] = list[RequestSummary]
     owner: str
@@ -50,7 +50,7 @@ class ListRequests(msgspec.Struct, tag=True):
 
 
 class FindTimeline(msgspec.Struct, tag=True):
-    """Where a request's time went; None if the owner has no such request."""
+    """A query for the timeline of a request; None if the owner has no such request."""
 
     reply: ClassVar[Any] = RequestTimeline | None
     owner: str
@@ -76,7 +76,7 @@ class FindTimeline(msgspec.Struct, tag=True):
 
 
 class ListSteps(msgspec.Struct, tag=True):
-    """The latest steps of each engine, in order."""
+    """A query for the latest steps of each engine, in order."""
 
     reply: ClassVar[Any] = list[StepRecord]
     count: int
@@ -87,8 +87,8 @@ class ListSteps(msgspec.Struct, tag=True):
 
 
 class WriteMetrics(msgspec.Struct, tag=True):
-    """Publish the counters for the server that aggregates all API servers' metrics, and reply with
-    the state of the engines.
+    """A query that makes the peer publish its counters, for the server that aggregates all metrics,
+    and reply with the state of the engines.
     """
 
     reply: ClassVar[Any] = Report
@@ -103,14 +103,14 @@ Query = ListRequests | FindTimeline | ListSteps | WriteMetrics
 
 @dataclass(eq=False)
 class PeerServers:
-    """Queries that this API server and its peers answer together."""
+    """The peer API servers: sends queries to them, and answers their queries."""
 
     async_llm: AsyncLLM  # of this one
     path: Path | None = None  # of this server's socket, while it listens
     _server: asyncio.Server | None = None
 
     async def listen(self, path: Path) -> None:
-        """Answer peers, whose sockets are in the same folder with the same name prefix."""
+        """Start to answer peers. Their sockets are in the same folder as `path`, named `api-*`."""
         self.path = path
         self._server = await asyncio.start_unix_server(self._serve, path)
 
@@ -136,7 +136,7 @@ class PeerServers:
         return [by_start[start] for start in sorted(by_start)][-query.count :]
 
     async def ask_peers(self, query: Query) -> list[Any]:
-        """Return the replies of all peers that are there."""
+        """Return the replies of all peers that answer in time."""
         if self.path is None:
             return []
         others = [path for path in self.path.parent.glob("api-*") if path != self.path]
@@ -166,7 +166,7 @@ class PeerServers:
 
 
 def _recency(request: RequestSummary) -> tuple[bool, float]:
-    """Sort key: running requests by their start, others by their end."""
+    """Return the sort key of a request: its start if it is running, else its end."""
     if request.status == "running":
         return True, request.created
     return False, request.created + request.wall_ms / 1000

@@ -1,4 +1,4 @@
-"""PinnedPrefixes: has every engine keep the prompts of --pin-prefix in its cache."""
+"""PinnedPrefixes: keeps the prompts of --pin-prefix in every engine's prefix cache."""
 
 import itertools
 import logging
@@ -21,8 +21,8 @@ PINNED = RequestOptions(retention=1e9)  # longer than any request may ask for
 
 
 class PinnedPrefixes:
-    """Prompts, of the files of --pin-prefix, that are computed whenever an engine's cache is empty.
-    Raises ConfigError: a file cannot be read.
+    """The prompts in the files of --pin-prefix, computed whenever an engine's cache is empty.
+    Raises ConfigError if a file cannot be read.
     """
 
     def __init__(self, files: list[str]) -> None:
@@ -30,8 +30,8 @@ class PinnedPrefixes:
         self._numbers = itertools.count()
 
     async def keep(self, async_llm: AsyncLLM) -> None:
-        """Send them to each engine that is ready, and again when its cache was emptied."""
-        known: dict[int, int] = {}  # engine -> which of its caches has them
+        """Send the prompts to each ready engine, and again after its cache was emptied."""
+        known: dict[int, int] = {}  # engine -> number of its cache that has the prompts
         while True:
             changed = async_llm.has_changed
             for engine in async_llm.engines:

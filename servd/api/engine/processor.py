@@ -1,4 +1,4 @@
-"""Processor: turns prompts into engine requests: chat template, tokenizer, validation."""
+"""Processor: turns prompts into engine requests with chat template, tokenizer and validation."""
 
 import itertools
 import logging
@@ -45,7 +45,7 @@ PROMPT_ONLY = SamplingParams(max_tokens=0, temperature=0.0, ignore_eos=True)
 
 @dataclass(eq=False)
 class Processor:
-    """Validates everything in a request; the engine only asserts."""
+    """Renders, tokenises and validates requests. The engine relies on this validation."""
 
     config: Config  # resolved
     spec: ModelSpec
@@ -91,10 +91,10 @@ class Processor:
         options: RequestOptions = NO_OPTIONS,
         state: RequestState | None = None,
     ) -> RequestState:
-        """Render, tokenise and validate a prompt, and return it in `state` or a new one. The caller
-        also has to call `check_structured_output`, which may take seconds.
+        """Render, tokenise and validate a prompt. Return `state`, or a new state, with the result.
+        The caller must then call `check_structured_output`, which may take seconds.
 
-        Raises InvalidRequest, or ContextTooLong: prompt and max_tokens together exceed
+        Raises InvalidRequest, or ContextTooLong if prompt and `max_tokens` together exceed
         `max_model_len`. `max_tokens` None means up to the end of the context.
         """
         if isinstance(params, PoolingParams):
@@ -141,8 +141,8 @@ class Processor:
         return state
 
     def fewest_tokens(self, prompt: Prompt, keep: int | None) -> int:
-        """Return a lower bound of a prompt's tokens, if `process` accepts it. In chats only users'
-        messages count: templates may drop others. `keep` is `truncate_prompt_tokens`.
+        """Return a lower bound of a prompt's tokens, if `process` accepts the prompt. In chats,
+        only users' messages count: templates may drop others. `keep` is `truncate_prompt_tokens`.
         """
         match prompt.content:
             case list(token_ids):
@@ -162,14 +162,14 @@ class Processor:
         return min(found, self.max_model_len, *known)  # `process` refuses more than that
 
     def check_structured_output(self, state: RequestState) -> None:
-        """Block until the grammar of a structured output has been checked; see
-        `GrammarChecker.check`.
+        """Block until `GrammarChecker.check` has checked the grammar of a structured output, if
+        any. Raise the errors of that method.
         """
         if state.params.structured_output is not None:
             self.grammars.check(state.params.structured_output, state.request.options.owner)
 
     def render(self, prompt: Prompt) -> str | list[int]:
-        """Return the text to tokenise, or the token ids of a prompt given as such."""
+        """Return the text to tokenise, or the token ids if the prompt consists of token ids."""
         content = prompt.content
         if isinstance(content, Chat):
             return self.chat_template.render(content)
@@ -188,14 +188,14 @@ class Processor:
         return self.fill_in_middle.prompt(content, prompt.suffix)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a prompt, which need not fit into the context."""
+        """Return the token ids of a prompt, without checking that they fit in the context."""
         return self._token_ids(prompt, self.render(prompt))
 
     def reasoning_tags(self, prompt_token_ids: list[int] | None) -> ReasoningTags:
-        """Return the tokens by which the engine recognises reasoning. The prompt shows whether the
-        output begins inside it; without one, it does.
+        """Return the tokens by which the engine recognises reasoning. The prompt determines whether
+        the output begins inside reasoning; without a prompt, it does.
 
-        Raises InvalidRequest: the model does not reason, or its tags are not one token each.
+        Raises InvalidRequest: the model does not reason, or its tags are not single tokens.
         """
         parser = self.model_format.reasoning_parser
         if parser is None:
@@ -216,7 +216,7 @@ class Processor:
         return ReasoningTags(end_id, None if last_tag == start_id else start_id)
 
     def check_logprobs(self, name: str, num_logprobs: int) -> None:
-        """Check a number of log-probabilities, of the field `name`, against --max-logprobs."""
+        """Raise InvalidRequest if field `name` asks for more logprobs than --max-logprobs."""
         most = self.config.model.max_logprobs
         if num_logprobs > (MAX_CANDIDATES if most < 0 else most):
             raise InvalidRequest(
@@ -230,7 +230,7 @@ class Processor:
             raise InvalidRequest(f"not possible with --logprobs-mode {mode}: it takes logprobs")
 
     def check_token_ids(self, token_ids: list[int], param: str) -> None:
-        """Check that all ids are in the model's vocabulary."""
+        """Raise InvalidRequest if an id is not in the model's vocabulary."""
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.spec.vocab_size):
             bad = next(i for i in token_ids if not 0 <= i < self.spec.vocab_size)
             raise InvalidRequest(
@@ -273,7 +273,7 @@ class Processor:
     def _encode(
         self, prompt: Prompt, text: str | list[int], keep: int | None, least: int
     ) -> tuple[list[int], bool]:
-        """Return validated token ids, and whether the prompt was truncated."""
+        """Return the validated token ids, and whether the prompt was truncated."""
         if keep is not None and (keep < -1 or keep == 0):
             raise InvalidRequest(
                 f"truncate_prompt_tokens must be -1 or at least 1, got {keep}",
@@ -301,7 +301,7 @@ class Processor:
 
     @property
     def _max_chars(self) -> int:
-        """The longest text that can fit; refusing others untokenized saves a second per few MB."""
+        """The length of the longest text that can fit. Refusing longer texts early saves time."""
         return self.max_model_len * self.tokenizer.longest_token
 
     def _no_room(self, num_tokens: int, least: int, param: str) -> ContextTooLong:
@@ -342,7 +342,7 @@ class Processor:
         return token_ids
 
     def _beginning(self, token_ids: list[int], limit: int) -> list[int]:
-        """Truncate at the end, but keep the special tokens that the tokenizer appends."""
+        """Return the first `limit` token ids, but keep the special tokens at the end."""
         if len(token_ids) <= limit:
             return token_ids
         num_last = 0
@@ -351,7 +351,7 @@ class Processor:
         return token_ids[: limit - num_last] + token_ids[len(token_ids) - num_last :]
 
     def _end(self, token_ids: list[int], limit: int) -> list[int]:
-        """Truncate at the beginning; an encoder keeps its first token, which may be pooled."""
+        """Return the last `limit` token ids. An encoder keeps its first token for pooling."""
         if len(token_ids) <= limit or self.pooling.is_causal:
             return token_ids[-limit:]
         return [token_ids[0], *token_ids[len(token_ids) - limit + 1 :]]
@@ -364,8 +364,8 @@ class Processor:
         token_ids: list[int],
         least: int,
     ) -> SamplingParams:
-        """Return `params` with the defaults that depend on prompt and model. Check that the request
-        fits in the context.
+        """Return `params` with the defaults that depend on prompt and model. Raise InvalidRequest
+        or ContextTooLong if the request does not fit.
         """
         for name in ("logprobs", "prompt_logprobs"):
             if (num_logprobs := getattr(params, name)) is not None:

@@ -1,4 +1,4 @@
-"""Progress: whether the engine is idle, decoding, computing long prompts, or stalled."""
+"""Progress: reports whether an engine is idle, decoding, computing long prompts, or stalled."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,7 +14,7 @@ GRACE = 10.0  # seconds beyond OVERDUE_FACTOR for a busy machine, or the first s
 
 
 class Progress(msgspec.Struct):
-    """The answer of /health while requests are served."""
+    """The answer of /health while the server serves requests."""
 
     status: str  # "ready" or "stalled"
     activity: str  # "idle", "asleep", "decoding", "prefill" or "stalled"
@@ -28,7 +28,7 @@ class Progress(msgspec.Struct):
 
 
 def combine(each: Sequence[Progress | None]) -> Progress:
-    """Combine the progress of several engines; None stands for one that is down."""
+    """Return the combined progress of several engines. None stands for an engine that restarts."""
     serving = [found for found in each if found is not None]
     # One advancing engine keeps the server ready; stalled ones are restarted by their supervisors.
     best = min(serving, key=lambda found: ORDER.index(found.activity))
@@ -50,9 +50,9 @@ def progress(
     now_ns: int,
     num_others: int = 0,
 ) -> Progress:
-    """Return the progress of one engine, from its latest steps in order and the oldest unfinished
-    requests of this API process. `num_others` counts those of other API processes, whose state is
-    unknown.
+    """Return the progress of one engine, from its latest steps in order and from `unfinished`, the
+    oldest unfinished requests of this API server. `num_others` counts the unfinished requests of
+    other API servers, whose state is unknown.
     """
     requests = list(unfinished)
     found = Progress("ready", "idle", len(requests) + num_others)

@@ -1,4 +1,4 @@
-"""Recovery: resends open requests when an engine is restarted, but not the one that crashes it."""
+"""Recovery: resends open requests when an engine is restarted, except one that crashes engines."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from servd.core.client import EngineCoreClient
 
 @dataclass(eq=False)
 class Recovery:
-    """Sends open requests, with their tokens so far, to the engine that replaces a dead one.
+    """A queue of open requests to resend, with their tokens so far, to a restarted engine.
 
-    Requests whose prompts were being computed at a crash, and that have got no token since the
-    crash before it, are suspects: they are sent after all others, newest first and one at a time,
-    so that at the next crash the one being tried is at fault. `is_trying`: a suspect runs, or is
-    still to be sent.
+    A request is a suspect if its prompt was being computed at a crash, and it has got no token
+    since the previous crash. Suspects are sent after all other requests, newest first and one at a
+    time, so that the next crash identifies the cause. `is_trying`: a suspect is running or waits to
+    be sent.
 
     With several engines, requests that cannot have caused the crash need not wait for the restart:
     see `movable`.
     """
 
     client: EngineCoreClient  # the channel to the engine
-    running: Mapping[str, RequestState]  # its requests by id, in order of arrival
+    running: Mapping[str, RequestState]  # the engine's requests by id, in order of arrival
 
     def __post_init__(self) -> None:
         self.is_restarting = False
@@ -35,13 +35,13 @@ class Recovery:
         self._tried: str | None = None  # suspect that was sent, and has got no token since
 
     def engine_died(self, generation: int, computing: Iterable[str]) -> RequestState | None:
-        """Attach to the next engine. Return the request at fault, if the engine ids of the prompts
-        that were being computed at the crash show it.
+        """Connect to the next engine. Return the request that caused the crash, if `computing`, the
+        engine ids whose prompts were being computed, identifies it.
         """
         had_all = not self.is_restarting
         self.is_restarting = True
         self.client.follow(generation)
-        if not had_all:  # it died before the requests were resent
+        if not had_all:  # the engine died before the requests were resent
             return None
         engine_ids = {*computing}
         open_requests = self._open_requests()
@@ -64,7 +64,7 @@ class Recovery:
         return None if guilty is None else open_requests[guilty]
 
     def engine_ready(self) -> None:
-        """Resend the open requests, if the engine replaces a dead one."""
+        """Resend the open requests if the engine is a restarted one."""
         if not self.is_restarting:
             return
         self.is_restarting = False
@@ -89,8 +89,8 @@ class Recovery:
         self.is_trying = self._tried is not None
 
     def movable(self) -> list[RequestState]:
-        """Requests that may move to another engine while this one restarts: those that did not ask
-        for this engine, and that cannot have crashed it.
+        """Return the requests that may move to another engine during a restart: those that did not
+        select this engine and cannot have crashed it.
         """
         if not self.is_restarting:
             return []

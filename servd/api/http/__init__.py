@@ -1,1 +1,1 @@
-"""HTTP: connections, authentication, streams."""
+"""The HTTP layer: connections, authentication, middleware, routes and streams."""

@@ -1,4 +1,4 @@
-"""API keys: guard every route except liveness, the index page and the console's files."""
+"""ApiKeyAuth: requires an API key for all routes except `open_paths`."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ SCOPE_OF_PATH: dict[str, Scope] = {
 
 @dataclass(eq=False)
 class ApiKeyAuth:
-    """Requires a key as `Authorization: Bearer KEY` or `x-api-key: KEY`, with the scope of the
-    route. Sets `key`, and its name as `owner` and `client`, in its Call.
+    """Middleware that requires a key with the route's scope, as `Authorization: Bearer KEY` or
+    `x-api-key: KEY`. Sets `key`, and its name as `owner` and `client`, in the Call.
 
-    Decides on the ASGI path, which the router uses too, and never on a URL rebuilt from headers.
+    The ASGI path decides, as in the router, never a URL built from headers.
     """
 
     app: ASGIApp

@@ -1,7 +1,7 @@
 """HttpProtocol: uvicorn's HTTP/1.1, with limits for connections, header size and slow clients.
 
-It derives from a class of uvicorn that has public names but no documentation: the tests run it with
-uvicorn 0.54, `make test-oldest` with 0.45.
+The base class has public names in uvicorn but no documentation. The tests run it with uvicorn 0.54,
+`make test-oldest` with 0.45.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_BLOCKED = 128  # such marks that are kept
 
 @dataclass(eq=False)
 class Connections:
-    """The limits of a server's connections, and the idle ones, which may be closed for new ones."""
+    """The limits of a server's connections, and its idle connections, which may be closed."""
 
     config: ServerConfig  # the limits
     # Called with the status of every response not given by the application, and with path and
@@ -57,7 +57,7 @@ class Connections:
 
 
 def settings(app: Any, connections: Connections, **options: Any) -> uvicorn.Config:
-    """uvicorn's configuration for an application over HttpProtocol."""
+    """Return uvicorn's configuration for an application that is served by HttpProtocol."""
     protocol: Any = partial(HttpProtocol, connections)
     return uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None, **options)
 
@@ -67,8 +67,8 @@ CONNECTION = "servd.connection"  # a ConnectionState in the ASGI scope
 
 @dataclass(slots=True)
 class ConnectionState:
-    """What the application is told of the connection of a request: the writes that waited for the
-    client, and why the connection may send no requests.
+    """The state of a request's connection, for the application: the writes that waited for the
+    client, and the reason why the connection may send no requests.
     """
 
     blocked: deque[Mark]
@@ -90,7 +90,7 @@ class TimedFlow(FlowControl):
 
 
 class RequestParser(httptools.HttpRequestParser):
-    """Ignores an Upgrade header, which Java's client sends with each request."""
+    """A parser that ignores Upgrade headers. Java's client sends one with each request."""
 
     def __init__(self, connection: HttpProtocol) -> None:
         super().__init__(connection)
@@ -99,7 +99,7 @@ class RequestParser(httptools.HttpRequestParser):
 
     @property
     def is_fooled(self) -> bool:
-        """Whether it takes the body for data of another protocol. CONNECT has no body."""
+        """Whether the parser takes the body for another protocol. CONNECT has no body."""
         return self.should_upgrade() and self.get_method() != b"CONNECT"
 
     def feed_data(self, data: Any) -> None:
@@ -114,14 +114,14 @@ class HttpProtocol(HttpToolsProtocol):
     """One connection. Before authentication, it answers
 
     - 408 to a head that is incomplete after --header-timeout seconds, and to a body slower than
-      MIN_BODY_RATE; a connection without any data is closed silently,
-    - 431 to a head without end, which uvicorn would collect in memory,
+    MIN_BODY_RATE. A connection without any data is closed silently.
+    - 431 to a head without end, which uvicorn would collect in memory.
     - 400 to a body of tiny chunks, which would block the event loop.
 
-    Above --max-connections, the connection that has been idle for longest is closed. If none is
-    idle, the application gets an Unavailable as the `refusal` of its ConnectionState.
+    Above --max-connections, the longest idle connection is closed. If no connection is idle, the
+    application gets an Unavailable as the `refusal` of its ConnectionState.
 
-    A connection whose client reads nothing for `write_timeout` seconds (up to twice that) is cut,
+    If a client reads nothing for `write_timeout` seconds (up to twice that), its connection is cut,
     which aborts its request.
     """
 
@@ -188,11 +188,11 @@ class HttpProtocol(HttpToolsProtocol):
             self._watch_reading()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends nothing more; True if the connection stays open for an answer.
+        """Handle the client's EOF. Return True to keep the connection open for a response.
 
-        A client that waits for the answer and one that is gone look alike. So it is sent an interim
-        response, which the one reads over, and for which the system of the other resets the
-        connection. HTTP/1.0 has none: its client counts as gone.
+        A client that waits for its response and a client that is gone look alike. The server sends
+        an interim response: a waiting client skips it, and the system of a gone client resets the
+        connection. HTTP/1.0 has no interim responses, so its client counts as gone.
         """
         cycle = self._served
         is_waiting = cycle is not None and not cycle.response_started and not self._is_in_body
@@ -208,7 +208,7 @@ class HttpProtocol(HttpToolsProtocol):
         return True
 
     def _look_for_client(self) -> None:
-        """Cut the connection if it was reset: its transport no longer reads, and would not know."""
+        """Cut a connection that was reset: its transport stopped reading and misses the reset."""
         poller = select.poll()
         poller.register(self.transport.get_extra_info("socket").fileno(), 0)
         if poller.poll(0):  # an error or a hang-up
@@ -217,7 +217,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._eof_timer = self.loop.call_later(RESET_INTERVAL, self._look_for_client)
 
     def read_again(self, rest: bytes) -> None:
-        """Read all from the request's head on again, without its Upgrade header."""
+        """Parse the request again from its head, without its Upgrade header."""
         parser = cast(RequestParser, self.parser)
         target = b"%s %s HTTP/%s" % (
             parser.get_method(),
@@ -252,7 +252,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._served = self.cycle
 
     def on_body(self, body: bytes) -> None:
-        """Receive a part of the body. A ValueError, for too many small chunks, stops the parser."""
+        """Receive a part of the body. Raise ValueError, which stops the parser, on tiny chunks."""
         self.num_unparsed = 0
         self.num_body_bytes += len(body)
         self.num_chunks += 1
@@ -288,7 +288,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._refuse(400, self._problem or msg)
 
     def _watch_reading(self) -> None:
-        """Start the timer for the rest of a head or body, unless it runs."""
+        """Start the timer for the rest of a head or body, unless the timer runs."""
         if self._read_timer is not None:
             return
         if self._is_in_body:
@@ -324,10 +324,10 @@ class HttpProtocol(HttpToolsProtocol):
             self._read_timer = None
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer in place of the application, unless it has begun to, and close.
+        """Send an error response, unless the application has begun to answer, and close.
 
         Closing a socket with unread data would reset the connection, and the client might lose the
-        response: so it is closed LINGER seconds later, or by the client.
+        response. So the socket is closed LINGER seconds later, or by the client.
         """
         cycle = self._served
         has_answer = cycle is not None and cycle.response_started

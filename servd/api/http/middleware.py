@@ -1,4 +1,4 @@
-"""RequestContext: the middleware of every request: ids, timelines, body limit, error responses."""
+"""RequestContext: the middleware for request ids, timelines, body limits and error responses."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ MAX_ARRIVING = 16 * MAX_BODY  # bytes of all bodies that are not whole yet
 
 @dataclass(eq=False)
 class RequestContext:
-    """Gives every request an id, returned as X-Request-Id; limits its body; answers errors that
-    nothing else handled; ends timelines; counts responses.
+    """Middleware that gives every request an id, returned as X-Request-Id. It limits bodies,
+    answers unhandled errors, ends timelines and counts responses.
 
-    The Call of a request, which it makes, has the rest.
+    It creates the Call of each request, which holds the request's other state.
     """
 
     app: ASGIApp
@@ -111,8 +111,8 @@ class RequestContext:
             self._end(call, status, written)
 
     def _check(self, call: Call, headers: Headers) -> None:
-        """Check the limit of connections, the timeout, and against CSRF: pages of other sites could
-        make their visitors' browsers send requests without a body (`/sleep`) to this server.
+        """Check the limit of connections, Content-Length and the timeout. Prevent CSRF: other sites
+        could make their visitors' browsers send requests without a body (`/sleep`) to this server.
         """
         length = headers.get("content-length", "0")
         if not LENGTH.fullmatch(length):
@@ -157,7 +157,7 @@ class RequestContext:
         )
 
     def _headers(self, call: Call, start: Message) -> Iterator[tuple[bytes, bytes]]:
-        """Headers of every response; Server-Timing if the response is not streamed."""
+        """Yield the headers of every response, and Server-Timing if it is not streamed."""
         yield b"x-request-id", call.request_id.encode()
         for name, value in call.headers.items():
             yield name.encode(), value.encode()
@@ -204,14 +204,14 @@ class RequestContext:
 
 @dataclass(eq=False)
 class Body:
-    """The body of a request as it arrives, within the limits of one and of all together."""
+    """The arriving body of a request, limited in size by itself and with all others."""
 
     context: RequestContext
     scope: Scope
     headers: Headers
     receive_part: Receive
     num_received: int = 0  # bytes
-    num_held: int = 0  # bytes in memory, until it is whole
+    num_held: int = 0  # bytes in memory, until the body is complete
 
     def __post_init__(self) -> None:
         length = LENGTH.fullmatch(self.headers.get("content-length", "0"))
@@ -220,11 +220,11 @@ class Body:
         self.most = MAX_UPLOAD if self.is_file else MAX_BODY
 
     async def receive(self) -> Message:
-        """Return its next part.
+        """Return the next part of the body.
 
         Raises:
-            HTTPException: 413, it is too large.
-            Overloaded: too much of all bodies is in memory.
+            HTTPException: 413, the body is too large.
+            Overloaded: the arriving bodies together take too much memory.
         """
         message = await self.receive_part() if self.announced <= self.most else {}
         num_new = len(message.get("body", b""))
@@ -245,13 +245,13 @@ class Body:
         return message
 
     def release(self) -> None:
-        """Count it no longer: it is whole, or given up."""
+        """Stop counting the body as arriving, because it is complete or was given up."""
         self.context.num_arriving -= self.num_held
         self.num_held = 0
 
 
 def _outcome(state: RequestState, status: int, written: bool) -> str:
-    """What became of a request, as its client saw it; "" for the end of its generation."""
+    """Return how a request ended for its client; "" means as its generation ended."""
     if status >= 500:
         return "error"
     if status >= 400:
@@ -259,7 +259,7 @@ def _outcome(state: RequestState, status: int, written: bool) -> str:
     if not written:
         return "abort"
     has_ended = state.generated is not FinishReason.ABORT
-    return "" if has_ended else "error"  # such as a deadline in the middle of a stream
+    return "" if has_ended else "error"  # e.g. a deadline in the middle of a stream
 
 
 def _timeout(text: str) -> float:
@@ -271,7 +271,7 @@ def _timeout(text: str) -> float:
 
 
 def _log_answer(call: Call, status: int, seconds: float) -> None:
-    """Log a line, without the query, which may contain a secret."""
+    """Log a response, without the query of the URL, which may contain a secret."""
     scope = call.scope
     fields = {
         "method": scope["method"],
@@ -282,7 +282,7 @@ def _log_answer(call: Call, status: int, seconds: float) -> None:
         "num_output_tokens": sum(each.num_output_tokens for each in call.requests),
         "key": call.owner,
         "client": scope["client"][0] if scope.get("client") else "",  # not a Unix socket's
-        "request_id": call.request_id,  # the body may have named it
+        "request_id": call.request_id,  # the body may have set the id
     }
     text = "%s %s %d in %.3f s, %d + %d tokens, key %s, client %s, %s"
     shown = ("-" if value == "" else value for value in fields.values())
@@ -290,12 +290,12 @@ def _log_answer(call: Call, status: int, seconds: float) -> None:
 
 
 def handler_of(path: str, app: FastAPI) -> str:
-    """The route template of a path, so that metrics have no label per id."""
+    """Return the route template of a path, so that metrics have no label per id."""
     routes: list[Route] = app.state.routes
     return next((route.path for route in routes if route.path_regex.match(path)), "none")
 
 
 def count_refusal(app: FastAPI, status: int, path: str, method: str) -> None:
-    """Count a response that `Connections` gives in place of the application."""
+    """Count a response that `Connections` sent in place of the application."""
     metrics = app.state.context.async_llm.metrics
     metrics.observe_refusal(handler_of(path, app), method or "none", status)

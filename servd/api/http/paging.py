@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Page(BaseModel):
-    """Which entries of a list to return: the parameters of the query."""
+    """The query parameters that select a page of a list."""
 
     limit: Annotated[int, Field(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
@@ -20,8 +20,8 @@ class Page(BaseModel):
     def of(
         self, entries: Sequence[T], id_of: Callable[[T], str]
     ) -> tuple[list[T], str | None, str | None, bool]:
-        """Return the page, the ids of its first and last entry, and whether there are more.
-        `entries` are all, the oldest first. Raises InvalidRequest: there is nothing with the id
+        """Return the page, the ids of its first and last entry, and whether more entries follow.
+        `entries` is the whole list, oldest first. Raise InvalidRequest if no entry has the id
         `after`.
         """
         if self.order == "desc":

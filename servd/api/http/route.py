@@ -1,9 +1,9 @@
-"""Route: FastAPI's route, with bodies read as servd reads them; and what it adds to OpenAPI.
+"""Route: FastAPI's route with servd's own reading of bodies and additions to OpenAPI.
 
-An endpoint is an ordinary one of FastAPI: its parameters say what it takes. `Parsed[Model]` is the
-body, a dependency: FastAPI would parse it on the event loop, however long it is, and in its own
-words. Answers are msgspec structs: `Route` takes them as `response_model`. It adds bodies, answers,
-errors and headers to the `openapi_extra` and `responses` that FastAPI makes its document of.
+An endpoint is an ordinary endpoint of FastAPI, with typed parameters. The body is a dependency,
+`Parsed[Model]`, because FastAPI would parse even long bodies on the event loop and phrase errors
+differently. `response_model` takes msgspec structs. `Route` adds bodies, answers, errors and
+headers to the `openapi_extra` and `responses` from which FastAPI makes its document.
 """
 
 import functools
@@ -30,7 +30,7 @@ Responses = dict[int | str, Schema]
 
 
 async def read_parsed(request: Request) -> RequestBody:
-    """Read and validate the body of a request."""
+    """Read the body of a request, and return it validated."""
     route: Route = request.scope["route"]
     return await call_of(request).read(request, route.kinds[0])
 
@@ -85,11 +85,11 @@ ANSWERS: dict[str, Schema] = {}
 
 
 class Route(APIRoute):
-    """The class of all routes. An endpoint returns a Response and reads its parameter `body`, which
-    is `Parsed`.
+    """The class of all routes. An endpoint returns a Response, and its parameter `body` is a
+    `Parsed` body.
 
-    `response_model` is the msgspec type of the JSON in a 200, or a tuple of several. `responses`
-    need not name the errors that all such routes have.
+    `response_model` is the msgspec type of the JSON in a 200, or a tuple of types. `responses` need
+    not list the errors that all such routes have.
     """
 
     def __init__(
@@ -114,12 +114,12 @@ class Route(APIRoute):
 
     @functools.cached_property
     def kinds(self) -> Sequence[type[RequestBody]]:
-        """The models of the body: several if it is a union, none if there is no body."""
+        """The possible models of the body: several for a union, none without a body."""
         body = get_type_hints(self.endpoint).get("body")
         return get_args(body) or (() if body is None else (body,))
 
     def _refused(self) -> list[int]:
-        """Statuses of the errors that path, query and body bring."""
+        """The statuses of errors that path, query and body can cause."""
         statuses: set[int] = set()
         if self.path not in OPEN_PATHS:
             statuses |= {400, 401, 403}  # 400: X-Request-Timeout
@@ -136,7 +136,7 @@ class Route(APIRoute):
 
 @functools.cache
 def schema_of(kind: Any) -> Schema:
-    """Return the JSON schema of a msgspec type. The structs in it go to `ANSWERS`."""
+    """Return the JSON schema of a msgspec type, and add its structs to `ANSWERS`."""
     template = SCHEMAS + "{name}"
     (schema,), structs = msgspec.json.schema_components((kind,), ref_template=template)
     for name, struct in structs.items():
@@ -145,23 +145,23 @@ def schema_of(kind: Any) -> Schema:
 
 
 def any_of(schemas: Sequence[Schema]) -> Schema:
-    """Return the JSON schema of a value that has one of these."""
+    """Return the JSON schema of a value that matches one of `schemas`."""
     return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
 def json_content(*kinds: Any) -> Schema:
-    """Return the `content` of a JSON response that has one of these msgspec types."""
+    """Return the `content` of a JSON response that has one of the msgspec types `kinds`."""
     return {"application/json": {"schema": any_of([schema_of(kind) for kind in kinds])}}
 
 
 def text_content(*media_types: str) -> Responses:
-    """Return the `responses` of a route whose 200 is text of one of these types."""
+    """Return the `responses` of a route whose 200 is text of one of `media_types`."""
     return {200: {"content": {name: {"schema": {"type": "string"}} for name in media_types}}}
 
 
 def events(*kinds: Any) -> Responses:
-    """Return the `responses` of a route that may also stream documents of these msgspec types: each
-    is the data of a server-sent event, and the last event may say so.
+    """Return the `responses` of a route that may stream documents of these msgspec types, each as
+    the data of a server-sent event. The last event may be `[DONE]`.
     """
     document = {
         "type": "string",
@@ -174,7 +174,7 @@ def events(*kinds: Any) -> Responses:
 
 
 def refusals(*statuses: int, kind: Any = ErrorBody) -> Responses:
-    """Return the `responses` of errors with these statuses of `ERRORS`."""
+    """Return the `responses` of errors with these statuses, described as in `ERRORS`."""
     found: Responses = {}
     for status in statuses:
         headers = ["X-Request-Id"]
@@ -193,7 +193,7 @@ def _refs(headers: Iterable[str]) -> Schema:
 
 
 def _bodies(routes: Iterable[Route]) -> dict[str, Schema]:
-    """Return the JSON schemas of all bodies and of what is in them, by name."""
+    """Return the JSON schemas of all bodies, and of the models in them, by name."""
     models = {kind for route in routes for kind in route.kinds}
     named = sorted(models, key=lambda model: model.__name__)
     _, schema = models_json_schema(
@@ -203,7 +203,7 @@ def _bodies(routes: Iterable[Route]) -> dict[str, Schema]:
 
 
 def document(routers: Iterable[APIRouter], needs_key: bool) -> Schema:
-    """Return the OpenAPI document of all routes, which are of the class `Route`. Takes about a
+    """Return the OpenAPI document of all routes, which must be of class `Route`. Takes about a
     tenth of a second.
     """
     routes = [cast(Route, route) for router in routers for route in router.routes]

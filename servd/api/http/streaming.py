@@ -1,4 +1,4 @@
-"""EventStream: server-sent events; while_connected: cancels work when its client disconnects."""
+"""EventStream sends server-sent events; while_connected cancels work if the client disconnects."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
@@ -20,8 +20,8 @@ def event(payload: bytes) -> bytes:
 
 @asynccontextmanager
 async def while_connected(receive: Receive) -> AsyncIterator[None]:
-    """Cancel the block, by a ClientDisconnect, when the client leaves. The request's body must have
-    been read.
+    """Cancel the block with a ClientDisconnect when the client disconnects. Read the request's body
+    before entering the block.
     """
     task = asyncio.current_task()
     has_left = False
@@ -46,11 +46,11 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
 
 
 class EventStream(Response):
-    """Sends frames as they are made, `keep_alive_frame` after `keep_alive` seconds without one, and
-    the last frame `end`; stops when the client disconnects. The frames are closed in any case.
+    """A response that sends frames as they are made, then `end`. After `keep_alive` seconds without
+    a frame it sends `keep_alive_frame`. If the client disconnects, it stops and closes `frames`.
 
-    The status line is sent with the first frame: an error before it is still an HTTP error, a later
-    one becomes an error frame.
+    The status line is sent with the first frame. An earlier error is thus still an HTTP error, and
+    a later error becomes an error frame.
     """
 
     media_type = "text/event-stream"
@@ -96,7 +96,7 @@ class EventStream(Response):
 
 
 class _Writer:
-    """Sends one stream. Two tasks write: one its frames, the other keep-alive frames."""
+    """The writer of one stream. One task writes frames, another keep-alive frames."""
 
     def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self.send = send
@@ -117,7 +117,7 @@ class _Writer:
         self.last_write = self.now()
 
     async def repeat(self, keep_alive_frame: bytes, interval: float) -> None:
-        """Write `keep_alive_frame` whenever nothing was written for `interval` seconds."""
+        """Write `keep_alive_frame` whenever nothing has been written for `interval` seconds."""
         while True:
             idle = self.now() - self.last_write
             if idle < interval:

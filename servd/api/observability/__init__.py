@@ -1,1 +1,1 @@
-"""What servd reports of its requests: latency breakdowns, timelines, spans, logs and audits."""
+"""Reports about requests: latency breakdowns, timelines, spans, metrics, logs and audits."""

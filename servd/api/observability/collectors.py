@@ -1,4 +1,4 @@
-"""Collectors for /metrics of what is not counted: engine state, process state, exemplars."""
+"""Collectors for /metrics that read values on demand: engine state, process state, exemplars."""
 
 import os
 import time
@@ -18,7 +18,7 @@ from servd.messages.stats import SchedulerStats
 
 
 class EngineState(msgspec.Struct):
-    """What an API server knows about an engine."""
+    """The state of an engine, as far as an API server knows it."""
 
     stats: SchedulerStats = msgspec.field(default_factory=SchedulerStats)  # its latest report
     num_restarts: int = 0
@@ -27,7 +27,7 @@ class EngineState(msgspec.Struct):
     max_loras: int = 0  # 0: there are no adapters
 
     def samples(self) -> Iterator[tuple[str, float, dict[str, str]]]:
-        """Names, values, and additional labels."""
+        """Yield the name, value and additional labels of each metric."""
         stats = self.stats
         yield "vllm:num_requests_running", stats.num_running, {}
         yield "vllm:num_requests_waiting", stats.num_waiting + stats.num_deferred, {}
@@ -57,8 +57,8 @@ class EngineState(msgspec.Struct):
 
 
 class EngineCollector(Collector):
-    """The state of all engines. Every API server knows it, so these values must not be summed over
-    API servers.
+    """A collector of the state of all engines. Do not sum its values over API servers: every server
+    knows all engines.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -80,8 +80,8 @@ class EngineCollector(Collector):
 
 
 class ProcessesCollector(Collector):
-    """The standard `process_*` metrics of this API server; labelled by `pid` if several servers
-    share a port, since each scrape may reach another one.
+    """A collector of the standard `process_*` metrics of this API server. If several servers share
+    a port, they have a `pid` label, because each scrape may reach another server.
     """
 
     def __init__(self, is_shared: bool) -> None:
@@ -100,8 +100,8 @@ class ProcessesCollector(Collector):
 
 
 class WithExemplars(Collector):
-    """Adds exemplars to the histograms of other collectors: in multiprocess mode prometheus-client
-    keeps none.
+    """A collector that adds exemplars to the histograms of others, because prometheus-client keeps
+    no exemplars in multiprocess mode.
     """
 
     def __init__(self, sources: Sequence[Collector]) -> None:
@@ -111,7 +111,7 @@ class WithExemplars(Collector):
     def note(
         self, name: str, engine: str, bucket: str, value: float, leads_to: dict[str, str]
     ) -> None:
-        """Keep the exemplar of a histogram's new value; `leads_to` has the label of its trace."""
+        """Keep the exemplar of a histogram's new value. `leads_to` has the label of its trace."""
         exemplar = Exemplar(leads_to, value, time.time())
         self._exemplars[f"{name}_bucket", engine, bucket] = exemplar
 

@@ -1,4 +1,4 @@
-"""IgnoredFields: counts the fields without effect, and logs those that look misspelt once."""
+"""IgnoredFields: counts request fields without effect, and logs each likely typo once."""
 
 import difflib
 import logging
@@ -15,14 +15,14 @@ SIMILARITY = 0.85  # of difflib: 1 is the same
 
 
 class IgnoredFields:
-    """Those of all requests to this process."""
+    """The fields without effect in all requests to this process."""
 
     def __init__(self, count: Callable[[int], None]) -> None:
         self.count = count
         self._names: set[str] = set()  # that were looked at
 
     def report(self, body: RequestBody, names: Sequence[str], path: str) -> None:
-        """Count these fields of a body, and log the new ones that resemble a known field."""
+        """Count these fields of a body. Log each new field that resembles a known field."""
         self.count(len(names))
         new = [name for name in names if name not in self._names and len(name) <= MAX_LENGTH]
         known = {*type(body).model_fields, *body.from_chat}

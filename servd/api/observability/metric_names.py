@@ -1,4 +1,4 @@
-"""Names, texts and buckets of the metrics: vLLM's where they mean the same."""
+"""The names, help texts and buckets of the metrics, with vLLM's names where possible."""
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter

@@ -1,6 +1,6 @@
-"""Prometheus metrics of one API server, under vLLM's names where they mean the same.
+"""The Prometheus metrics of an API server, with vLLM's names where they mean the same.
 
-With several API servers the parent sets PROMETHEUS_MULTIPROC_DIR before it starts them;
+With several API servers, the parent sets PROMETHEUS_MULTIPROC_DIR before it starts them.
 prometheus-client then keeps all values in files there, and /metrics of each server covers all.
 """
 
@@ -43,14 +43,14 @@ LAGS_PER_WRITE = 10  # one second's worth
 
 
 class Report(msgspec.Struct):
-    """What an API server tells the others: its pid, and the engines' states by rank."""
+    """A message from an API server to its peers: its pid, and the engines' states by rank."""
 
     pid: int
     states: list[SchedulerStats]
 
 
 class TalliedHistogram:
-    """Buffers values of a histogram until `flush`."""
+    """A histogram that buffers its values until `flush`."""
 
     def __init__(self, histogram: Histogram, bounds: Sequence[float]) -> None:
         self.histogram = histogram
@@ -68,7 +68,7 @@ class TalliedHistogram:
 
 
 class Families:
-    """All metric families of all engines; most have the labels `model_name` and `engine`."""
+    """The metric families of all engines. Most have the labels `model_name` and `engine`."""
 
     def __init__(self, model_name: str, max_model_len: int) -> None:
         self.registry = registry = CollectorRegistry()
@@ -136,11 +136,11 @@ class Families:
 
 
 class Metrics(Observer):
-    """All metrics, with the labels `model_name` and `engine` filled in.
+    """The metrics of one engine, with the labels `model_name` and `engine` filled in.
 
-    `engines` has the metrics of all engines by rank: /metrics renders these together with those of
-    `beside`, the previous engine. `first_rank` is the rank if there is none. `max_model_len` is the
-    largest bucket of the token-count histograms.
+    `engines` has the metrics of all engines by rank, which /metrics renders together. `beside` is
+    the Metrics of the previous engine. `first_rank` is the rank if there is none. `max_model_len`
+    is the largest bucket of the token-count histograms.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Metrics(Observer):
         own.observe_request(state.params, state.choices)
 
     def observe_ready(self, ready: EngineReady, config: Config) -> None:
-        """Record the KV cache's configuration, the limit of adapters, and whether the model is
+        """Record the configuration of the KV cache, the limit of adapters, and whether the model is
         loaded.
         """
         cache = config.cache
@@ -214,15 +214,15 @@ class Metrics(Observer):
         self.state.num_restarts = count
 
     def observe_answer(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """Record an answered HTTP request. `handler` is the template of its route."""
+        """Record an HTTP response. `handler` is the template of its route."""
         self.families.answers[handler, method, status].append(seconds)
 
     def observe_refusal(self, handler: str, method: str, status: int) -> None:
-        """Record a client that was rejected before its request was complete."""
+        """Record a request that was rejected before it was complete."""
         self.families.http_requests.labels(handler, method, str(status)).inc()
 
     def observe_lag(self, seconds: float) -> None:
-        """Record how late the event loop ran a timer; called ten times a second."""
+        """Record how late the event loop ran a timer. Called ten times a second."""
         lags = self.histograms["servd:event_loop_lag_seconds"].values
         lags.append(seconds)
         for each in self.engines:
@@ -231,7 +231,7 @@ class Metrics(Observer):
             self.write()
 
     def observe_step(self, stats: SchedulerStats) -> None:
-        """Record the engine's state after a step; its counters are increments."""
+        """Record the engine's state after a step. Counters in `stats` are increments."""
         self.state.stats = stats
         self._note_steps(filter(None, stats.step_tokens))
         # Most steps have nothing else to count, and calls of the library are slow.
@@ -263,8 +263,8 @@ class Metrics(Observer):
             accepted.labels(**self.labels, position=position).inc(count)
 
     def write(self) -> None:
-        """Publish the buffered values of tokens and requests, before a scrape and once a second.
-        Published one by one, they would take a third of an API server's time per request.
+        """Publish the buffered values, before a scrape and once a second. Publishing each value at
+        once would take a third of an API server's time per request.
         """
         self.families.write()
         for each in self.engines:
@@ -287,7 +287,7 @@ class Metrics(Observer):
         self._num_generated = self._num_prompt = self._num_cached = self._num_external = 0
 
     def observe_tokens(self, choice: Choice, num_tokens: int, now_ns: int) -> None:
-        """Record `num_tokens` tokens of a choice that arrived together at `now_ns`."""
+        """Record that `num_tokens` tokens of a choice arrived together at `now_ns`."""
         if choice.num_tokens and num_tokens:
             self._note_gap((now_ns - choice.last_ns) / SECOND / num_tokens)
         elif num_tokens:
@@ -306,7 +306,7 @@ class Metrics(Observer):
         self._num_external += choice.num_external_tokens
 
     def observe_finished(self, choice: Choice, reason: FinishReason, now_ns: int) -> None:
-        """Record that a choice has finished."""
+        """Record that a choice has finished for `reason` at `now_ns`."""
         self.labelled["vllm:request_success", reason].inc()
         if reason in (FinishReason.ABORT, FinishReason.ERROR):
             return  # their times say nothing about the engine
@@ -352,9 +352,9 @@ class Metrics(Observer):
         return Report(os.getpid(), [each.state.stats for each in self.engines])
 
     def render(self, accept: str = "", reports: Sequence[Report] = ()) -> tuple[bytes, str]:
-        """Return body and content type of GET /metrics, in the format of the Accept header, with
-        the reports of the other API servers. An engine reports to one at a time, so the newest
-        report is current.
+        """Return the body and content type of GET /metrics, in the format of the Accept header.
+        `reports` come from the other API servers. Each engine reports to one server at a time, so
+        the newest report is used.
         """
         self.write()
         self.families.processes.others = [report.pid for report in reports]

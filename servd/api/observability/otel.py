@@ -1,5 +1,5 @@
-"""OpenTelemetry: a span for each request and, below it, one for each stage, made of its finished
-timelines off the event loop. Nothing else imports the SDK.
+"""OpenTelemetry: exports a span for each request and, below it, a span for each stage. Spans are
+made of finished timelines, off the event loop. No other module imports the SDK.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PARAMS = ("n", "temperature", "top_p", "top_k", "max_tokens")
 
 
 class SpanExporter:
-    """Makes and exports spans. What the SDK reads of the environment counts: OTEL_SERVICE_NAME,
+    """An exporter of spans. The SDK reads its environment variables: OTEL_SERVICE_NAME,
     OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS and so on.
     """
 
@@ -55,8 +55,8 @@ class SpanExporter:
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
 
     def begin_span(self, headers: Mapping[str, str]) -> RequestSpan:
-        """Begin the span of a request that has come with these headers, among them maybe W3C's
-        trace context. One that is never ended leaves nothing behind.
+        """Return the new span of a request. `headers` may have W3C's trace context. A span that
+        never ends needs no cleanup.
         """
         return RequestSpan(self, self._context.extract(headers))
 
@@ -68,7 +68,7 @@ class SpanExporter:
 
 
 class RequestSpan:
-    """A request while it is served; `traceparent` is of spans below it, as W3C writes it."""
+    """The span of a request. `traceparent` is W3C's header for spans below this span."""
 
     def __init__(self, exporter: SpanExporter, context: Any) -> None:
         self._exporter = exporter
@@ -79,12 +79,12 @@ class RequestSpan:
         self.traceparent = f"00-{ids.trace_id:032x}-{ids.span_id:016x}-{ids.trace_flags:02x}"
 
     def add_timeline(self, timeline: Timeline, params: SamplingParams | None) -> None:
-        """Add the finished timeline of one of its prompts."""
+        """Add the finished timeline of one of the request's prompts."""
         self._timelines.append(timeline)
         self._params = params
 
     def end(self, status: int = 200) -> None:
-        """Export the span, if the request had a prompt."""
+        """End and export the span, if the request had a prompt."""
         if self._span.is_recording() and self._timelines:
             with suppress(RuntimeError):  # cut off after `close`, when the server ends
                 self._exporter.thread.submit(self._export, status, time.time_ns())
@@ -110,7 +110,7 @@ class RequestSpan:
         span.end(ended_at)
 
     def _attributes(self, breakdown: Breakdown) -> dict[str, Any]:
-        """Those of the conventions for generative AI, and of vLLM and SGLang where these differ."""
+        """Return attributes by the GenAI conventions, plus those of vLLM and SGLang that differ."""
         timelines = self._timelines
         first = timelines[0]
         reasons = [choice.finish_reason for one in timelines for choice in one.choices]
@@ -143,7 +143,7 @@ class RequestSpan:
 
 
 def _name(span: Span) -> str:
-    """The name of its span here; those of one name in a row are one."""
+    """Return the name of a stage's span. Consecutive parts with the same name are one span."""
     if span.phase not in OWN_SPANS:
         return span.stage
     return "preempted" if span.phase in ("preemption", "swapped") else span.phase

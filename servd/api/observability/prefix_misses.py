@@ -1,4 +1,4 @@
-"""Explains how much of a prompt was found in the prefix cache, and why not more."""
+"""Explains how much of a prompt was found in the prefix cache, and why the rest was not."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def explain_prefix(
     config: CacheConfig,
     token_text: Callable[[int], str],
 ) -> PrefixCache:
-    """Compare the prompt of a scheduled request with earlier ones of its owner."""
+    """Return the cache hits of a scheduled prompt, compared with earlier prompts of its owner."""
     size = config.block_size
     prompt = timeline.tokens  # which may be dropped meanwhile
     # The last token is always computed: its logits give the first output token.
@@ -80,8 +80,8 @@ def explain_prefix(
 def _find_nearest(
     timeline: Timeline, prompt: array[int], others: Iterable[Timeline]
 ) -> tuple[int, Timeline, array[int]] | None:
-    """Return the earlier prompt with the longest common prefix, if possible one whose blocks could
-    be used: the length, its request and its tokens.
+    """Return the earlier prompt with the longest common prefix, preferably with usable blocks: the
+    length of the prefix, the prompt's request and its tokens. None without earlier prompts.
     """
     before_ns = first(timeline.marks, "scheduled") or 0
     found: list[tuple[int, int, Timeline, array[int]]] = []
@@ -97,7 +97,7 @@ def _find_nearest(
 
 
 def _obstacle(timeline: Timeline, earlier: Timeline) -> str:
-    """Why the cached blocks of an earlier prompt could not be used."""
+    """Return the reason why the cached blocks of an earlier prompt could not be used."""
     if earlier.salt != timeline.salt:
         return "salt" if earlier.salt[0] != timeline.salt[0] else "adapter"
     if earlier.rank != timeline.rank:

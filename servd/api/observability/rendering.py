@@ -1,4 +1,4 @@
-"""Renders latency breakdowns: as JSON for routes and console, as a header and as a trace."""
+"""Renders latency breakdowns as JSON for routes and console, as a header and as a trace."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, islice, pairwise
@@ -26,7 +26,7 @@ OF_STEP = {*shapes.TimelineStep.__struct_fields__} & {*StepRecord.__struct_field
 
 
 def summarize(snapshot: Snapshot) -> shapes.RequestSummary:
-    """A request's line in a list; cached once it is final."""
+    """Return the summary of a request for a list. Cache it once the request has finished."""
     timeline = snapshot.timeline
     if timeline.summary is not None:
         return timeline.summary
@@ -58,8 +58,8 @@ def _summary(timeline: Timeline, breakdown: Breakdown) -> dict[str, Any]:
 
 
 def render_timeline(snapshot: Snapshot, others: Sequence[Timeline]) -> shapes.RequestTimeline:
-    """Everything known about a request. `others` are the requests of its owner, whose ids it may
-    show.
+    """Return the timeline of a request. `others` are other requests of the same owner, whose ids
+    may be shown.
     """
     timeline = snapshot.timeline
     breakdown = snapshot.breakdown()
@@ -103,7 +103,7 @@ def render_timeline(snapshot: Snapshot, others: Sequence[Timeline]) -> shapes.Re
 
 
 def _behind(own: Timeline, breakdown: Breakdown, others: Sequence[Timeline]) -> list[str]:
-    """Ids of the requests that this one waited for in the queue, longest overlap first."""
+    """Return the ids of the requests that ran while this request queued, longest overlap first."""
     if not any(breakdown.phases.get(phase) for phase in QUEUES):
         return []
     queued = [span for span in breakdown.spans if span.stage == "queue"]
@@ -129,7 +129,7 @@ def _explain(timeline: Timeline, breakdown: Breakdown) -> str:
 
 
 def render_steps(records: Iterable[StepRecord], origin_ns: int) -> list[shapes.TimelineStep]:
-    """Steps in order; their times count from `origin_ns`."""
+    """Return the steps in order, with times in milliseconds since `origin_ns`."""
     steps: list[shapes.TimelineStep] = []
     by_engine = sorted(records, key=lambda record: record.engine)
     for _, of_engine in groupby(by_engine, key=lambda record: record.engine):
@@ -158,8 +158,8 @@ def render_steps(records: Iterable[StepRecord], origin_ns: int) -> list[shapes.T
 
 
 def stage_times(prompts: Iterable[Timeline]) -> dict[str, int]:
-    """Return nanoseconds by stage (of STAGES, and `total`) of a request with these prompts, the
-    first MAX_PROMPTS of them. Until it is finished, it counts as being written.
+    """Return the nanoseconds of each stage, and of `total`, of a request with these prompts, up to
+    MAX_PROMPTS. An unfinished request counts as being written.
     """
     known = [*islice(prompts, MAX_PROMPTS)]
     is_running = not all(each.is_finished for each in known)
@@ -173,12 +173,12 @@ def stage_times(prompts: Iterable[Timeline]) -> dict[str, int]:
 
 
 def server_timing(prompts: Iterable[Timeline]) -> str:
-    """The header Server-Timing, which browsers show."""
+    """Return the value of the Server-Timing header, which browsers display."""
     return ", ".join(f"{name};dur={_ms(ns)}" for name, ns in stage_times(prompts).items())
 
 
 def render_trace(timeline: shapes.RequestTimeline) -> dict[str, Any]:
-    """The timeline in Chrome's trace-event format, which ui.perfetto.dev draws."""
+    """Return the timeline in Chrome's trace-event format, which ui.perfetto.dev displays."""
     rows: list[tuple[int, str, Any, Any]] = []
     for span in timeline.spans:
         rows.append((1, span.phase, span, {"meaning": PHASES[span.phase]}))

@@ -1,4 +1,4 @@
-"""Logging of requests, with --enable-log-requests."""
+"""RequestLog: logs requests, with --enable-log-requests."""
 
 import logging
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ log = logging.getLogger("servd.requests")
 
 @dataclass
 class RequestLog(Observer):
-    """Logs a line with each prompt that goes to an engine, and with the parameters that are not the
-    usual ones.
+    """An observer that logs a line for each prompt sent to an engine, with the parameters that
+    differ from the defaults.
     """
 
     most: int | None  # characters and token ids of a prompt that are logged

@@ -1,4 +1,4 @@
-"""Tracer: the timelines of running, of the most recent and of the slowest requests."""
+"""Tracer: keeps the timelines of running requests, recent requests and the slowest requests."""
 
 from array import array
 from bisect import bisect_left
@@ -29,20 +29,20 @@ BY_WALL_TIME = attrgetter("wall_ns")
 
 
 class Snapshot(msgspec.Struct):
-    """What is known of a request; other threads may compute its latency breakdown."""
+    """A snapshot of a request, from which any thread can compute the latency breakdown."""
 
     timeline: Timeline
     marks: list[Mark]  # of a running request, with a last one for now
     steps: Mapping[int, Sequence[StepRecord]]  # all known steps by engine, in order
 
     def breakdown(self) -> Breakdown:
-        """Where the request's time went. Takes 20 ms for a thousand steps."""
+        """Return the latency breakdown. Takes 20 ms for a thousand steps."""
         if self.timeline.breakdown is not None:
             return self.timeline.breakdown
         return break_down(self.marks, self.own_steps(), self.timeline.request_id)
 
     def own_steps(self) -> list[StepRecord]:
-        """The steps that its engines ran during the request, and some before them."""
+        """Return the steps of the request's engines during the request, and some steps before."""
         begin_ns = self.marks[0].at_ns
         num_before = STEPS_BEFORE
         found: list[StepRecord] = []
@@ -58,7 +58,7 @@ class Snapshot(msgspec.Struct):
 
 
 class Tracer(Observer):
-    """Keeps the timelines of the last requests, and the latest steps of each engine."""
+    """An observer that keeps timelines of requests, and the latest steps of each engine."""
 
     def __init__(self, keep: int = MAX_RECENT) -> None:
         self.keep = keep
@@ -85,7 +85,7 @@ class Tracer(Observer):
             self._keep_breakdowns(rank)
 
     def lose_engine(self, states: Iterable[RequestState], engine: int) -> None:
-        """Record when the engine of these requests was last known to be alive."""
+        """Mark the time at which the engine of these requests was last known to be alive."""
         steps = self.steps[engine]
         last_ns = steps[-1].collected_ns if steps else 0
         for state in states:
@@ -95,8 +95,8 @@ class Tracer(Observer):
     def finish_request(
         self, state: RequestState, marks: Iterable[Mark] = (), outcome: str = "", status: int = 0
     ) -> Timeline:
-        """Keep the timeline of a request whose answer has been written, and forget the rest. The
-        marks are the response's, and the outcome is by default how the generation ended.
+        """Keep and return the timeline of a request whose response has been written. `marks` are
+        the response's. The default of `outcome` is how the generation ended.
         """
         self.requests.pop(state.request_id, None)
         num_kept = len(Timeline.__struct_fields__)  # they are the first ones of a RequestState
@@ -117,7 +117,7 @@ class Tracer(Observer):
         return timeline
 
     def _rank(self, timeline: Timeline) -> None:
-        """Add a finished request to `slowest` if it is slow enough."""
+        """Add a finished request to `slowest` if it is among the slowest."""
         if timeline.wall_ns <= self._fastest_ns:
             return
         self.slowest[timeline.request_id] = timeline
@@ -127,8 +127,8 @@ class Tracer(Observer):
             self._fastest_ns = min(map(BY_WALL_TIME, self.slowest.values()))
 
     def _keep_breakdowns(self, rank: int) -> None:
-        """Compute the breakdowns of slow requests whose steps will soon be dropped, off the event
-        loop. Others are computed on demand: slower requests displace most of them first.
+        """Compute the breakdowns of slow requests before their steps are dropped, off the event
+        loop. This starts late because slower requests displace most of the slow requests earlier.
         """
         aging_ns = self.steps[rank][MAX_STEPS // 2].started_ns
         own = [each for each in self.slowest.values() if each.rank == rank]
@@ -142,8 +142,8 @@ class Tracer(Observer):
             timeline.breakdown = snapshot.breakdown()
 
     def find_request(self, request_id: str, owner: str) -> Timeline | None:
-        """A request of `owner` by the `id` of its answer, then of several prompts the first; or the
-        newest with this X-Request-Id.
+        """Return the request of `owner` whose response has this `id`, or the newest with this
+        X-Request-Id. Of several prompts, return the first.
         """
         known = self.list_requests(owner)
         by_id = {each.request_id: each for each in known}
@@ -151,23 +151,23 @@ class Tracer(Observer):
         return found or next((each for each in known if each.http_id == request_id), None)
 
     def list_requests(self, owner: str) -> list[Timeline]:
-        """Running and recent requests of `owner`, newest first, then the older slow ones."""
+        """Return running and recent requests of `owner`, newest first, then older slow requests."""
         finished = chain(reversed(self.recent.values()), self.slowest.values())
         newest_first = chain(reversed(self.requests.values()), finished)
         own = {each.request_id: each for each in newest_first if each.is_shown_to(owner)}
         return [*own.values()]
 
     def list_slowest(self, owner: str) -> list[Timeline]:
-        """The slowest finished requests of `owner`, slowest first."""
+        """Return the slowest finished requests of `owner`, slowest first."""
         own = [timeline for timeline in self.slowest.values() if timeline.owner == owner]
         return sorted(own, key=BY_WALL_TIME, reverse=True)
 
     def latest_steps(self, count: int, engine: int) -> list[StepRecord]:
-        """The latest steps of an engine, in order."""
+        """Return the latest `count` steps of an engine, in order."""
         return list(islice(reversed(self.steps[engine]), count))[::-1]
 
     def take_snapshots(self, timelines: Sequence[Timeline]) -> list[Snapshot]:
-        """Collect what is known of these requests up to now."""
+        """Return a snapshot of each request, as of now."""
         now = Mark("now", now_ns())
         steps = {engine: [*kept] for engine, kept in self.steps.items() if timelines}
         found: list[Snapshot] = []

@@ -1,1 +1,1 @@
-"""What the model writes becomes content, reasoning and tool calls."""
+"""Splits the text that a model writes into content, reasoning and tool calls."""

@@ -1,4 +1,4 @@
-"""Grammars of tool calls that obey the tools' schemas, in a model's format, as Lark."""
+"""Builds Lark grammars of tool calls that match the tools' schemas, in a model's format."""
 
 import json
 import re
@@ -16,13 +16,13 @@ OBJECT_KEYWORDS = set(
 
 
 class NotExpressible(Exception):
-    """A format cannot be held to a schema."""
+    """The error that a format has no grammar for a schema."""
 
 
 class CallSyntax(msgspec.Struct, frozen=True):
-    """How a family writes calls. In `call`, NAME stands for the function's name and ARGUMENTS for
-    its arguments. Where everything has a header, `answer` begins content, and `reasoning` is what
-    is before and after reasoning.
+    """The syntax of calls in a model family. In `call`, NAME stands for the function's name and
+    ARGUMENTS for its arguments. If every message has a header, `answer` begins content, and
+    `reasoning` has the texts before and after reasoning.
     """
 
     call: str
@@ -34,7 +34,7 @@ class CallSyntax(msgspec.Struct, frozen=True):
 
 
 class Property(NamedTuple):
-    """One argument of a function."""
+    """An argument of a function."""
 
     name: str
     schema: Any  # stands alone: it does not refer to the rest of the function's schema
@@ -49,12 +49,11 @@ def calls_grammar(
     added_id: Callable[[str], int | None],
     content_schema: str | None = None,
 ) -> str:
-    """Return the grammar of one or more calls of these tools (exactly one unless `parallel`), in
-    one of the `syntaxes`. Raises NotExpressible: the format has no way to hold calls to these
-    schemas.
+    """Return the grammar of one or more calls of these tools, or of exactly one unless `parallel`,
+    in one of the `syntaxes`. Raise NotExpressible if the format cannot enforce the schemas.
 
-    `added_id` returns the id of a marker that is an added token; None for plain text.
-    `content_schema` is a JSON schema, as text, of content that may come instead.
+    `added_id` returns the id of a marker that is an added token, and None for plain text.
+    `content_schema` is the JSON schema, as text, of content that is allowed instead of calls.
     """
 
     def literal(text: str) -> str:
@@ -103,7 +102,7 @@ def json_rule(schema: Any) -> str:
 
 
 def parameters_of(function: dict[str, Any]) -> Any:
-    """The JSON schema of a function's arguments. One that names no arguments allows none."""
+    """Return the JSON schema of a function's arguments. A schema without properties allows none."""
     schema = function.get("parameters") or {"type": "object"}
     if (
         isinstance(schema, dict)
@@ -116,8 +115,8 @@ def parameters_of(function: dict[str, Any]) -> Any:
 
 
 def properties_of(function: dict[str, Any]) -> list[Property]:
-    """The arguments of a function, for formats that write them one by one. Raises NotExpressible:
-    its schema says more than what arguments there are and which of them must be given.
+    """Return the arguments of a function, for formats that write arguments one by one. Raise
+    NotExpressible if the schema specifies more than the arguments and which are required.
     """
     schema = parameters_of(function)
     if not isinstance(schema, dict) or schema.keys() - OBJECT_KEYWORDS - ANNOTATIONS:
@@ -139,7 +138,7 @@ def properties_of(function: dict[str, Any]) -> list[Property]:
 
 
 def _alone(parameters: dict[str, Any], name: str) -> Any:
-    """The schema of a property, taken out of the schema that its references speak of."""
+    """Return the schema of a property as a schema of its own, whose references still resolve."""
     schema = parameters["properties"][name]
     if "$ref" not in json.dumps(schema):
         return schema
@@ -150,7 +149,7 @@ def _alone(parameters: dict[str, Any], name: str) -> Any:
 
 
 def moved(schema: Any, place: str) -> Any:
-    """The schema with its references to itself, which is now at `place` of another one."""
+    """Return the schema for use at `place` in another schema, with its references adjusted."""
     if isinstance(schema, list):
         return [moved(item, place) for item in schema]
     if not isinstance(schema, dict):

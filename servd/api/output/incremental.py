@@ -1,9 +1,8 @@
-"""Parsers of an output's text that take it in pieces: what they have read so far never has to be
-read again.
+"""Incremental parsers of an output's text, which never read a part of the text twice.
 
-A parser is a generator that reads like the grammar of its format and yields where it needs more
-text. How the text was cut into pieces has no influence on what is read, so the same parser serves
-streams and whole answers.
+A parser is a generator that follows the grammar of its format and yields when it needs more text.
+How the text is split into pieces has no effect on the result. The same parser thus serves streams
+and complete responses.
 """
 
 import json
@@ -20,23 +19,23 @@ from servd.api.text.detokenizer import overlap
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""Reads a part of the text, yielding where the text that has come does not suffice."""
+"""A generator that reads a part of the text. It yields when it needs more text."""
 
 
 class Content(msgspec.Struct):
-    """A delta: more of the answer's text."""
+    """A delta that adds text to the response's content."""
 
     text: str
 
 
 class Reasoning(msgspec.Struct):
-    """A delta: more of the model's reasoning."""
+    """A delta that adds text to the model's reasoning."""
 
     text: str
 
 
 class ToolCallStart(msgspec.Struct):
-    """A delta: a call begins; its arguments follow."""
+    """A delta that begins a tool call. Its arguments follow."""
 
     index: int  # the call's in the message
     id: str
@@ -44,7 +43,7 @@ class ToolCallStart(msgspec.Struct):
 
 
 class ToolCallArguments(msgspec.Struct):
-    """A delta: more of a call's arguments. All pieces together are the JSON text."""
+    """A delta that adds text to a call's arguments. All pieces together are the JSON text."""
 
     index: int
     text: str
@@ -61,14 +60,14 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @cache
 def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern that finds the next marker. To search for each marker alone could read the
-    rest of the text again and again, if one of them is rare.
+    """Return a pattern that finds the next of all markers. Searches for single markers could read
+    the rest of the text repeatedly, if a marker is rare.
     """
     return re.compile("|".join(map(re.escape, sorted(markers))) or "(?!)")
 
 
 class Reader(msgspec.Struct):
-    """Text that arrives in pieces, of which `num_taken` characters have been consumed."""
+    """A buffer of text that arrives in pieces. `num_taken` characters have been consumed."""
 
     num_taken: int = 0
     ended: bool = False
@@ -78,7 +77,7 @@ class Reader(msgspec.Struct):
 
     @property
     def taken(self) -> str:
-        """Consumed text that is in no delta yet; malformed text is given back from here."""
+        """The consumed text that is in no delta yet. Malformed text is returned from here."""
         return "".join(self._taken)
 
     def forget(self) -> None:
@@ -86,12 +85,12 @@ class Reader(msgspec.Struct):
         self._taken.clear()
 
     def push(self, text: str) -> None:
-        """Add text that has arrived."""
+        """Add text that has arrived to the buffer."""
         self._text = self._text[self._at :] + text
         self._at = 0
 
     def take(self, end: int) -> str:
-        """Consume text that has come, up to position `end` of it."""
+        """Consume and return the buffered text up to position `end`."""
         text = self._text[self._at : end]
         self._at = end
         self.num_taken += len(text)
@@ -99,18 +98,18 @@ class Reader(msgspec.Struct):
         return text
 
     def peek(self) -> Steps[str]:
-        """Return the next character; "" at the end."""
+        """Return the next character, or "" at the end, without consuming the character."""
         while self._at == len(self._text) and not self.ended:
             yield
         return self._text[self._at : self._at + 1]
 
     def next(self) -> Steps[str]:
-        """Consume a character; "" at the end."""
+        """Consume and return the next character, or "" at the end."""
         yield from self.peek()
         return self.take(min(self._at + 1, len(self._text)))
 
     def accept(self, literal: str) -> Steps[bool]:
-        """Consume `literal` if the text continues with it, or a beginning that the end cuts off."""
+        """Consume `literal`, or a prefix that ends the text. Return whether all was there."""
         while True:
             text = self._text[self._at : self._at + len(literal)]
             if not literal.startswith(text):
@@ -121,7 +120,7 @@ class Reader(msgspec.Struct):
             yield
 
     def run(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Consume all up to the first character that `pattern`, a repeated set, does not match."""
+        """Consume and return text up to a character that `pattern`, a repeated set, excludes."""
         pieces: list[str] = []
         while True:
             match = pattern.match(self._text, self._at)
@@ -135,8 +134,8 @@ class Reader(msgspec.Struct):
         return (yield from self.run(_SPACE))
 
     def piece(self, *markers: str) -> Steps[tuple[str, str]]:
-        """Consume text before the next marker as soon as it is certain, or that marker. Returns
-        (text, "") or ("", marker); ("", "") at the end.
+        """Consume the text before the next marker as soon as it is certain, or else the marker.
+        Return (text, "") or ("", marker), or ("", "") at the end.
         """
         pattern = _any_of(markers)
         while True:
@@ -152,7 +151,7 @@ class Reader(msgspec.Struct):
             yield
 
     def until(self, marker: str) -> Steps[str | None]:
-        """Consume text and the marker that ends it; None if the end comes first."""
+        """Consume text and the marker after it. Return the text, or None if no marker comes."""
         pieces: list[str] = []
         while True:
             text, found = yield from self.piece(marker)
@@ -163,7 +162,7 @@ class Reader(msgspec.Struct):
             pieces.append(text)
 
     def json_string(self) -> Steps[str | None]:
-        """Consume a JSON string and decode it; None if there is none."""
+        """Consume a JSON string and return it decoded, or None if there is no string."""
         if not (yield from self.accept('"')):
             return None
         raw = ['"']
@@ -182,10 +181,10 @@ class Reader(msgspec.Struct):
             yield
 
     def json_value(self, emit: Callable[[str], None]) -> Steps[bool]:
-        """Consume a JSON value and give its text to `emit` piece by piece, as it is written.
-        Returns False if there is no value here, or the end comes before its end.
+        """Consume a JSON value and pass its text to `emit` in pieces, unchanged. Return False if no
+        value begins here, or if the text ends before the value.
 
-        Objects and arrays end where their brackets are balanced; what is inside is not checked.
+        Objects and arrays end when their brackets are balanced. Their contents are not checked.
         """
         first = yield from self.peek()
         if first == '"':
@@ -206,7 +205,7 @@ class Reader(msgspec.Struct):
 
 
 class Brackets:
-    """Finds where a JSON object or array ends, in text that comes in pieces."""
+    """A scanner for the end of a JSON object or array, in text that arrives in pieces."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -214,7 +213,7 @@ class Brackets:
         self.is_escaped = False  # the text broke off after a backslash
 
     def end(self, text: str, start: int) -> int:
-        """Read `text` from `start`; return the position after the last bracket, or 0 without it."""
+        """Read `text` from `start`. Return the position after the last bracket, or 0 if missing."""
         escaped = start if self.is_escaped else -1
         for match in _JSON_MARKS.finditer(text, start):
             char = match[0]
@@ -240,7 +239,7 @@ class Brackets:
 
 @dataclass(eq=False)
 class Parser(ABC):
-    """Splits an output into deltas, whatever the pieces in which it comes."""
+    """A parser that splits an output into deltas, however the output is split into pieces."""
 
     reader: Reader = field(default_factory=Reader, init=False)
     deltas: list[Delta] = field(default_factory=list[Delta], init=False)  # since the last call
@@ -251,15 +250,15 @@ class Parser(ABC):
 
     @abstractmethod
     def parse(self) -> Steps[None]:
-        """Read the whole output and append to `deltas`."""
+        """Read the whole output, and append its deltas to `deltas`."""
 
     def feed(self, text: str) -> list[Delta]:
-        """Take more text; return what is certain now."""
+        """Add text. Return the deltas that are certain so far."""
         self.reader.push(text)
         return self._advance()
 
     def finish(self) -> list[Delta]:
-        """Return the remaining deltas, after the last text."""
+        """Return the remaining deltas, after the end of the text."""
         self.reader.ended = True
         return self._advance()
 
@@ -277,5 +276,5 @@ def _decode(raw: str) -> str | None:
 
 
 def without_surrogates(text: str) -> str:
-    """Replace lone surrogates, which escapes can make and no answer can carry, by U+FFFD."""
+    """Replace lone surrogates, which JSON escapes can produce, by U+FFFD. UTF-8 has none."""
     return _SURROGATE.sub("\ufffd", text)

@@ -1,4 +1,4 @@
-"""ModelFormat: how the served model writes reasoning and tool calls."""
+"""ModelFormat: the format in which the served model writes reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCHEMAS = {"json": "{}", "json_object": '{"type": "object"}'}
 
 @dataclass(eq=False)
 class ModelFormat:
-    """How the served model writes reasoning and tool calls."""
+    """The parsers for the served model's reasoning and tool calls."""
 
     tokenizer: Tokenizer
     # None if the model has no known format; required and named calls work all the same.
@@ -54,8 +54,8 @@ class ModelFormat:
 
     @classmethod
     def choose(cls, config: Config, template: ChatTemplate, tokenizer: Tokenizer) -> ModelFormat:
-        """Return what the options name, else what the chat template shows. Raises ConfigError: no
-        such parser.
+        """Return the format that the options select, or else the format of the chat template. Raise
+        ConfigError for an unknown parser.
         """
         tools = _choose(TOOL_PARSERS, config.server.tool_call_parser, template.tool_source)
         reasoning = _choose(REASONING_PARSERS, config.server.reasoning_parser, template.source)
@@ -71,11 +71,11 @@ class ModelFormat:
         skip_special_tokens: bool = True,
         continued: str = "",
     ) -> ExpectedOutput:
-        """Return what to expect after `prompt`, whose end tells whether the output begins with
-        reasoning. `continued` is content of the message that the output continues with.
+        """Return the expected output after `prompt`. The end of the prompt shows whether the output
+        begins with reasoning. `continued` is content of a message that the output continues.
 
-        Raises InvalidRequest: structured output cannot be made to start after the reasoning, or its
-        form is not JSON.
+        Raises InvalidRequest: structured output cannot start after the reasoning, or its schema is
+        not valid JSON.
         """
         tool_parser: type[ToolParser] | None = None
         if tool_options is not None:
@@ -113,7 +113,7 @@ class ModelFormat:
     def _hold_calls(
         self, tool_options: ToolOptions, structured_output: StructuredOutput | None
     ) -> tuple[type[ToolParser] | None, StructuredOutput | None]:
-        """Return the parser of the calls, and the form of an output with calls or a schema."""
+        """Return the parser of the calls, and the structured output that enforces the schemas."""
         content_schema = None
         if not tool_options.forced and structured_output is not None:
             content_schema = structured_output.value or SCHEMAS[structured_output.kind]
@@ -133,7 +133,7 @@ class ModelFormat:
         return ForcedCallsParser, StructuredOutput("json", schema, param="tools")
 
     def _calls_grammar(self, tool_options: ToolOptions, content_schema: str | None) -> str | None:
-        """Return a grammar of calls in the model's own format; None if it cannot follow schemas."""
+        """Return a grammar of calls in the model's format; None if schemas cannot be enforced."""
         parser = self.tool_parser
         if parser is None or not parser.syntaxes:
             return None
@@ -164,7 +164,7 @@ class ModelFormat:
     def _reasoning(
         self, parser: type[ReasoningParser], prompt: str, continued: str
     ) -> tuple[type[ReasoningParser] | None, bool]:
-        """Return the parser, if the output can have reasoning, and whether it begins inside it."""
+        """Return the parser, or None if no reasoning can follow, and whether reasoning began."""
         end = prompt[-256:].rstrip()
         opened = continued.rfind(parser.start_tag)
         closed = continued.rfind(parser.end_tag)
@@ -195,7 +195,7 @@ class ModelFormat:
 
 
 def _choose(package: str, name: str | None, template: str) -> Any:
-    """Return the parser with this name, or the first that fits the template; None without one."""
+    """Return the parser with this name, or the first that matches the template, or None."""
     kind = package.rpartition(".")[2].replace("_", " ").removesuffix("s")
     if name == "none":
         return None

@@ -1,4 +1,4 @@
-"""OutputParser: splits output text into reasoning, content and tool calls, as expected."""
+"""OutputParser: splits output text into reasoning, content and tool calls."""
 
 import math
 from bisect import bisect_left
@@ -26,7 +26,7 @@ class ExpectedOutput(msgspec.Struct, frozen=True):
 
 
 class OutputParser:
-    """Splits the output of one choice, whole or piece by piece. Counts tool calls that have
+    """A parser of the output of one choice, whole or in pieces. It counts the tool calls that have
     begun.
     """
 
@@ -50,8 +50,8 @@ class OutputParser:
         self._token_starts: list[int] = []
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
-        """Take more text and the tokens since the last call, whose text the detokenizer may hold
-        back; return what is certain now.
+        """Add text, and the tokens since the last call, whose text the detokenizer may still hold
+        back. Return the deltas that are certain so far.
         """
         if self._reasoning is None:
             if self._tools is None:
@@ -84,11 +84,11 @@ class OutputParser:
         return self._num_reasoning_tokens + sum(self._num_tokens(*span) for span in open_spans)
 
     def _num_tokens(self, begin: int, end: float) -> int:
-        """Count the tokens that begin in a part of the text."""
+        """Return the number of tokens that begin in a part of the text."""
         return bisect_left(self._token_starts, end) - bisect_left(self._token_starts, begin)
 
     def _sort(self, deltas: list[Delta]) -> list[Delta]:
-        """Look for calls in what is not reasoning."""
+        """Return the deltas, with the calls in their content parsed."""
         tools = self._tools
         if tools is None:
             return deltas

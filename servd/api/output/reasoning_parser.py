@@ -1,4 +1,4 @@
-"""Reasoning between two tags, as a rule at the beginning: what all reasoning parsers share."""
+"""ReasoningParser: the common base of the parsers for reasoning between two tags."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from servd.api.output.incremental import Content, Parser, Reasoning, Steps
 
 @dataclass(eq=False)
 class ReasoningParser(Parser):
-    """Splits an output into reasoning and the rest. White space around the reasoning is dropped.
+    """A parser that splits an output into reasoning and the rest, without white space between.
 
     Attributes:
-        spans: where reasoning begins and ends, in characters of the output; the end of one that
-            continues is infinite.
-        is_over: all that follows is content.
+        spans: start and end of each reasoning text, in characters of the output. The end of
+            unfinished reasoning is infinite.
+        is_over: the rest of the output is content.
 
     Args:
         is_reasoning: the prompt opened the tag, so the output begins with reasoning.
@@ -23,13 +23,13 @@ class ReasoningParser(Parser):
     start_tag: ClassVar[str] = "<think>"
     end_tag: ClassVar[str] = "</think>"
     answer_tag: ClassVar[str] = ""
-    """What an answer begins with, also one without reasoning; empty: nothing does."""
+    """Text that begins every answer, even without reasoning. Empty: no such text."""
     markers: ClassVar[tuple[str, ...]] = ()
-    """More text that may be a special token and that the parser needs to see."""
+    """Further texts that may be special tokens and that the parser must see."""
     asked_by: ClassVar[str] = ""
-    """Without this text in the prompt the model does not reason."""
+    """Text without which, in the prompt, the model does not reason. Empty: no such text."""
     always: ClassVar[bool] = False
-    """Outputs begin with reasoning even if nobody opens the tag."""
+    """Whether outputs begin with reasoning even if neither prompt nor output opens the tag."""
 
     is_reasoning: bool
     spans: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]], init=False)
@@ -37,11 +37,11 @@ class ReasoningParser(Parser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """Return whether a chat template knows the tags."""
+        """Return whether a chat template contains the end tag."""
         return cls.end_tag in template
 
     def parse(self) -> Steps[None]:
-        """Read the whole output."""
+        """Read the whole output, and append its deltas to `deltas`."""
         yield from self.reader.space()
         if (yield from self.reader.accept(self.start_tag)) or self.is_reasoning:
             yield from self._reasoning(self.end_tag)

@@ -1,4 +1,4 @@
-"""Calls that the model had to make: a JSON array of names and arguments, held to the schemas."""
+"""Schemas and parsing of forced calls: a JSON array of names and arguments."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class ForcedCallsParser(ToolParser):
 
 
 def calls_schema(tools: Sequence[dict[str, Any]], parallel: bool) -> str:
-    """JSON schema, as text, of one or more calls of these tools (exactly one unless `parallel`)."""
+    """Return the JSON schema, as text, of calls of these tools: only one unless `parallel`."""
     definitions: dict[str, Any] = {}
     calls: list[Any] = []
     for number, tool in enumerate(tools):

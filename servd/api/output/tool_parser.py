@@ -1,4 +1,4 @@
-"""What all tool parsers share: emitting calls, giving malformed ones back, calls in JSON."""
+"""ToolParser: the common base of tool parsers: emits calls, and parses calls in JSON."""
 
 import json
 import uuid
@@ -21,18 +21,18 @@ from servd.api.output.incremental import (
 
 @dataclass(eq=False)
 class ToolParser(Parser):
-    """Finds tool calls in an output; everything else is content.
+    """A parser that finds tool calls in an output. Everything else is content.
 
-    A call is emitted as soon as its name is certain, and its arguments as they come, as the model
-    writes them. What looked like a call and is none comes out as content. White space around calls
-    is dropped.
+    A call is emitted as soon as its name is certain, and its arguments as the model writes them.
+    Text that looks like a call, but is malformed, becomes content. White space around calls is
+    dropped.
 
     Attributes:
-        markers: text that may be a special token and that the parser needs to see.
-        syntaxes: for grammars of calls; empty where there is none.
+        markers: texts that may be special tokens and that the parser must see.
+        syntaxes: for grammars of calls. Empty if the format has no grammar.
 
     Args:
-        tools: those of the request.
+        tools: the tools of the request.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
@@ -47,37 +47,37 @@ class ToolParser(Parser):
     @classmethod
     @abstractmethod
     def matches(cls, template: str) -> bool:
-        """Whether a chat template teaches the model this format."""
+        """Return whether a chat template uses this format for tool calls."""
 
     @classmethod
     def arguments_grammar(cls, rule: str, function: dict[str, Any]) -> list[str]:
-        """Lark rules of the ARGUMENTS of a call.
+        """Return Lark rules for the ARGUMENTS of a call.
 
         Args:
-            rule: name of the first one, and beginning of all others' names.
-            function: in OpenAI's form.
+            rule: the name of the first rule, and the prefix of all other rules' names.
+            function: in OpenAI's format.
 
         Raises:
-            NotExpressible: the format has no way to hold the arguments to this function's schema.
+            NotExpressible: the format cannot enforce the function's schema.
         """
         return [f"{rule}: {json_rule(parameters_of(function))}"]
 
     @abstractmethod
     def body(self) -> Steps[None]:
-        """Read the whole output, with `content`, `begin_call` and `arguments`."""
+        """Read the whole output, and call `content`, `begin_call` and `arguments`."""
 
     def parse(self) -> Steps[None]:
-        """Read the whole output."""
+        """Read the whole output, and append its deltas to `deltas`."""
         yield from self.body()
         if (space := "".join(self._spaces)) and not self.num_calls:
             self.deltas.append(Content(space))
 
     def new_id(self) -> str:
-        """An id for a call."""
+        """Return a unique id for a call."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
     def content(self, text: str) -> None:
-        """Emit text that is no part of a call."""
+        """Emit text that is not part of a call."""
         self.reader.forget()
         text = text.lstrip() if self._is_after_call else text
         if visible := text.rstrip():
@@ -87,7 +87,7 @@ class ToolParser(Parser):
         self._spaces.append(text[len(visible) :])
 
     def rest(self, *markers: str, call: Callable[[], Steps[bool]] | None = None) -> Steps[None]:
-        """Read to the end: `call` (see `attempt`) reads after a marker; the rest is content."""
+        """Read to the end. `call` (see `attempt`) reads after a marker. Other text is content."""
         while True:
             text, marker = yield from self.reader.piece(*markers)
             if marker and call:
@@ -98,7 +98,7 @@ class ToolParser(Parser):
                 return
 
     def begin_call(self, name: str) -> None:
-        """Emit the beginning of a call."""
+        """Emit the beginning of a call of the function `name`."""
         self.reader.forget()
         self._spaces.clear()
         self.deltas.append(ToolCallStart(self.num_calls, self.new_id(), name))
@@ -112,7 +112,7 @@ class ToolParser(Parser):
             self.deltas.append(ToolCallArguments(self.num_calls - 1, text))
 
     def _advance(self) -> list[Delta]:
-        """Join the arguments at the end: a text that grows would be copied at every piece."""
+        """Return the deltas, with adjacent arguments joined at once to avoid repeated copies."""
         deltas = super()._advance()
         if len(deltas) < 2:
             return deltas
@@ -126,8 +126,8 @@ class ToolParser(Parser):
         return joined
 
     def attempt(self, call: Steps[bool]) -> Steps[None]:
-        """Read what may be a call; `call` returns whether it was well formed. What is none becomes
-        content, also a rest that does not belong to the call.
+        """Read a possible call. `call` returns whether the call was well formed. If not, emit the
+        text as content.
         """
         num_calls = self.num_calls
         is_call = yield from call
@@ -139,7 +139,7 @@ class ToolParser(Parser):
         self.reader.forget()
 
     def calls_until(self, end: str, begin: str, call: Callable[[], Steps[bool]]) -> Steps[bool]:
-        """Read one or more of what `call` reads after `begin`, up to `end`."""
+        """Read calls up to `end`: for each, `begin` and then `call`. Return False if malformed."""
         has_call = False
         while True:
             yield from self.reader.space()
@@ -150,8 +150,8 @@ class ToolParser(Parser):
             has_call = True
 
     def json_call(self, needs_arguments: bool = False) -> Steps[bool]:
-        """Read `{"name": ..., "arguments": {...}}`, also with the key `parameters`, in any order.
-        With `needs_arguments`, an object without arguments is no call.
+        """Read `{"name": ..., "arguments": {...}}`, or `parameters` for `arguments`, in any order.
+        Return whether this is a call. With `needs_arguments`, the arguments are required.
         """
         reader = self.reader
         if not (yield from reader.accept("{")):
@@ -173,7 +173,7 @@ class ToolParser(Parser):
         return call.end(needs_arguments)
 
     def json_call_until(self, end: str) -> Steps[bool]:
-        """Read a JSON call up to `end`, with white space around it."""
+        """Read a JSON call up to `end`, with white space around it. Return False if malformed."""
         yield from self.reader.space()
         if not (yield from self.json_call()):
             return False
@@ -181,7 +181,7 @@ class ToolParser(Parser):
         return (yield from self.reader.accept(end))
 
     def json_calls(self) -> Steps[bool]:
-        """Read a JSON array of calls."""
+        """Read a JSON array of calls. Return False if malformed."""
         reader = self.reader
         if not (yield from reader.accept("[")):
             return False
@@ -196,7 +196,7 @@ class ToolParser(Parser):
                 return False
 
     def json_arguments(self) -> Steps[bool]:
-        """Read the arguments of the call: an object, or JSON text in a string, or null."""
+        """Read a call's arguments: an object, JSON text or null. Return False if malformed."""
         first = yield from self.reader.peek()
         if first in ("{", "["):
             return (yield from self.reader.json_value(self.arguments))
@@ -208,13 +208,13 @@ class ToolParser(Parser):
 
 
 def _unwrapped(arguments: str) -> str:
-    """A JSON value as the arguments that it means: also written into a string, or null."""
+    """Return arguments as JSON text, from JSON that may also be a string of JSON, or null."""
     text = json.loads(arguments) if arguments.startswith('"') else arguments
     return "{}" if text in ("", "null") else text
 
 
 class _JsonCall:
-    """A call of which the keys are being read."""
+    """A JSON call whose keys are being read."""
 
     def __init__(self, parser: ToolParser) -> None:
         self.parser = parser
@@ -223,7 +223,7 @@ class _JsonCall:
         self.early: str | None = None  # arguments that came before the name
 
     def take(self, key: str) -> Steps[bool]:
-        """Read the value of `key`."""
+        """Read the value of `key`. Return False if the call is malformed."""
         if key == "name" and self.name is None:
             self.name = yield from self.parser.reader.json_string()
             if self.name and self.early is not None:
@@ -242,7 +242,7 @@ class _JsonCall:
         return found
 
     def end(self, needs_arguments: bool) -> bool:
-        """The closing bracket was read; False if this is no call."""
+        """Finish the call after its closing bracket. Return False if the object is not a call."""
         if self.name is None or (needs_arguments and not self.has_begun):
             return False
         if not self.has_begun:

@@ -1,1 +1,1 @@
-"""The shapes of requests and responses: pydantic reads the former, msgspec writes the latter."""
+"""The types of requests and responses: pydantic reads requests, msgspec writes responses."""

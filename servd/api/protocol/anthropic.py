@@ -1,4 +1,4 @@
-"""Anthropic's Messages: the request, its translation into a chat, and the answer's blocks."""
+"""Anthropic's Messages: the request, its translation into a chat, and the response's blocks."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _check_tool(tool: Any) -> Any:
 
 
 class MessagesTool(OpenObject):
-    """A tool that the client runs."""
+    """A tool that the client can run."""
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
     input_schema: dict[str, Any]
@@ -103,7 +103,7 @@ class MessagesTool(OpenObject):
 
 
 class ToolChoice(OpenObject):
-    """Whether, and which, tool is to be used."""
+    """The choice whether the model must use a tool, and which tool."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: NotRequired[str]
@@ -111,14 +111,14 @@ class ToolChoice(OpenObject):
 
 
 class Thinking(OpenObject):
-    """Whether the model thinks first."""
+    """The choice whether the model reasons before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: NotRequired[Annotated[int, Field(ge=1, le=INT32_MAX)] | None]
 
 
 class OutputConfig(OpenObject, total=False):
-    """What the text must look like, and how much the model thinks."""
+    """The format of the text, and the reasoning effort."""
 
     format: dict[str, Any] | None
     effort: str | None
@@ -157,7 +157,7 @@ class CountTokensRequest(TranslatedRequest):
 
     @property
     def thinks(self) -> bool:
-        """Whether the model is to think first: only if asked to, as with Anthropic's models."""
+        """Whether the model reasons first: only on request, as with Anthropic's models."""
         return self.thinking is not None and self.thinking["type"] != "disabled"
 
     def ignored(self) -> list[str]:
@@ -224,7 +224,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 class LimitedMessagesRequest(MessagesRequest):
-    """The same, to a model whose reasoning can be limited. Clients send a budget to every model."""
+    """Body of POST /v1/messages for a model whose reasoning can be limited."""
 
     keeps_budget = True
 
@@ -260,7 +260,7 @@ def _chat_format(output_format: dict[str, Any] | None) -> Any:
 
 
 def chat_messages(system: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of a chat. Tool results, blocks of a user's message, become messages."""
+    """Return the messages of a chat. Tool results in a user's message become messages."""
     chat = [{"role": "system", "content": _text_parts(system)}] if system else []
     for message in messages:
         content = message["content"]
@@ -293,7 +293,7 @@ def _user(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _marked_as_error(content: str | list[dict[str, Any]]) -> Any:
-    """A tool's result that tells of its failure: templates have no other place to say so."""
+    """Return a tool's result marked as an error: templates have no field for failures."""
     if isinstance(content, str):
         return f"{ERROR} {content}".strip()
     return [{"type": "text", "text": ERROR}, *content]
@@ -330,20 +330,20 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
-    """What the model says."""
+    """A text that the model wrote."""
 
     text: str = ""
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
-    """What the model thinks; the signature is for models that cannot trust their clients."""
+    """A part of the model's reasoning. The signature is always empty."""
 
     thinking: str = ""
     signature: str = ""
 
 
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
-    """A tool that the client is to run."""
+    """A call of a tool that the client should run."""
 
     id: str
     name: str
@@ -354,13 +354,13 @@ Block = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageTokensDetails(msgspec.Struct):
-    """What the output's tokens were for."""
+    """The number of output tokens that are reasoning."""
 
     thinking_tokens: int
 
 
 class MessageUsage(msgspec.Struct):
-    """Tokens of a message; the prompt's are `input_tokens` plus `cache_read_input_tokens`."""
+    """The token counts of a message. `cache_read_input_tokens` are not among `input_tokens`."""
 
     input_tokens: int  # computed for this message
     cache_read_input_tokens: int
@@ -370,7 +370,7 @@ class MessageUsage(msgspec.Struct):
 
 
 class Message(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
-    """The answer."""
+    """The response of /v1/messages."""
 
     id: str
     role: str = "assistant"
@@ -382,6 +382,6 @@ class Message(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
 
 
 class TokensCount(msgspec.Struct):
-    """Answer of /v1/messages/count_tokens."""
+    """The response of /v1/messages/count_tokens."""
 
     input_tokens: int

@@ -29,7 +29,7 @@ CustomId = Annotated[str, Meta(min_length=1, max_length=512)] | int
 
 
 class Line(msgspec.Struct):
-    """A request of a batch, to be validated by `check`."""
+    """A request of a batch, before `check` has validated it."""
 
     custom_id: CustomId
     url: Any = None
@@ -38,7 +38,7 @@ class Line(msgspec.Struct):
 
 
 class Problem(msgspec.Struct):
-    """An error of a line, in the form of OpenAI's batch errors."""
+    """The error of a line, in the format of OpenAI's batch errors."""
 
     code: str
     message: str
@@ -47,7 +47,7 @@ class Problem(msgspec.Struct):
 
 
 class Response(msgspec.Struct):
-    """The server's response to a line."""
+    """The server's response to the request of a line."""
 
     status_code: int
     request_id: str | None = None
@@ -55,7 +55,7 @@ class Response(msgspec.Struct):
 
 
 class Result(msgspec.Struct):
-    """A line of the output: a response or an error."""
+    """A line of the output file: a response or an error."""
 
     custom_id: CustomId
     response: Response | None = None
@@ -64,13 +64,13 @@ class Result(msgspec.Struct):
 
     @property
     def status(self) -> int:
-        """HTTP status of the response; 0 if there is none."""
+        """The HTTP status of the response; 0 if there is no response."""
         return self.response.status_code if self.response else 0
 
 
 def lines_of(source: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers. Only line feeds end lines, and what is
-    longer than MAX_LINE comes in pieces.
+    """Yield each line that is not blank, with its number. Only line feeds end lines. A line longer
+    than MAX_LINE is yielded in pieces.
     """
     with source.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
@@ -79,14 +79,14 @@ def lines_of(source: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def read_line(text: bytes) -> Line:
-    """Parse a line. Raises ValueError: it is no JSON object with a custom_id."""
+    """Parse a line. Raise ValueError if it is not a JSON object with a custom_id."""
     if len(text) > MAX_LINE:
         raise ValueError(f"a line may have at most {MAX_LINE} bytes")
     return read_json(text, Line)
 
 
 def check(line: Line) -> None:
-    """Reject a line that cannot be part of a batch by a ValueError with the reason."""
+    """Raise ValueError, with the reason, if a line cannot be part of a batch."""
     if line.method != "POST" or line.url not in ROUTES:
         raise ValueError(f"method must be POST and url one of {', '.join(ROUTES)}")
     try:
@@ -99,8 +99,8 @@ def check(line: Line) -> None:
 
 
 def inspect(source: Path, endpoint: str | None = None) -> Iterator[Problem | None]:
-    """Validate the lines of a batch file, each one and against each other. All must have the
-    `endpoint` as url, if one is given.
+    """Validate a batch file, and yield the problem of each line, or None. If `endpoint` is given,
+    every line must have it as its url.
     """
     first: dict[CustomId, int] = {}
     for number, text in lines_of(source):
@@ -124,8 +124,8 @@ def inspect(source: Path, endpoint: str | None = None) -> Iterator[Problem | Non
 
 
 class Results:
-    """The answers so far, in a file that a later run continues. Whole lines that report no server
-    failure are kept, with their `statuses`.
+    """The results so far, in a file that a later run continues. Complete lines that report no
+    server failure are kept, with their `statuses`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -142,13 +142,13 @@ class Results:
         self.file = path.open("ab")
 
     def add(self, result: Result) -> None:
-        """Write an answer."""
+        """Append a result to the file."""
         self.file.write(msgspec.json.encode(result) + b"\n")
         self.file.flush()
 
 
 def results_of(path: Path) -> Iterator[tuple[Result, bytes]]:
-    """The whole lines of an output."""
+    """Yield each complete result of an output file, with its line."""
     with path.open("rb") as file:
         for line in file:
             try:

@@ -1,4 +1,4 @@
-"""Shapes of `/v1/files` and `/v1/batches`."""
+"""The requests and responses of `/v1/files` and `/v1/batches`."""
 
 from typing import Annotated, Any, Literal
 
@@ -14,7 +14,7 @@ WINDOW = 24 * 3600  # seconds that a batch has
 
 
 class FileObject(msgspec.Struct, tag_field="object", tag="file"):
-    """A file that can be read: a batch's input, its answers, or its failures."""
+    """A file: a batch's input, its output, or its errors."""
 
     id: str
     bytes: int
@@ -26,14 +26,14 @@ class FileObject(msgspec.Struct, tag_field="object", tag="file"):
 
 
 class DeletedFile(msgspec.Struct, tag_field="object", tag="file"):
-    """Answer of DELETE."""
+    """The response of DELETE for a file."""
 
     id: str
     deleted: bool = True
 
 
 class RequestCounts(msgspec.Struct):
-    """Lines of a batch: all, those that were answered with 200, and those that failed."""
+    """The number of a batch's requests: all, answered with 200, and failed."""
 
     total: int = 0
     completed: int = 0
@@ -41,19 +41,19 @@ class RequestCounts(msgspec.Struct):
 
 
 class Problems(msgspec.Struct, tag_field="object", tag="list"):
-    """Why a batch failed as a whole."""
+    """The reasons why a batch failed as a whole."""
 
     data: list[Problem]
 
 
 class Batch(msgspec.Struct, tag_field="object", tag="batch", kw_only=True):
-    """A batch and how far it is. Times are Unix times."""
+    """A batch and its progress. Times are Unix times in seconds."""
 
     id: str
     endpoint: str
     input_file_id: str
     created_at: int
-    expires_at: int  # what is not answered by then is not answered at all
+    expires_at: int  # lines without a result by then get none
     status: Literal[
         "validating",
         "failed",
@@ -84,7 +84,7 @@ class Batch(msgspec.Struct, tag_field="object", tag="batch", kw_only=True):
 
 
 class Files(msgspec.Struct, tag_field="object", tag="list"):
-    """One page of the files."""
+    """A page of the list of files."""
 
     data: list[FileObject]
     first_id: str | None
@@ -93,7 +93,7 @@ class Files(msgspec.Struct, tag_field="object", tag="list"):
 
 
 class Batches(msgspec.Struct, tag_field="object", tag="list"):
-    """One page of the batches."""
+    """A page of the list of batches."""
 
     data: list[Batch]
     first_id: str | None
@@ -102,7 +102,7 @@ class Batches(msgspec.Struct, tag_field="object", tag="list"):
 
 
 class BatchRequest(RequestBody):
-    """A file whose lines are to be answered."""
+    """Body of POST /v1/batches."""
 
     input_file_id: str
     endpoint: Annotated[str, Field(pattern=f"^({'|'.join(ROUTES)})$")]

@@ -40,30 +40,30 @@ TEXT_PARTS = ("text", "input_text", "output_text")  # the latter are those of /v
 
 
 class TextPart(TypedDict):
-    """Text in the content of a message."""
+    """A part of a message's content that is text."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
 
 
 class ThinkingPart(TypedDict):
-    """Reasoning in the content of an earlier answer."""
+    """A part of an earlier response's content that is reasoning."""
 
     type: Literal["thinking"]
     thinking: str
 
 
 class RefusalPart(TypedDict):
-    """What the model declined to say in an earlier response."""
+    """A part of an earlier response's content that is a refusal."""
 
     type: Literal["refusal"]
     refusal: str
 
 
 def check_parts(content: Any, *kinds: str) -> Any:
-    """Check that a content is text, or parts that are text of one of `kinds`, or a refusal. A part
-    has its text under "text", but for refusals and thinking. The PydanticCustomError names the
-    first kind as the one to send.
+    """Return `content` if it is text, or a list of refusals and of parts whose type is in `kinds`.
+    Raise PydanticCustomError otherwise. Its message recommends the first type in `kinds`. A part
+    has its text under "text", "refusal" or "thinking".
     """
     if isinstance(content, str):
         return content
@@ -92,14 +92,14 @@ ChatContent = str | list[TextPart | RefusalPart | ThinkingPart] | None
 
 
 class FunctionCall(OpenObject):
-    """A function call of an earlier response; `arguments` is JSON text."""
+    """A function call in an earlier response. `arguments` is JSON text."""
 
     name: str
     arguments: str
 
 
 class ToolCall(OpenObject):
-    """One tool call of an earlier response."""
+    """A tool call in an earlier response."""
 
     type: NotRequired[Literal["function"]]
     id: NotRequired[str | None]
@@ -107,7 +107,7 @@ class ToolCall(OpenObject):
 
 
 class ChatMessage(OpenObject):
-    """One message. Any role may go to the template."""
+    """A message of the conversation. Any role is passed to the chat template."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: NotRequired[Annotated[Any, BeforeValidator(_check_content, ChatContent)]]
@@ -133,31 +133,31 @@ Messages = Annotated[
 
 
 class ChatPrompt(RequestBody):
-    """The fields of a chat request that make its prompt."""
+    """The fields of a chat request that determine its prompt."""
 
     messages: Any  # read as list[dict[str, Any]]
     tools: Tools | None = None
     """Functions that the model may call."""
     tool_choice: ToolChoice | None = None
-    """Whether the model may call tools, must, or which ones."""
+    """Whether the model may or must call tools, and which ones."""
     parallel_tool_calls: bool | None = None
-    """With false only the first call counts."""
+    """With false, the response has only the first tool call."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
-    """`none` switches reasoning off where the template can; other values reach the template."""
+    """`none` turns reasoning off if the template can. The template gets any other value."""
     add_generation_prompt: bool = True
-    """End the prompt with the beginning of the assistant's message."""
+    """End the prompt with the beginning of an assistant message."""
     continue_final_message: bool = False
-    """Continue the last message."""
+    """Continue the last message instead of starting a new one."""
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1024)] | None = None
-    """For templates that read them."""
+    """Documents for chat templates that read them."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Variables for the template."""
+    """Variables for the chat template."""
 
     @property
     def named_tools(self) -> list[str]:
-        """The functions that `tool_choice` names."""
+        """The names of the functions that `tool_choice` selects."""
         match self.tool_choice:
             case {"type": "allowed_tools", "allowed_tools": {"tools": tools}}:
                 return [tool["function"]["name"] for tool in tools]
@@ -168,13 +168,13 @@ class ChatPrompt(RequestBody):
 
     @property
     def must_call_one(self) -> bool:
-        """Whether `tool_choice` is a function, which must be called."""
+        """Whether `tool_choice` is a single function, which the model must call."""
         choice = self.tool_choice
         return isinstance(choice, dict) and choice.get("type") != "allowed_tools"
 
     @property
     def tool_options(self) -> ToolOptions | None:
-        """The tools that the model sees; None if it has none or may not call any."""
+        """The tools that the model sees; None if there are none or `tool_choice` is "none"."""
         if self.tools is None or self.tool_choice == "none":
             return None
         tools = cast(list[dict[str, Any]], self.tools)
@@ -195,7 +195,7 @@ class ChatPrompt(RequestBody):
 
     @property
     def chat(self) -> Chat:
-        """The conversation for the template; there must be `messages`."""
+        """The conversation to render with the chat template. Needs `messages`."""
         variables: dict[str, Any] = {"documents": self.documents} if self.documents else {}
         if self.reasoning_effort == "none":
             variables |= {"enable_thinking": False, "thinking": False}
@@ -231,17 +231,17 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     messages: Messages
     """The conversation."""
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    """Older name of `max_completion_tokens`."""
+    """Former name of `max_completion_tokens`."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    """Most output tokens; without it, up to the end of the context."""
+    """Maximum number of output tokens. Default: up to the end of the context."""
     logprobs: bool | None = None
-    """Log-probabilities of the output's tokens."""
+    """Return the log-probabilities of the output tokens."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_CANDIDATES)] | None = None
-    """How many of the most likely tokens come with each; up to --max-logprobs (20)."""
+    """Number of most likely tokens per position, up to --max-logprobs (20). Needs `logprobs`."""
     include_reasoning: bool | None = None
-    """With false, reasoning is left out of the response."""
+    """With false, the response omits the reasoning."""
     echo: bool | None = None
-    """The response begins with the last message, if that is the assistant's."""
+    """Begin the response with the last message, if it is the assistant's."""
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:
@@ -257,7 +257,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
     @property
     def echoed(self) -> str:
-        """The text that the answer begins with: under `echo`, an assistant's last message."""
+        """The text with which the response begins: with `echo`, the last assistant message."""
         last = self.messages[-1]
         if not self.echo or last["role"] != "assistant":
             return ""
@@ -267,12 +267,12 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
         return "\n".join(part.get("text", "") for part in content)
 
     def prompt(self, request_id: str) -> Prompt:
-        """Return the conversation as the one prompt of a request."""
+        """Return the conversation as the request's only prompt."""
         return Prompt(content=self.chat, request_id=request_id, param="messages")
 
     @property
     def own_params(self) -> dict[str, Any]:
-        """Sampling parameters of chats. Without a limit, output may fill the context."""
+        """The chat's sampling parameters. Without a limit, output may fill the context."""
         max_tokens = self.max_completion_tokens
         return {
             "max_tokens": self.max_tokens if max_tokens is None else max_tokens,
@@ -283,8 +283,8 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 def add_chat_fields(
     properties: dict[str, Schema], names: Iterable[str], handler: GetJsonSchemaHandler
 ) -> None:
-    """Add the JSON schemas of these fields of chats to the properties of another body; fields that
-    are there stay.
+    """Add the JSON schemas of the chat fields `names` to the properties of another body. Existing
+    properties stay.
     """
     # Only inside of another schema is it made with its `complete_schema`.
     listed = handler(core_schema.list_schema(ChatCompletionRequest.__pydantic_core_schema__))
@@ -300,7 +300,7 @@ ChatFinishReason = Annotated[str, msgspec.Meta(extra_json_schema={"enum": FINISH
 
 
 class TopLogprob(msgspec.Struct):
-    """A token that was likely at this position."""
+    """One of the most probable tokens at a position."""
 
     token: str
     logprob: float
@@ -308,7 +308,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class TokenLogprob(msgspec.Struct):
-    """The sampled token of a position; `token` shows a part of a character as U+FFFD."""
+    """The sampled token at a position. `token` shows an incomplete character as U+FFFD."""
 
     token: str
     logprob: float
@@ -317,20 +317,20 @@ class TokenLogprob(msgspec.Struct):
 
 
 class ChoiceLogprobs(msgspec.Struct):
-    """One entry per token of the content."""
+    """The log-probabilities of a choice, with an entry for each token of its content."""
 
     content: list[TokenLogprob]
 
 
 class CalledFunction(msgspec.Struct):
-    """The function of a call, and its arguments as JSON text."""
+    """The function of a call. `arguments` is JSON text."""
 
     name: str
     arguments: str = ""
 
 
 class MessageToolCall(msgspec.Struct):
-    """A call that the model makes."""
+    """A tool call in the model's message."""
 
     id: str
     function: CalledFunction
@@ -338,7 +338,7 @@ class MessageToolCall(msgspec.Struct):
 
 
 class AssistantMessage(msgspec.Struct):
-    """The model's message. Clients disagree on the name of the reasoning: it has both."""
+    """The model's message. It has its reasoning under both names that clients read."""
 
     content: str | None
     role: str = "assistant"
@@ -348,7 +348,7 @@ class AssistantMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """One of `n` choices."""
+    """One of the `n` choices of the response."""
 
     index: int
     message: AssistantMessage
@@ -359,7 +359,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
-    """The complete response."""
+    """The complete response of /v1/chat/completions."""
 
     id: str
     created: int
@@ -376,14 +376,14 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
 
 
 class DeltaFunction(msgspec.Struct, omit_defaults=True):
-    """The name is sent once, the arguments in pieces."""
+    """A chunk's part of a called function. The name is sent once, the arguments in pieces."""
 
     name: str | None = None
     arguments: str | None = None
 
 
 class DeltaToolCall(msgspec.Struct, omit_defaults=True):
-    """What a chunk adds to a call; the first one of a call brings its id, type and name."""
+    """A chunk's part of a tool call. The first part has the id, type and name."""
 
     index: int
     function: DeltaFunction
@@ -392,7 +392,7 @@ class DeltaToolCall(msgspec.Struct, omit_defaults=True):
 
 
 class ChoiceDelta(msgspec.Struct, omit_defaults=True):
-    """What a chunk adds to the message."""
+    """A chunk's part of the model's message."""
 
     role: str | None = None
     content: str | None = None
@@ -402,7 +402,7 @@ class ChoiceDelta(msgspec.Struct, omit_defaults=True):
 
 
 class ChunkChoice(msgspec.Struct):
-    """One choice's part of a chunk."""
+    """A chunk's part of one choice."""
 
     index: int
     delta: ChoiceDelta
@@ -413,7 +413,7 @@ class ChunkChoice(msgspec.Struct):
 
 
 class ChatCompletionChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk"):
-    """One event of a stream."""
+    """A chunk of a streamed response."""
 
     id: str
     created: int
@@ -428,7 +428,7 @@ class ChatCompletionChunk(msgspec.Struct, tag_field="object", tag="chat.completi
 
 
 class RenderedChat(msgspec.Struct, tag_field="object", tag="chat.completion.render"):
-    """What a chat request would send to the engine."""
+    """The engine input that a chat request would produce."""
 
     model: str
     prompt: str | None  # None if it was truncated: then only its tokens are known

@@ -1,4 +1,4 @@
-"""Classify: the classes of texts."""
+"""The response of the classification route."""
 
 import time
 
@@ -8,7 +8,7 @@ from servd.api.protocol.embeddings import EmbeddingUsage
 
 
 class Classification(msgspec.Struct):
-    """One input's class, and how likely each is."""
+    """The class of one input, and the probability of each class."""
 
     index: int
     label: str
@@ -17,7 +17,7 @@ class Classification(msgspec.Struct):
 
 
 class Classifications(msgspec.Struct, tag_field="object", tag="list"):
-    """The answer."""
+    """The response of /classify."""
 
     id: str
     model: str

@@ -1,4 +1,4 @@
-"""Completions: the request, the answer and the chunks of a stream."""
+"""Completions: the request, the response and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _is_token_ids(value: Any) -> bool:
 
 
 def list_of_prompts(value: Any) -> list[str] | list[list[int]]:
-    """A text, token ids, or a list of either, as a list."""
+    """Return text, token ids or a list of either as a list, or raise PydanticCustomError."""
     if isinstance(value, str) or (value and _is_token_ids(value)):
         return [value]
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_PROMPTS:
@@ -60,17 +60,17 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[
         Any, BeforeValidator(list_of_prompts, Prompts)
     ]  # read as list[str] | list[list[int]]
-    """A string, token ids, or a list of either."""
+    """Text, a list of token ids, or a list of either."""
     echo: bool | None = None
-    """The answer begins with the prompt."""
+    """Begin the text with the prompt."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_CANDIDATES)] | None = None
-    """Log-probabilities of the tokens, each with this many of the most likely."""
+    """Return log-probabilities, with this many of the most likely tokens at each position."""
     best_of: int | None = None
-    """Refused unless it equals `n`."""
+    """Must equal `n` if set."""
     suffix: str | None = None
-    """What follows the text to be written (fill in the middle)."""
+    """Text that follows the generated text (fill in the middle)."""
     add_special_tokens: bool = True
-    """The prompt begins as the tokenizer has it."""
+    """Begin the prompt with the tokenizer's special tokens, such as beginning-of-sequence."""
 
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionRequest:
@@ -89,7 +89,7 @@ class CompletionRequest(GenerationRequest):
         return self
 
     def prompts(self, response_id: str) -> list[Prompt]:
-        """The prompts, with ids made of the response's."""
+        """Return the prompts. Their ids are derived from the response's id."""
         is_one = len(self.prompt) == 1
         return [
             Prompt(
@@ -103,7 +103,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def own_params(self) -> dict[str, Any]:
-        """Without a limit, a few tokens; echoed log-probabilities are those of the prompt."""
+        """The sampling parameters of completions. With `echo`, `logprobs` includes the prompt."""
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         own: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": self.logprobs}
         if self.echo and self.logprobs is not None:
@@ -112,7 +112,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """One entry per token in each list; with `echo`, the prompt's tokens too."""
+    """The log-probabilities: lists with an entry per token. With `echo`, also of the prompt."""
 
     tokens: list[str]
     token_logprobs: list[float | None]  # null for the first token of an echoed prompt
@@ -121,7 +121,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """One continuation, whole or a chunk's part of it; index = prompt number * n + i."""
+    """A choice, or a chunk's part of one. `index` is prompt number * n + choice number."""
 
     index: int
     text: str
@@ -135,7 +135,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
-    """The whole answer, or one event of a stream."""
+    """The complete response of /v1/completions, or a chunk of a stream."""
 
     id: str
     created: int

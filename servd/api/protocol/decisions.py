@@ -1,4 +1,4 @@
-"""Decisions: questions about an input, answered by probabilities of the options that they give."""
+"""Decisions: questions about an input, answered with probabilities of the given options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_OPTIONS = 2048  # all questions together: each may take two requests to the 
 
 
 def _text_parts(content: Any) -> Any:
-    """Parts of JSON become text; the others are checked as they are."""
+    """Return the parts of a content, with JSON parts converted to text."""
     if not isinstance(content, list):
         return content
     return [
@@ -46,14 +46,14 @@ def _joined(instructions: Any) -> Any:
 
 
 class InstructionText(TypedDict):
-    """Text of a question."""
+    """A part of a question that is text."""
 
     type: Literal["input_text"]
     text: str
 
 
 class InstructionJSON(TypedDict):
-    """JSON that belongs to a question, read as text."""
+    """A part of a question that is JSON. The model reads it as text."""
 
     type: Literal["input_json"]
     data: dict[str, Any] | list[dict[str, Any]]
@@ -67,7 +67,7 @@ Instructions = Annotated[
 
 
 class Predicate(ClosedObject):
-    """Whether a statement about the input is true."""
+    """The question whether a statement about the input is true."""
 
     type: Literal["predicate"]
     instructions: Instructions
@@ -75,14 +75,14 @@ class Predicate(ClosedObject):
 
 
 class Choice(ClosedObject):
-    """An option; a text and a boolean that are written alike are two options."""
+    """An option of a choice question. "true" and the boolean true are different options."""
 
     value: str | bool
     description: NotRequired[str]
 
 
 class ChoiceQuestion(ClosedObject):
-    """Which of the options holds."""
+    """The question which of the options is right."""
 
     type: Literal["choice"]
     instructions: Instructions
@@ -91,14 +91,14 @@ class ChoiceQuestion(ClosedObject):
 
 
 class Level(ClosedObject):
-    """A step of a scale."""
+    """A level of a scale."""
 
     label: str
     description: NotRequired[str]
 
 
 class ScoreQuestion(ClosedObject):
-    """Where the input is on a scale, whose levels are in order."""
+    """The question where the input is on a scale. The levels are in ascending order."""
 
     type: Literal["score"]
     instructions: Instructions
@@ -140,7 +140,7 @@ class DecisionsRequest(RequestBody):
 
 
 def options(question: Predicate | ChoiceQuestion | ScoreQuestion) -> list[tuple[str, str]]:
-    """What the model may answer, and what the client says of it."""
+    """Return the texts that the model may answer, each with the client's description."""
     match question["type"]:
         case "predicate":
             return [("yes", ""), ("no", "")]
@@ -161,21 +161,21 @@ def options(question: Predicate | ChoiceQuestion | ScoreQuestion) -> list[tuple[
 
 
 class PredicateAnswer(msgspec.Struct, tag_field="type", tag="predicate"):
-    """How likely it is that the statement is true."""
+    """The probability that the statement is true."""
 
     probability: float
     name: str | None = None
 
 
 class ChoiceProbability(msgspec.Struct):
-    """How likely an option is."""
+    """The probability of an option."""
 
     value: str | bool
     probability: float
 
 
 class ChoiceAnswer(msgspec.Struct, tag_field="type", tag="choice"):
-    """The most likely option; `confidence` is its probability."""
+    """The most probable option, with its probability as `confidence`."""
 
     choice: str | bool
     confidence: float
@@ -184,7 +184,7 @@ class ChoiceAnswer(msgspec.Struct, tag_field="type", tag="choice"):
 
 
 class LevelProbability(msgspec.Struct):
-    """How likely a level is; `value` counts the levels from 0."""
+    """The probability of a level. `value` is the index of the level, from 0."""
 
     label: str
     value: int
@@ -192,7 +192,7 @@ class LevelProbability(msgspec.Struct):
 
 
 class ScoreAnswer(msgspec.Struct, tag_field="type", tag="score"):
-    """The mean value of the levels; `confidence` is the probability of the most likely one."""
+    """The mean value of the levels. `confidence` is the probability of the most probable level."""
 
     score: float
     confidence: float
@@ -204,7 +204,7 @@ Answer = PredicateAnswer | ChoiceAnswer | ScoreAnswer
 
 
 class Decision(msgspec.Struct):
-    """One answer for each question, in their order."""
+    """The response of /v1/decisions: an answer for each question, in order."""
 
     model: str
     answers: list[Answer]

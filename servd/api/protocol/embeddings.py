@@ -1,4 +1,4 @@
-"""Embeddings: the request and the answer."""
+"""Embeddings: the request and the response."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Dimensions = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1})]
 
 
 class PooledRequest(RequestBody):
-    """What requests for vectors, and for what is made of vectors, share."""
+    """The fields that all requests for pooled outputs share."""
 
     truncate_prompt_tokens: KeptTokens | None = None
     user: str | None = None
     service_tier: str | None = None
-    """`flex`: in the background, with what other requests leave. Any other is without effect."""
+    """`flex` runs the request in the background, on idle capacity. Other values have no effect."""
 
     @property
     def request_options(self) -> RequestOptions:
@@ -38,7 +38,7 @@ class PooledRequest(RequestBody):
 
 
 class VectorRequest(PooledRequest):
-    """What requests for vectors share: texts, ids or one chat, and the form of the vectors."""
+    """The fields that requests for vectors share: the inputs, and the form of the vectors."""
 
     # read as list[str] | list[list[int]] | None
     input: Annotated[Any, BeforeValidator(list_of_prompts, Prompts)] = None
@@ -50,7 +50,7 @@ class VectorRequest(PooledRequest):
     dimensions: Dimensions | None = None
     normalize: bool | None = None
     prompt_name: str | None = None
-    """Names a prompt of the model's files that `input` begins with, e.g. `query`."""
+    """Name of a prompt in the model's files to put before `input`, e.g. `query`."""
 
     @model_validator(mode="after")
     def _check_input(self) -> VectorRequest:
@@ -85,7 +85,7 @@ class VectorRequest(PooledRequest):
         return [Prompt(content=chat, param="messages")]
 
     def params(self, pooling: str | None) -> PoolingParams:
-        """Return how the hidden states of each input become its vector, or its vectors."""
+        """Return the parameters for pooling an input's hidden states into vectors."""
         return PoolingParams(
             pooling=pooling,  # type: ignore[arg-type]
             normalize=self.normalize,
@@ -100,21 +100,21 @@ class EmbeddingRequest(VectorRequest):
 
 
 class Embedding(msgspec.Struct, tag_field="object", tag="embedding"):
-    """One input's vector."""
+    """The vector of one input."""
 
     index: int
     embedding: list[float] | str  # a string is base64 of float32, little-endian
 
 
 class EmbeddingUsage(msgspec.Struct):
-    """Tokens of all inputs."""
+    """The number of tokens of all inputs."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class Embeddings(msgspec.Struct, tag_field="object", tag="list"):
-    """The answer."""
+    """The response of /v1/embeddings."""
 
     data: list[Embedding]
     model: str

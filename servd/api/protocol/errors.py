@@ -1,4 +1,4 @@
-"""The error body that OpenAI's clients read, or Anthropic's on its routes, for every exception."""
+"""The error bodies for every exception: OpenAI's, or Anthropic's on Anthropic's routes."""
 
 import errno
 import logging
@@ -25,7 +25,7 @@ TYPE_OF_STATUS = {401: "authentication_error", 404: "not_found_error"}
 
 
 class ErrorDetail(msgspec.Struct):
-    """What went wrong, in OpenAI's words."""
+    """The details of an error, in OpenAI's format."""
 
     message: str
     type: str
@@ -34,27 +34,27 @@ class ErrorDetail(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """`{"error": {...}}`: the SDKs look for exactly this nesting."""
+    """The body `{"error": {...}}`: the SDKs require exactly this nesting."""
 
     error: ErrorDetail
 
 
 class AnthropicErrorDetail(msgspec.Struct):
-    """What went wrong, in Anthropic's words."""
+    """The details of an error, in Anthropic's format."""
 
     type: str
     message: str
 
 
 class AnthropicErrorBody(msgspec.Struct, tag_field="type", tag="error"):
-    """`{"type": "error", "error": {...}}`."""
+    """The body `{"type": "error", "error": {...}}`."""
 
     error: AnthropicErrorDetail
     request_id: str
 
 
 class ErrorReply(msgspec.Struct):
-    """A whole HTTP answer to an exception."""
+    """The HTTP response to an exception."""
 
     status: int
     body: bytes
@@ -62,8 +62,8 @@ class ErrorReply(msgspec.Struct):
 
 
 def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply:
-    """The answer to `error`. One of the server's own is logged; of an unexpected one the client
-    gets the id only. `error`: what was raised; `path`: the route's, which decides the shape.
+    """Return the response to the exception `error`. The route's `path` decides the format. Log the
+    server's own errors. For an unexpected error, the client only gets the request id.
     """
     headers: dict[str, str] = {}
     match error:
@@ -111,7 +111,7 @@ def error_reply(error: Exception, request_id: str, path: str = "") -> ErrorReply
 
 
 def without_paths(message: str) -> str:
-    """What the server says of its own failure, without its files and addresses."""
+    """Return a message about the server's own failure, without file names and addresses."""
     return SECRET.sub("(see the log)", message)
 
 

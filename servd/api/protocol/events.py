@@ -1,4 +1,4 @@
-"""The events of streams that name them, as OpenAI's and Anthropic's clients know them."""
+"""The events of streams that name their events, as in OpenAI's and Anthropic's APIs."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class ResponseEvent(msgspec.Struct):
-    """An event of a stream, with OpenAI's fields for its type."""
+    """An event of a response's stream, with OpenAI's fields for its type."""
 
     type: Literal[
         "response.created",
@@ -30,7 +30,7 @@ class ResponseEvent(msgspec.Struct):
 
 
 class MessageEvent(msgspec.Struct):
-    """An event of a stream, with Anthropic's fields for its type."""
+    """An event of a message's stream, with Anthropic's fields for its type."""
 
     type: Literal[
         "message_start",

@@ -1,4 +1,4 @@
-"""What chat and completion requests share: sampling fields, streaming options, usage."""
+"""The fields that chat and text completions share: sampling, streaming options, usage."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ DEFAULTS = msgspec.structs.asdict(SamplingParams())
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Return whether a value is absent, off, empty (0 is not), or the field's default."""
+    """Return whether a value is absent, false, empty (0 is not), or the field's default."""
     empty = isinstance(value, str | list | dict) and not value
     return value is None or value is False or empty or value == NEUTRAL.get(name)
 
@@ -92,14 +92,14 @@ TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
 class StreamOptions(OpenObject, total=False):
-    """What a stream contains besides text."""
+    """The additional contents of a stream."""
 
     include_usage: bool | None
     continuous_usage_stats: bool | None
 
 
 class RepetitionFields(ClosedObject, total=False):
-    """Which repetitions end the output; see `servd.messages.params.RepetitionDetection`."""
+    """The repetitions that end the output; see `servd.messages.params.RepetitionDetection`."""
 
     max_pattern_size: int
     min_pattern_size: int
@@ -107,7 +107,7 @@ class RepetitionFields(ClosedObject, total=False):
 
 
 class KVTransferParams(OpenObject, total=False):
-    """Disaggregated prefill, in the form of vLLM's proxies; other fields are ignored."""
+    """The fields for disaggregated prefill, as vLLM's proxies send them. Others are ignored."""
 
     do_remote_decode: bool | None  # another engine decodes after this prefill
     do_remote_prefill: bool | None  # another engine has computed the prompt
@@ -116,7 +116,7 @@ class KVTransferParams(OpenObject, total=False):
 
 
 class KVTransferAnswer(msgspec.Struct):
-    """What has to be sent to the engine that decodes."""
+    """The `kv_transfer_params` to send to the engine that decodes."""
 
     remote_engine_id: str
     remote_request_id: str
@@ -132,7 +132,7 @@ class KVTransferAnswer(msgspec.Struct):
 
 
 class GenerationRequest(StructuredRequest):
-    """Fields with the same meaning in chat and text completions."""
+    """The fields with the same meaning in chat and text completions."""
 
     n: int | None = None
     """Number of choices. Choice i uses `seed` + i."""
@@ -141,7 +141,7 @@ class GenerationRequest(StructuredRequest):
     top_p: float | None = None
     """Sample among the most probable tokens whose probabilities add up to this."""
     top_k: int | None = None
-    """Sample among this many of the most probable tokens. 0 and -1 switch it off."""
+    """Sample among this many of the most probable tokens. 0 and -1 turn the limit off."""
     min_p: float | None = None
     """Drop tokens less probable than this share of the most probable token's probability."""
     presence_penalty: float | None = None
@@ -162,7 +162,7 @@ class GenerationRequest(StructuredRequest):
         Annotated[list[str], Field(fail_fast=True)] | None,
         BeforeValidator(_one_or_more, str | list[str] | None),
     ] = None
-    """One or several strings. The text ends before the first of them."""
+    """A stop string or a list of them. The text ends before the first stop string."""
     stop_token_ids: TokenIds | None = None
     """Token ids that end the output."""
     include_stop_str_in_output: bool | None = None
@@ -181,7 +181,7 @@ class GenerationRequest(StructuredRequest):
     2 to 20 tokens.
     """
     speculative: bool | None = None
-    """false switches speculative decoding off. The output is the same."""
+    """false turns speculative decoding off. The output stays the same."""
     thinking_token_budget: int | None = None
     """Maximum number of reasoning tokens. Needs a model whose reasoning tags are single tokens."""
     logprob_token_ids: TokenIds | None = None
@@ -195,22 +195,22 @@ class GenerationRequest(StructuredRequest):
     use_beam_search: bool | None = None
     """Run a beam search with `n` beams instead of sampling."""
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
-    """Settings of the beam search, with the meaning of transformers."""
+    """Exponent of the length by which beam search divides log-probabilities. As in transformers."""
     early_stopping: bool | Literal["never"] | None = None
-    """Settings of the beam search, with the meaning of transformers."""
+    """Condition to stop the beam search: true, false or `never`. As in transformers."""
 
     stream: bool | None = None
     """Stream the answer as server-sent events."""
     stream_options: StreamOptions | None = None
     """`{"include_usage": true}` sends the usage in the last chunk."""
     return_token_ids: bool | None = None
-    """Return token ids beside the text."""
+    """Return the token ids in addition to the text."""
     return_tokens_as_token_ids: bool | None = None
     """In log-probabilities, write tokens as `token_id:123`: several tokens may share a text."""
     timings_per_token: bool | None = None
-    """Return llama-server's `timings`, in the answer or in the last chunk."""
+    """Return llama-server's `timings`, in the response or in the last chunk."""
     return_prompt_text: bool | None = None
-    """Return the prompt as the model sees it, in `prompt_text`."""
+    """Return the rendered prompt in `prompt_text`."""
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
     """Id of the request. The header `X-Request-Id` takes precedence."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
@@ -219,12 +219,12 @@ class GenerationRequest(StructuredRequest):
     retention: Annotated[float, Field(ge=0, le=MAX_RETENTION)] | None = None
     """Seconds to keep the prompt in the KV cache after the answer; see `--max-pinned-share`."""
     kv_transfer_params: KVTransferParams | None = None
-    """Disaggregated prefill: what the other engine returned. Needs `--kv-transfer-config`."""
+    """For disaggregated prefill: the other engine's value. Needs `--kv-transfer-config`."""
     prompt_cache_retention: str | None = None
     """`24h` sets `retention` to a day. Other values have no effect."""
 
     user: str | None = None
-    """The user, for fair shares among the users of an API key with `by_user`."""
+    """Name of the user. An API key with `by_user` gives each user a fair share."""
     metadata: dict[str, Any] | None = None
     """For your own records. No effect."""
     store: bool | None = None
@@ -240,7 +240,7 @@ class GenerationRequest(StructuredRequest):
 
     @classmethod
     def complete_schema(cls, properties: dict[str, Schema], handler: GetJsonSchemaHandler) -> None:
-        """Add the bounds of sampling parameters, too."""
+        """Add the bounds of sampling parameters to the JSON schemas of the fields."""
         super().complete_schema(properties, handler)
         add_bounds(properties, SamplingParams)
         repetition, _ = properties["repetition_detection"]["anyOf"]
@@ -318,7 +318,7 @@ class GenerationRequest(StructuredRequest):
 
     @property
     def request_options(self) -> RequestOptions:
-        """The options that are not sampling parameters."""
+        """The options of the request that are not sampling parameters."""
         transfer = self.kv_transfer_params or {}
         peer = f"{transfer.get('remote_host')}:{transfer.get('remote_port')}"
         retention = self.retention or 0.0
@@ -337,11 +337,11 @@ class GenerationRequest(StructuredRequest):
 
     @property
     def own_params(self) -> dict[str, Any]:
-        """Sampling parameters whose fields differ between chats and completions."""
+        """The sampling parameters whose fields differ between chats and completions."""
         return {}
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
-        """Return the request's sampling parameters over the model's `defaults`."""
+        """Return the request's sampling parameters. `defaults` are the model's."""
         shared = self.values_of(SHARED_PARAMS)
         given = {name: value for name, value in shared.items() if value is not None}
         if self.repetition_detection is not None:
@@ -355,7 +355,7 @@ SHARED_PARAMS = GenerationRequest.model_fields.keys() & DEFAULTS.keys()
 
 
 class PromptLogprob(msgspec.Struct):
-    """A token at one position of a prompt."""
+    """The log-probability of a token at a position of the prompt."""
 
     logprob: float
     rank: int | None  # in the vocabulary, from 1
@@ -367,20 +367,20 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """Where the prompt's tokens came from."""
+    """The number of prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """What the output's tokens were for."""
+    """The number of output tokens that are reasoning."""
 
     reasoning_tokens: int
 
 
 class Timings(msgspec.Struct):
-    """Durations of prompt and output, under llama-server's names. Cached tokens of the prompt and
-    time in the queue do not count.
+    """Durations of prompt and output, with llama-server's names. They exclude cached prompt tokens
+    and time in the queue.
     """
 
     cache_n: int
@@ -395,7 +395,7 @@ class Timings(msgspec.Struct):
 
 
 class SpeculativeDecodingMetrics(msgspec.Struct):
-    """Speculative decoding of a request, under vLLM's names; only steps with drafts count."""
+    """A request's speculative decoding metrics, with vLLM's names, of steps with drafts."""
 
     mean_acceptance_length: float  # including the token after the drafts
     draft_acceptance_rate: float
@@ -411,7 +411,7 @@ class SpeculativeDecodingMetrics(msgspec.Struct):
     def of_steps(
         cls, steps: Sequence[tuple[int, int]], num_spec_tokens: int, detailed: bool
     ) -> SpeculativeDecodingMetrics:
-        """Sum the proposed and accepted drafts of all steps."""
+        """Return the metrics of `steps`, each with its number of drafts and accepted drafts."""
         drafted = [step[0] for step in steps]
         accepted = [step[1] for step in steps]
         return cls(
@@ -428,13 +428,13 @@ class SpeculativeDecodingMetrics(msgspec.Struct):
 
 
 class ResponseMetrics(msgspec.Struct):
-    """Metrics of a response."""
+    """The metrics in a response."""
 
     speculative_decoding: SpeculativeDecodingMetrics
 
 
 class Usage(msgspec.Struct):
-    """Tokens of all choices; a prompt counts once, however many choices it has."""
+    """The token counts of a response. The prompt counts once, whatever the number of choices."""
 
     prompt_tokens: int
     completion_tokens: int

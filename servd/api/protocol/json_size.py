@@ -1,14 +1,14 @@
-"""How many values a JSON text holds, found without parsing it: parsing holds up every thread."""
+"""Counts the values of a JSON text without parsing, because parsing blocks every thread."""
 
 BACKSLASH = ord("\\")
 
 
 def has_more_values(data: bytes, limit: int) -> bool:
-    """Whether a JSON text has more than about `limit` values (elements, keys, containers).
+    """Return whether a JSON text has more than about `limit` values (elements, keys, containers).
 
-    Three counts at the speed of memory suffice for most texts. Where commas and brackets of the
-    strings may be to blame, the strings are left out, which takes some seconds for 32 MB, in
-    short pieces: call it in a thread.
+    For most texts, three fast counts suffice. If strings may contain many commas or brackets, the
+    strings are skipped, which takes some seconds for 32 MB. That work is done in short pieces: call
+    this function in a thread.
     """
     if _num_marks(data, 0, len(data)) <= limit:
         return False

@@ -1,4 +1,4 @@
-"""Loading and unloading of adapters: requests, as vLLM has them."""
+"""The requests to load and unload adapters, in vLLM's format."""
 
 from typing import Annotated
 
@@ -13,11 +13,11 @@ class LoadAdapterRequest(RequestBody):
     """Body of POST /v1/load_lora_adapter."""
 
     lora_name: Name
-    """What requests will call it, as `model`."""
+    """Name of the adapter, which requests send as `model`."""
     lora_path: Name
-    """Its folder, inside --lora-dir; relative to it, or whole."""
+    """Path of the adapter's folder inside --lora-dir, relative to --lora-dir or absolute."""
     load_inplace: bool = False
-    """Replace the adapter that has the name, if there is one."""
+    """Replace an adapter that has the same name."""
 
 
 class UnloadAdapterRequest(RequestBody):
@@ -25,4 +25,4 @@ class UnloadAdapterRequest(RequestBody):
 
     lora_name: Name
     lora_int_id: int | None = None
-    """Not needed: a name is enough."""
+    """No effect: `lora_name` identifies the adapter."""

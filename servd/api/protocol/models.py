@@ -6,7 +6,7 @@ import msgspec
 
 
 class ModelCard(msgspec.Struct, tag_field="object", tag="model"):
-    """One name under which the model is served."""
+    """A name under which the model is served."""
 
     id: str
     created: int  # Unix time of the server's start
@@ -18,6 +18,6 @@ class ModelCard(msgspec.Struct, tag_field="object", tag="model"):
 
 
 class ModelList(msgspec.Struct, tag_field="object", tag="list"):
-    """All of them."""
+    """The list of all names of the model."""
 
     data: list[ModelCard]

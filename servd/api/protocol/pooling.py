@@ -1,4 +1,4 @@
-"""Pooling: the request and the answer."""
+"""Pooling: the request and the response."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class PoolingRequest(VectorRequest):
 
 
 class PooledInput(msgspec.Struct, tag_field="object", tag="pooling"):
-    """One input's vector, or the vectors of its tokens."""
+    """The vector of one input, or the vectors of its tokens."""
 
     index: int
     data: Sequence[float | list[float]] | str  # a string is base64 of float32, little-endian
 
 
 class Poolings(msgspec.Struct, tag_field="object", tag="list"):
-    """The answer."""
+    """The response of /pooling."""
 
     id: str
     model: str

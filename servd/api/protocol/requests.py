@@ -1,21 +1,21 @@
-"""Responses of the introspection routes. Times are milliseconds from the request's first mark."""
+"""The responses of introspection routes. Times are in ms since the request's first mark."""
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 
 class RequestSummary(msgspec.Struct, kw_only=True):
-    """A request, and what it waited for longest."""
+    """A request, and the phase in which it waited longest."""
 
     id: str
     object: str = "request"
     route: str
-    model: str  # or adapter, as the answer names it
+    model: str  # the model or adapter, as the response names it
     engine: int  # its rank
     owner: str  # the name of its API key; "" without keys
     status: str  # "running", "finished", "abort" (its client left), "error" or "refused"
     outcome: str | UnsetType = UNSET  # "stop" or "length" if finished, else the status
-    http_status: int | UnsetType = UNSET  # of its answer
+    http_status: int | UnsetType = UNSET  # status of the response
     created: float  # Unix time
     wall_ms: float
     ttft_ms: float | UnsetType = UNSET
@@ -28,23 +28,23 @@ class RequestSummary(msgspec.Struct, kw_only=True):
 
 
 class RequestList(msgspec.Struct):
-    """Several requests."""
+    """A list of requests."""
 
     data: list[RequestSummary]
     object: str = "list"
 
 
 class PhaseShare(msgspec.Struct):
-    """One phase of a request's latency."""
+    """A phase of a request, with its part of the latency."""
 
     phase: str
     ms: float
-    share: float  # part of the whole, 0 to 1
+    share: float  # part of the total time, 0 to 1
     meaning: str
 
 
 class TimelineSpan(msgspec.Struct, omit_defaults=True):
-    """A time with one phase."""
+    """A period of time with one phase."""
 
     phase: str
     begin_ms: float
@@ -54,16 +54,16 @@ class TimelineSpan(msgspec.Struct, omit_defaults=True):
 
 
 class TimelineMark(msgspec.Struct, omit_defaults=True):
-    """When a request reached a stage."""
+    """The time at which a request reached a stage."""
 
     stage: str
     at_ms: float
-    took_ms: float  # since the mark before
+    took_ms: float  # since the previous mark
     step: int = -1
 
 
 class TimelineStep(msgspec.Struct, kw_only=True):
-    """One step of the engine."""
+    """A step of the engine."""
 
     step: int
     begin_ms: float
@@ -87,7 +87,7 @@ class TimelineStep(msgspec.Struct, kw_only=True):
 
 
 class TimelineNeighbour(msgspec.Struct, omit_defaults=True):
-    """A request whose prompt was computed while this one waited."""
+    """Another request, whose prompt was computed while this request waited."""
 
     num_prompt_tokens: int
     ms: float
@@ -95,7 +95,7 @@ class TimelineNeighbour(msgspec.Struct, omit_defaults=True):
 
 
 class PrefixDifference(msgspec.Struct):
-    """The first token in which a prompt differs from the most similar earlier one."""
+    """The first token at which a prompt differs from the most similar earlier prompt."""
 
     index: int
     token_id: int
@@ -106,12 +106,12 @@ class PrefixDifference(msgspec.Struct):
 
 
 class PrefixCache(msgspec.Struct):
-    """How many blocks of a prompt were found in the prefix cache, and why not more."""
+    """The number of a prompt's blocks found in the prefix cache, and the reason for misses."""
 
     block_size: int
-    num_blocks: int  # full ones of the prompt
+    num_blocks: int  # full blocks of the prompt
     num_matched: int
-    num_external: int = 0  # of them, from host memory or files
+    num_external: int = 0  # matched blocks from host memory or files
     # "complete", "different_token", "salt", "adapter", "engine", "emptied", "last_block",
     # "evicted", "disabled", "prompt_is_read" or "unknown"
     reason: str = "unknown"
@@ -121,7 +121,7 @@ class PrefixCache(msgspec.Struct):
 
 
 class RequestTimeline(RequestSummary, kw_only=True):
-    """Where a request's time went."""
+    """A request with its timeline: phases, spans, marks and steps."""
 
     object: str = "request.timeline"
     explanation: str
@@ -132,14 +132,14 @@ class RequestTimeline(RequestSummary, kw_only=True):
     steps: list[TimelineStep]  # the longest, in order
     neighbours: list[TimelineNeighbour]
     behind: list[str]  # requests of the same API key that ran while it queued
-    prefix_cache: PrefixCache | UnsetType = UNSET  # once it is scheduled
+    prefix_cache: PrefixCache | UnsetType = UNSET  # set once the request is scheduled
     # With the header X-Servd-Watch: of its message to the engine; the block table of each choice.
     message_bytes: int | UnsetType = UNSET
     block_ids: list[list[int]] | UnsetType = UNSET
 
 
 class StepList(msgspec.Struct):
-    """The latest steps of the engine, oldest first; times are those of the host's clock."""
+    """The latest steps of the engine, oldest first. Times are from the host's clock."""
 
     data: list[TimelineStep]
     now_ms: float

@@ -1,4 +1,4 @@
-"""Rerank: documents in the order of similarity to a query, in the shapes of Jina and Cohere."""
+"""Rerank: orders documents by similarity to a query, in the formats of Jina and Cohere."""
 
 from typing import Annotated
 
@@ -23,13 +23,13 @@ class RerankRequest(SimilarityRequest):
 
 
 class RankedText(msgspec.Struct):
-    """A document, as it was sent."""
+    """The text of a document, as it was sent."""
 
     text: str
 
 
 class RankedDocument(msgspec.Struct):
-    """A document of the answer; its place in the list is its rank."""
+    """A document of the response. Its place in the list is its rank."""
 
     index: int  # in the request
     relevance_score: float  # see Score
@@ -37,7 +37,7 @@ class RankedDocument(msgspec.Struct):
 
 
 class Ranking(msgspec.Struct):
-    """The answer."""
+    """The response of /rerank."""
 
     id: str
     model: str

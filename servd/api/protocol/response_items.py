@@ -1,4 +1,4 @@
-"""Items of a conversation in the Responses API: as a chat, and as the server lists them."""
+"""The items of a conversation in the Responses API, and their conversion into chat messages."""
 
 import base64
 from typing import Any
@@ -15,10 +15,10 @@ ITEM_PREFIX = {
 
 
 def chat_messages(instructions: str | None, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items as messages of a chat: the reasoning, content and calls of one turn are one message.
+    """Return items as chat messages. The reasoning, content and calls of a turn are one message.
 
-    System and developer messages at the beginning become one, since most templates know but one,
-    and no developer.
+    System and developer messages at the beginning are merged into one system message, because most
+    templates allow only one, and no developer messages.
     """
     messages: list[dict[str, Any]] = (
         [{"role": "system", "content": instructions}] if instructions else []
@@ -69,12 +69,12 @@ def _text(content: str | list[dict[str, Any]]) -> str:
 
 
 def sealed(reasoning: str) -> str:
-    """Reasoning as text that clients send back as it came. It is no secret: the item has it too."""
+    """Return reasoning as opaque text for clients to send back. Encoded, not encrypted."""
     return SEAL + base64.b64encode(reasoning.encode()).decode()
 
 
 def opened(text: str) -> str:
-    """What was `sealed`. Raises InvalidRequest: it was not, or not here."""
+    """Return the reasoning in a text from `sealed`. Raise InvalidRequest for any other text."""
     try:
         if not text.startswith(SEAL):
             raise ValueError("another server's")
@@ -88,7 +88,7 @@ def opened(text: str) -> str:
 
 
 def listed(response_id: str, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items as the server shows them: each with an id, a status, and its texts as parts."""
+    """Return the items as the server lists them: with ids and statuses, and with texts as parts."""
     name = response_id.removeprefix("resp_")
     shown: list[dict[str, Any]] = []
     for number, item in enumerate(items):

@@ -1,4 +1,4 @@
-"""Responses: the request, its translation into a chat, and the answer with its output items."""
+"""Responses: the request, its translation into a chat, and the response with its output items."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _check_content(content: Any) -> Any:
 
 
 class ItemTextPart(TypedDict):
-    """Text in the content of an item."""
+    """A part of an item's content that is text."""
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
@@ -55,7 +55,7 @@ Content = Annotated[Any, BeforeValidator(_check_content, str | list[ItemTextPart
 
 
 class InputMessage(OpenObject):
-    """A message of the client, or one of an earlier answer."""
+    """A message of the client, or a message of an earlier response."""
 
     type: NotRequired[Literal["message"]]
     role: Literal["user", "assistant", "system", "developer"]
@@ -63,7 +63,7 @@ class InputMessage(OpenObject):
 
 
 class FunctionCallInput(OpenObject):
-    """A call of an earlier answer."""
+    """A function call in an earlier response."""
 
     type: Literal["function_call"]
     call_id: str
@@ -72,7 +72,7 @@ class FunctionCallInput(OpenObject):
 
 
 class FunctionCallOutput(OpenObject):
-    """What the client's function returned."""
+    """The result of a function that the client ran."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -80,7 +80,7 @@ class FunctionCallOutput(OpenObject):
 
 
 class Reasoning(OpenObject):
-    """The reasoning of an earlier answer."""
+    """The reasoning in an earlier response."""
 
     type: Literal["reasoning"]
     summary: NotRequired[Content]
@@ -138,14 +138,14 @@ def _check_tool_choice(choice: Any) -> Any:
 
 
 class NamedFunction(OpenObject):
-    """A function of `tools`; as `tool_choice`, the one that has to be called."""
+    """A function of `tools`. As `tool_choice`, the function that the model must call."""
 
     type: Literal["function"]
     name: str
 
 
 class AllowedFunctions(OpenObject):
-    """The functions of `tools` that may be called, or of which one must."""
+    """The functions of `tools` that the model may call, or of which it must call one."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -164,13 +164,13 @@ class FunctionTool(Function):
 
 
 class ReasoningOptions(OpenObject, total=False):
-    """How much the model thinks."""
+    """The reasoning effort."""
 
     effort: str | None
 
 
 class TextOptions(OpenObject, total=False):
-    """What the text must look like: `format` is checked by the chat request."""
+    """The format of the text. The chat request validates `format`."""
 
     format: dict[str, Any] | None
 
@@ -238,7 +238,7 @@ class ResponsesRequest(TranslatedRequest):
         return sorted({*super().ignored(), *names})
 
     def chat_fields(self, items: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the fields of a chat. `items`: the whole conversation, `input` included."""
+        """Return the fields of a chat request. `items` is the whole conversation with `input`."""
         fields = {
             "messages": chat_messages(self.instructions, items),
             "max_completion_tokens": self.max_output_tokens,
@@ -285,7 +285,7 @@ Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
-    """Text of a message."""
+    """A text of a message."""
 
     text: str = ""
     annotations: list[Any] = []
@@ -293,13 +293,13 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
 
 
 class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
-    """Text of the reasoning."""
+    """A text of the reasoning."""
 
     text: str = ""
 
 
 class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
-    """What the model says."""
+    """A message of the model."""
 
     id: str
     status: Status = "in_progress"
@@ -308,7 +308,7 @@ class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
-    """What the model thinks."""
+    """The reasoning of the model."""
 
     id: str
     status: Status = "in_progress"
@@ -318,7 +318,7 @@ class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
 
 
 class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call"):
-    """A function that the client is to call."""
+    """A function call for the client to run."""
 
     id: str
     call_id: str
@@ -331,20 +331,20 @@ OutputItem = MessageItem | ReasoningItem | FunctionCallItem
 
 
 class InputTokensDetails(msgspec.Struct):
-    """Where the input's tokens came from."""
+    """The number of input tokens found in the prefix cache."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct):
-    """What the output's tokens were for."""
+    """The number of output tokens that are reasoning."""
 
     reasoning_tokens: int
 
 
 class ResponseUsage(msgspec.Struct):
-    """Tokens of the response."""
+    """The token counts of a response."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -354,14 +354,14 @@ class ResponseUsage(msgspec.Struct):
 
 
 class ResponseError(msgspec.Struct):
-    """Why a response failed."""
+    """The reason why a response failed."""
 
     message: str
     code: str = "server_error"
 
 
 class Response(msgspec.Struct, kw_only=True, tag_field="object", tag="response"):
-    """The answer, and the settings that made it."""
+    """The response of /v1/responses, with the settings of its request."""
 
     id: str
     created_at: int  # Unix time
@@ -391,14 +391,14 @@ class Response(msgspec.Struct, kw_only=True, tag_field="object", tag="response")
 
 
 class DeletedResponse(msgspec.Struct, tag_field="object", tag="response"):
-    """Answer of DELETE."""
+    """The response of DELETE /v1/responses/{id}."""
 
     id: str
     deleted: bool = True
 
 
 class InputItems(msgspec.Struct, tag_field="object", tag="list"):
-    """Answer of /v1/responses/{id}/input_items: one page of them."""
+    """The response of /v1/responses/{id}/input_items: a page of the items."""
 
     data: list[dict[str, Any]]
     first_id: str | None
@@ -407,6 +407,6 @@ class InputItems(msgspec.Struct, tag_field="object", tag="list"):
 
 
 class InputTokens(msgspec.Struct, tag_field="object", tag="response.input_tokens"):
-    """Answer of /v1/responses/input_tokens."""
+    """The response of /v1/responses/input_tokens."""
 
     input_tokens: int

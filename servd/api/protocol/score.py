@@ -1,4 +1,4 @@
-"""Scores: how similar texts are, pair by pair."""
+"""Scores: the similarity of texts, pair by pair."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from servd.base.errors import InvalidRequest
 
 
 def list_of_texts(value: Any) -> Any:
-    """A text or a list of them as a list; one may be written `{"text": ...}`."""
+    """Return a text or a list of texts as a list. A text may be written `{"text": ...}`."""
     texts = value if isinstance(value, list) else [value]
     if not 1 <= len(texts) <= MAX_PROMPTS:
         raise PydanticCustomError(
@@ -31,7 +31,7 @@ def list_of_texts(value: Any) -> Any:
 
 
 class Text(TypedDict):
-    """A text as an object."""
+    """A text, written as an object."""
 
     text: str
 
@@ -43,13 +43,13 @@ Texts = Annotated[Any, BeforeValidator(list_of_texts, OneOrMoreTexts)]  # read a
 
 
 class SimilarityRequest(PooledRequest):
-    """What requests that compare texts share."""
+    """The fields that all requests that compare texts share."""
 
     pooling: Literal["last", "mean"] | None = None
 
 
 class ScoreRequest(SimilarityRequest):
-    """Body of POST /score: one text against one or many, or as many on both sides."""
+    """Body of POST /score: one text and one or more others, or two lists of the same length."""
 
     text_1: Annotated[Texts, Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))]
     text_2: Annotated[
@@ -68,14 +68,14 @@ class ScoreRequest(SimilarityRequest):
 
 
 class Score(msgspec.Struct, tag_field="object", tag="score"):
-    """How similar the two texts of a pair are."""
+    """The similarity of a pair of texts."""
 
     index: int
     score: float  # cosine, -1 to 1; of a model with a head its own, mostly 0 to 1
 
 
 class Scores(msgspec.Struct, tag_field="object", tag="list"):
-    """The answer."""
+    """The response of /score."""
 
     id: str
     model: str

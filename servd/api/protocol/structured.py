@@ -1,4 +1,4 @@
-"""What a request asks of its output's form: response_format, structured_outputs and guided_*."""
+"""The fields for structured outputs: response_format, structured_outputs and guided_*."""
 
 import json
 from typing import Annotated, Any, Literal, NotRequired
@@ -15,7 +15,7 @@ GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 class JsonSchemaFormat(OpenObject):
-    """The schema of `response_format`; every output follows it, whatever `strict` says."""
+    """The schema of `response_format`. Every output follows it, whatever `strict` is."""
 
     schema: dict[str, Any]
     name: NotRequired[str | None]
@@ -24,14 +24,14 @@ class JsonSchemaFormat(OpenObject):
 
 
 class ResponseFormat(ClosedObject):
-    """OpenAI's way to ask for JSON."""
+    """OpenAI's field for JSON outputs."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NotRequired[JsonSchemaFormat | None]
 
 
 class StructuredOutputs(ClosedObject, total=False):
-    """vLLM's way to ask for one of these."""
+    """vLLM's field for structured outputs. Set one key."""
 
     json: Schema | None
     json_object: bool | None
@@ -41,24 +41,24 @@ class StructuredOutputs(ClosedObject, total=False):
 
 
 class StructuredRequest(RequestBody):
-    """The fields; at most one form may be asked for."""
+    """The fields for structured outputs. A request may set one form."""
 
     response_format: Annotated[ResponseFormat | None, FewKeys] = None
-    """Form of the output, as OpenAI writes it: `json_schema`, `json_object` or `text`."""
+    """Form of the output, in OpenAI's format: `json_schema`, `json_object` or `text`."""
     structured_outputs: Annotated[StructuredOutputs | None, FewKeys] = None
     """Form of the output: one of `json`, `json_object`, `regex`, `choice` and `grammar`."""
     guided_json: Schema | None = None
-    """Older names of the forms in `structured_outputs`."""
+    """Former name of `json` in `structured_outputs`."""
     guided_regex: str | None = None
-    """Older names of the forms in `structured_outputs`."""
+    """Former name of `regex` in `structured_outputs`."""
     guided_choice: Choices | None = None
-    """Older names of the forms in `structured_outputs`."""
+    """Former name of `choice` in `structured_outputs`."""
     guided_grammar: str | None = None
-    """Older names of the forms in `structured_outputs`."""
+    """Former name of `grammar` in `structured_outputs`."""
 
     def structured_output(self) -> StructuredOutput | None:
-        """The form of the output; None for free text. Raises InvalidRequest: two are asked for, or
-        a JSON schema is missing.
+        """Return the form of the output; None for free text. Raise InvalidRequest if two forms are
+        set, or a JSON schema is missing.
         """
         given: list[StructuredOutput] = []
         if self.response_format and self.response_format["type"] != "text":

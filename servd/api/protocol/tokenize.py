@@ -1,4 +1,4 @@
-"""Tokenize and detokenize: requests and answers."""
+"""Tokenize and detokenize: the requests and responses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from servd.base.errors import InvalidRequest
 
 
 class TokenizeRequest(ChatPrompt):
-    """Body of POST /tokenize: a text as for completions, or messages as for chat."""
+    """Body of POST /tokenize: a text as for completions, or messages as for chats."""
 
     prompt: str | None = None
     messages: Messages | None = None
@@ -33,7 +33,7 @@ class DetokenizeRequest(RequestBody):
 
 
 class Tokenized(msgspec.Struct, omit_defaults=True):
-    """Answer of /tokenize."""
+    """The response of /tokenize."""
 
     count: int
     max_model_len: int
@@ -42,6 +42,6 @@ class Tokenized(msgspec.Struct, omit_defaults=True):
 
 
 class Detokenized(msgspec.Struct):
-    """Answer of /detokenize."""
+    """The response of /detokenize."""
 
     prompt: str

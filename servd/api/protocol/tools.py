@@ -1,4 +1,4 @@
-"""The tools of a chat, and which of them the model may or must call."""
+"""The tools of a chat, and the choice which of them the model may or must call."""
 
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, NotRequired
@@ -17,7 +17,7 @@ def _check_parameters(parameters: Any) -> Any:
 
 
 def check_tool(tool: Any) -> Any:
-    """Check that a tool is a function. Raises PydanticCustomError: it is not."""
+    """Return `tool` if it is a function. Raise PydanticCustomError if it is not."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind == "custom":
         message = (
@@ -31,7 +31,7 @@ def check_tool(tool: Any) -> Any:
 
 
 class Function(OpenObject):
-    """A function that the model may call; `parameters` is a JSON schema."""
+    """A function that the model may call. `parameters` is a JSON schema."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: NotRequired[str | None]
@@ -39,7 +39,7 @@ class Function(OpenObject):
 
 
 class Tool(OpenObject):
-    """A tool of the request, for the template."""
+    """A tool of the request, as the chat template gets it."""
 
     type: Literal["function"]
     function: Function
@@ -56,27 +56,27 @@ def _check_tools(tools: list[Tool]) -> list[Tool]:
 
 
 class FunctionName(OpenObject):
-    """Names a function of `tools`."""
+    """The name of a function in `tools`."""
 
     name: str
 
 
 class NamedTool(OpenObject):
-    """A function of `tools`; as `tool_choice`, the one that has to be called."""
+    """A function of `tools`. As `tool_choice`, the function that the model must call."""
 
     type: NotRequired[Literal["function"]]
     function: FunctionName
 
 
 class AllowedTools(OpenObject):
-    """The functions of `tools` that may be called, or of which one must."""
+    """The functions of `tools` that the model may call, or of which it must call one."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=1024)]
 
 
 class AllowedToolsChoice(OpenObject):
-    """Some of `tools`."""
+    """A `tool_choice` that is limited to some of `tools`."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -89,7 +89,7 @@ def _kind_of_choice(choice: Any) -> str:
 
 
 def idle_strict(functions: Iterable[Mapping[str, Any]], are_forced: bool) -> set[str]:
-    """`strict`, if it has no effect: only calls that must be made are held to schemas."""
+    """Return the name of `strict` if it has no effect: only forced calls must match schemas."""
     if are_forced or not any(function.get("strict") for function in functions):
         return set()
     return {"tools.strict"}

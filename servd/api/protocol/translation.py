@@ -1,4 +1,4 @@
-"""What Responses and Messages share: each becomes a chat, and hears of errors in its own words."""
+"""Translates requests of the Responses and Messages APIs into chat requests, and errors back."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -44,7 +44,7 @@ EXTENSIONS = frozenset(
 
 
 class TranslatedRequest(RequestBody):
-    """Base of the bodies that become a chat request."""
+    """Base of the bodies that are translated into a chat request."""
 
     from_chat = EXTENSIONS
 
@@ -52,7 +52,7 @@ class TranslatedRequest(RequestBody):
 
     @classmethod
     def complete_schema(cls, properties: dict[str, Schema], handler: GetJsonSchemaHandler) -> None:
-        """Add the fields of chats, and what sampling parameters mean there and may be."""
+        """Add the fields of chats, and the descriptions and bounds of sampling parameters."""
         texts = GenerationRequest.descriptions()
         for field in SamplingParams.__struct_fields__:
             for name in (field, *ALIASES.get(field, ())):
@@ -66,8 +66,8 @@ class TranslatedRequest(RequestBody):
         return sorted(set(super().ignored()) - EXTENSIONS)
 
     def as_chat(self, fields: dict[str, Any]) -> ChatCompletionRequest:
-        """The chat request with these fields, and those that the body took over from the chat
-        route. Raises InvalidRequest: what the chat route would say, or a field is there under two
+        """Return the chat request with these fields and with the body's fields of the chat route.
+        Raise InvalidRequest if the chat request is not valid, or if the body sets a field under two
         names.
         """
         extra = self.model_extra or {}
@@ -88,9 +88,9 @@ class TranslatedRequest(RequestBody):
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors name the fields as the client wrote them: chat field -> field of the body.
+    """Replace chat fields in errors with the client's field names. `names`: chat field -> body's.
 
-    A message begins with the field; the same word elsewhere may be the client's.
+    Only a field that begins the message is replaced. The same word elsewhere may be user text.
     """
     try:
         yield

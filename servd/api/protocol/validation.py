@@ -1,4 +1,4 @@
-"""Parses a request body into its pydantic model; errors become one bounded InvalidRequest."""
+"""Parses a request body into its pydantic model. Errors become one short InvalidRequest."""
 
 import ast
 import itertools
@@ -74,19 +74,19 @@ FewKeys = BeforeValidator(_check_size)
 
 
 class OpenObject(TypedDict):
-    """Base of the objects in bodies that may have more keys: templates may read them."""
+    """Base of the objects in bodies that may have additional keys, for chat templates."""
 
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
 
 
 class ClosedObject(TypedDict):
-    """Base of the objects that may not."""
+    """Base of the objects in bodies that may not have additional keys."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
 
 
 class RequestBody(BaseModel):
-    """Base of all request bodies: exact types; unknown fields are kept, to be named later."""
+    """Base of all request bodies. Types are strict. Unknown fields are kept, to report them."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -96,19 +96,19 @@ class RequestBody(BaseModel):
     model: str | None = None
     """Name of the model or adapter. Default: the first served name."""
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None
-    """Seconds until the answer must be complete; then the request ends with 504. servd rejects it
-    at once with 429 if it cannot finish in time. The header `X-Request-Timeout` does the same.
+    """Seconds in which the response must be complete, or the request ends with 504. servd rejects
+    it at once with 429 if it cannot finish in time. The header `X-Request-Timeout` does the same.
     """
 
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     """Requests with a lower number run first. Needs `--scheduling-policy priority`."""
 
     def values_of(self, names: Iterable[str]) -> dict[str, Any]:
-        """The values of these declared fields. Other fields of the body are never found."""
+        """Return the values of these declared fields, without unknown fields of the body."""
         return {name: self.__dict__[name] for name in names}
 
     def ignored(self) -> list[str]:
-        """Fields of the body that have no effect here."""
+        """Return the names of the body's fields that have no effect."""
         return sorted(self.model_extra or ())
 
     @classmethod
@@ -121,14 +121,14 @@ class RequestBody(BaseModel):
 
     @classmethod
     def complete_schema(cls, properties: dict[str, Schema], handler: GetJsonSchemaHandler) -> None:
-        """Add what the annotations of the fields do not say to their JSON schemas."""
+        """Add descriptions of the fields to their JSON schemas."""
         add_descriptions(properties, cls.descriptions())
 
     @classmethod
     def descriptions(cls) -> dict[str, str]:
-        """Field -> the docstring below it, read from the source.
+        """Return the docstring below each field, read from the source.
 
-        pydantic's `use_attribute_docstrings` does so as classes are made: 0.2 s at every start.
+        pydantic's `use_attribute_docstrings` would read them at every start, which takes 0.2 s.
         """
         found: dict[str, str] = {}
         for base in reversed(cls.__mro__[: cls.__mro__.index(BaseModel)]):
@@ -143,13 +143,13 @@ class RequestBody(BaseModel):
 
 
 def add_descriptions(properties: dict[str, Schema], texts: Mapping[str, str]) -> None:
-    """Give the fields that have one their description."""
+    """Add the descriptions in `texts` to the schemas of the fields."""
     for name in texts.keys() & properties.keys():
         properties[name]["description"] = texts[name]
 
 
 def add_bounds(properties: dict[str, Schema], params: type[msgspec.Struct]) -> None:
-    """Give the fields that become fields of `params` the bounds that `validate` enforces there."""
+    """Add the bounds that `validate` enforces in `params` to the fields of the same name."""
     for field in msgspec.structs.fields(params):
         for name in (field.name, *ALIASES.get(field.name, ())):
             if name in properties:
@@ -175,8 +175,8 @@ Body = TypeVar("Body", bound=RequestBody)
 
 
 def parse(kind: type[Body], data: bytes, max_values: int = MAX_VALUES) -> Body:
-    """Parse and check a JSON body, which holds up all threads of the process for about 0.3 us a
-    value. The InvalidRequest names the first field at fault in `param`.
+    """Parse and validate a JSON body. Raise InvalidRequest, whose `param` names the first invalid
+    field. Parsing blocks all threads of the process for about 0.3 us per value.
     """
     if has_more_values(data, max_values):
         raise InvalidRequest(
@@ -202,8 +202,8 @@ def _explain(error: ValidationError, data: bytes) -> InvalidRequest:
 
 
 def explain_parameters(errors: Sequence[Any]) -> InvalidRequest:
-    """Return the error for parameters of the path or the query, from those of FastAPI's
-    `RequestValidationError`: the first part of a `loc` is where the parameter was.
+    """Return an InvalidRequest for the errors of FastAPI's `RequestValidationError` about path or
+    query parameters. The first part of each `loc` is the parameter's place.
     """
     details: list[Any] = [{**error, "loc": error["loc"][1:]} for error in errors]
     names = [str(name) for detail in details for name in detail["loc"][:1]]
@@ -222,7 +222,7 @@ def _refusal(details: Sequence[ErrorDetails], body: Any) -> InvalidRequest:
 
 
 def _sentence(path: str, details: list[ErrorDetails]) -> str:
-    """`n must be a whole number, got 'two'`."""
+    """Return a sentence about an invalid field: `n must be a whole number, got 'two'`."""
     first, *others = dict.fromkeys(map(_rule, details))
     rule = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
     sentence = f"{path} {rule}" if rule.startswith(("must ", "may ", "is ")) else f"{path}: {rule}"
@@ -242,11 +242,10 @@ def _rule(detail: ErrorDetails) -> str:
 
 
 def _path(detail: ErrorDetails, body: Any) -> str:
-    """`messages[0].content` from pydantic's path, without its own entries such as "str" or
-    "list[Part]".
+    """Return the path of a field, e.g. `messages[0].content`, from pydantic's path, without entries
+    such as "str" or "list[Part]".
 
-    An entry belongs to the client if it leads somewhere in the client's body, or names a field that
-    is missing.
+    An entry is part of the body's path if it exists in the client's body, or names a missing field.
     """
     path = ""
     loc = detail["loc"]

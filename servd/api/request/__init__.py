@@ -1,1 +1,1 @@
-"""One prompt on its way through the API process: its state, its choices, where its time went."""
+"""The state of one prompt in the API server: its request, its choices, its latency breakdown."""

@@ -1,4 +1,4 @@
-"""Choice: one of the `n` outputs of a prompt: its tokens, its text, its times."""
+"""Choice: one of the `n` outputs of a prompt, with its tokens, its text and its timestamps."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ NO_TOKENS = array("I")  # of all released choices
 
 
 class Choice(msgspec.Struct, gc=False):
-    """What is known so far of one output. All times are CLOCK_MONOTONIC nanoseconds."""
+    """The state of one output so far. All times are CLOCK_MONOTONIC nanoseconds."""
 
     arrival_ns: int
     num_prompt_tokens: int
-    num_tokens: int = 0  # that the client gets: none after a stop string
+    num_tokens: int = 0  # tokens that the client gets: none after a stop string
     index: int = 0  # among the choices of its prompt
-    engine_id: str = ""  # by which the engine knows it
+    engine_id: str = ""  # the engine's id of this choice
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    num_external_tokens: int = 0  # those of them loaded from host memory or files
+    num_external_tokens: int = 0  # cached tokens loaded from host memory or files
     num_preemptions: int = 0
     evicted_at_ns: int = 0  # see EngineCoreOutput
-    last_ns: int = 0  # when the latest tokens came
-    finish_reason: FinishReason | None = None  # None also if its client disconnected
+    last_ns: int = 0  # arrival of the latest tokens
+    finish_reason: FinishReason | None = None  # also None if the client disconnected
     block_ids: Sequence[int] = ()  # recorded only on request
     marks: dict[str, int] = {}  # the engine's stages of this choice
-    exemplar: dict[str, str] | None = None  # for OpenMetrics: the label of its trace
+    exemplar: dict[str, str] | None = None  # the label of the choice's trace, for OpenMetrics
     # All that the engine sampled.
     token_ids: array[int] = msgspec.field(default_factory=partial(array, "I"))
     detokenizer: Detokenizer | None = None  # from its first output to its last
@@ -41,22 +41,22 @@ class Choice(msgspec.Struct, gc=False):
         return self.finish_reason is None
 
     def add_report(self, output: EngineCoreOutput) -> None:
-        """Add what an output reports besides its tokens."""
+        """Add an engine output's report: cached tokens, blocks and marks."""
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         self.num_external_tokens = max(self.num_external_tokens, output.num_external_tokens)
         self.block_ids = output.block_ids or self.block_ids
         self.evicted_at_ns = max(self.evicted_at_ns, output.evicted_at_ns)
         for mark in output.marks:
-            # Keep the first: after a preemption a request is scheduled again.
+            # Keep the first mark: after a preemption, a request is scheduled again.
             self.marks.setdefault(mark.stage, mark.at_ns)
             self.num_preemptions += mark.stage == "preempted"
 
     def advance(
         self, steps: Sequence[EngineCoreOutput], detokenizer: Detokenizer, shows_stop_token: bool
     ) -> CompletionOutput:
-        """Return the delta of the outputs of one or several steps, in order, and end where they end
-        or where a stop string is complete. With `shows_stop_token`, the token that ends the output
-        is part of the text.
+        """Return the delta of the outputs of one or more steps, in order. End the choice when the
+        outputs end or a stop string is complete. With `shows_stop_token`, the text includes the
+        token that ends the output.
         """
         first = steps[0]
         last = steps[-1]
@@ -92,6 +92,6 @@ class Choice(msgspec.Struct, gc=False):
         return delta
 
     def release(self) -> None:
-        """Drop what only a running choice needs: timelines keep thousands of ended ones."""
+        """Drop the data of a running choice, because timelines keep thousands of ended choices."""
         self.token_ids = NO_TOKENS
         self.detokenizer = None

@@ -1,4 +1,4 @@
-"""DeltaStream: the deltas of a request's choices on their way to the client."""
+"""DeltaStream: passes the deltas of a request's choices to the task that writes the response."""
 
 import asyncio
 from collections.abc import Iterable
@@ -15,9 +15,9 @@ MAX_TAKEN = 8  # deltas that a consumer gets in one turn; writing one takes some
 
 @dataclass(slots=True)
 class DeltaStream:
-    """Deltas between the engine's channel and one consumer, which `loop` gives its turns.
+    """A bounded queue of deltas for one consumer, which takes turns of `loop`.
 
-    Deltas of a choice that wait for a slow consumer are merged, so the queue is bounded. Without
+    A choice's deltas that wait for a slow consumer are merged, so the queue is bounded. Without
     `in_pieces`, only the last delta of a choice wakes the consumer.
     """
 
@@ -28,12 +28,12 @@ class DeltaStream:
     _waiting: dict[int, CompletionOutput] = field(default_factory=dict)  # by choice, merged
     _failure: ServdError | None = None
     _woken: asyncio.Future[None] | None = None  # while the consumer waits
-    _is_rest: bool = False  # the consumer has left some
-    _num_logprobs: int = 0  # in `_waiting`, of output tokens
+    _is_rest: bool = False  # the consumer has left deltas in `_waiting`
+    _num_logprobs: int = 0  # log-probabilities of output tokens in `_waiting`
 
     def put(self, delta: CompletionOutput) -> None:
-        """Add a delta; after a failure it is dropped. The stream fails if the consumer leaves too
-        many log-probabilities waiting.
+        """Add a delta. After a failure, drop the delta. Fail the stream if too many
+        log-probabilities wait for the consumer.
         """
         if self._failure is not None:  # the failure is raised once no deltas wait
             return
@@ -52,12 +52,12 @@ class DeltaStream:
             self._wake()
 
     def fail(self, error: ServdError) -> None:
-        """End the stream with an error; the first one counts."""
+        """End the stream with an error. Later errors are ignored."""
         self._failure = self._failure or error
         self._wake()
 
     async def next_deltas(self) -> Iterable[CompletionOutput]:
-        """Wait for the next few deltas and return them. Raise the failure once none are left."""
+        """Wait for the next few deltas and return them. After the last, raise the error."""
         if self._is_rest:
             await self.loop.turn(self.owner)
         elif not self._waiting and self._failure is None:

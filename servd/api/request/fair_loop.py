@@ -14,9 +14,9 @@ PIECE_NS = 200_000  # duration of one turn of `each`
 
 
 class FairLoop:
-    """Gives turns to tasks that are all ready, to clients in rotation, and only a few per iteration
-    of the event loop. So a client's single request waits for a few of the hundreds of another
-    client, never for all. Belongs to one event loop.
+    """A scheduler that grants turns to waiting tasks, rotating among clients, a few turns per event
+    loop iteration. A client's single request thus waits for a few of another client's hundreds of
+    requests, not for all of them. Belongs to one event loop.
     """
 
     def __init__(self) -> None:
@@ -26,8 +26,8 @@ class FairLoop:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     def turn(self, client: str, future: asyncio.Future[None] | None = None) -> asyncio.Future[None]:
-        """A future (`future`, or a new one) that is done when it is the client's turn; at once if
-        there are turns left.
+        """Return a future that is done when it is the client's turn, which may be at once. The
+        future is `future` if given.
         """
         loop = asyncio.get_running_loop()
         future = loop.create_future() if future is None else future
@@ -49,7 +49,7 @@ class FairLoop:
         done: asyncio.Future[None] | None = None,
     ) -> asyncio.Future[None]:
         """Call `work` for every item: at once for PIECE_NS, then in further turns of the client.
-        Returns a future, `done` or a new one, whose cancellation stops it; it need not be awaited.
+        Return a future, `done` if given. To stop early, cancel the future. You need not await it.
         """
         done = asyncio.get_running_loop().create_future() if done is None else done
         rest = iter(items)

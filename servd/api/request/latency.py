@@ -1,7 +1,7 @@
 """Latency breakdown: attributes every nanosecond of a request's latency to one phase.
 
-A pure function of the request's marks and of the engine's steps in that time. The marks determine
-the state of the request between each two of them, and the steps what the engine did meanwhile.
+The result depends only on the request's marks and on the engine's steps in that time. The marks
+determine the request's state between each two marks, the steps the engine's activity.
 """
 
 from collections import Counter, defaultdict
@@ -94,7 +94,7 @@ REPEATS = ("preemption", "engine_restart")  # states after which tokens are comp
 
 
 class Span(msgspec.Struct):
-    """A stretch of time with one stage and one phase."""
+    """A period of time with one stage and one phase."""
 
     stage: str
     phase: str
@@ -105,32 +105,32 @@ class Span(msgspec.Struct):
 
 
 class Breakdown(msgspec.Struct):
-    """Where a request's time went."""
+    """The time of a request, divided into phases and stages."""
 
     begin_ns: int
     end_ns: int
-    token_ns: float  # what a prompt token adds to a step, in the median
-    phases: dict[str, int]  # nanoseconds by phase; they add up to the whole
-    stages: dict[str, int]  # nanoseconds, likewise
+    token_ns: float  # median time that a prompt token adds to a step
+    phases: dict[str, int]  # nanoseconds by phase; the sum is the total
+    stages: dict[str, int]  # nanoseconds by stage; the sum is the total
     spans: list[Span] = []  # in order, without gaps
-    neighbours: dict[str, int] = {}  # other requests, and how many prompt tokens were computed
-    num_steps: int = 0  # that ran while the request was in the engine
-    steps: list[StepRecord] = []  # the longest of these, in order
+    neighbours: dict[str, int] = {}  # other request -> its prompt tokens computed
+    num_steps: int = 0  # steps that ran while the request was in the engine
+    steps: list[StepRecord] = []  # the longest of these steps, in order
 
     @property
     def longest_wait(self) -> str:
-        """The longest phase other than the request's own work; "" if there is none."""
+        """The longest phase except the request's own work; "" if there is none."""
         waits = {phase: ns for phase, ns in self.phases.items() if phase not in OWN_WORK and ns}
         return max(waits, key=waits.__getitem__, default="")
 
 
 class StepTime(NamedTuple):
-    """The time of a step, less the part in which earlier steps were still running."""
+    """The time of a step, without the part in which an earlier step was still running."""
 
     begin_ns: int
     end_ns: int
     record: StepRecord
-    num_extra: int  # tokens that make it longer than a step that only decodes
+    num_extra: int  # tokens beyond those of a decode-only step
 
     @property
     def duration_ns(self) -> int:
@@ -138,8 +138,8 @@ class StepTime(NamedTuple):
 
 
 def break_down(marks: Sequence[Mark], steps: Sequence[StepRecord], request_id: str) -> Breakdown:
-    """Explain a request's time from its first to its last mark. Steps before the request determine
-    usual step times. Without steps, the stages are the same, but phases in the engine are unknown.
+    """Return the latency breakdown from a request's first mark to its last. Steps before the
+    request determine the usual step time. Without steps, the phases in the engine are unknown.
     """
     builder = _Builder(marks, step_times(steps), request_id)
     for state, begin_ns, end_ns in _states(marks):
@@ -156,14 +156,14 @@ def break_down(marks: Sequence[Mark], steps: Sequence[StepRecord], request_id: s
 
 
 def request_of(engine_id: str) -> str:
-    """Return the client's request id of an engine request, choice (`id_0`) or part (`id/0`)."""
+    """Return the client's request id for an engine's id of a choice (`id_0`) or part (`id/0`)."""
     request_id, _, number = engine_id.partition("/")[0].rpartition("_")
     return request_id if number.isdecimal() and request_id else engine_id.partition("/")[0]
 
 
 def step_times(steps: Iterable[StepRecord]) -> list[StepTime]:
-    """Return when the engine worked on each step. Steps in flight overlap, so each step counts from
-    the end of the previous one.
+    """Return the time that the engine worked on each step. Steps in flight overlap, so a step's
+    time starts at the end of the previous step.
     """
     end_ns = 0
     found: list[StepTime] = []
@@ -176,10 +176,10 @@ def step_times(steps: Iterable[StepRecord]) -> list[StepTime]:
 
 
 def _states(marks: Sequence[Mark]) -> Iterator[tuple[str, int, int]]:
-    """Yield the state of a request between each two of its marks, and when it began and ended."""
+    """Yield the state between each two marks, with the beginning and end of the state."""
     seen = defaultdict[str, int](int)
     for mark, following in pairwise(marks):
-        if mark.stage == "engine_lost":  # the next one gets what is open as if it were new
+        if mark.stage == "engine_lost":  # the next engine gets open requests as new
             num_begun = seen["first_token"] - max(seen["finished"], seen["returned"])
             seen = defaultdict(int, first_token=max(num_begun, 0))
         seen[mark.stage] += 1
@@ -187,8 +187,8 @@ def _states(marks: Sequence[Mark]) -> Iterator[tuple[str, int, int]]:
 
 
 def _state(seen: Mapping[str, int], following: str) -> str:
-    """Return the state after the marks in `seen`. If a request has several choices or parts, the
-    furthest running one decides.
+    """Return the state after the marks counted in `seen`. If a request has several choices or
+    parts, the one that is furthest ahead decides.
     """
     num_ended = max(seen["finished"], seen["returned"])  # the API process may finish one, too
     num_running = seen["scheduled"] - seen["preempted"] - num_ended
@@ -216,12 +216,12 @@ def _state(seen: Mapping[str, int], following: str) -> str:
 
 
 def _first_step(marks: Iterable[Mark]) -> int:
-    """Return the first step that had the request in it."""
+    """Return the number of the first step that computed the request."""
     return next((mark.step for mark in marks if mark.stage == "scheduled"), NEVER)
 
 
 class _Builder:
-    """Collects the spans of one request, in order."""
+    """A builder that collects the spans of one request, in order."""
 
     def __init__(self, marks: Sequence[Mark], steps: Sequence[StepTime], request_id: str) -> None:
         self.stage = ""  # of the next spans
@@ -258,7 +258,7 @@ class _Builder:
             result.spans.append(Span(self.stage, phase, begin_ns, end_ns, step, step))
 
     def add_engine_time(self, state: str, begin_ns: int, end_ns: int) -> None:
-        """Divide a time in the engine into spans, by the steps that ran during it."""
+        """Divide a period in the engine into spans, by the steps that ran during the period."""
         between, beside, own = IN_ENGINE[state]
         steps = self._steps
         arrived_ns = begin_ns
@@ -284,8 +284,8 @@ class _Builder:
             begin_ns = until_ns
 
     def _awaited(self, arrived_ns: int) -> str:
-        """Return what a request that arrived by then, and is not in the current step, waits for. If
-        that step was already running, the next step tells whether it waited for more than that.
+        """Return the phase of a request that waits outside the current step since `arrived_ns`. If
+        that step already ran at arrival, the next step shows what else the request waited for.
         """
         for step in self._steps[self._at : self._at + 2]:
             record = step.record
@@ -295,8 +295,8 @@ class _Builder:
         return "queue_step"
 
     def _add_own_step(self, own: str, step: StepTime, begin_ns: int, end_ns: int) -> None:
-        """Divide a part of a step that had the request in it into spans: the stall, the time that
-        other tokens added to a step that only decodes, and the rest.
+        """Divide the time of a step that computed the request into spans: the stall, the time that
+        other tokens added to a decode-only step, and the rest.
         """
         record = step.record
         expected_ns = self._plain_ns + self._token_ns * step.num_extra
@@ -338,7 +338,7 @@ class _Builder:
 
 
 def _merge(spans: Sequence[Span]) -> list[Span]:
-    """Return one span for each phase in each stretch of time, so that a phase keeps its time."""
+    """Merge the spans of each phase within each stretch of time, so that a phase keeps its time."""
     min_ns = (spans[-1].end_ns - spans[0].begin_ns) // NUM_STRETCHES
     merged: list[Span] = []
     stretch: dict[tuple[str, str], Span] = {}

@@ -1,4 +1,4 @@
-"""RequestState: all that an API process knows of a prompt until its answer has been written."""
+"""RequestState: the API server's state of a prompt until its response has been written."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ NOT_YET: Any = None  # of a field that is set before anybody reads it
 
 
 class Unfinished(msgspec.Struct):
-    """An unfinished request of the engine."""
+    """An unfinished request of the engine, as /health needs it."""
 
     sent_ns: int
     num_prompt_tokens: int
-    has_begun: bool  # its first token has arrived
+    has_begun: bool  # the first token has arrived
     is_due: bool = True  # it waits for engine steps only, not for a grammar or another resource
 
 
 class Routed(Protocol):
-    """A prompt as it counts toward its engine's pending work, which the load balancer knows."""
+    """A prompt that the load balancer counts toward an engine's pending work."""
 
     rank: int
 
@@ -53,22 +53,22 @@ class Routed(Protocol):
 
 
 class Timeline(msgspec.Struct, gc=False):
-    """What stays of a request, or of one prompt of a request with several. Thousands are kept, so
-    each should consist of few objects: a full garbage collection visits them all.
+    """The data that is kept of a finished request, or of one of its prompts. Thousands are kept, so
+    each should have few objects: a full garbage collection visits them all.
     """
 
     request_id: str
     owner: str = ""  # name of the API key
-    route: str = ""  # "": no client sent it, or it is a part of one that did; nobody sees it
+    route: str = ""  # "" if no client sent it, or it is a part of a request: then it is not shown
     model: str = ""  # as the response names it
     marks: list[Mark] = []
-    choices: list[Choice] = []  # none until it is sent to the engine
-    reads_prompt: bool = False  # it asked for results of every prompt token
-    tokens: array[int] = NO_TOKENS  # of the prompt; empty once dropped
+    choices: list[Choice] = []  # empty until the request is sent to the engine
+    reads_prompt: bool = False  # the client asked for results of every prompt token
+    tokens: array[int] = NO_TOKENS  # tokens of the prompt; empty once dropped
     salt: tuple[str | None, ...] = (None, None)  # see `RequestOptions.cache_keys`
     num_bytes: int = 0  # size of its message to the engine, if measured
-    rank: int = 0  # of the engine that runs or ran it
-    earlier: tuple[tuple[int, int], ...] = ()  # engines that ran it before, and until when
+    rank: int = 0  # rank of the engine that runs or ran the request
+    earlier: tuple[tuple[int, int], ...] = ()  # previous engines, and when they lost it
     cache_number: int = 0  # how often the engine's prefix cache had been reset before
     is_finished: bool = False
     outcome: str = ""  # once finished: stop, length, abort, error or refused
@@ -78,28 +78,28 @@ class Timeline(msgspec.Struct, gc=False):
     summary: RequestSummary | None = None  # cached once it has finished and was listed
 
     def is_shown_to(self, owner: str) -> bool:
-        """Whether it is a request that a client with this API key sent."""
+        """Return whether a client with this API key's name sent the request."""
         return self.owner == owner and bool(self.route) and bool(self.marks)
 
     @property
     def begin_ns(self) -> int:
-        """When it arrived, or now if that is unknown."""
+        """The time of the first mark in nanoseconds, or now without marks."""
         return self.marks[0].at_ns if self.marks else now_ns()
 
     @property
     def wall_ns(self) -> int:
-        """Nanoseconds from its first mark to its last, or to now."""
+        """The nanoseconds from the first mark to the last mark, or to now while unfinished."""
         return (self.marks[-1].at_ns if self.is_finished else now_ns()) - self.begin_ns
 
     @property
     def ttft_ns(self) -> int | None:
-        """Nanoseconds from its first mark to its first token."""
+        """The time to first token in nanoseconds; None before the first token."""
         at_ns = first(self.marks, "first_token")
         return None if at_ns is None else at_ns - self.begin_ns
 
     @property
     def generated(self) -> FinishReason:
-        """How the generation of its choices ended: stop, length, abort or error."""
+        """The reason why generation ended: stop, length, abort or error."""
         reasons = {choice.finish_reason for choice in self.choices}
         for reason in (FinishReason.ERROR, FinishReason.LENGTH):
             if reason in reasons:
@@ -109,24 +109,24 @@ class Timeline(msgspec.Struct, gc=False):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """0 until it is sent to the engine."""
+        """The number of prompt tokens; 0 until the prompt is sent to the engine."""
         return self.choices[0].num_prompt_tokens if self.choices else 0
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens of its prompt that were in the prefix cache."""
+        """The number of prompt tokens found in the prefix cache."""
         return self.choices[0].num_cached_tokens if self.choices else 0
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of all its choices so far."""
+        """The number of output tokens so far, of all choices."""
         return sum(choice.num_tokens for choice in self.choices)
 
 
 class RequestState(Timeline, kw_only=True, gc=True, eq=False):
-    """A prompt of a request. `Call.open_request` makes it for a client, `Processor.process` makes
-    others and prepares all, and `start` gives it its choices. `AsyncLLM.requests` has it until its
-    answer has been written.
+    """The state of one prompt of a request. `Call.open_request` creates a client's state,
+    `Processor.process` creates others and prepares all, and `start` creates the choices.
+    `AsyncLLM.requests` keeps the state until the response has been written.
     """
 
     # Set by `Processor.process`.
@@ -134,14 +134,14 @@ class RequestState(Timeline, kw_only=True, gc=True, eq=False):
     params: SamplingParams = NOT_YET  # seed and max_tokens filled in; PROMPT_ONLY for pooling
     prompt: str | None = None  # None if given as token ids
     expected: ExpectedOutput = ExpectedOutput()
-    part_of: str = ""  # id of the request it is a part of, which metrics and timelines count once
+    part_of: str = ""  # id of the request of which this is a part; metrics count that request once
     # Set by `AsyncLLM` when the prompt starts.
-    whole: RequestState | None = None  # the request that gets its marks, if it is the first part
+    whole: RequestState | None = None  # for the first part: the request that gets its marks
     stream: DeltaStream = NOT_YET
-    first_index: int = 0  # of its choices in the stream
+    first_index: int = 0  # index of the first choice in the stream
     routed: Routed | None = None  # with several engines
     sent_ns: int = 0
-    output: RequestOutput | None = None  # offline: all that has come so far
+    output: RequestOutput | None = None  # offline: the output so far
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -149,21 +149,21 @@ class RequestState(Timeline, kw_only=True, gc=True, eq=False):
 
     @property
     def is_counted(self) -> bool:
-        """Whether it is a request of its own in the metrics."""
+        """Whether the metrics count this prompt as a request of its own."""
         return not self.part_of
 
     @property
     def is_open(self) -> bool:
-        """Whether a choice has not ended."""
+        """Whether a choice is unfinished."""
         return any(choice.is_open for choice in self.choices)
 
     @property
     def recorded(self) -> RequestState:
-        """The request whose timeline gets its marks: of the parts of one, the first one's."""
+        """The request whose timeline gets the marks: `whole` for the first part of a request."""
         return self if self.whole is None else self.whole
 
     def start(self, arrival_ns: int, exemplar: dict[str, str] | None = None) -> None:
-        """Make its choices. `exemplar` is the label of its trace, for OpenMetrics."""
+        """Create the choices. `exemplar` is the label of the request's trace, for OpenMetrics."""
         num_prompt_tokens = len(self.prompt_token_ids)
         self.choices = [
             Choice(
@@ -173,7 +173,7 @@ class RequestState(Timeline, kw_only=True, gc=True, eq=False):
         ]
 
     def move(self, rank: int, cache_number: int) -> None:
-        """Let another engine continue it."""
+        """Record that the engine `rank` continues the request."""
         recorded = self.recorded
         recorded.earlier = (*recorded.earlier, (recorded.rank, now_ns()))
         recorded.cache_number = cache_number
@@ -181,15 +181,15 @@ class RequestState(Timeline, kw_only=True, gc=True, eq=False):
         self.rank = rank
 
     def open_engine_ids(self) -> list[str]:
-        """Return the engine's ids of the choices that have not ended."""
+        """Return the engine's ids of the unfinished choices."""
         return [choice.engine_id for choice in self.choices if choice.is_open]
 
     def open_token_ids(self) -> dict[int, list[int]]:
-        """Return the tokens so far of the choices that have not ended, by index."""
+        """Return the output tokens of the unfinished choices, by index."""
         return {each.index: each.token_ids.tolist() for each in self.choices if each.is_open}
 
     def unfinished(self) -> Unfinished:
-        """Return its state for /health, which detects an engine that makes no progress."""
+        """Return the state for /health, which detects an engine without progress."""
         has_begun = bool(self.choices[0].marks)
         # Before its first step a structured output waits for its grammar.
         is_due = has_begun or self.params.structured_output is None
@@ -197,20 +197,20 @@ class RequestState(Timeline, kw_only=True, gc=True, eq=False):
 
 
 class Observer:
-    """Watches requests and the steps of engines. `AsyncLLM.observer` stands for all of them."""
+    """An observer of requests and engine steps. `AsyncLLM.observer` calls all observers."""
 
     def began(self, state: RequestState) -> None:
-        """A request is about to go to an engine, which is not chosen yet."""
+        """Handle a request that is about to be sent. Its engine is not chosen yet."""
 
     def stepped(self, steps: Sequence[StepRecord], stats: SchedulerStats | None, rank: int) -> None:
-        """An engine reports its latest steps."""
+        """Handle an engine's report of its latest steps."""
 
     def ended(self, state: RequestState, status: EngineStatus | EngineReady | EngineDead) -> None:
-        """A request has got its last token, or its client has left. `status` is its engine's."""
+        """Handle the last token or the disconnect of a request. `status` is its engine's."""
 
 
 class Observers(Observer):
-    """Several observers. No request waits or fails because one of them fails after it began."""
+    """A group of observers. A failing observer delays or fails no request that has begun."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = observers
@@ -238,8 +238,8 @@ class Observers(Observer):
 def find_choice(
     requests: Mapping[str, RequestState], engine_id: str
 ) -> tuple[RequestState, Choice] | None:
-    """Return the request and the choice that the engine knows by this id (see `choice_ids` of
-    EngineCoreRequest); None if it has ended.
+    """Return the unfinished request and choice that the engine calls `engine_id` (see `choice_ids`
+    of EngineCoreRequest), or None.
     """
     state = requests.get(engine_id)
     index = 0

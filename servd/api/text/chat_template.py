@@ -1,8 +1,8 @@
-"""Chat messages to prompt text, by the model's Jinja template.
+"""ChatTemplate: renders chat messages into the prompt, with the model's Jinja template.
 
-Templates and messages are both untrusted: templates run in Jinja's sandbox (no attribute access to
-Python internals, nothing can be changed, `range` is bounded) with limits of time and size, and
-whatever goes wrong in one is the request's 400.
+Templates and messages are untrusted. Templates run in Jinja's sandbox (no attribute access to
+Python internals, no changes to objects, bounded `range`) with limits on time and size. Any error in
+a template becomes the request's 400.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ _CONTINUE_HERE = "\uf8ffcontinue\uf8ff"
 
 
 class ChatTemplate:
-    """A compiled chat template: Jinja text, with the extensions that Hugging Face templates use.
+    """A compiled chat template in Jinja, with the extensions that Hugging Face templates use.
 
-    `tool_template` is used instead when a request has tools. `special_tokens` are variables such as
-    `bos_token`; the `escaped` ones stay text where a chat has them.
+    Requests with tools use `tool_template`. `special_tokens` are variables such as `bos_token`. The
+    `escaped` special tokens are plain text if they occur in a chat.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ChatTemplate:
 
     @property
     def is_default(self) -> bool:
-        """Whether the model has none of its own, and none was given."""
+        """Whether neither the model nor --chat-template provides a template."""
         return self.source.endswith(DEFAULT_TEMPLATE)
 
     @classmethod
@@ -109,8 +109,8 @@ class ChatTemplate:
         escape: bool = True,
         defaults: dict[str, Any] | None = None,
     ) -> ChatTemplate:
-        """Return the template to use: `override` (--chat-template: a file or Jinja text), else the
-        model's, else the default. Raises ConfigError, also if `defaults` has a reserved name.
+        """Return the template: `override` (--chat-template: a file or Jinja text), else the
+        model's, else the default. Raise ConfigError, also if `defaults` has a reserved name.
         """
         named = _read_override(override) if override else _read_model_templates(tokenizer)
         if not named:
@@ -124,10 +124,10 @@ class ChatTemplate:
         return cls(default, tools, tokenizer.special_tokens, [*escaped], defaults)
 
     def render(self, chat: Chat) -> str:
-        """Return the prompt, special tokens written out; those in the chat itself have a
-        SPLIT_HERE.
+        """Return the prompt with its special tokens as text. A SPLIT_HERE splits special tokens
+        that occur in the chat itself.
 
-        Raises InvalidRequest: the template refuses the messages or fails on them, does not read the
+        Raises InvalidRequest: the template rejects the messages or fails, it does not read the
         documents, or `chat_template_kwargs` has a reserved name.
         """
         variables = chat.chat_template_kwargs
@@ -175,7 +175,7 @@ class ChatTemplate:
         return prompt[:end]
 
     def _escape(self, value: Any) -> Any:
-        """A copy of JSON whose strings have no special token in one piece."""
+        """Return a copy of JSON in which a SPLIT_HERE splits each special token in a string."""
         if isinstance(value, dict):
             return {key: self._escape(each) for key, each in value.items()}
         if isinstance(value, list):
@@ -191,13 +191,13 @@ def _split(token: re.Match[str]) -> str:
 
 
 class _Budget(msgspec.Struct):
-    """What one prompt may still cost."""
+    """The remaining time and size for rendering one prompt."""
 
     deadline: float  # on the clock of the thread's CPU time
     num_chars: int = MAX_CHARS
 
     def check(self, num_chars: int = 0) -> None:
-        """Raise if `num_chars` are too many for a value, or time is up."""
+        """Raise TemplateError if `num_chars` are too many for a value, or time is up."""
         if num_chars > MAX_CHARS:
             raise jinja2.TemplateError(f"a value has more than {MAX_CHARS} characters")
         if time.thread_time() > self.deadline:
@@ -215,7 +215,7 @@ _budget: ContextVar[_Budget] = ContextVar("_budget")
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which loops, calls and operators ask the budget: they may take long.
+    """A Jinja sandbox whose loops, calls and operators check the budget, because they may be slow.
     Nested lists and the widths of filters may still take memory.
     """
 
@@ -243,7 +243,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Limiter(NodeTransformer):
-    """Lets loops and `~` ask the budget, too."""
+    """A transformer that makes loops and the operator `~` check the budget, too."""
 
     def __init__(self, environment: jinja2.Environment) -> None:
         self.environment = environment
@@ -263,7 +263,7 @@ class _Limiter(NodeTransformer):
 
 
 def _counted(items: Iterable[Any]) -> Iterator[Any]:
-    """The items of a loop, as long as there is time."""
+    """Yield the items of a loop, and check the time before each item."""
     for item in items:
         _budget.get().check()
         yield item
@@ -281,7 +281,7 @@ def _length(value: Any) -> int:
 
 
 class _Compiled:
-    """One template, and the form in which it expects the content of messages."""
+    """A compiled template, and the format that it expects of a message's content."""
 
     def __init__(self, source: str) -> None:
         environment = _Sandbox(
@@ -307,7 +307,7 @@ class _Compiled:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; here its body is rendered."""
+    """The tag `{% generation %}`, which marks text for training. Only its body is rendered."""
 
     tags = {"generation"}
 
@@ -323,7 +323,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own: no HTML escapes, non-ASCII as it is, keys in their order."""
+    """Return JSON like Jinja's filter, but without HTML escapes and with keys in order."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -338,9 +338,9 @@ def _strftime_now(format: str) -> str:
 
 
 def _wants_parts(tree: nodes.Template) -> bool:
-    """Whether the template loops over a message's content and never asks if it is a string.
+    """Return whether a template loops over a message's content and never tests for a string.
 
-    Such a template shows nothing sensible for a string. Every other one gets text parts joined to a
+    Such a template renders strings wrongly. Every other template gets text parts joined to a
     string.
     """
     if any(test.name == "string" for test in tree.find_all(nodes.Test)):
@@ -363,7 +363,7 @@ def _wants_parts(tree: nodes.Template) -> bool:
 
 
 def _normalise(message: dict[str, Any], wants_parts: bool, index: int) -> dict[str, Any]:
-    """The message in the form that the template expects; keys that are null are left out."""
+    """Return a message in the format that the template expects, without null values."""
     message = {key: value for key, value in message.items() if value is not None}
     content = message.get("content", "")
     parts = content if isinstance(content, list) else [content]
@@ -404,7 +404,7 @@ def _text_of_part(part: Any, param: str) -> str:
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Arguments as an object, which templates want; what is no JSON object stays text."""
+    """Return a call with its arguments as an object, if they are the JSON text of an object."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -438,7 +438,7 @@ def _read_override(override: str) -> dict[str, str]:
 
 
 def _read_model_templates(tokenizer: Tokenizer) -> dict[str, str]:
-    """Name -> template: chat_template.jinja, else what tokenizer_config.json has."""
+    """Return templates by name, from chat_template.jinja or else from tokenizer_config.json."""
     if tokenizer.folder and (file := Path(tokenizer.folder) / "chat_template.jinja").exists():
         return {"default": file.read_text(encoding="utf8")}
     templates = tokenizer.config.get("chat_template")

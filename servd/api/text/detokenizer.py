@@ -1,4 +1,4 @@
-"""Detokenizer: incremental text of one choice, holding back possible stop strings."""
+"""Detokenizer: decodes the tokens of a choice incrementally, and finds stop strings."""
 
 import codecs
 import re
@@ -12,15 +12,15 @@ NEVER = re.compile("(?!)")
 
 
 class Detokenizer:
-    """Turns token ids into text as they come, at a constant cost per token.
+    """An incremental decoder of token ids into text, at a constant cost per token.
 
-    The pieces together equal the text of all tokens at once, cut at the stop string that is
-    complete first (of those complete at the same character, the longest), however the tokens were
-    split over calls. After a `stop_reason`, nothing may be pushed; `num_tokens` counts up to the
+    The pieces together equal the text of all tokens, up to the first complete stop string. Of the
+    stop strings that are complete at the same character, the longest counts. How calls split the
+    tokens has no effect. After a `stop_reason`, push no more tokens. `num_tokens` counts up to the
     token that completes the stop string.
 
-    Without text in `prompt_token_ids`, the output is the beginning, where some tokenizers drop a
-    space. `visible_ids` are special tokens that are shown even with skip_special_tokens.
+    Without text in `prompt_token_ids`, the output starts the text, where some tokenizers drop a
+    space. `visible_ids` are special tokens to show even with skip_special_tokens.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Detokenizer:
         self._held = ""  # end of the text that may be the beginning of a stop string
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Append tokens; returns the text that cannot become part of a stop string."""
+        """Append tokens. Return the new text that cannot become part of a stop string."""
         if not self._stop:
             self.num_tokens += len(token_ids)
             return self._text(b"".join([self._table[i] for i in token_ids]))
@@ -61,7 +61,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """The rest of the text, after the last token; an incomplete character becomes U+FFFD."""
+        """Return the rest after the last token. An incomplete character becomes U+FFFD."""
         if self.stop_reason is not None:
             return ""
         rest = self._release(self._utf8.decode(b"", final=True))
@@ -77,7 +77,7 @@ class Detokenizer:
         return text
 
     def _release(self, text: str) -> str:
-        """Append `text` to what is held back; returns what cannot become part of a stop string."""
+        """Append `text` to the held text. Return the text that cannot be part of a stop string."""
         text = self._held + text
         if not self._first_char.search(text):  # most text: no stop string begins in it
             return text
@@ -95,7 +95,7 @@ class Detokenizer:
 
 
 def overlap(text: str, marker: str, start: int = 0) -> int:
-    """Length of the longest end of `text[start:]` that is a beginning of `marker`, but not all."""
+    """Return the length of the longest proper prefix of `marker` at the end of `text[start:]`."""
     start = max(start, len(text) - len(marker) + 1) - 1
     while (start := text.find(marker[0], start + 1)) >= 0:
         if marker.startswith(text[start:]):

@@ -1,4 +1,4 @@
-"""FillInMiddle: the prompt that makes a code model write what stands between two texts."""
+"""FillInMiddle: builds the prompt that makes a code model write the text between two texts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SLOT = re.compile(r"\{(prefix|suffix)\}")
 
 
 class FillInMiddle:
-    """One model's way: a template with `{prefix}` and `{suffix}` once each, else a ConfigError."""
+    """A model's template, with `{prefix}` and `{suffix}` once each. Raises ConfigError if not."""
 
     def __init__(self, template: str, tokenizer: Tokenizer) -> None:
         self._pieces = SLOT.split(template)  # text and the names of slots in turn
@@ -44,8 +44,8 @@ class FillInMiddle:
 
     @classmethod
     def choose(cls, tokenizer: Tokenizer, override: str | None = None) -> FillInMiddle | None:
-        """Return the one of `override` (--fim-template), or of the model's tokens; None if it has
-        none that are known.
+        """Return the template of `override` (--fim-template), or else a known template for the
+        model's tokens. None if the model has no such tokens.
         """
         if override is not None:
             return cls(override, tokenizer)
@@ -57,6 +57,6 @@ class FillInMiddle:
         return None
 
     def prompt(self, prefix: str, suffix: str) -> str:
-        """What the model continues with the text between."""
+        """Return the prompt after which the model writes the text in the middle."""
         texts = {"prefix": prefix, "suffix": suffix}
         return "".join(texts[piece] if i % 2 else piece for i, piece in enumerate(self._pieces))

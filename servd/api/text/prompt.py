@@ -1,4 +1,4 @@
-"""Prompt: text, token ids, a chat or a pair of texts, independent of the API that it came by."""
+"""Prompt: text, token ids, a chat or a pair of texts, independent of the API that received it."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ MANY = 1 << 16  # characters at which counting a chat stops
 
 
 class ToolOptions(msgspec.Struct, frozen=True):
-    """The tools of a request, in OpenAI's form, and which of them the model may or must call."""
+    """The tools of a request, in OpenAI's format, and those that the model may or must call."""
 
     tools: list[dict[str, Any]]  # shown to the model
     forced: list[dict[str, Any]] = []  # one of these must be called
@@ -30,14 +30,14 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedText(msgspec.Struct):
-    """The first text of many pairs, which is tokenised once."""
+    """The first text of many pairs, tokenised only once."""
 
     text: str
     token_ids: list[int] | None = None  # None: not yet
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """Two texts that the model scores together; each may be cut off."""
+    """Two texts that the model scores together. Each text may be truncated."""
 
     first: SharedText
     second: str
@@ -58,7 +58,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_chars(self) -> int:
-        """Estimate of the text to render and tokenise; for chats at most about MANY."""
+        """An estimate of the characters to render and tokenise; for chats at most about MANY."""
         if isinstance(self.content, Pair):
             return len(self.content.first.text) + len(self.content.second)
         if not isinstance(self.content, Chat):

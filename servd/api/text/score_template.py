@@ -1,4 +1,4 @@
-"""Pairs of texts as chats, for models that say by their next token how well a document fits."""
+"""Renders pairs of texts as chats, for models that score a document by their next token."""
 
 import msgspec
 
@@ -13,7 +13,7 @@ ROLES = ("query", "document")  # as sentence-transformers and vLLM call them
 
 
 def check(template: ChatTemplate) -> None:
-    """Check that a template is for pairs: another one would give scores of nonsense."""
+    """Raise UnsupportedModel if a template is not for pairs: scores would be meaningless."""
     messages = [{"role": role, "content": f"this {role}"} for role in ROLES]
     try:
         shown = template.render(Chat(messages=messages))
@@ -30,8 +30,8 @@ def check(template: ChatTemplate) -> None:
 def chat_of(
     prompt: Prompt, files: PoolingSpec, tokenizer: Tokenizer, options: RequestOptions
 ) -> Prompt:
-    """Return a pair as a chat: what the model's files state that pairs begin with, query, document.
-    Raises InvalidRequest: it is no pair, or to be cut through the template.
+    """Return a pair as a chat: the instruction from the model's files, the query, the document.
+    Raise InvalidRequest if the prompt is not a pair, or if truncation would cut the template.
     """
     pair = prompt.content
     if not isinstance(pair, Pair):

@@ -1,7 +1,7 @@
-"""Tokenizer: text to token ids and back, with the `tokenizers` library alone.
+"""Tokenizer: converts text to token ids and back, using only the `tokenizers` library.
 
-Every token stands for exact bytes, and the output text is those bytes read as UTF-8. So streamed
-text, logprobs and whole-text decoding cannot disagree, whatever the tokenizer's decoder does.
+Every token stands for exact bytes. Output text is always these bytes decoded as UTF-8, so streamed
+text, logprobs and complete text agree, whatever the tokenizer's decoder does.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MAX_WORD_CHARS = 256
 
 
 class Tokenizer:
-    """Encodes text, and knows the exact bytes of every token. Switches the backend's truncation and
-    padding off. `folder` is "" for the byte tokenizer.
+    """A tokenizer that knows the exact bytes of every token. It disables the backend's truncation
+    and padding. `folder` is "" for the byte tokenizer.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], folder: str) -> None:
@@ -55,7 +55,7 @@ class Tokenizer:
 
     @classmethod
     def of_model(cls, config: Config, spec: ModelSpec) -> Tokenizer:
-        """Return the tokenizer that the options name: --tokenizer, the model's own, or bytes for
+        """Return the tokenizer that the options select: --tokenizer, the model's own, or bytes for
         the fake model.
         """
         if config.model.tokenizer is not None:
@@ -65,8 +65,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str, trust_remote_code: bool = False) -> Tokenizer:
-        """Read tokenizer.json and tokenizer_config.json; without the former, convert the slow
-        tokenizer's files, once. Raises ModelNotFound: there is no tokenizer, or it is broken.
+        """Read tokenizer.json and tokenizer_config.json. Without tokenizer.json, convert the files
+        of the slow tokenizer, once. Raise ModelNotFound if the tokenizer is missing or broken.
         """
         file = find_tokenizer(folder, trust_remote_code)
         try:
@@ -82,7 +82,7 @@ class Tokenizer:
 
     @classmethod
     def bytes(cls) -> Tokenizer:
-        """Return a tokenizer of 257 tokens for the fake model: id = byte value, and 256 = <eos>."""
+        """Return the fake model's tokenizer of 257 tokens: ids 0 to 255 are bytes, 256 is <eos>."""
         backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=dict(_BYTE_OF_CHAR), merges=[]))
         backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = tokenizers.decoders.ByteLevel()
@@ -103,7 +103,7 @@ class Tokenizer:
 
     @property
     def adds_bos(self) -> bool:
-        """Whether `encode` puts the begin-of-sequence token in front."""
+        """Whether `encode` adds the beginning-of-sequence token."""
         bos = self._backend.token_to_id(self.bos_token) if self.bos_token else None
         return bos is not None and self.encode("")[:1] == [bos]
 
@@ -114,11 +114,11 @@ class Tokenizer:
         keep: tuple[int | None, int | None],
         limit: int | None,
     ) -> tuple[list[int], int]:
-        """Return the token ids of two texts with the special tokens around them, and where the
-        second begins; 0 if the tokenizer has no token types.
+        """Return the token ids of two texts with the special tokens around them, and the index
+        where the second text begins, or 0 if the tokenizer has no token types.
 
-        The texts, from `encode` without special tokens, are each truncated to `keep` tokens. Beyond
-        the `limit` of all tokens the longer text is truncated, as `tokenizers` does.
+        The texts, from `encode` without special tokens, are each truncated to `keep` tokens. If all
+        tokens exceed `limit`, the longer text is truncated, as in `tokenizers`.
         """
         head, middle, tail, has_types = self._around_pairs
         first = list(first[: keep[0]])
@@ -139,9 +139,9 @@ class Tokenizer:
 
     @cached_property
     def _around_pairs(self) -> tuple[list[int], list[int], list[int], bool]:
-        """Special tokens before, between and after two texts, and whether there are token types.
+        """The special tokens before, between and after two texts, and whether token types exist.
 
-        `Encoding.truncate` would not do: `post_process` joins what it cuts off.
+        `Encoding.truncate` is no alternative: `post_process` restores the truncated tokens.
         """
         one, two = (self._backend.encode(text, add_special_tokens=False) for text in "ab")
         pair = self._backend.post_process(one, pair=two)
@@ -152,8 +152,8 @@ class Tokenizer:
         return pair.ids[:begin], pair.ids[middle], pair.ids[end:], 1 in pair.type_ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`, in which special tokens may be written out. Rendered chat
-        templates have those that `add_special_tokens` adds, e.g. BOS.
+        """Return the token ids of `text`, which may contain special tokens. Do not use
+        `add_special_tokens` for rendered chat templates, which contain BOS and the like.
 
         Raises InvalidRequest: `text` contains a lone surrogate, so it is not Unicode text.
         """
@@ -169,7 +169,7 @@ class Tokenizer:
             ) from None
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of a complete sequence. Bytes that are not UTF-8 become U+FFFD."""
         table = self.byte_table(skip_special_tokens)
         text = b"".join([table[i] for i in token_ids]).decode("utf8", "replace")
         return text[1:] if self.strips_leading_space and text.startswith(" ") else text
@@ -177,8 +177,8 @@ class Tokenizer:
     def byte_table(
         self, skip_special_tokens: bool = True, visible_ids: frozenset[int] = frozenset()
     ) -> Mapping[int, bytes]:
-        """Return the bytes of every token id: b"" for unknown ids and, with `skip_special_tokens`,
-        for special tokens other than `visible_ids`.
+        """Return the bytes of every token id. Unknown ids map to b"". With `skip_special_tokens`,
+        so do special tokens other than `visible_ids`.
         """
         if not skip_special_tokens:
             return self._bytes
@@ -189,22 +189,22 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """The most characters of one token. A tokenizer that drops text, such as unknown words, has
-        no such bound: MAX_WORD_CHARS is assumed.
+        """The length in characters of the longest token. If the tokenizer drops text such as
+        unknown words, at least MAX_WORD_CHARS.
         """
         longest = max(len(self._backend.id_to_token(i) or "") for i in range(self.vocab_size))
         return longest if self.keeps_all_text else max(longest, MAX_WORD_CHARS)
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its text; None if there is no such token."""
+        """Return the id of the token with this text; None if there is no such token."""
         return self._backend.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the exact bytes of a token, possibly an incomplete character."""
+        """Return the exact bytes of a token, which may be an incomplete character."""
         return self._bytes[token_id]
 
     def token_string(self, token_id: int) -> str:
-        """Return `token_bytes` as text; an incomplete character becomes U+FFFD."""
+        """Return the bytes of a token as text. An incomplete character becomes U+FFFD."""
         return self._bytes[token_id].decode("utf8", "replace")
 
     def _make_bytes(self, token_id: int) -> bytes:
@@ -221,7 +221,7 @@ class Tokenizer:
 
 
 class _Table(dict[int, bytes]):
-    """Token bytes, made when first needed, as a large vocabulary takes memory and time."""
+    """The bytes of tokens, computed on first use: a large vocabulary takes memory and time."""
 
     def __init__(self, make: Callable[[int], bytes]) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class _Table(dict[int, bytes]):
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Return GPT-2's byte-level alphabet: printable Latin-1 is itself, others are U+0100 on."""
+    """Return GPT-2's byte alphabet: printable Latin-1 as itself, other bytes from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     others = {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -246,7 +246,7 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return `bos_token` and so on as text; in the file each is a string or has `content`."""
+    """Return `bos_token` and so on as text. In the file, each is a string or has `content`."""
     found: dict[str, str] = {}
     for name in (
         "bos_token",

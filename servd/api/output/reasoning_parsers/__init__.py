@@ -1,1 +1,1 @@
-"""How model families mark reasoning: one file each, by the template or --reasoning-parser."""
+"""Reasoning parsers, a file per model family, chosen by chat template or --reasoning-parser."""

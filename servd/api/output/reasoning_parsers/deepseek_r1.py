@@ -1,14 +1,14 @@
-"""DeepSeek R1: `<think>...</think>`, where the first tag may be missing."""
+"""DeepSeek R1: `<think>...</think>`, where the start tag may be missing."""
 
 from servd.api.output.reasoning_parser import ReasoningParser
 
 
 class Parser(ReasoningParser):
-    """An output begins with reasoning, unless the prompt has already closed the tag."""
+    """A parser of outputs that begin with reasoning, unless the prompt closed the tag."""
 
     always = True
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """Only by option: the template cannot tell whether the model reasons unasked."""
+        """Return False: no template shows that a model always reasons. Select it by option."""
         return False

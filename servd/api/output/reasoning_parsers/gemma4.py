@@ -4,7 +4,7 @@ from servd.api.output.reasoning_parser import ReasoningParser
 
 
 class Parser(ReasoningParser):
-    """As for `<think>`; the model reasons only where its system prompt has a token for it."""
+    """A parser with Gemma's tags. The model reasons only if its system prompt has `<|think|>`."""
 
     start_tag = "<|channel>thought"
     end_tag = "<channel|>"

@@ -4,7 +4,7 @@ from servd.api.output.reasoning_parser import ReasoningParser
 
 
 class Parser(ReasoningParser):
-    """Sentences in place of tags; the model reasons only where its system prompt has them."""
+    """A parser with sentences as tags. The model reasons only if the system prompt has them."""
 
     start_tag = "Here is my thought process:"
     end_tag = "Here is my response:"

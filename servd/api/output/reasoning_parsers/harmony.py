@@ -1,4 +1,4 @@
-"""GPT-OSS: messages on the channels `analysis`, `commentary` and `final`."""
+"""GPT-OSS: reasoning on the channel `analysis`, next to `commentary` and `final`."""
 
 from dataclasses import dataclass, field
 
@@ -20,8 +20,8 @@ from servd.api.output.tool_parsers._harmony import (
 
 @dataclass(eq=False)
 class Parser(ReasoningParser):
-    """`analysis` is reasoning, wherever it comes. What is said to the user on other channels is
-    content, an empty line between messages. Calls stay as they are, for the tool parser.
+    """A parser that takes `analysis` messages as reasoning, wherever they are. Messages to the user
+    on other channels are content, separated by empty lines. Calls are left to the tool parser.
     """
 
     start_tag = f"{CHANNEL}analysis{MESSAGE}"

@@ -1,7 +1,7 @@
-"""Qwen3 and most others: `<think>...</think>`, opened by the prompt or by the model."""
+"""Qwen3 and most other models: `<think>...</think>`, opened by the prompt or by the model."""
 
 from servd.api.output.reasoning_parser import ReasoningParser
 
 
 class Parser(ReasoningParser):
-    """An output that does not begin with the tag has no reasoning, unless the prompt opened it."""
+    """A parser that finds reasoning only at the tag, unless the prompt opened the tag."""

@@ -1,1 +1,1 @@
-"""How model families write tool calls: one file each, by the template or --tool-call-parser."""
+"""Tool parsers, a file per model family, chosen by chat template or --tool-call-parser."""

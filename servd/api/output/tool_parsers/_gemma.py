@@ -1,4 +1,4 @@
-"""Gemma's own notation: `call:F{key:value}`, without quotation marks, strings between tokens."""
+"""Gemma's format of calls: `call:F{key:value}`, without quotation marks, strings between tokens."""
 
 import json
 import re
@@ -15,9 +15,9 @@ _WORD = re.compile(r"[^,{}\[\]<]*")
 
 
 class GemmaParser(ToolParser):
-    """Makes JSON of the arguments as they come. Forced calls are a JSON array, since strings lie
-    between tokens, which rules of arguments do not have. `markers`: what is before and after a
-    call, and around a string.
+    """A parser that converts the arguments to JSON as they arrive. Forced calls use a JSON array,
+    because grammars of arguments cannot contain the string tokens. `markers` are the texts before
+    and after a call, and the text around a string.
     """
 
     @classmethod
@@ -42,7 +42,7 @@ class GemmaParser(ToolParser):
         return (yield from reader.accept(self.markers[1]))
 
     def _value(self, depth: int) -> Steps[bool]:
-        """Read a value. Return False if the value does not end, or is nested too deeply."""
+        """Read a value. Return False if the value is incomplete or nested too deeply."""
         yield from self.reader.space()
         first = yield from self.reader.peek()
         if first in ("{", "["):

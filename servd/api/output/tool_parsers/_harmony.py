@@ -1,8 +1,8 @@
-"""Headers of harmony, the format of GPT-OSS: who speaks, on which channel, and to whom.
+"""Reads headers of harmony, the format of GPT-OSS: author, channel and recipient of a message.
 
 A message is `<|start|>assistant<|channel|>CHANNEL to=RECIPIENT <|constrain|>json<|message|>TEXT`
-and one of `ENDS`; the prompt ends after the role. The recipient may come before the channel, and
-`<|constrain|>` be missing. Source: https://cookbook.openai.com/articles/openai-harmony
+and one of `ENDS`. The prompt ends after the role. The recipient may come before the channel, and
+`<|constrain|>` is optional. Source: https://cookbook.openai.com/articles/openai-harmony
 """
 
 import re
@@ -23,8 +23,8 @@ _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 
 def header(reader: Reader) -> Steps[str | None]:
-    """Read the rest of a header, up to the message; None if it is none. `reader`: has taken the
-    first marker, and nothing else that it remembers.
+    """Return the rest of a header, up to the message; None if malformed. `reader.taken` must have
+    only the first marker.
     """
     while True:
         yield from reader.run(_WORDS)

@@ -1,4 +1,4 @@
-"""Calls between markers, in a section between markers."""
+"""MarkedCallsParser: parses calls between markers, in a section between markers."""
 
 from abc import abstractmethod
 
@@ -7,13 +7,13 @@ from servd.api.output.tool_parser import ToolParser
 
 
 class MarkedCallsParser(ToolParser):
-    """Reads a section of one or more calls. `markers`: the first three begin a section, end it, and
-    begin a call.
+    """A parser of a section with one or more calls. The first three `markers` begin a section, end
+    a section, and begin a call.
     """
 
     @abstractmethod
     def call(self) -> Steps[bool]:
-        """Read a call after its first marker, and its end; returns whether it was well formed."""
+        """Read a call after its first marker, up to its end. Return whether it was well formed."""
 
     def body(self) -> Steps[None]:
         yield from self.rest(self.markers[0], call=self._calls)

@@ -1,4 +1,4 @@
-"""Calls as a JSON array after a marker."""
+"""MarkedJsonParser: parses calls in a JSON array after a marker."""
 
 from typing import ClassVar
 
@@ -7,8 +7,8 @@ from servd.api.output.tool_parser import ToolParser
 
 
 class MarkedJsonParser(ToolParser):
-    """Reads `[{"name": ..., "arguments": {...}}, ...]`. `begins`: any of these comes before; `end`:
-    may come after it.
+    """A parser of `[{"name": ..., "arguments": {...}}, ...]` after one of `begins`. `end` may
+    follow the array.
     """
 
     begins: ClassVar[tuple[str, ...]]

@@ -1,4 +1,4 @@
-"""Calls that write their arguments one by one, as text between tags."""
+"""ParametersParser: parses calls that write each argument as text between tags."""
 
 import json
 from typing import Any, ClassVar, NoReturn
@@ -19,8 +19,8 @@ LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
 class ParametersParser(ToolParser):
-    """Reads values, which are text, by the tools' schemas. The first two `markers` are around a
-    call or several; the opening one may be missing.
+    """A parser that converts text values to JSON by the tools' schemas. The first two `markers` are
+    around one or more calls. The opening marker may be missing.
     """
 
     function: ClassVar[tuple[str, str]] = ("<function=", ">")  # around the name
@@ -35,8 +35,8 @@ class ParametersParser(ToolParser):
 
     @classmethod
     def arguments_grammar(cls, rule: str, function: dict[str, Any]) -> list[str]:
-        """Parameters in the schema's order. Those that `_value` reads as strings are written as
-        text, the others as JSON.
+        """Return rules for the parameters in the schema's order. Values that `_value` reads as
+        strings are written as text, others as JSON.
         """
         properties = properties_of(function)
         root = parameters_of(function)
@@ -64,7 +64,7 @@ class ParametersParser(ToolParser):
         yield from self.rest(*begins, call=self._call)
 
     def function_name(self) -> Steps[str | None]:
-        """Read the name of a function and what ends it; None if it is none."""
+        """Read and return a function's name, and read the text after it. None if malformed."""
         return (yield from self.reader.until(self.function[1]))
 
     def parameter_name(self) -> Steps[str | None]:
@@ -121,8 +121,8 @@ class ParametersParser(ToolParser):
         return True
 
     def _rest_of_json(self, text: str) -> Steps[str | None]:
-        """Read JSON whose strings may contain end tags, up to the end tag behind it; None if there
-        is none.
+        """Read JSON whose strings may contain end tags, up to the end tag after it. Return the
+        JSON; None without end tag.
         """
         brackets = Brackets()
         pieces = [text]
@@ -162,8 +162,8 @@ def _breaks_off_in_a_string(text: str) -> bool:
 
 
 def to_json(text: str, types: set[str]) -> str:
-    """A value as JSON: a string if the schema allows one or if it is no JSON. `null` stays where
-    the schema names it.
+    """Return a value as JSON: a string if the schema allows strings or if the value is not JSON.
+    `null` stays null if the schema allows null.
     """
     word = LITERALS.get(text.strip(), text.strip())
     if "string" not in types or (word == "null" and "null" in types):
@@ -180,5 +180,5 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def escape(text: str) -> str:
-    """Text as it is in a JSON string."""
+    """Return text as it is written in a JSON string, without quotation marks."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

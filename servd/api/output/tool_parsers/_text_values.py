@@ -1,4 +1,4 @@
-"""Values that a format writes as plain text: what a JSON schema says of them, and their Lark."""
+"""Plain text values of arguments: the types that a JSON schema allows, and their Lark grammar."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ NULLS = ("null", "None")  # texts that stand for null where a schema allows it
 
 
 def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
-    """JSON types that a schema allows: `string` where it does not say, `any` where that is hard to
-    tell. `root`: what its references speak of. `seen`: references that were followed; they add
-    nothing.
+    """Return the JSON types that a schema allows: `string` without a type, `any` for a schema that
+    is too complex. `root` is the schema to which references refer. `seen` has the references that
+    were followed already.
     """
     if (reference := _reference(schema)) is not None:
         seen = set() if seen is None else seen
@@ -40,13 +40,13 @@ def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
 
 
 def texts_of(schema: Any, root: Any, end: str, line: str = "\n") -> list[str]:
-    r"""Return Lark, literals and regular expressions, for the texts that obey a schema which allows
-    strings. `root` is what its references speak of.
+    r"""Return Lark literals and regular expressions for the texts that match a schema which allows
+    strings. `root` is the schema to which references refer.
 
-    Each goes from after the opening tag and `line` (a line break, or nothing) to the end of `end`,
-    the closing tag. `line` before that does not count. All are strings; null too, where the schema
-    allows it. Regular expressions are to be matched as lazily as possible. Raises NotExpressible:
-    no text does, or the texts cannot be told from others in this way.
+    Each text starts after the opening tag and `line` (a line break, or nothing), and includes the
+    closing tag `end`. A `line` before `end` is not part of the value. All values are strings, or
+    null if the schema allows null. Match regular expressions as lazily as possible. Raises
+    NotExpressible: no text matches, or texts cannot be told apart in this way.
     """
     found = _Texts(root, end, line)
     found.add(schema)
@@ -56,7 +56,7 @@ def texts_of(schema: Any, root: Any, end: str, line: str = "\n") -> list[str]:
 
 
 class _Texts:
-    """Collects the texts of the options of a schema."""
+    """A collector of the texts that the options of a schema allow."""
 
     def __init__(self, root: Any, end: str, line: str) -> None:
         self.root = root
@@ -122,7 +122,7 @@ class _Texts:
 
 
 def _reference(schema: Any) -> str | None:
-    """Where a schema points that says nothing else; pydantic also writes `allOf` of one."""
+    """Return the reference of a schema that only refers, also as pydantic's `allOf` of one."""
     if isinstance(schema, dict) and schema.keys() - ANNOTATIONS == {"allOf"}:
         options = schema["allOf"]
         schema = options[0] if isinstance(options, list) and len(options) == 1 else None

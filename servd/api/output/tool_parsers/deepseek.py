@@ -13,8 +13,8 @@ FENCE = "```"
 
 
 class Parser(MarkedCallsParser):
-    """V3 and R1 write `function`, a separator, the name and fenced JSON; V3.1 writes the name, a
-    separator and JSON.
+    """A parser of two formats. V3 and R1 write `function`, a separator, the name and fenced JSON.
+    V3.1 writes the name, a separator and JSON.
     """
 
     markers = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)

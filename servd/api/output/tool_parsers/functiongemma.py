@@ -4,6 +4,6 @@ from servd.api.output.tool_parsers._gemma import GemmaParser
 
 
 class Parser(GemmaParser):
-    """As Gemma 4, with other tokens."""
+    """A parser of Gemma's format with FunctionGemma's tokens."""
 
     markers = ("<start_function_call>", "<end_function_call>", "<escape>")

@@ -14,8 +14,8 @@ _NAME = re.compile(r"[\w.-]*")
 
 
 class Parser(ParametersParser):
-    """The name has no tag of its own; 4.5 and 4.6 write line breaks between the tags. Forced calls
-    are a JSON array, since the tags are tokens, which rules of arguments do not have.
+    """A parser for names without a tag; GLM 4.5 and 4.6 write line breaks between tags. Forced
+    calls use a JSON array, because grammars of arguments cannot contain the tags, which are tokens.
     """
 
     markers = ("<tool_call>", "</tool_call>", KEY, KEY_END, VALUE, VALUE_END)

@@ -18,8 +18,8 @@ from servd.api.output.tool_parsers._harmony import (
 
 
 class Parser(ToolParser):
-    """A message to a function is a call; all others are content, with their headers, which the
-    reasoning parser of the same name takes off before.
+    """A parser that takes messages to functions as calls. Other messages are content, with their
+    headers. The reasoning parser of the same name removes headers first.
     """
 
     markers = MARKERS

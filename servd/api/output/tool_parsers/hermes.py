@@ -9,14 +9,14 @@ CLOSE = "</tool_call>"
 
 
 class Parser(ToolParser):
-    """One JSON object per pair of tags."""
+    """A parser of one JSON object per pair of tags."""
 
     markers = (OPEN, CLOSE)
     syntaxes = (CallSyntax('<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>'),)
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """The tags, with JSON between them."""
+        """Return whether a template has the tags, without another format between them."""
         others = ("<function=", "<arg_key>", "<tool_sep>")
         is_another = any(other in template for other in others)
         return OPEN in template and "arguments" in template and not is_another

@@ -10,7 +10,7 @@ CLOSE = "<|action_end|>"
 
 
 class Parser(ToolParser):
-    """An action of another kind, such as code for `<|interpreter|>`, is content."""
+    """A parser of plugin actions. Other actions, e.g. code for `<|interpreter|>`, are content."""
 
     markers = (OPEN, PLUGIN, CLOSE)
     syntaxes = (CallSyntax(f'{OPEN}{PLUGIN}\n{{"name": "NAME", "parameters": ARGUMENTS}}{CLOSE}'),)

@@ -7,7 +7,7 @@ from servd.api.output.tool_parsers.minimax import CLOSE, OPEN
 
 
 class Parser(MarkedJsonParser):
-    """One array between tags; MiniMax M1 has lines between them."""
+    """A parser of one JSON array between tags."""
 
     markers = (OPEN, CLOSE)
     begins = (OPEN,)
@@ -18,5 +18,5 @@ class Parser(MarkedJsonParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """The tag, without an example of a line."""
+        """Return whether a template has the tag, but not MiniMax M1's format."""
         return OPEN in template and not minimax.Parser.matches(template)

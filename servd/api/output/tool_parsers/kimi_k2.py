@@ -18,7 +18,7 @@ _HEAD = re.compile(r"(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?")
 
 @dataclass(eq=False)
 class Parser(MarkedCallsParser):
-    """What is before the arguments is the call's id, too: the model wants it back."""
+    """A parser that uses the text before the arguments as call id, as the model expects."""
 
     markers = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, ARGUMENTS_BEGIN)
     syntaxes = (
@@ -38,7 +38,7 @@ class Parser(MarkedCallsParser):
         return ARGUMENTS_BEGIN in template or CALLS_BEGIN in template
 
     def new_id(self) -> str:
-        """The model's, unless another call has it: a grammar of several calls cannot count."""
+        """Return the model's id, or a new id if another call has it: grammars cannot count."""
         if ":" not in self.head or self.head in self.ids:
             return super().new_id()
         self.ids.add(self.head)

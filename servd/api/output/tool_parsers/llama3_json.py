@@ -1,4 +1,4 @@
-"""Llama 3: `{"name": ..., "parameters": {...}}`, or several, joined by `;`, maybe after a tag."""
+"""Llama 3: `{"name": ..., "parameters": {...}}`, or several, joined by `;`, perhaps after a tag."""
 
 from servd.api.output.call_grammar import CallSyntax
 from servd.api.output.incremental import Steps
@@ -8,8 +8,8 @@ TAG = "<|python_tag|>"
 
 
 class Parser(ToolParser):
-    """Takes JSON for a call only if it has parameters: without a tag, any JSON answer begins like
-    a call.
+    """A parser that requires parameters in a call. Without a tag, any JSON answer begins like a
+    call.
     """
 
     markers = (TAG,)
@@ -17,7 +17,7 @@ class Parser(ToolParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """The tag, or the sentence with which the templates of 3.1 to 3.3 teach the format."""
+        """Return whether a template has the tag, or the instruction of Llama 3.1 to 3.3."""
         example = '{"name": function name, "parameters":'
         return "[func_name1(" not in template and (TAG in template or example in template)
 

@@ -10,7 +10,7 @@ LINE = f'{OPEN}\n{{"name":'  # the example with which its template teaches the f
 
 
 class Parser(ToolParser):
-    """Objects without commas."""
+    """A parser of JSON objects, one per line, without commas."""
 
     markers = (OPEN, CLOSE)
     syntaxes = (
@@ -19,7 +19,7 @@ class Parser(ToolParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """The example, also as a string of the template."""
+        """Return whether a template has the example, even with escaped line breaks."""
         return LINE in template.replace("\\n", "\n")
 
     def body(self) -> Steps[None]:

@@ -8,7 +8,7 @@ CLOSE = "</minimax:tool_call>"
 
 
 class Parser(ParametersParser):
-    """Several calls between one pair of tags."""
+    """A parser of one or more calls between one pair of tags."""
 
     markers = (OPEN, CLOSE)
     syntaxes = (

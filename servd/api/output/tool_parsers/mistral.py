@@ -16,7 +16,7 @@ _NAME = re.compile(r"[\w.-]*")
 
 
 class Parser(ToolParser):
-    """An array of calls after one tag, or one call per tag."""
+    """A parser of an array of calls after one tag, or of one call per tag."""
 
     markers = (TAG, CALL_ID, ARGS)
     syntaxes = (
@@ -33,7 +33,7 @@ class Parser(ToolParser):
         return TAG in template
 
     def new_id(self) -> str:
-        """Nine letters or digits: Mistral's templates refuse other ids."""
+        """Return nine random letters and digits: Mistral's templates reject other ids."""
         return "".join(random.choices(string.ascii_letters + string.digits, k=9))
 
     def body(self) -> Steps[None]:

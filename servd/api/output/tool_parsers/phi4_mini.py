@@ -10,7 +10,7 @@ CALL = '{"name": "NAME", "arguments": ARGUMENTS}'
 
 
 class Parser(MarkedJsonParser):
-    """Reads the tags of Phi-4-mini's own template, and the word of vLLM's template for it."""
+    """A parser of the tags of Phi-4-mini's template, and of `functools` of vLLM's template."""
 
     markers = (OPEN, CLOSE)
     begins = (OPEN, WORD)

@@ -1,4 +1,4 @@
-"""Llama 4 and others: the reply is a Python list of calls, `[f(a=1), g(b="x")]`."""
+"""Llama 4 and others: the output is a Python list of calls, `[f(a=1), g(b="x")]`."""
 
 import ast
 import json
@@ -28,8 +28,8 @@ _PLAIN = re.compile(r"[^'\"()\[\]{}]*")
 
 
 class Parser(ToolParser):
-    """Emits a call once it is complete, as only then it is known to be Python. Arguments are
-    literals.
+    """A parser that emits a call when it is complete, because only then it is known to be valid
+    Python. Arguments are literals.
     """
 
     markers = (START, END)
@@ -37,13 +37,13 @@ class Parser(ToolParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """The example in the instructions of Llama 3.2 and 4."""
+        """Return whether a template has the example call of Llama 3.2 and 4."""
         return "[func_name1(" in template
 
     @classmethod
     def arguments_grammar(cls, rule: str, function: dict[str, Any]) -> list[str]:
-        """Keyword arguments with JSON values. They are read as Python, where `_literal` knows
-        `true`, `false` and `null`.
+        """Return rules for keyword arguments with JSON values. The parser reads them as Python,
+        plus `true`, `false` and `null`.
         """
         properties = properties_of(function)
         names = function["name"].split(".") + [name for name, *_ in properties]
@@ -93,7 +93,7 @@ class Parser(ToolParser):
                 return True
 
     def _parenthesis(self) -> Steps[str | None]:
-        """Consume `(...)`; None if there is none, or it is too long or does not end."""
+        """Consume and return `(...)`; None if it is missing, too long or incomplete."""
         text = ""
         depth = 0
         quote = ""
@@ -122,7 +122,7 @@ _IN_QUOTES = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
 
 
 def _arguments(parenthesis: str) -> str | None:
-    """JSON of keyword arguments that are literals; None for anything else."""
+    """Return keyword arguments that are literals as JSON; None for anything else."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about escapes such as "\d"
@@ -138,8 +138,8 @@ def _arguments(parenthesis: str) -> str | None:
 
 
 def _literal(node: ast.expr, depth: int) -> Any:
-    """The JSON value that a literal stands for. Raises ValueError: it is none, or nested too
-    deeply.
+    """Return the JSON value of a Python literal. Raise ValueError if the node is not a literal, or
+    is nested too deeply.
     """
     if depth == 0:
         raise ValueError("nested too deeply")

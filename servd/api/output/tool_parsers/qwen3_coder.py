@@ -8,7 +8,7 @@ CLOSE = "</tool_call>"
 
 
 class Parser(ParametersParser):
-    """Values are lines of their own."""
+    """A parser of values that are on lines of their own."""
 
     markers = (OPEN, CLOSE)
     syntaxes = (CallSyntax(f"{OPEN}\n<function=NAME>\nARGUMENTS</function>\n{CLOSE}"),)
@@ -16,5 +16,5 @@ class Parser(ParametersParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """The function tag; Seed-OSS has others around it."""
+        """Return whether a template has the function tag, but not Seed-OSS's tags around it."""
         return "<function=" in template and "<seed:" not in template

@@ -8,7 +8,7 @@ CLOSE = "</seed:tool_call>"
 
 
 class Parser(ParametersParser):
-    """As Qwen3-Coder's, without line breaks around values."""
+    """A parser of Qwen3-Coder's format without line breaks around values."""
 
     markers = (OPEN, CLOSE)
     syntaxes = (CallSyntax(f"{OPEN}\n<function=NAME>\nARGUMENTS</function>\n{CLOSE}"),)
