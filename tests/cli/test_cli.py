@@ -130,7 +130,7 @@ def test_a_configuration_error_is_one_line_and_exit_code_2(capsys):
     [
         (["serve", "--max-num-sequences=3"], "did you mean --max-num-seqs?"),
         (["bench", "throughput", "--num-promts", "3"], "did you mean --num-prompts?"),
-        (["serve", "a", "b"], "unknown argument b; `servd serve --help` states what there is"),
+        (["serve", "a", "b"], "unknown argument b; `servd serve --help` lists them"),
     ],
 )
 def test_an_unknown_argument_is_named_with_what_may_have_been_meant(args, hint, capsys):
