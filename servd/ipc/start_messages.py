@@ -68,7 +68,7 @@ class StartGrammarChecker(msgspec.Struct):
 
 
 class GrammarVerdict(Message):
-    """The result for one grammar; the first one reports that the process is ready."""
+    """The result for one grammar. The first verdict reports that the process is ready."""
 
     error: str | None = None  # None: it compiles
 
