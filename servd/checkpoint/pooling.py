@@ -42,7 +42,7 @@ PURPOSES = {
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How hidden states become a vector or a score."""
+    """The conversion of hidden states to a vector or a score, as the model's files state it."""
 
     task: Task = "generate"  # what the model is for; one that writes text has vectors too
     is_causal: bool = True

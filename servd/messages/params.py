@@ -198,8 +198,8 @@ class PoolingParams(
     frozen=True,
     gc=False,
 ):
-    """How the hidden states of a prompt are pooled: to one vector, to a vector per token ("all"),
-    or to the outputs of a classification head.
+    """The pooling of a prompt's hidden states: to one vector, to a vector per token ("all"), or to
+    the outputs of a classification head.
 
     None stands for the model's default, which the API process fills in.
     """

@@ -158,7 +158,7 @@ class WaitingQueue(FcfsQueue):
 
     def victim(self, running: Sequence[Request]) -> Request | None:
         """Return the running request to preempt: the last of a lower class, or of the owner with
-        the most slots for its weight, if it keeps at least as many as the head's owner; or None.
+        the most slots for its weight, if it keeps no fewer than the head's owner gets; or None.
         """
         victim = super().victim(running)
         if victim is not None or not running:

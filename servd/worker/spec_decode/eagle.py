@@ -112,7 +112,7 @@ class EagleHead(nn.Module):
         return self.leave(x, residual)
 
     def leave(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Return features from the last layer's output and the stream, both [num_tokens, hidden]."""
+        """Return features from the last layer's output and the stream: [num_tokens, hidden]."""
         return x + residual
 
     def enter(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
