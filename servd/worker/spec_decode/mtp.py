@@ -31,7 +31,7 @@ NAMES = {
 
 
 def rename(name: str, layer: int) -> str | None:
-    """Return servd's name of a checkpoint's tensor; None if it is shared or not of layer `layer`."""
+    """Return servd's name of a checkpoint's tensor; None if shared or not of layer `layer`."""
     _, is_own, rest = name.partition(f"layers.{layer}.")
     for theirs, ours in NAMES.items():
         if rest.startswith(theirs):
