@@ -1,1 +1,1 @@
-"""What every package may use."""
+"""Basic modules that every package may use."""

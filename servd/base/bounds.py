@@ -15,12 +15,12 @@ MAX_TIMEOUT = 86400  # seconds; the largest timeout of a request
 
 Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX, extra={"is_token_id": True})]
-"""An index in the model's vocabulary, whose size `validate` gets as an argument."""
+"""An index in the model's vocabulary. `validate` gets the vocabulary's size as an argument."""
 
 
 def validate(params: msgspec.Struct, vocab_size: int, param: str | None = None) -> None:
-    """Check every field of `params`, which msgspec does only when decoding. The InvalidRequest
-    names the invalid field, or `param` instead, its bound and the value.
+    """Check every field of `params`; msgspec checks them only when decoding. Raises InvalidRequest,
+    with the invalid field (or `param` instead), its bound and the value.
     """
     for field in _fields(type(params)):
         value = getattr(params, field.name)
@@ -36,7 +36,7 @@ def validate(params: msgspec.Struct, vocab_size: int, param: str | None = None) 
 
 
 def shorten(value: object) -> str:
-    """A value of any type and size, shortened for messages."""
+    """Return a value of any type and size as text, shortened for messages."""
     try:
         text = repr(value)
     except ValueError:  # Python does not write integers of more than 4300 digits
@@ -57,7 +57,7 @@ def _fields(kind: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:
 
 @cache
 def made_of(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """Fields that no request has -> the field of the request that each is made of."""
+    """Return, for each field that is derived from another field of the request, that field."""
     extra = {
         field.name: field.type.extra or {}
         for field in _fields(kind)
@@ -67,7 +67,7 @@ def made_of(kind: type[msgspec.Struct]) -> dict[str, str]:
 
 
 def _problem(kind: inspect.Type, value: Any, vocab_size: int) -> Problem | None:
-    """The problem with a value; None if it is within its bounds."""
+    """Return the problem with a value; None if the value is within its bounds."""
     match kind:
         case inspect.Metadata():
             return _problem(_plain(kind, vocab_size), value, vocab_size)
@@ -112,7 +112,7 @@ def _problem_of_any(kinds: Sequence[inspect.Type], value: Any, vocab_size: int) 
 def _problem_of_many(
     kind: inspect.ListType | inspect.DictType, item: inspect.Type, value: Any, vocab_size: int
 ) -> Problem | None:
-    """The length first: what is too long is not looked at."""
+    """Check the length, then the entries. The entries of a too long value are not checked."""
     is_list = isinstance(kind, inspect.ListType)
     if not isinstance(value, list if is_list else dict):
         return "", f"a {'list' if is_list else 'mapping'}", value
@@ -136,7 +136,7 @@ def _problem_of_many(
 
 
 def _plain(kind: inspect.Type, vocab_size: int) -> inspect.Type:
-    """Without metadata; a token id with its bound."""
+    """Return a type without metadata. A token id gets its bound."""
     if not isinstance(kind, inspect.Metadata):
         return kind
     is_token_id = (kind.extra or {}).get("is_token_id")

@@ -1,7 +1,7 @@
-"""What servd uses of libraries that they do not promise to keep, each with its reason.
+"""The parts of libraries' private APIs that servd uses, each with its reason.
 
-`servd/worker/compat.py` has what needs torch. Look here first when a newer version fails. What may
-not be installed is imported inside of functions.
+`servd/worker/compat.py` has the parts that need torch. Look here first when a newer version fails.
+Optional packages are imported inside functions.
 """
 # pyright: reportPrivateUsage=false
 
@@ -20,14 +20,14 @@ TESTED = {"argparse": "Python 3.11-3.13", "gguf": "0.17-0.19", "prometheus_clien
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse has no public list of the flags, and no public way to take a flag as a whole."""
+    """An ArgumentParser with a public list of its flags, and with flags that are never split."""
 
     @property
     def flags(self) -> list[str]:
         return list(self._option_string_actions)
 
     def is_whole(self, flag: str) -> bool:
-        """Whether the flag is no short one with its value, as `-n gl` may be written `-ngl`."""
+        """Return whether to take the flag as a whole: `-ngl`, not the short flag `-n` with `gl`."""
         return False
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
@@ -35,9 +35,9 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def make_gguf_reader(max_length: int) -> type[GGUFReader]:
-    """Return a reader that refuses lists of more than `max_length` values. The one of gguf makes
-    arrays of each value, which takes 8 s for a vocabulary of 150,000 in place of 0.3 s, and reads
-    on past the end of a damaged file. No public method reads a list.
+    """Return a reader that rejects lists of more than `max_length` values. The reader of gguf makes
+    arrays of each value: 8 s instead of 0.3 s for a vocabulary of 150,000. It also reads past the
+    end of a damaged file. No public method reads a list.
     """
     from gguf import GGUFReader, GGUFValueType
 
@@ -68,8 +68,8 @@ def make_gguf_reader(max_length: int) -> type[GGUFReader]:
 
 
 def observe_values(histogram: Any, values: list[float]) -> None:
-    """Add many values to a histogram of prometheus_client. Its public method takes one at a time:
-    1.2 to 2 microseconds, of which an answer has one per token, in place of 0.1.
+    """Add many values to a histogram of prometheus_client. Its public method takes one value in 1.2
+    to 2 microseconds instead of 0.1, and an answer has a value per token.
     """
     values = sorted(values)
     bounds = histogram._upper_bounds

@@ -26,12 +26,12 @@ from typing import ClassVar
 
 
 class ServdError(Exception):
-    """Any error that servd raises on purpose. The message says what went wrong and what to do."""
+    """Any error that servd raises on purpose. The message states the problem and its solution."""
 
 
 class RequestError(ServdError):
-    """A request that cannot be served as asked. The message states what is wrong and what would be
-    right, with numbers; `param` is the field at fault, as the client wrote it; `code` is
+    """A request that cannot be served as asked. The message states the problem and a valid
+    alternative, with numbers. `param` is the invalid field, as the client wrote it. `code` is
     machine-readable, where OpenAI defines one.
     """
 
@@ -58,7 +58,7 @@ class ContextTooLong(InvalidRequest):
 
 
 class Unauthorized(RequestError):
-    """401: no API key, or a wrong one."""
+    """401: the API key is missing or wrong."""
 
     status = 401
     type = "authentication_error"
@@ -66,7 +66,7 @@ class Unauthorized(RequestError):
 
 
 class Forbidden(RequestError):
-    """403: the API key may not do this."""
+    """403: the API key does not permit this."""
 
     status = 403
     type = "permission_error"
@@ -74,14 +74,14 @@ class Forbidden(RequestError):
 
 
 class NotFound(RequestError):
-    """404: no such route or object."""
+    """404: the route or object does not exist."""
 
     status = 404
     type = "not_found_error"
 
 
 class UnknownModel(NotFound):
-    """404: the `model` of a request is not served here."""
+    """404: the `model` of the request is not served here."""
 
     default_code = "model_not_found"
 
@@ -96,7 +96,7 @@ class DeadlineExceeded(RequestError):
 
 
 class Overloaded(RequestError):
-    """429: the queue is too long to admit this one. `retry_after` is in seconds."""
+    """429: the queue is too long to admit the request. `retry_after` is in seconds."""
 
     status = 429
     type = "overloaded_error"
@@ -109,36 +109,36 @@ class Overloaded(RequestError):
 
 
 class RateLimited(Overloaded):
-    """429: the API key has reached its limit of requests, at once or per minute."""
+    """429: the API key reached its limit of concurrent requests or requests per minute."""
 
     type = "rate_limit_error"
     default_code = "rate_limit_exceeded"
 
 
 class Unavailable(Overloaded):
-    """503: no request is served right now: the model is loading, or the server is shutting down."""
+    """503: the server cannot serve requests, because it is loading the model or shutting down."""
 
     status = 503
 
 
 class EngineError(ServdError):
-    """500: the engine failed on this request through no fault of the client."""
+    """500: the engine failed on this request, which is not the client's fault."""
 
 
 class EngineDead(EngineError):
-    """503: the engine process is gone; every open request ends with this."""
+    """503: the engine process is gone. Every open request ends with this error."""
 
 
 class ShuttingDown(EngineError):
-    """503: the server ends, and with it every open request."""
+    """503: the server shuts down. Every open request ends with this error."""
 
 
 class ConfigError(ServdError):
-    """A flag, a configuration file or the machine prevents the server's start: exit code 2."""
+    """A flag, a configuration file or the machine prevents the server's start. Exit code 2."""
 
 
 class ModelNotFound(ConfigError):
-    """The model folder or hub repository does not exist, cannot be reached or lacks a file."""
+    """The model folder or hub repository does not exist, is unreachable or lacks a file."""
 
 
 class UnsupportedModel(ConfigError):
@@ -146,8 +146,8 @@ class UnsupportedModel(ConfigError):
 
 
 class DifferentTokens(UnsupportedModel):
-    """servd computes other tokens than transformers, for an unknown reason."""
+    """servd's tokens differ from those of transformers, for an unknown reason."""
 
 
 class NotEnoughMemory(ConfigError):
-    """Weights or KV cache do not fit; the message has the numbers in both directions."""
+    """Weights or KV cache do not fit. The message has the required and the available memory."""

@@ -1,4 +1,4 @@
-"""Decode JSON from outside, with one kind of error for whatever is wrong with it."""
+"""Decodes JSON from outside, with one kind of error for all problems."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 
 
 def read_json(data: bytes | msgspec.Raw, kind: Any) -> Any:
-    """Decode a JSON text. Raises msgspec.ValidationError: it is JSON of another shape; ValueError:
-    it is not JSON, or nested too deeply.
+    """Return the decoded JSON text. Raises msgspec.ValidationError if the JSON has another shape;
+    ValueError if the text is not JSON, or is nested too deeply.
     """
     try:
         return msgspec.json.decode(data, type=kind)

@@ -21,7 +21,7 @@ MODEL = "SERVD_LOG_MODEL"
 
 
 class LogOptions(Protocol):
-    """The options of logging, as ObservabilityConfig has them."""
+    """The options of logging, as in ObservabilityConfig."""
 
     @property
     def log_format(self) -> str: ...
@@ -32,7 +32,7 @@ class LogOptions(Protocol):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line; a record's `fields` become fields beside `message`."""
+    """Formats a record as one JSON object per line. Its `fields` become fields beside `message`."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -54,9 +54,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def setup(process: str, options: LogOptions) -> None:
-    """Log to stderr as `12:34:56.789 INFO  api-0  message`, or as JSON. Called once by each
-    process.
-    """
+    """Log to stderr as `12:34:56.789 INFO  api-0  message`, or as JSON. Call once per process."""
     if model := os.environ.get(MODEL):
         process = f"{model}/{process}"
     handler = logging.StreamHandler(sys.stderr)
@@ -71,7 +69,7 @@ def setup(process: str, options: LogOptions) -> None:
 
 
 def resolve_access_log(options: LogOptions) -> str:
-    """Return --access-log, with `auto` decided by whether the log goes to a terminal."""
+    """Return --access-log. `auto` depends on whether the log goes to a terminal."""
     if options.access_log != "auto":
         return options.access_log
     return "requests" if sys.stderr.isatty() else "off"

@@ -12,10 +12,10 @@ from servd.base.errors import ConfigError
 
 @functools.cache  # called often while an application is created
 def names(package: str) -> Sequence[str]:
-    """Option names of the modules in `package` (e.g. "servd.worker.attention"), sorted.
+    """Return the option names of the modules in `package` ("servd.worker.attention"), sorted.
 
-    Files that start with an underscore are shared parts, not options. Nothing of the package is
-    imported.
+    Files whose names start with an underscore are shared parts, not options. Imports nothing from
+    the package.
     """
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.submodule_search_locations is not None, package
@@ -24,8 +24,8 @@ def names(package: str) -> Sequence[str]:
 
 
 def check(option: str, package: str, name: str, *others: str) -> None:
-    """Check that `load` would find the module `name`, or that it is one of `others`, without
-    importing it. The ConfigError names the option and what there is.
+    """Check, without importing, that `load` would find the module `name`, or that `name` is in
+    `others`. Raises ConfigError with the option and the valid names.
     """
     if ":" not in name and name.replace("-", "_") not in (there_are := [*others, *names(package)]):
         raise ConfigError(f"{option} {name!r} is unknown; there are: {', '.join(there_are)}")
@@ -33,10 +33,10 @@ def check(option: str, package: str, name: str, *others: str) -> None:
 
 def load(package: str, name: str, attribute: str) -> Any:
     """Return `attribute` of the module `name` in `package`, or of a `name` like
-    "package.module:Attribute", so code outside servd needs no entry point.
+    "package.module:Attribute", so that code outside servd needs no entry point.
 
-    The ConfigError for a missing file lists those that exist. An error inside the plugin's own
-    import is raised as it is.
+    Raises ConfigError with the existing files if the file is missing. An error during the plugin's
+    own import is raised unchanged.
     """
     if ":" in name:
         module, _, attribute = name.partition(":")

@@ -1,4 +1,4 @@
-"""Private folders: where the sockets between the processes of one tree are."""
+"""Private folders for the sockets between the processes of one tree."""
 
 import fcntl
 import os
@@ -17,10 +17,10 @@ _locks: dict[Path, int] = {}  # of this process's private folders: descriptors t
 
 
 def private_dir() -> Path:
-    """A new folder that only this user may enter, for the sockets of one process tree. Those beside
-    it whose processes were killed are removed.
+    """Return a new folder that only this user may enter, for the sockets of one process tree. Also
+    removes such folders of killed processes.
 
-    The path is kept short: see `servd.ipc.channels.MAX_SOCKET_PATH`.
+    The path is short: see `servd.ipc.channels.MAX_SOCKET_PATH`.
     """
     base = os.environ.get(PARENT_DIR) or os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     if not os.access(base, os.W_OK) or len(base) > 60:
@@ -34,7 +34,7 @@ def private_dir() -> Path:
 
 
 def _sweep(base: Path) -> None:
-    """Remove private folders whose owners have ended without doing so: their locks are free."""
+    """Remove the private folders of processes that were killed: their locks are free."""
     for removed in [folder for folder in _locks if not folder.exists()]:
         os.close(_locks.pop(removed))
     for lock in base.glob(f"servd-*/{LOCK}"):

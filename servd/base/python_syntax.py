@@ -1,4 +1,4 @@
-"""Python's own parser, for any thread."""
+"""Python's own parser, made safe for threads."""
 
 import ast
 import inspect
@@ -12,13 +12,13 @@ _lock = threading.Lock()
 
 
 def parse_python(source: str, mode: str = "exec") -> Any:
-    """`ast.parse`, one at a time."""
+    """Return the result of `ast.parse`. Only one thread parses at a time."""
     with _lock:
         return ast.parse(source, mode=mode)
 
 
 def parse_class(kind: type) -> ast.ClassDef:
-    """The source of a class; to find it, `inspect` parses the whole module."""
+    """Return the parsed source of a class. `inspect` parses the whole module to find the class."""
     with _lock:
         [tree] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(tree, ast.ClassDef)

@@ -1,4 +1,4 @@
-"""Sizes of memory: parsing and formatting ("512M", "2GiB"), and the memory plan of a model."""
+"""Memory sizes: parsing and formatting ("512M", "2GiB"), and the memory plan of a model."""
 
 import math
 import re
@@ -9,8 +9,8 @@ from servd.base.errors import ConfigError
 
 
 def parse_bytes(text: str) -> int:
-    """Read "1073741824", "1GiB", "1.5 GB" or "512M" (powers of 1024 for KiB and K, of 1000 for
-    KB).
+    """Return the bytes of "1073741824", "1GiB", "1.5 GB" or "512M" (powers of 1024 for KiB and K,
+    of 1000 for KB).
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B)?\s*", text, re.IGNORECASE)
     if not match:
@@ -23,7 +23,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(number: int) -> str:
-    """Write a size for `parse_bytes`, rounded up to three digits: "72MiB", "1.25GiB"."""
+    """Return a size as text for `parse_bytes`, rounded up to three digits: "72MiB", "1.25GiB"."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if number >= 1024**power:
             size = number / 1024**power
@@ -33,13 +33,13 @@ def format_bytes(number: int) -> str:
 
 
 def advise_more_memory(lacking: int, quantization: str | None) -> str:
-    """Say what helps a model that does not fit by that many bytes."""
+    """Return what helps when `lacking` bytes of memory are missing for a model."""
     smaller = "" if quantization else ", or try --quantization int8"
     return f"{format_bytes(lacking)} more memory, or a higher --tensor-parallel-size{smaller}"
 
 
 class MemorySizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Device memory that each rank needs, in bytes."""
+    """The device memory that each rank needs, in bytes."""
 
     weights: int
     draft_weights: int
@@ -51,7 +51,7 @@ class MemorySizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def persistent(self) -> int:
-        """Everything that is allocated permanently, except the KV cache."""
+        """All memory that is allocated permanently, except the KV cache."""
         return self.weights + self.draft_weights + self.adapters + self.requests
 
     @property

@@ -1,8 +1,8 @@
 """Tracing: a Mark at each stage that a request reaches, and a StepRecord of every engine step.
 
-All times are CLOCK_MONOTONIC nanoseconds, which all processes of a host share, so marks of the API
-process, the engine and the workers can be compared. Engines on other hosts use the clock of the API
-servers' host, by an offset measured when they are started.
+All times are CLOCK_MONOTONIC nanoseconds. All processes of a host share this clock, so marks of the
+API process, the engine and the workers can be compared. Engines on other hosts add an offset,
+measured at their start, to get the clock of the API servers' host.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ now_ns: Clock = _clock(int(os.environ.get(CLOCK_OFFSET, "0")))
 
 
 def unix_time(at_ns: int) -> float:
-    """Unix time of a mark. Of three readings of both clocks the quickest counts, as the others may
-    have been interrupted in between.
+    """Return the Unix time of a mark. Reads both clocks three times and uses the quickest reading,
+    because the other readings may have been interrupted.
     """
     looks = [(now_ns(), time.time(), now_ns()) for _ in range(3)]
     before, seconds, _ = min(looks, key=lambda look: look[2] - look[0])
@@ -65,7 +65,7 @@ def unix_time(at_ns: int) -> float:
 
 
 class Mark(msgspec.Struct, array_like=True, gc=False):
-    """A stage that a request reached; `step` is -1 outside the engine."""
+    """A stage that a request reached. `step` is -1 outside the engine."""
 
     stage: str
     at_ns: int
@@ -73,12 +73,12 @@ class Mark(msgspec.Struct, array_like=True, gc=False):
 
 
 def first(marks: Iterable[Mark], stage: str) -> int | None:
-    """When a stage was first reached; None: it was not."""
+    """Return when a stage was first reached; None if it was not."""
     return next((mark.at_ns for mark in marks if mark.stage == stage), None)
 
 
 class StepRecord(msgspec.Struct, array_like=True, gc=False):
-    """Times and sizes of one step of the engine. Times are 0 where unknown."""
+    """The times and sizes of one engine step. Unknown times are 0."""
 
     step: int
     started_ns: int  # scheduling begins
@@ -108,7 +108,7 @@ FIRST_STEP = 120.0  # seconds that a step may take while nothing is known
 
 
 class Pace(NamedTuple):
-    """How long recent steps have taken, in nanoseconds."""
+    """The durations of recent steps, in nanoseconds."""
 
     longest: int = 0
     per_token: float = 0.0  # of the slowest step with prompts
@@ -124,8 +124,8 @@ class Pace(NamedTuple):
         )
 
     def expected_seconds(self, num_tokens: int) -> float:
-        """Upper estimate for a step of N tokens: the longest recent step, or the time of its
-        tokens in the slowest step with prompts, whichever is longer.
+        """Return an upper estimate for a step of `num_tokens`: the longest recent step, or the time
+        of its tokens in the slowest step with prompts, whichever is longer.
         """
         if not self.per_token and num_tokens > self.most_tokens:
             return FIRST_STEP

@@ -1,1 +1,1 @@
-"""`servd bench`: a file for each command."""
+"""The `servd bench` command: one file per subcommand."""

@@ -63,8 +63,8 @@ def guess_tokens(text: str) -> int:
 def make_prompts(
     arguments: argparse.Namespace, more: int = 0, count: Callable[[str], int] = guess_tokens
 ) -> list[Prompt]:
-    """Return the workload that the flags describe, preceded by `more` prompts to warm up with.
-    `count` counts the tokens of a text. Raises ServdError: the file cannot be used.
+    """Return the workload that the flags describe, preceded by `more` prompts for warming up.
+    `count` counts the tokens of a text. Raises ServdError if the file cannot be used.
     """
     rng = random.Random(arguments.data_seed)
     num_prompts = arguments.num_prompts + more
@@ -112,8 +112,8 @@ def _read_file(
 def _read_sharegpt(
     data: bytes, rng: random.Random, output_len: int | None, count: Callable[[str], int]
 ) -> Iterator[Prompt]:
-    """Yield first turns of conversations in a random order, with as many tokens of output as the
-    answers, or `output_len`.
+    """Yield first turns of conversations in random order, with `output_len` output tokens, or as
+    many as the answers have.
     """
     found = msgspec.json.decode(data, type=list[Conversation])
     pairs = [each.conversations[:2] for each in found if len(each.conversations) > 1]

@@ -1,4 +1,4 @@
-"""What the offline measurements share: flags of the engine, and an LLM made of them."""
+"""The common parts of offline measurements: flags of the engine, and an LLM made from the flags."""
 
 import argparse
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Figures of a measurement: what requests took, printed and as JSON."""
+"""The figures of a measurement: times of requests, printed and as JSON."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ COLUMNS = {"mean": "mean", "median": "p50", "p90": "p90", "p99": "p99"}
 
 def summarise(records: Sequence[Record], seconds: float) -> dict[str, Any]:
     """Return the throughput over `seconds`, and the spread of TTFT, TPOT, ITL and whole requests in
-    milliseconds. Raises ServdError: no request succeeded.
+    milliseconds. Raises ServdError if no request succeeded.
     """
     good = [record for record in records if record.error is None]
     errors = [record.error for record in records if record.error is not None]
@@ -74,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def show(summary: Mapping[str, Any], json_file: str | None) -> None:
-    """Print plain figures, then a line for each spread, and write all to a file if asked for."""
+    """Print plain figures, then a line for each spread. Write all to `json_file`, if given."""
     columns: list[str] = []
     for name, value in summary.items():
         if isinstance(value, int | float):

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def time_step(engine: EngineCore, spent: Counter[str]) -> int:
-    """Run a step, add what its phases took, and return the number of its output tokens."""
+    """Run a step, add the times of its phases to `spent`, return its number of output tokens."""
     began_ns = now_ns()
     outputs = engine.step()
     ended_ns = now_ns()

@@ -74,7 +74,7 @@ def measure(
     prompts: Sequence[Prompt],
     base: dict[int, float],
 ) -> tuple[list[dict[str, Any]], list[list[list[int]]]]:
-    """Measure and print one configuration at each batch size; `base` has tokens a second without
+    """Measure and print one configuration at each batch size. `base` has tokens per second without
     drafts. Return the figures, and the outputs of each run, which are greedy.
     """
     llm = _engine.make_llm(arguments, speculative_config=keys)
@@ -110,7 +110,7 @@ def measure(
 
 
 def count_drafts(llm: LLM) -> Counter[str]:
-    """Return the drafts, their tokens, the accepted ones and all steps so far."""
+    """Return the counts so far: drafts, draft tokens, accepted tokens and all steps."""
     assert isinstance(llm.engine.port, InProcess)
     found = Counter({"steps": llm.engine.port.engine.scheduler.report(0).step})
     for each in llm.get_metrics():

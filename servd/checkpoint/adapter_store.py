@@ -1,8 +1,8 @@
 """AdapterStore: the loaded LoRA adapters, shared by all processes of a server.
 
-It has a copy of each adapter under a hash of its contents, and a table of names. A request carries
-the hash, so it uses the same adapter for all its tokens, even if the name is reassigned meanwhile
-or the engine restarts.
+The store has a copy of each adapter under a hash of its contents, and a table of names. A request
+carries the hash. It therefore uses the same adapter for all its tokens, even if the name is
+reassigned or the engine restarts.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ PIECE = 1 << 20
 
 class AdapterStore:
     """The table of adapters and the copies of their files, in a folder that all processes share.
-
-    Changes are made under a lock and are visible to all processes at once.
+    Changes need a lock, and are visible to all processes at once.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -45,7 +44,7 @@ class AdapterStore:
         return cls(Path(ipc_dir, "adapters"))
 
     def named(self) -> dict[str, Adapter]:
-        """All adapters by name; the table is read again only if it has changed."""
+        """Return all adapters by name. The table is read again only if it has changed."""
         try:
             status = os.stat(self._table)
         except OSError:
@@ -68,8 +67,8 @@ class AdapterStore:
         layers: Mapping[str, Shape],
         if_taken: Literal["replace", "keep", "refuse"] = "replace",
     ) -> Adapter:
-        """Copy an adapter and register its name, which may replace another adapter's. Raises
-        ConfigError, also if there is no room for the copy.
+        """Copy an adapter and register its name, which may replace another adapter. Return the
+        adapter. Raises ConfigError, also if there is no room for the copy.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._locked():
@@ -117,7 +116,7 @@ class AdapterStore:
         return found
 
     def _copy(self, source: Path, copy: Path) -> str:
-        """Copy an adapter; returns its digest."""
+        """Copy an adapter and return its digest."""
         shutil.rmtree(copy, ignore_errors=True)
         copy.mkdir(mode=0o700)
         digest = hashlib.sha256()

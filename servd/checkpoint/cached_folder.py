@@ -1,4 +1,4 @@
-"""Folders that servd makes of a model's files once, in a cache that all servers share."""
+"""Folders that servd creates once from a model's files, in a cache that all servers share."""
 
 import hashlib
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def make_cached_folder(kind: str, key: str, make: Callable[[Path], None]) -> Path:
-    """Return the folder of a kind for a key; `make` makes it at the path that it gets."""
+    """Return the folder of a kind for a key. If missing, `make` creates it at a given path."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "servd", kind)
     target = cache / hashlib.sha256(key.encode()).hexdigest()[:24]
     if target.exists():

@@ -1,5 +1,4 @@
 """GGUF: one file with weights, tokenizer and chat template, served as a Hugging Face folder.
-
 `servd/worker/quantization/gguf.py` reads the weights.
 """
 
@@ -49,8 +48,8 @@ CUTS = {
 
 
 def open_file(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
-    """Map a file, and return its reader and its metadata. Raises ModelNotFound: it is missing, not
-    GGUF, or damaged; UnsupportedModel: the package `gguf` is not installed.
+    """Map a file; return its reader and its metadata. Raises ModelNotFound if the file is missing,
+    not GGUF, or damaged; UnsupportedModel if the package `gguf` is not installed.
     """
     try:
         reader_class = compat.make_gguf_reader(MAX_LENGTH)
@@ -68,8 +67,8 @@ def open_file(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
 
 
 def find_file(model: str) -> Path | None:
-    """Return the GGUF file that MODEL names: itself, or of a folder by a part of its name,
-    "folder:Q4_K_M"; None: it names none. Raises ModelNotFound: the folder has no such file, or
+    """Return the GGUF file that MODEL names: a path, or a folder and a part of the file name,
+    "folder:Q4_K_M". None: it names no file. Raises ModelNotFound if the folder has no such file, or
     several.
     """
     if model.endswith(".gguf") and os.path.isfile(model):
@@ -87,9 +86,9 @@ def find_file(model: str) -> Path | None:
 
 def as_folder(path: Path) -> Path:
     """Return a folder with config.json and tokenizer_config.json of a GGUF file, and a link to the
-    file, `WEIGHTS`. It is in a cache that all servers share.
+    file, `WEIGHTS`. The folder is in a cache that all servers share.
 
-    Raises UnsupportedModel: servd would compute the model wrongly; or see `open_file`.
+    Raises UnsupportedModel if servd would compute the model wrongly, and like `open_file`.
     """
     stat = path.stat()
     # Raise the last number when what is made changes.
@@ -179,8 +178,8 @@ def make_tokenizer_config(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """Write tokenizer.json into a folder that `as_folder` made, and return its path. Raises
-    ModelNotFound: the tokenizer is of a kind that is not known, or damaged.
+    """Write tokenizer.json into a folder that `as_folder` made; return its path. Raises
+    ModelNotFound if the tokenizer is of an unknown kind or damaged.
     """
     _, values = open_file(folder / WEIGHTS)
     model = values.get("tokenizer.ggml.model")
@@ -202,7 +201,7 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 def make_tokenizer(values: dict[str, Any], pre: str) -> str:
-    """Return tokenizer.json of byte-level BPE."""
+    """Return tokenizer.json of a byte-level BPE tokenizer."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
     from tokenizers.processors import TemplateProcessing

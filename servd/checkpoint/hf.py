@@ -45,7 +45,7 @@ MAX_SHARDS = 10_000
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What servd needs to know about a model: config.json with uniform names."""
+    """The facts about a model that servd needs: config.json with uniform names."""
 
     folder: str  # "" for the fake model
     model_type: str
@@ -95,7 +95,7 @@ FAKE_SPEC = ModelSpec(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises ModelNotFound: the file is missing or holds something else."""
+    """Return a JSON object from a file. Raises ModelNotFound if it is missing or not an object."""
     try:
         value = json.loads(path.read_text(encoding="utf8"))
     except FileNotFoundError:
@@ -110,16 +110,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model of text, or that of the part of a model which reads text."""
+    """Return config.json of a text model, or of the text part of a multimodal model."""
     config = read_json(folder / "config.json")
     # Heads in *speculators* format say so what they share with other decoders.
     return reach(text_of(as_today(config.get("transformer_layer_config", {}) | config)))
 
 
 def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> ModelSpec:
-    """Read config.json, with `--hf-overrides`, and generation_config.json of a model folder. Raises
-    ModelNotFound: config.json is missing or broken; UnsupportedModel: it lacks a required key;
-    ConfigError: the overrides do not apply to this model.
+    """Return the spec of a model folder, from config.json with `--hf-overrides` and
+    generation_config.json. Raises ModelNotFound if config.json is missing or broken;
+    UnsupportedModel if a key is missing; ConfigError if the overrides do not apply to this model.
     """
     folder = Path(folder)
     config = override(read_config(folder), overrides or {})
@@ -181,8 +181,8 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
 
 
 def quantization_of(folder: Path | str) -> dict[str, Any] | None:
-    """The quantization config of the checkpoint in `folder`: `quant_method` and the method's keys;
-    None if it is not quantized.
+    """Return the quantization config of the checkpoint in `folder`: `quant_method` and the method's
+    keys; None if the checkpoint is not quantized.
     """
     folder = Path(folder)
     if (file := folder / "config.json").exists():
@@ -197,8 +197,8 @@ def quantization_of(folder: Path | str) -> dict[str, Any] | None:
 
 
 def local_folder(model: str) -> Path | None:
-    """Return the folder that `model` names, that of a GGUF file, or that of the demo model inside
-    the package; None: it is on the hub. Raises ModelNotFound, or what `gguf.as_folder` raises.
+    """Return the folder that `model` names, or the folder of its GGUF file, or of the demo model;
+    None if the model is on the hub. Raises ModelNotFound, or errors of `gguf.as_folder`.
     """
     if model == DEMO_MODEL:  # a folder of this name is ./demo
         if not DEMO_FOLDER.exists():
@@ -212,9 +212,9 @@ def local_folder(model: str) -> Path | None:
 
 
 def find_model(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """Return the folder with config.json and the tokenizer of `model`; these small files are
-    downloaded if needed. Raises ModelNotFound: no such folder or repository, or the hub cannot be
-    reached.
+    """Return the folder with config.json and the tokenizer of `model`. Downloads these small files
+    if needed. Raises ModelNotFound if the folder or repository does not exist, or the hub is
+    unreachable.
     """
     if (folder := local_folder(model)) is not None:
         return folder
@@ -227,7 +227,7 @@ def download_weights(
     download_dir: str | None = None,
     load_format: str = "auto",
 ) -> Path:
-    """Like `find_model`, for the weights too; shows a progress bar."""
+    """Return the folder like `find_model`, with the weights. Shows a progress bar."""
     if (folder := local_folder(model)) is not None:
         return folder
     weights = ["pytorch_model*.bin"] if load_format == "pt" else WEIGHT_FILES
@@ -235,8 +235,8 @@ def download_weights(
 
 
 def find_headers(model: str, revision: str | None, download_dir: str | None, scratch: str) -> Path:
-    """Return a folder like that of `download_weights`, in which weight files may be headers and a
-    hole. Those of the hub are read by range requests, and put in a new folder in `scratch`.
+    """Return a folder like `download_weights`, in which weight files may consist of headers and a
+    hole. Headers from the hub are read by range requests, and put in a new folder in `scratch`.
     """
     folder = find_model(model, revision, download_dir)
     if local_folder(model) is not None or _has_weights(folder):
@@ -300,9 +300,9 @@ def _download(
 
 
 def weight_files(folder: Path | str, load_format: str = "auto") -> list[Path]:
-    """Return the safetensors files of a checkpoint, in the order of their names, or the GGUF file
-    of one that `gguf.as_folder` made; with load_format "pt" what torch has pickled. Raises
-    ModelNotFound: there is none, or one that the index or the others' names name is missing.
+    """Return the safetensors files of a checkpoint, sorted by name, or the GGUF file of a folder
+    from `gguf.as_folder`. With load_format "pt", return the pickled files of torch. Raises
+    ModelNotFound if there is no file, or a file of the index or of the numbered files is missing.
     """
     folder = Path(folder)
     stem, suffix = ("pytorch_model", ".bin") if load_format == "pt" else ("model", ".safetensors")
@@ -350,8 +350,8 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 def read_generation_defaults(
     spec: ModelSpec, source: str, override: GenerationDefaults | None = None
 ) -> dict[str, Any]:
-    """Return the default sampling parameters: those of `--generation-config` (auto, vllm for none,
-    or a folder), updated with `--override-generation-config`.
+    """Return the default sampling parameters from `--generation-config` (auto, vllm for none, or a
+    folder), updated with `--override-generation-config`.
     """
     generation = {}
     if source == "auto":
@@ -371,8 +371,8 @@ def read_generation_defaults(
 
 
 def find_tokenizer(folder: str, trust_remote_code: bool = False) -> Path:
-    """Return the tokenizer.json of a model folder; if it has none, one converted once from its slow
-    tokenizer or GGUF file. Raises ModelNotFound: there is none, or it cannot be converted.
+    """Return the tokenizer.json of a model folder, or a file converted once from its slow tokenizer
+    or GGUF file. Raises ModelNotFound if there is no tokenizer, or it cannot be converted.
     """
     file = Path(folder) / "tokenizer.json"
     if file.exists():
@@ -384,8 +384,8 @@ def find_tokenizer(folder: str, trust_remote_code: bool = False) -> Path:
 
 def _convert_tokenizer(folder: Path, trust_remote_code: bool) -> Path:
     """Return a tokenizer.json converted from the slow tokenizer in `folder`, in a cache that all
-    servers share. A process of its own does it: importing transformers takes seconds and hundreds
-    of megabytes.
+    servers share. A separate process converts it, because importing transformers takes seconds and
+    hundreds of megabytes.
     """
     source = next((folder / name for name in CONVERTIBLE if (folder / name).exists()), None)
     if source is None and not trust_remote_code:

@@ -1,4 +1,4 @@
-"""LoRA adapters as files: what PEFT wrote."""
+"""LoRA adapters as files, as PEFT writes them."""
 
 import math
 import re
@@ -56,18 +56,17 @@ HINT = "train it without, or merge it into the model and serve that"
 
 
 def layer_of(module: str) -> str | None:
-    """A module's name from its layer on, "layers.0.self_attn.q_proj", which is the same whatever
-    the model is wrapped in; None for one outside of the layers.
+    """Return a module's name from its layer on, "layers.0.self_attn.q_proj", which is the same for
+    every wrapper of the model; None for a module outside of the layers.
     """
     found = LAYER.search(module)
     return found and found[0]
 
 
 class AdapterFiles:
-    """What PEFT wrote into a folder; looked at without its numbers. `modules` has, by the names of
-    `layer_of`, the two tensors and the factor on their product.
-
-    Raises ConfigError: it is not there, broken, or of a kind that servd does not compute.
+    """The files that PEFT wrote into a folder, without the weights. `modules` has, by the names of
+    `layer_of`, the two tensors and the factor of their product. Raises ConfigError if a file is
+    missing or broken, or if servd does not support the adapter.
     """
 
     def __init__(self, folder: str | Path, shown: str | None = None) -> None:
@@ -91,7 +90,7 @@ class AdapterFiles:
 
     @property
     def rank(self) -> int:
-        """The largest of its modules."""
+        """The largest rank of the modules."""
         return max(self.shapes[a][0] for a, _, _ in self.modules.values())
 
     def _read_modules(self) -> None:
@@ -123,8 +122,8 @@ class AdapterFiles:
             raise self._error(f"{TENSORS} holds no tensors")
 
     def check(self, max_rank: int, layers: Mapping[str, Shape]) -> None:
-        """Check that it fits a model with these (inputs, outputs) of each linear layer by the names
-        of `layer_of`; empty: not known. Raises ConfigError.
+        """Check that the adapter fits a model with these linear layers: (inputs, outputs) by the
+        names of `layer_of`; empty: unknown. Raises ConfigError.
         """
         if self.rank > max_rank:
             raise self._error(f"rank {self.rank}, at most {max_rank}: raise --max-lora-rank")
@@ -188,7 +187,7 @@ class AdapterFiles:
         return header
 
     def _size(self, name: str) -> int:
-        """Bytes of a file; what is none (a pipe, say) could be waited for for ever."""
+        """Return the bytes of a regular file. Raises ConfigError: a pipe could block forever."""
         try:
             status = (self.folder / name).stat()
         except OSError as error:
@@ -198,8 +197,8 @@ class AdapterFiles:
         return status.st_size
 
     def _of(self, module: str, pattern: str, key: str) -> float:
-        """A number for a module: of the first pattern that its name ends with, or the general
-        one.
+        """Return a number for a module: from the first pattern that its name ends with, or the
+        general number.
         """
         patterns: dict[str, float] = self.config.get(pattern) or {}
         if len(patterns) > MAX_PATTERNS:
@@ -228,14 +227,14 @@ class AdapterFiles:
 
 
 def _is_simple(pattern: str) -> bool:
-    """Whether there are few ways in which it could match a text."""
+    """Return whether a pattern can match a text in only a few ways."""
     num_choices = len(CHOICES.findall(ALTERNATIVES.sub("|", pattern)))
     is_short = len(pattern) <= MAX_NAME and num_choices <= MAX_CHOICES
     return is_short and not REPEATED_GROUP.search(pattern)
 
 
 def parse_module(text: str) -> tuple[str, str]:
-    """Return name and folder of an entry of --lora-modules, NAME=FOLDER or JSON. Raises
+    """Return name and folder from an entry of --lora-modules, NAME=FOLDER or JSON. Raises
     ConfigError.
     """
     name, _, path = text.partition("=")

@@ -77,13 +77,13 @@ OWN = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.", "mtp."
 
 
 def is_part(config: Mapping[str, Any]) -> bool:
-    """Whether config.json is that of a multimodal model."""
+    """Return whether config.json belongs to a multimodal model."""
     is_flat = config.get("model_type") in FLAT and "vision_config" in config
     return isinstance(config.get(TEXT), dict) or is_flat
 
 
 def text_of(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json of the language model as a model of its own; that of a text model unchanged."""
+    """Return config.json of the language model alone. A text model's config.json is unchanged."""
     if not is_part(config):
         return config
     inner = config.get(TEXT) or {key: config[key] for key in config if key != "vision_config"}
@@ -104,8 +104,8 @@ def text_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_name(name: str) -> str | None:
-    """The name of a multimodal checkpoint's tensor in the language model; None if it is of another
-    part.
+    """Return the name of a multimodal checkpoint's tensor in the language model; None if it belongs
+    to another part.
     """
     for place in INNER:
         _, is_inside, rest = name.partition(place)

@@ -1,4 +1,4 @@
-"""--hf-overrides: what it changes in config.json, and what follows for the positions."""
+"""--hf-overrides: changes config.json, and adapts the positions to the changes."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -73,11 +73,11 @@ OF_FILES = {
 
 def override(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json with --hf-overrides: objects are merged, null removes a key. The number of
-    positions follows a scaling, unless it is stated as well.
+    positions follows a scaling, unless it is stated too.
 
     `config` is of a text model (`multimodal_config.text_of`); changes of its `text_config` count as
-    its own. Raises ConfigError: a key that the model does not have, a value that it cannot
-    be, or a scaling of rotary positions that lacks something.
+    its own. Raises ConfigError if the model does not have a key, a value is invalid, or a scaling
+    of rotary positions is incomplete.
     """
     changes = {**changes, **(_object(changes, TEXT) or {})}
     changes.pop(TEXT, None)
@@ -104,8 +104,8 @@ def override(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def reach(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json with the positions that YaRN reaches, where it has those from before it: so are
-    checkpoints published.
+    """Return config.json with the number of positions that YaRN reaches. Published checkpoints may
+    state the number without YaRN.
     """
     rope = rope_of(config)
     length = config.get(LENGTH)
@@ -117,7 +117,7 @@ def reach(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotation of layers without a window, in either form of config.json."""
+    """Return the rotation of layers without a window, from either form of config.json."""
     found = next((config[key] for key in ROPE if config.get(key)), {})
     found = found if isinstance(found, dict) else {}
     if any(isinstance(each, dict) for each in found.values()):
@@ -130,7 +130,7 @@ def kind_of(rope: Mapping[str, Any], default: str = "default") -> str:
 
 
 def _scaled(config: dict[str, Any], asked: dict[str, Any] | None) -> dict[str, Any]:
-    """Keys of config.json with another rotation in it, and the length that it reaches."""
+    """Return keys of config.json with the changed rotation, and with the length that it reaches."""
     place = next((key for key in ROPE if config.get(key)), ROPE[1])
     written = config.get(place) or {}
     before = rope_of(config)
@@ -186,7 +186,7 @@ def _check_key(key: str, known: Iterable[str], why: str) -> None:
 
 
 def _check_type(key: str, value: Any, before: Any) -> None:
-    """A text such as "false" would else count as true."""
+    """Check that a value has the type of `before`: a text "false" would count as true."""
     is_number = _is_number(value) and _is_number(before)
     if value is None or before is None or is_number or type(value) is type(before):
         return

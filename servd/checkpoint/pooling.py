@@ -1,5 +1,5 @@
-"""What a model's files state of its vectors and scores: modules.json of sentence-transformers and
-the folders that it names, prompts, labels. Imports no torch: every room reads it.
+"""What a model's files state about its vectors and scores: modules.json of sentence-transformers,
+the folders that it names, prompts, labels. Needs no torch, as every process reads it.
 """
 
 import json
@@ -42,7 +42,7 @@ PURPOSES = {
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How hidden states become a vector, or a score."""
+    """The conversion of hidden states to a vector or a score, as the model's files state it."""
 
     task: Task = "generate"  # what the model is for; one that writes text has vectors too
     is_causal: bool = True
@@ -64,7 +64,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     score_activation: Literal["sigmoid", "identity"] = "sigmoid"
 
     def check(self, task: Task) -> None:
-        """Check that the model is for a task. Raises InvalidRequest: it is for another."""
+        """Check that the model is for `task`. Raises InvalidRequest if it is for another task."""
         if task != self.task and not (task == "embed" and self.task == "generate"):
             lacks = {
                 "generate": "the model writes no text",
@@ -74,8 +74,8 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest(f"{lacks[task]}; {HINTS[self.task]}", param="model")
 
     def check_scores(self) -> None:
-        """Check that the model scores pairs of texts. Raises InvalidRequest: its head sorts into
-        classes, or its files do not state how it scores.
+        """Check that the model scores pairs of texts. Raises InvalidRequest if its head is a
+        classifier, or its files do not state how the model scores.
         """
         if not self.has_scores:
             raise InvalidRequest(
@@ -92,7 +92,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def complete(self, params: PoolingParams) -> PoolingParams:
-        """Return `params` with what the files state where the request says nothing, validated."""
+        """Return `params`, validated, with the files' values for fields that the request omits."""
         self.check(params.task)
         params.validate(self.size)
         return msgspec.structs.replace(
@@ -102,8 +102,8 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def prompt(self, name: str | None) -> str:
-        """Return what a text begins with. Raises InvalidRequest: there is no prompt of this
-        name.
+        """Return the prompt that texts begin with. Raises InvalidRequest if there is no prompt of
+        this name.
         """
         name = self.default_prompt if name is None else name
         if name is None:
@@ -132,13 +132,13 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
         return [_sigmoid(x) for x in numbers] if self.activation == "sigmoid" else numbers
 
     def score(self, numbers: list[float]) -> float:
-        """Return how well two texts fit, from a head's only number."""
+        """Return how well two texts match, from a head's only number."""
         (number,) = numbers
         return _sigmoid(number) if self.score_activation == "sigmoid" else number
 
 
 def is_encoder(spec: ModelSpec) -> bool:
-    """Return whether tokens see later tokens: some classes of these types are decoders."""
+    """Return whether tokens see later tokens. Some classes of encoder types are decoders."""
     return spec.model_type in ENCODERS and not spec.architecture.endswith(("CausalLM", "HeadModel"))
 
 
@@ -148,9 +148,7 @@ def num_positions(spec: ModelSpec) -> int:
 
 
 def first_position(spec: ModelSpec) -> int:
-    """Return the first token's position: RoBERTa and its kin reserve the positions up to the id of
-    padding.
-    """
+    """Return the first token's position: RoBERTa models skip positions up to the padding id."""
     if spec.model_type not in ("roberta", "xlm-roberta"):
         return 0
     padding = spec.config.get("pad_token_id", 1)
@@ -160,13 +158,13 @@ def first_position(spec: ModelSpec) -> int:
 
 
 def is_encoder_as_decoder(spec: ModelSpec) -> bool:
-    """Return whether it is a decoder of an encoder's type, for which servd has no file."""
+    """Return whether the model is a decoder of an encoder's type, which servd does not support."""
     return spec.model_type in ENCODERS and not is_encoder(spec)
 
 
 def read(spec: ModelSpec) -> PoolingSpec:
-    """Return what the files in `spec.folder` say. Raises ModelNotFound: a file that another one
-    names is missing or broken; UnsupportedModel: they ask for what servd does not do.
+    """Return the spec that the files in `spec.folder` state. Raises ModelNotFound if a file that
+    another file names is missing or broken; UnsupportedModel if servd lacks a feature.
     """
     sees_all = is_encoder(spec)
     config = spec.config
@@ -199,7 +197,7 @@ def read(spec: ModelSpec) -> PoolingSpec:
 
 
 def _is_reranker(folder: Path) -> bool:
-    """Return whether a model's name, or the tags of its page, say that it scores pairs."""
+    """Return whether a model's name, or the tags of its page, state that it scores pairs."""
     is_of_hub = folder.parent.name == "snapshots"
     name = folder.parent.parent.name if is_of_hub else folder.name
     page = folder / "README.md"
@@ -232,7 +230,7 @@ def _of_logits(spec: ModelSpec, folder: Path, place: Path) -> PoolingSpec:
 
 
 def num_labels(config: dict[str, Any]) -> int:
-    """Return the outputs of a classification head, counted as transformers counts them."""
+    """Return the number of outputs of a classification head, counted like transformers."""
     return config.get("num_labels") or len(config.get("id2label") or {}) or 2
 
 

@@ -1,5 +1,5 @@
-"""config.json of models that were published with code of their own, which servd never runs, as
-transformers has them today.
+"""config.json in transformers' current form, for models that were published with their own code.
+servd never runs such code.
 """
 
 from typing import Any, TypeGuard
@@ -8,7 +8,7 @@ GTE = "new"  # Alibaba's name for it
 
 
 def as_today(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json under today's names; others unchanged."""
+    """Return config.json with current names. Other models' files are unchanged."""
     if config.get("model_type") == GTE:
         classes = config.get("architectures")
         if isinstance(classes, list):
@@ -18,7 +18,7 @@ def as_today(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rotation(config: dict[str, Any]) -> dict[str, Any]:
-    """Fixed NTK (https://kexue.fm/archives/9706, equation 6) is another base, and longer waves."""
+    """Return fixed NTK (https://kexue.fm/archives/9706, equation 6) as a base and longer waves."""
     rope = config.get("rope_scaling")
     if not isinstance(rope, dict) or rope.get("type") != "ntk" or rope.get("mixed_b") is not None:
         return {}

@@ -18,7 +18,7 @@ ALIASES = {"simulate": ("what-if",)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0 after a clean stop, 1 if a process died, 2 for a named error."""
+    """Run a command and exit: 0 after a clean stop, 1 if a process died, 2 for a ServdError."""
     try:
         arguments = make_parser().parse_args(argv)
         code = arguments.run(arguments)
@@ -42,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_commands(parser: argparse.ArgumentParser, package: str) -> None:
-    """Make each file of `package` a command: its docstring is the help, its `add_options(parser)`
+    """Add each file of `package` as a command. Its docstring is the help, its `add_options(parser)`
     adds the flags, and its `run(arguments)` does the work and returns the exit code.
     """
     commands = parser.add_subparsers(
@@ -60,7 +60,7 @@ def add_commands(parser: argparse.ArgumentParser, package: str) -> None:
 
 
 def docstring(module: str) -> str:
-    """First paragraph of a module's docstring, read without importing the module."""
+    """Return the first paragraph of a module's docstring, without importing the module."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, module
     text = Path(spec.origin).read_text(encoding="utf8").split('"""')[1]
@@ -68,14 +68,14 @@ def docstring(module: str) -> str:
 
 
 class Parser(compat.ArgumentParser):
-    """Says what an unknown flag may have meant."""
+    """A parser that suggests the intended flag for an unknown flag."""
 
     def __init__(self, **options: Any) -> None:
         # A flag that is cut short today would mean another one tomorrow.
         super().__init__(formatter_class=wide, allow_abbrev=False, **options)
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
-        """Leave nothing over, so that the error comes from the command that was meant."""
+        """Parse all arguments, so that an error comes from the command that was meant."""
         parsed, unknown = super().parse_known_args(*args, **kwargs)
         if unknown:
             from servd.config.flag_aliases import hint
@@ -89,14 +89,14 @@ class Parser(compat.ArgumentParser):
         return parsed, unknown
 
     def is_whole(self, flag: str) -> bool:
-        """`-ngl 99`, another server's, is no `-n gl`."""
+        """Return whether a flag is another server's: `-ngl 99` is not `-n gl`."""
         from servd.config.flag_aliases import HINTS
 
         return flag in HINTS
 
 
 class Command(Parser):
-    """Parser of one command, which imports the command's module only when it is the one to run."""
+    """A parser of one command, which imports the command's module only to run the command."""
 
     def __init__(self, module: str, **options: Any) -> None:
         super().__init__(**options)
@@ -119,7 +119,7 @@ class Command(Parser):
 
 
 def with_dashes(word: str) -> str:
-    """A flag, with what belongs to its name; any other word stays as it is."""
+    """Return a flag with dashes in its name. Other words are unchanged."""
     flag, equals, value = word.partition("=")
     is_flag = re.fullmatch(r"--\w[\w-]*(\.\w+)*", flag)
     return flag.replace("_", "-") + equals + value if is_flag else word

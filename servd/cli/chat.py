@@ -63,7 +63,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": system}] if system else []
 
     def obey(self, command: str) -> bool:
-        """Carry out a line that begins with a slash; False: leave."""
+        """Execute a line that begins with a slash. Return False to leave the chat."""
         name, _, argument = command.partition(" ")
         match name:
             case "/exit" | "/quit":
@@ -77,7 +77,7 @@ class Conversation:
         return True
 
     def ask(self, text: str) -> None:
-        """Send a message and print the answer as it comes; Ctrl-C keeps what has come."""
+        """Send a message and print the answer as it arrives. Ctrl-C keeps the text so far."""
         self.messages.append({"role": "user", "content": text})
         started = time.monotonic()
         answer = ""

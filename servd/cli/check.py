@@ -118,7 +118,7 @@ def check_memory(config: Config) -> Iterator[Finding]:
 
 
 def check_device(config: Config) -> Iterator[Finding]:
-    """Check what computes: driver, torch, kernels, compiler."""
+    """Check driver, torch, kernels and compiler."""
     machine = look_at_machine()
     if not machine.num_gpus:
         hint = "install NVIDIA's driver, or docker run --gpus all"
@@ -138,7 +138,7 @@ def check_device(config: Config) -> Iterator[Finding]:
 
 
 def check_hub(config: Config) -> Iterator[Finding]:
-    """Check where models come from, or the proxy to it."""
+    """Check the server that models are downloaded from, or the proxy to that server."""
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         yield Finding("hub", "ok", "not asked: HF_HUB_OFFLINE")
         return
@@ -159,7 +159,7 @@ def check_hub(config: Config) -> Iterator[Finding]:
 
 
 def check_model(config: Config) -> Iterator[Finding]:
-    """Check all that a server reads of a model."""
+    """Check all parts of a model that a server reads."""
     name = "model"
     try:
         config, spec, _ = launch.find_and_resolve(config)
@@ -181,7 +181,7 @@ def check_model(config: Config) -> Iterator[Finding]:
 
 
 def check_weights(config: Config, spec: hf.ModelSpec) -> Finding:
-    """Check that every file and tensor is there and fits. Raises ConfigError: one is missing."""
+    """Check that all files and tensors exist and fit. Raises ConfigError if one is missing."""
     if hf.local_folder(config.model.model or "") is None:
         try:
             hf.weight_files(spec.folder, config.model.load_format)

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_rows(folder: Path, file: str, num_tokens: int) -> list[list[int]]:
-    """Return tokens of a text, equally many in each row. Raises ConfigError: the file cannot be
+    """Return tokens of a text in rows of equal length. Raises ConfigError if the file cannot be
     read, or is too short.
     """
     try:

@@ -47,8 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_manifest(path: str) -> RunManifest:
-    """Read a manifest, alone or in an answer, where it may be the last comment of a stream. Raises
-    ConfigError: there is none in the file.
+    """Return a manifest from a file with a manifest or an answer, which may end in a stream's
+    comment. Raises ConfigError if the file has no manifest.
     """
     try:
         text = Path(path).read_text(encoding="utf8")
@@ -68,7 +68,7 @@ def read_manifest(path: str) -> RunManifest:
 
 
 def replay(llm: LLM, prompt: RepeatablePrompt) -> Iterator[str]:
-    """Run a prompt alone, and yield the difference of each choice, or "" if it has none."""
+    """Run a prompt alone, and yield the difference of each choice, or "" without a difference."""
     [output] = llm.generate([prompt.prompt_token_ids], prompt.params, use_tqdm=False)
     for then, made in zip(prompt.token_ids, output.outputs, strict=True):
         now = made.token_ids
@@ -89,7 +89,7 @@ def replay(llm: LLM, prompt: RepeatablePrompt) -> Iterator[str]:
 
 
 def find_margin(llm: LLM, token_ids: list[int], one: int, other: int) -> float:
-    """Return the log-probability of one token as the next, minus that of another token."""
+    """Return the log-probability of token `one` as the next token, minus that of `other`."""
     params = SamplingParams(
         max_tokens=1, temperature=0, logprobs=0, logprob_token_ids=[one, other], ignore_eos=True
     )

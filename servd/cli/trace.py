@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Token(NamedTuple):
-    """A token of the answer, with what it could have been."""
+    """A token of the answer, with the candidates in its place."""
 
     id: int
     candidates: list[tuple[str, float]]  # text and log-probability, of itself first
@@ -104,7 +104,7 @@ class Token(NamedTuple):
 
 
 def ask(client: Client, text: str, raw: bool, max_tokens: int) -> tuple[list[Call], list[Token]]:
-    """Return what the server says of the time, as calls."""
+    """Return the calls that the server reports with their times, and the tokens."""
     client.headers["x-servd-watch"] = "1"
     if raw:
         path = "/v1/completions"
@@ -171,7 +171,7 @@ class Call(msgspec.Struct):
         call.text = text
 
     def folded(self) -> Iterator[Call]:
-        """The calls in it; of those of one name in a row the first two, and the rest as one."""
+        """Yield the calls; of a run of one name, the first two, and the rest as one call."""
         for name, group in groupby(self.calls, lambda call: call.name):
             same = [*group]
             yield from same[:2]
@@ -184,8 +184,8 @@ class Call(msgspec.Struct):
 def of_timeline(
     timeline: dict[str, Any], prompt: list[int], sampled: list[int], runner: str, model: str
 ) -> list[Call]:
-    """Return the way of a request with one choice, and where its time went. `runner` and `model`
-    are names of classes; "" if the model's is not known.
+    """Return the path of a request with one choice, with the time of each part. `runner` and
+    `model` are class names; "" if the model's is unknown.
     """
     notes = {
         "tokenised": f"{len(prompt)} prompt tokens {shorten(prompt)}",
@@ -205,8 +205,8 @@ def of_timeline(
 
 
 def _steps(timeline: dict[str, Any], sampled: list[int], runner: str, model: str) -> Iterator[Call]:
-    """From a request's first step to its last, as far as the timeline has them. Tokens are told
-    where none of others can be among them.
+    """Yield a request's steps from first to last, as far as the timeline has them. Tokens are shown
+    only if no other request was in these steps.
     """
     stages = {mark["stage"]: mark["step"] for mark in timeline["marks"] if "step" in mark}
     first = min(stages.values(), default=0)

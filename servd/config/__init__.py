@@ -1,8 +1,8 @@
 """Config: every option with its default, bounds and description; one module per section.
 
-Flags (`--field-name`), `--config` files and docs/reference/options.md are all derived from these
-annotations. Field names are unique across sections, so flags are flat. They equal vLLM's where the
-meaning is equal. A Config is frozen; values determined at run time are sent in messages.
+Flags (`--field-name`), `--config` files and docs/reference/options.md are derived from these
+annotations. Field names are unique across sections, so that flags are flat. They equal vLLM's where
+the meaning is equal. A Config is frozen; messages carry the values that are determined at run time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger("servd.config")
 
 
 class Config(Section, frozen=True):
-    """All sections. Created by `Config.load`, which validates every value."""
+    """All sections. `Config.load` creates a Config and validates every value."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
@@ -53,22 +53,20 @@ class Config(Section, frozen=True):
 
     @property
     def num_steps_in_flight(self) -> int:
-        """One for each pipeline stage, and one that is being scheduled. For resolved configs."""
+        """The number of steps in flight: one per pipeline stage, and one for async scheduling."""
         return self.parallel.pipeline_parallel_size + bool(self.scheduler.async_scheduling)
 
     @property
     def num_micro_batches(self) -> int:
-        """Number of consecutive steps that must not share requests: see `MicroBatches`."""
+        """The number of consecutive steps that must not share requests: see `MicroBatches`."""
         return self.num_steps_in_flight if self.parallel.pipeline_parallel_size > 1 else 1
 
     @classmethod
     def load(cls, options: Mapping[str, Any]) -> Config:
-        """Create a Config from flat options, e.g. `{"model": "gpt2", "max_num_seqs": 8}`.
+        """Return a Config from flat options, e.g. `{"model": "gpt2", "max_num_seqs": 8}`.
 
-        Strings are converted ("8" to 8, "2GiB" to bytes for kv_cache_memory).
-
-        Raises:
-            ConfigError: an option is unknown or its value invalid.
+        Strings are converted ("8" to 8, "2GiB" to bytes for kv_cache_memory). Raises ConfigError if
+        an option is unknown or its value is invalid.
         """
         fields = options_by_name()
         nested: dict[str, dict[str, Any]] = {}
@@ -94,7 +92,7 @@ class Config(Section, frozen=True):
             raise _explain(error, nested) from None
 
     def replace(self, **options: Any) -> Config:
-        """A copy with some flat options changed; used by `resolve` and by tests."""
+        """Return a copy with some flat options changed. Used by `resolve` and by tests."""
         fields = options_by_name()
         changed: dict[str, dict[str, Any]] = {}
         for name, value in options.items():
@@ -104,7 +102,7 @@ class Config(Section, frozen=True):
 
 
 def _is_object(option: msgspec.structs.FieldInfo) -> bool:
-    """Whether the option's value on a command line is a JSON object."""
+    """Return whether the option's value on a command line is a JSON object."""
     kind, _ = plain(option.type)
     is_struct = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
     return is_struct or typing.get_origin(kind) is dict
@@ -119,7 +117,7 @@ def _read_object(name: str, text: str) -> dict[str, Any]:
 
 @functools.cache  # takes milliseconds
 def options_by_name() -> Mapping[str, tuple[str, msgspec.structs.FieldInfo]]:
-    """Option name -> (section name in Config, field of the section)."""
+    """Return, by option name, the section's name in Config and the field of the section."""
     return {
         option.name: (section.name, option)
         for section in msgspec.structs.fields(Config)
@@ -128,12 +126,12 @@ def options_by_name() -> Mapping[str, tuple[str, msgspec.structs.FieldInfo]]:
 
 
 def title_of(section: type) -> str:
-    """The title of a section of Config."""
+    """Return the title of a section of Config."""
     return (section.__doc__ or "").splitlines()[0].rstrip(".")
 
 
 def flag_of(option: str) -> str:
-    """The command-line spelling of an option."""
+    """Return the command-line spelling of an option."""
     return f"--{option.replace('_', '-')}"
 
 
@@ -149,7 +147,7 @@ KINDS = {
 def _explain(
     error: msgspec.ValidationError, nested: Mapping[str, Mapping[str, Any]]
 ) -> ConfigError:
-    """ "Expected `int` >= 1 - at `$.cache.block_size`" as a sentence about a flag."""
+    """Return "Expected `int` >= 1 - at `$.cache.block_size`" as an error about a flag."""
     rule, _, path = str(error).partition(" - at `$.")
     section, name, *key = path.rstrip("`").partition("[")[0].split(".")
     kind = options_by_name()[name][1].type
@@ -172,8 +170,8 @@ def _explain(
 
 
 def choices(hint: Any) -> tuple[str, ...]:
-    """The choices of an option: the values of the Literal in its annotation, or the modules of the
-    plugin package named by its Meta. External plugins are given as "module:attribute".
+    """Return the choices of an option: the values of the Literal in its annotation, or the modules
+    of the plugin package in its Meta. External plugins are given as "module:attribute".
     """
     if typing.get_origin(hint) is Literal:
         return typing.get_args(hint)

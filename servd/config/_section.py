@@ -14,16 +14,16 @@ Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all sections."""
+    """The base class of all sections."""
 
 
 def about(description: str, **rules: Any) -> Meta:
-    """The metadata of an option: its description and bounds."""
+    """Return the metadata of an option: its description and bounds."""
     return Meta(description=description, **rules)
 
 
 def plain(hint: Any) -> tuple[Any, list[Meta]]:
-    """The type without Annotated and None, and all Meta found in it, outermost first."""
+    """Return the type without Annotated and None, and all its Meta, outermost first."""
     metas: list[Meta] = []
     while True:
         if typing.get_origin(hint) is Annotated:

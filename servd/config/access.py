@@ -1,4 +1,4 @@
-"""The options of who may reach the server."""
+"""The options of access to the server."""
 
 from typing import Annotated
 
@@ -64,5 +64,5 @@ class AccessConfig(Section, frozen=True):
 
     @property
     def needs_keys(self) -> bool:
-        """Whether clients must have one; a key file without keys lets nobody in."""
+        """Whether clients must send an API key. A key file without keys lets nobody in."""
         return bool(self.api_key or self.api_key_file)

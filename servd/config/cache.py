@@ -98,15 +98,13 @@ class CacheConfig(Section, frozen=True):
 
     @property
     def has_connector(self) -> bool:
-        """Whether a KV connector saves blocks beyond the device, or loads them from there."""
+        """Whether a KV connector saves blocks outside the device, or loads them from there."""
         options = self.kv_offloading_size, self.kv_cache_dir, self.kv_transfer_config
         return any(each is not None for each in options)
 
     def validate(self) -> None:
-        """Check what is resolved.
-
-        Raises:
-            ConfigError: a KV connector or events without a prefix cache.
+        """Check resolved options. Raises ConfigError if a KV connector or events are configured
+        without a prefix cache.
         """
         if (
             self.kv_events_config is not None

@@ -1,4 +1,4 @@
-"""Which engines of --data-parallel-size are this host's, and which this server's."""
+"""Chooses which engines of --data-parallel-size run on this host and belong to this server."""
 
 import msgspec
 
@@ -16,9 +16,9 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 def divide(config: Config) -> dict[str, Decision]:
-    """Return what --data-parallel-size and the options beside it come to: from now on that many
-    engines are one server's, --data-parallel-size-local of them here, which are numbered from
-    --data-parallel-start-rank on. Raises ConfigError: they do not go together.
+    """Return the options of --data-parallel-size for this server: afterwards, all these engines are
+    this server's, and --data-parallel-size-local of them run here, numbered from
+    --data-parallel-start-rank on. Raises ConfigError if the options are incompatible.
     """
     parallel = config.parallel
     total = parallel.data_parallel_size

@@ -1,5 +1,5 @@
-"""Options of other servers that servd lacks: aliases of its own, those that it accepts without
-effect, and what to use instead of the rest. Names are vLLM's unless stated.
+"""Options of other servers that servd lacks: aliases of servd's options, options without effect,
+and hints for all others. Names are vLLM's unless stated.
 """
 
 import difflib
@@ -201,7 +201,7 @@ OTHER_BALANCERS = (
 
 
 def translate(name: str, value: Any) -> tuple[str, Any]:
-    """Servd's name and value of an option."""
+    """Return servd's name and value of an option."""
     name = ALIASES.get(name, name)
     if isinstance(value, str | int):
         value = VALUE_ALIASES.get(name, {}).get(str(value), value)
@@ -217,17 +217,14 @@ def translate(name: str, value: Any) -> tuple[str, Any]:
 
 
 def why_ignored(name: str) -> str | None:
-    """Why an option has no effect; None if it has one, or is unknown."""
+    """Return why an option has no effect; None if the option has one, or is unknown."""
     return IGNORED.get(name) or IGNORED.get(f"{name}=")
 
 
 def hint(flag: str, known: Iterable[str], listed: str) -> str:
-    """What to use instead of an unknown flag.
+    """Return what to use instead of an unknown flag.
 
-    Args:
-        flag: as given.
-        known: all known flags.
-        listed: the answer if no known flag is similar.
+    `flag`: as given. `known`: all known flags. `listed`: the result if no known flag is similar.
     """
     stem = flag.partition("=")[0]
     name, _, key = stem.removeprefix("--").replace("-", "_").partition(".")

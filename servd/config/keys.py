@@ -21,8 +21,8 @@ SCOPES: frozenset[Scope] = frozenset(get_args(Scope))
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of the file's `[[keys]]`. Objects created by its requests are owned by its name, so the
-    key of a name can be replaced.
+    """An entry of the file's `[[keys]]`. Objects that its requests create belong to its name, so
+    that you can replace the key of a name.
     """
 
     name: Annotated[str, Meta(pattern=r"^[\w.@-]{1,64}$")]
@@ -56,8 +56,7 @@ class KeyFile(msgspec.Struct, forbid_unknown_fields=True):
 def read_keys(access: AccessConfig) -> list[Key]:
     """Return all keys of the options. Keys given as text on the command line have full access.
 
-    Raises:
-        ConfigError: the file cannot be read, has a wrong field, or has a name or hash twice.
+    Raises ConfigError if the file cannot be read, has a wrong field, or has a name or hash twice.
     """
     keys = [
         Key(name=f"api-key-{digest[:12]}", sha256=digest, scopes=SCOPES)
@@ -76,10 +75,9 @@ def read_keys(access: AccessConfig) -> list[Key]:
 
 
 def check_new_keys(access: AccessConfig) -> None:
-    """Check the keys that are to replace those in use.
+    """Check the keys that replace the current keys.
 
-    Raises:
-        ConfigError: see `read_keys`, or the file would let nobody in.
+    Raises ConfigError like `read_keys`, or if the file would let nobody in.
     """
     keys = read_keys(access)
     if access.api_key_file is not None and all(key.has_expired for key in keys):
@@ -92,8 +90,7 @@ def check_new_keys(access: AccessConfig) -> None:
 def tls_context(access: AccessConfig) -> ssl.SSLContext | None:
     """Return the SSL context of new connections; None without TLS.
 
-    Raises:
-        ConfigError: see `load_certificates`, or OpenSSL knows none of the ciphers.
+    Raises ConfigError like `load_certificates`, or if OpenSSL knows none of the ciphers.
     """
     if access.ssl_certfile is None:
         for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
@@ -114,12 +111,9 @@ def tls_context(access: AccessConfig) -> ssl.SSLContext | None:
 
 
 def load_certificates(context: ssl.SSLContext, access: AccessConfig) -> None:
-    """Load or reload the files; existing connections keep the old ones. Authorities are only
-    added.
-
-    Raises:
-        ConfigError: a file cannot be read, or key and certificate do not belong together; the
-            context stays as it was.
+    """Load or reload the files. Existing connections keep the old certificates. Authorities are
+    added, never removed. Raises ConfigError if a file cannot be read, or if key and certificate do
+    not match; the context then stays unchanged.
     """
     assert access.ssl_certfile is not None
     trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # a failure leaves a certificate without key
@@ -159,8 +153,7 @@ def _read_file(path: str) -> list[Key]:
 def read_token(config: Config) -> str:
     """Return the token that all peers share.
 
-    Raises:
-        ConfigError: there is none, it is short, or other users can read it.
+    Raises ConfigError if there is no token, it is too short, or other users can read it.
     """
     path = config.parallel.join_token_file
     if path is None:

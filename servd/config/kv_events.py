@@ -1,4 +1,4 @@
-"""KVEventsConfig: where an engine reports what its prefix cache has; keys as in vLLM's JSON."""
+"""KVEventsConfig: where an engine publishes changes of its prefix cache; keys as in vLLM's JSON."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ ENDPOINT = re.compile(r"tcp://([^\s/]+):(\d{1,5})|ipc://\S+")
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The value of `--kv-events-config`.
-
-    Raises:
-        ValueError: an endpoint that is none.
-    """
+    """The value of `--kv-events-config`. Raises ValueError if an endpoint is invalid."""
 
     enable_kv_cache_events: bool = False
     publisher: Literal["zmq", "null"] = "zmq"
@@ -41,14 +37,14 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 
     @property
     def is_on(self) -> bool:
-        """Whether any events are published."""
+        """Whether events are published."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
     def of_rank(self, rank: int) -> KVEventsConfig:
-        """The option for an engine of --data-parallel-size: TCP ports are counted on.
+        """Return the option for an engine of --data-parallel-size: TCP ports increase with the
+        rank.
 
-        Raises:
-            ConfigError: they go beyond 65535.
+        Raises ConfigError if a port exceeds 65535.
         """
         replay = self.replay_endpoint and _shifted(self.replay_endpoint, rank)
         try:

@@ -10,8 +10,8 @@ from servd.config import Config
 
 
 class KVLayout(msgspec.Struct, frozen=True):
-    """The layers are divided into groups of equal size; a block holds tokens of the layers of one
-    group, and can be allocated to any group.
+    """The layout of KV cache blocks. Layers form groups of equal size. A block holds tokens of the
+    layers of one group, and can be allocated to any group.
     """
 
     block_size: int  # tokens
@@ -20,7 +20,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, config: Config, windows: tuple[int | None, ...] = (None,)) -> KVLayout:
-        """Return the layout for workers with these windows. `config` has no "auto" left."""
+        """Return the layout for workers with these windows. `config` is resolved."""
         assert config.scheduler.max_num_batched_tokens is not None
         return cls(config.cache.block_size, config.scheduler.max_num_batched_tokens, windows)
 
@@ -33,8 +33,8 @@ class KVLayout(msgspec.Struct, frozen=True):
         return [self.first_read(position, window) for window in self.windows]
 
     def most(self, window: int | None, num_tokens: int, num_new: int | None = None) -> int:
-        """Return an upper bound of a request's blocks in one group, for N tokens, of which a step
-        computes `num_new` (default: `max_step`).
+        """Return an upper bound of a request's blocks in one group, for `num_tokens` tokens, of
+        which a step computes `num_new` (default: `max_step`).
         """
         num_blocks = -(-num_tokens // self.block_size)
         if window is None:
@@ -47,13 +47,13 @@ class KVLayout(msgspec.Struct, frozen=True):
         return sum(self.most(window, num_tokens, num_new) for window in self.windows)
 
     def num_tokens(self, num_blocks: int, each: int) -> int:
-        """Return how many tokens fit in N blocks, in requests of `each` tokens."""
+        """Return how many tokens fit in `num_blocks` blocks, in requests of `each` tokens."""
         size = self.block_size
         return num_blocks * (-(-each // size) * size) // self.blocks(each)
 
     def max_tokens(self, num_blocks: int, longest: int) -> int:
-        """Return the longest request that fits in N blocks, a multiple of the block size; more than
-        `longest` if that fits.
+        """Return the longest request that fits in `num_blocks`, a multiple of the block size; more
+        than `longest` if that fits.
         """
         size = self.block_size
         sizes = range(0, longest + 2 * size, size)

@@ -1,6 +1,4 @@
-"""KVTransferConfig: which engines an engine gives its KV blocks to, or has them from; keys as in
-vLLM's JSON.
-"""
+"""KVTransferConfig: how an engine exchanges KV blocks with others; keys as in vLLM's JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 
 
 class Extra(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is servd's own."""
+    """The keys that only servd has."""
 
     peers: list[str] = []  # HOST:PORT of those that blocks may come from
     timeout: Annotated[float, Meta(gt=0, le=600)] = 5.0  # seconds without a block
@@ -23,10 +21,8 @@ class Extra(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The value of `--kv-transfer-config`.
-
-    Raises:
-        ValueError: an address that nobody can connect to, or nobody that blocks could come from.
+    """The value of `--kv-transfer-config`. Raises ValueError if nobody can connect to an address,
+    or if a receiver has no peers.
     """
 
     kv_role: Literal["kv_producer", "kv_consumer", "kv_both"]
@@ -54,14 +50,14 @@ class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     @property
     def sends(self) -> bool:
-        """Whether others may have its blocks."""
+        """Whether other engines may fetch this engine's blocks."""
         return self.kv_role != "kv_consumer"
 
     @property
     def receives(self) -> bool:
-        """Whether it may have those of others."""
+        """Whether this engine may fetch blocks of other engines."""
         return self.kv_role != "kv_producer"
 
     def of_rank(self, rank: int) -> KVTransferConfig:
-        """The option for an engine of --data-parallel-size: ports are counted on."""
+        """Return the option for an engine of --data-parallel-size: ports increase with the rank."""
         return msgspec.structs.replace(self, kv_port=self.kv_port + rank)

@@ -41,5 +41,5 @@ class LoRAConfig(Section, frozen=True):
 
     @property
     def num_adapter_slots(self) -> int:
-        """Adapters that the workers hold at once."""
+        """The number of adapters that the workers hold at once."""
         return self.max_loras if self.enable_lora else 0

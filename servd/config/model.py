@@ -1,4 +1,4 @@
-"""The options of the model: which one, and how it is loaded."""
+"""The options of the model and of its loading."""
 
 from typing import Annotated, Any, Literal
 

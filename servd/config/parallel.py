@@ -101,7 +101,7 @@ class ParallelConfig(Section, frozen=True):
 
     @property
     def num_engines_here(self) -> int:
-        """Engines of this host, which share its CPUs and memory."""
+        """The number of engines on this host, which share its CPUs and memory."""
         local = self.data_parallel_size_local
         if local is not None:
             return local
@@ -109,15 +109,15 @@ class ParallelConfig(Section, frozen=True):
 
     @property
     def first_rank(self) -> int:
-        """Number of this host's first engine."""
+        """The number of this host's first engine."""
         return self.data_parallel_start_rank or 0
 
     @property
     def num_workers(self) -> int:
-        """Devices of an engine; ranks of a stage come one after the other."""
+        """The number of an engine's devices. The ranks of a stage are consecutive."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def output_rank(self) -> int:
-        """The worker that answers for all: the first of the last stage, which samples."""
+        """The rank of the worker that answers for all: the first of the last stage."""
         return self.num_workers - self.tensor_parallel_size

@@ -35,7 +35,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def look_at_machine() -> Machine:
-    """Ask the CUDA driver for the number of devices, and torch's version file for its build."""
+    """Return the device count from the CUDA driver, and the build from torch's version file."""
     has_triton = importlib.util.find_spec("triton") is not None
     return Machine(num_gpus=_num_gpus(), torch_has_cuda=_torch_has_cuda(), has_triton=has_triton)
 
@@ -66,11 +66,10 @@ def resolve(config: Config, spec: ModelSpec, machine: Machine) -> Config:
 
 
 def decide(config: Config, spec: ModelSpec, machine: Machine) -> tuple[Config, dict[str, Decision]]:
-    """Choose a value for every "auto" and None that needs one, and log it; return the decisions by
-    option, too. `attention_backend` stays auto: only the worker, which has torch, can tell what is
-    supported.
-
-    Raises ConfigError: options are incompatible with each other, this machine or this model.
+    """Choose and log a value for every "auto" and None that needs one; return the resolved config
+    and the decisions by option. `attention_backend` stays auto, because only the worker, which has
+    torch, knows the supported backends. Raises ConfigError if options are incompatible with each
+    other, this machine or this model.
     """
     decided: dict[str, Decision] = {}
 
@@ -155,7 +154,7 @@ def _check_adapters(config: Config) -> None:
 
 
 def _check_together(config: Config, spec: ModelSpec) -> None:
-    """Check the compatibility of all options, given and decided."""
+    """Check the compatibility of all options, given and decided. Raises ConfigError."""
     config.cache.validate()
     if config.cache.kv_transfer_config is not None:
         read_token(config)
@@ -196,7 +195,7 @@ def _check_together(config: Config, spec: ModelSpec) -> None:
 
 
 def _check_experts(num_ranks: int, spec: ModelSpec) -> None:
-    """Warn if --enable-expert-parallel has no effect."""
+    """Log a warning if --enable-expert-parallel has no effect."""
     has_experts = any(
         isinstance(count := spec.config.get(key), int) and count > 1 for key in EXPERT_COUNTS
     )
@@ -222,7 +221,7 @@ def _check_remote(config: Config) -> None:
 
 
 def _check_observability(config: Config) -> None:
-    """Check the options of tracing and of metrics of drafts."""
+    """Check the options of tracing and of draft metrics."""
     tells_of_drafts = config.observability.per_request_spec_decode_metrics != "none"
     if tells_of_drafts and config.model.speculative_config is None:
         raise ConfigError(
@@ -246,7 +245,7 @@ def _check_observability(config: Config) -> None:
 
 
 def _resolve_names(config: Config, spec: ModelSpec) -> dict[str, Decision]:
-    """Choose the served model names: MODEL, for a folder or file preceded by its base name."""
+    """Return the served model names: MODEL. For a folder or file, its base name comes first."""
     if given := config.model.served_model_name:
         if config.model.model == DEMO_MODEL and any(map(os.path.isdir, given)):
             raise ConfigError("--served-model-name took a folder for a name: write MODEL first")
@@ -363,7 +362,7 @@ def _resolve_computation(config: Config, spec: ModelSpec) -> dict[str, Decision]
 
 
 def _whole_prompts(config: Config, spec: ModelSpec) -> dict[str, Decision]:
-    """Resolve options for an encoder. Raises ConfigError: an option is for models that write."""
+    """Resolve options for an encoder. Raises ConfigError if an option is for generation."""
     if config.model.model_impl == "transformers":
         raise ConfigError(
             f"--model-impl transformers has no encoders, and {spec.model_type} is one: leave it out"
@@ -387,8 +386,8 @@ def _whole_prompts(config: Config, spec: ModelSpec) -> dict[str, Decision]:
 
 
 def _with_states(config: Config, spec: ModelSpec) -> dict[str, Decision]:
-    """Resolve options for a model with recurrent state. Raises ConfigError: one needs earlier
-    states.
+    """Resolve options for a model with recurrent state. Raises ConfigError if an option needs
+    earlier states.
     """
     what = f"layers of {spec.model_type} keep a state, which is that of the last token alone"
     model = config.model

@@ -1,4 +1,4 @@
-"""Options of the scheduler."""
+"""The options of the scheduler."""
 
 from typing import Annotated
 

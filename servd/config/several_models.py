@@ -1,4 +1,4 @@
-"""Options of a server of several models."""
+"""The options of a server of several models."""
 
 from typing import Annotated
 

@@ -47,10 +47,8 @@ READ_BY = {
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The value of `--speculative-config`. What is not given is filled in: "" and 0 are gone then.
-
-    Raises:
-        ValueError: keys that contradict each other.
+    """The value of `--speculative-config`. Missing values are filled in, so "" and 0 do not remain.
+    Raises ValueError if keys contradict each other.
     """
 
     method: str = ""  # a file of servd/worker/spec_decode; else what the name of `model` says
@@ -99,7 +97,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def acceptance_chances(self) -> list[float] | None:
-        """Synthetic chance by position that a draft is kept if those before it are."""
+        """The synthetic chance, by position, that a draft is kept if the drafts before it are."""
         if (rates := self.synthetic_acceptance_rates) is not None:
             return [rate / before if before else 0.0 for before, rate in pairwise([1.0, *rates])]
         if (length := self.synthetic_acceptance_length) is None:
@@ -114,7 +112,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return [high] * self.num_speculative_tokens
 
     def with_heads(self, num_heads: int | None) -> SpeculativeConfig:
-        """The configuration for a draft that has this many heads: a chain of all of them unless
+        """Return the configuration for a draft with `num_heads` heads: a chain of all heads, unless
         another number of drafts is given.
         """
         if self.num_speculative_tokens:
@@ -152,20 +150,20 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def _named_by(model: str | None) -> str:
-    """The method that the name of a draft says."""
+    """Return the method that a draft's name implies."""
     name = (model or "").lower()
     return next((made for part, made in METHODS_BY_NAME.items() if part in name), "draft_model")
 
 
 def readers(key: str, method: str) -> set[str]:
-    """The methods that read a key which `method` does not; empty if it does."""
+    """Return the methods that read a key which `method` does not read; empty if it does."""
     of = next((of for start, of in READ_BY.items() if key.startswith(start)), {method})
     return set() if method in of or ":" in method else of
 
 
 def max_num_samples(max_num_seqs: int, max_num_batched_tokens: int, max_drafts: int) -> int:
-    """The most tokens that a step samples: of each request one, and one after each of its drafts;
-    and after the grammar tokens of one request, which need no drafting.
+    """Return the maximum tokens that a step samples: one per request, one after each draft, and one
+    after each grammar token of one request, which needs no drafting.
     """
     return min(max_num_seqs * (1 + max_drafts) + MAX_GRAMMAR_TOKENS, max_num_batched_tokens)
 
@@ -211,11 +209,10 @@ FLAT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_spec
 
 
 def gather(options: dict[str, Any]) -> None:
-    """Make one `speculative_config` of it and its flat flags, out of the options of a model.
+    """Replace the option and its flat flags by one `speculative_config`, in the options of a model.
 
-    Raises:
-        ConfigError: not a JSON object, a key that servd does not know or the method does not read,
-            or one that is given twice.
+    Raises ConfigError if the value is not a JSON object, a key is unknown or not read by the
+    method, or a key is given twice.
     """
     given = options.pop("speculative_config", None)
     keys = {} if given is None else read_keys(given)
@@ -237,7 +234,7 @@ def gather(options: dict[str, Any]) -> None:
 
 
 def read_keys(value: Any) -> dict[str, Any]:
-    """The keys of `--speculative-config`, as JSON or a table; see `gather` for what is raised."""
+    """Return the keys of `--speculative-config`, from JSON or a table. Raises ConfigError."""
     if value == DEMO_MODEL:
         value = DEMO_KEYS
     if isinstance(value, str) and value.replace("-", "_").isidentifier():

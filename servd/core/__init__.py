@@ -1,1 +1,1 @@
-"""The core room: decides what runs. Integers only: no text, no tensors, no torch."""
+"""The engine core, which decides what runs. It handles only integers: no text, tensors or torch."""

@@ -1,4 +1,4 @@
-"""audit: whether blocks, slots and queues of an engine agree with each other."""
+"""Checks that an engine's blocks, slots and queues are consistent."""
 
 from collections import Counter
 
@@ -8,10 +8,10 @@ from servd.messages.engine import Audit, EngineAudit, EngineCoreOutputs
 
 
 def problems(engine: EngineCore) -> list[str]:
-    """Violated invariants between two steps, as text.
+    """Return a message for each invariant that is violated between two steps.
 
-    Reference counts of blocks match the requests, and no block is both free and owned; each slot
-    has one request or is free; each request runs or waits; an idle engine owns nothing.
+    Reference counts of blocks match the requests, and no block is both free and owned. Each slot is
+    free or has one request. Each request runs or waits. An idle engine owns no blocks.
     """
     scheduler = engine.scheduler
     pool = engine.scheduler.kv_cache.pool
@@ -47,8 +47,8 @@ def problems(engine: EngineCore) -> list[str]:
 
 
 def audit(message: Audit, engine: EngineCore) -> list[EngineCoreOutputs | EngineAudit]:
-    """The messages that answer a client's Audit: current statistics, as its own may be old, and
-    what was found.
+    """Return the messages that answer a client's Audit: current statistics, because the client's
+    may be outdated, and the violated invariants.
     """
     stats = engine.scheduler.report(engine.grammars.num_waiting)
     requests = [*engine.scheduler.requests.values(), *engine.grammars.waiting()]

@@ -13,8 +13,8 @@ from servd.messages.engine import Attach, FromEngine, ToEngine
 
 
 def identity(config: Config, spec: ModelSpec) -> str:
-    """What an engine and its clients must agree on, as text for error messages: servd's version,
-    and a fingerprint of the model, the tokenizer, LoRA limits and the number of engines.
+    """Return, as text for error messages, what an engine and its clients must agree on: servd's
+    version, and a fingerprint of the model, tokenizer, LoRA limits and number of engines.
     """
     folder = os.path.realpath(spec.folder) if spec.folder else "fake"
     lora = config.lora.num_adapter_slots, config.lora.max_lora_rank
@@ -25,23 +25,23 @@ def identity(config: Config, spec: ModelSpec) -> str:
 
 
 def engine_dir(ipc_dir: str, rank: int) -> str:
-    """Folder of the sockets of one of the --data-parallel-size engines and its clients."""
+    """Return the socket folder of one of the --data-parallel-size engines and its clients."""
     return os.path.join(ipc_dir, f"rank-{rank}") if rank else ipc_dir
 
 
 def engine_address(ipc_dir: str, generation: int) -> str:
-    """Where an engine listens. Every restart has its own address, so that a message to a dead
-    engine never reaches the next.
+    """Return the address where an engine listens. Every restart has a new address, so that a
+    message to a dead engine never reaches its replacement.
     """
     return address(ipc_dir, f"engine-{generation}" if generation else "engine")
 
 
 class EngineCoreClient:
-    """Sends ToEngine and receives FromEngine. Belongs to one thread.
+    """A client's connection to the engine: sends ToEngine, receives FromEngine, in one thread.
 
-    The engine may start later: messages wait in the socket. Attaching makes it answer with
-    EngineStatus while it loads and EngineReady afterwards; with EngineDead if the engine does not
-    have the `identity` that the client has.
+    The engine may start later: messages wait in the socket. After the client attaches, the engine
+    answers with EngineStatus while loading, then with EngineReady. If its `identity` differs from
+    the client's, the engine answers with EngineDead instead.
     """
 
     def __init__(self, ipc_dir: str, client: int, identity: str, generation: int = 0) -> None:
@@ -57,8 +57,8 @@ class EngineCoreClient:
         self.send(Attach(self.client, self.inbox.at, self.identity))
 
     def follow(self, generation: int) -> None:
-        """Attach to the engine that replaces a dead one. Messages of the dead one may still arrive
-        afterwards: they have its generation.
+        """Attach to the engine that replaces a dead engine. Messages of the dead engine may still
+        arrive; their `generation` identifies them.
         """
         self.outbox.close()
         self._attach(generation)
@@ -67,14 +67,14 @@ class EngineCoreClient:
         self.outbox.send(message)
 
     def recv(self, timeout: float | None = None) -> FromEngine | None:
-        """Wait for one message, at most `timeout` seconds; None when time is up."""
+        """Return the next message, or None if none arrives within `timeout` seconds."""
         return self.inbox.recv(timeout)
 
     def drain(self, most: int) -> list[FromEngine]:
         return self.inbox.drain(most)
 
     def fileno(self) -> int:
-        """Readable when messages may have arrived (edge-triggered, see Inbox.fileno)."""
+        """Return a descriptor that is readable when messages may have come (edge-triggered)."""
         return self.inbox.fileno()
 
     def close(self) -> None:

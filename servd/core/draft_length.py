@@ -1,4 +1,4 @@
-"""DraftLengthController: how many drafts a request gets, from its acceptance and step times."""
+"""DraftLengthController: sets the number of drafts of a request by acceptance and step times."""
 
 import math
 
@@ -33,7 +33,7 @@ class Acceptance(Struct):
 
 
 class StepTime(Struct):
-    """Mean size and time of steps of a kind, exponentially weighted."""
+    """The mean size and time of one kind of steps, exponentially weighted."""
 
     weight: float = 0.0
     tokens: float = 0.0
@@ -76,7 +76,7 @@ class DraftLengthController(Struct, dict=True):
         self.is_open = is_due and step % PAUSE_INTERVAL >= PAUSE_STEPS
 
     def relative_costs(self, num_requests: int) -> tuple[float, float]:
-        """Return the time of one more token, and the overhead of drafting, in plain steps."""
+        """Return the time of one more token and the overhead of drafting, both in plain steps."""
         if not self.plain.weight:
             return FIRST_TOKEN_COST, 0.0
         first = FIRST_TOKEN_COST * self.plain.seconds
@@ -86,7 +86,7 @@ class DraftLengthController(Struct, dict=True):
         return self.slope / plain, max(drafting / plain - 1, 0.0)
 
     def num_drafts(self, acceptance: Acceptance | None) -> int:
-        """Return how many drafts pay for their time; draft j is worth chance**j tokens."""
+        """Return how many drafts are worth their time. Draft j is worth chance**j tokens."""
         if acceptance is None or not self.is_open:
             return 0
         chance = min(max(acceptance.chance, 0.01), 0.99)
@@ -102,7 +102,7 @@ class DraftLengthController(Struct, dict=True):
         return (self.max_drafts + 1) // 2
 
     def time(self, scheduled: list[ScheduledRequest], seconds: float, num_others: int = 0) -> None:
-        """Learn from a step without prompts, in which `num_others` more rows had no drafts."""
+        """Update the times from a step without prompts. `num_others` more rows had no drafts."""
         num_tokens = num_others + sum(item.num_tokens for item in scheduled)
         num_decoded = num_others + sum(1 + item.num_drafts for item in scheduled)
         kind = self.drafting if any(item.max_new_drafts for item in scheduled) else self.plain

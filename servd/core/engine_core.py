@@ -31,8 +31,8 @@ logger = logging.getLogger("servd.engine")
 
 
 class EngineCore:
-    """Runs the step loop: the Scheduler decides each step, the Executor computes it on the workers.
-    `executor`: started; `worker`: what `executor.start` returned.
+    """The step loop: the Scheduler decides steps, the Executor computes them on the workers.
+    `executor` is started; `worker` is the result of `executor.start`.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class EngineCore:
         self.on_wait: Callable[[], None] = lambda: None  # called when no request can be computed
 
     def forget_workers(self) -> None:
-        """Discard what the workers held: the KV cache and their rows. No step may be in flight."""
+        """Discard the state of the workers: KV cache and rows. No step may be in flight."""
         self.scheduler.forget_workers()
         self.grammars.forget_rows()
 
     def connect(self, executor: Executor, worker: WorkerReady) -> None:
-        """Use this executor: the first one, or after `forget_workers` the one that replaces it."""
+        """Use `executor`: the first one, or its replacement after `forget_workers`."""
         self.executor = executor
         connector = KVConnector()
         if self.config.cache.has_connector:
@@ -120,10 +120,10 @@ class EngineCore:
             )
 
     def step(self) -> dict[int, EngineCoreOutputs]:
-        """Schedule and launch a step, collect the oldest one in flight; return outputs by client.
+        """Schedule and launch a step, collect the oldest step in flight; return outputs by client.
 
-        Up to `depth` steps are in flight. The scheduler counts tokens before they are sampled, the
-        workers have the real ones: so synchronous serving is this loop with depth 1.
+        Up to `depth` steps are in flight. The scheduler counts tokens before they are sampled; only
+        the workers know the real tokens. Depth 1 is therefore synchronous serving.
         """
         grammars = self.grammars
         running = self.scheduler.running

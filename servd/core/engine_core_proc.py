@@ -1,4 +1,4 @@
-"""EngineCoreProc: the engine process: input thread, output thread, and the busy loop between."""
+"""EngineCoreProc: the engine process, with an input thread, an output thread and a busy loop."""
 
 import contextlib
 import ctypes
@@ -66,7 +66,7 @@ IDLE = 1.0  # seconds without work after which the engine prepares for later req
 
 
 class StartupClock:
-    """Seconds of every start-up phase; their sum is the wall time since the command began."""
+    """The seconds of every start-up phase. Their sum is the wall time since the command began."""
 
     def __init__(self, started_at: float) -> None:
         self.phase = "starting processes"
@@ -178,7 +178,7 @@ class EngineCoreProc:
         return engine
 
     def busy_loop(self, engine: EngineCore) -> None:
-        """Process the messages that arrived, run a step, send its outputs. Blocks when idle."""
+        """Process the messages that arrived, run a step, send its outputs. Blocks while idle."""
         while True:
             while not engine.has_work or not self.inputs.empty():
                 self.heartbeat.rest()
@@ -213,8 +213,8 @@ class EngineCoreProc:
         self.heartbeat.compute(record.prefills)
 
     def next_input(self, engine: EngineCore) -> ToEngine | Compiled | WorkerFailed | ClientGone:
-        """Wait for a message. A first idle time is used to prepare for structured outputs, which
-        would delay requests later; a longer one puts the engine to sleep, if so configured.
+        """Wait for a message and return it. The first idle second prepares structured outputs,
+        which would delay requests later. A longer idle time makes the engine sleep, if configured.
         """
         if self.wants_sleep and not engine.has_work and not engine.grammars.num_waiting:
             self.sleep(engine)
@@ -231,7 +231,7 @@ class EngineCoreProc:
         return self.inputs.get()
 
     def start_executor(self, config: Config, progress: Progress) -> tuple[Executor, WorkerReady]:
-        """Call `start_executor`, and exclude what it made from garbage collection."""
+        """Call the function `start_executor`, and exclude its objects from garbage collection."""
         self.executor, worker = start_executor(config, self.start.spec, progress)
         self.executor.on_failure = lambda reason: self.inputs.put(WorkerFailed(reason))
         # On waking, older objects were collected when it fell asleep: that saves 0.1 s of the 0.3 s
@@ -241,7 +241,7 @@ class EngineCoreProc:
         return self.executor, worker
 
     def sleep(self, engine: EngineCore) -> None:
-        """Free the memory of the model while there is nothing to do."""
+        """Free the model's memory while the engine is idle."""
         self.wants_sleep = self.was_asleep = False
         if self.executor is None:
             return
@@ -256,7 +256,7 @@ class EngineCoreProc:
         gc.freeze()  # else the process takes 0.5 s more to exit
 
     def wake_up(self, engine: EngineCore) -> None:
-        """Load the model again, if the engine sleeps; messages wait meanwhile."""
+        """Load the model again if the engine sleeps. Messages wait meanwhile."""
         if self.executor is not None:
             return
         assert self.ready is not None
@@ -279,7 +279,7 @@ class EngineCoreProc:
         self.outputs.put((None, self.ready))
 
     def guard(self, work: Callable[[], None]) -> None:
-        """Run a thread's work; if it fails, so does the engine, as requests would wait for ever."""
+        """Run a thread's work. If it fails, the engine fails too: requests would wait forever."""
         try:
             work()
         except Exception as error:
@@ -299,7 +299,7 @@ class EngineCoreProc:
             self.receive(inbox)
 
     def receive(self, inbox: Inbox[ToEngine] | HubInbox[ToEngine]) -> None:
-        """Queue the next message. One that cannot be decoded fails only the request in it."""
+        """Queue the next message. A message that cannot be decoded fails only its own request."""
         try:
             message = inbox.recv()
         except UnreadableMessage as error:
@@ -359,7 +359,7 @@ class EngineCoreProc:
             self.hub_outbox.close()
 
     def accept(self, client: Attach, outbox: Outbox | HubClient) -> bool:
-        """Return whether a client has the same version and model; if not, tell it why."""
+        """Return whether a client has the engine's version and model; else send EngineDead."""
         own = self.start.identity or identity(self.start.config, self.start.spec)
         if client.identity == own:
             return True
@@ -372,7 +372,7 @@ class EngineCoreProc:
     def deliver(
         self, receiver: int, message: FromEngine, outboxes: dict[int, Outbox | HubClient]
     ) -> None:
-        """Send a message to a client, which may be gone."""
+        """Send a message to a client. If the client is gone, queue ClientGone."""
         try:
             outboxes[receiver].send(message)
         except (ConnectionError, KeyError):  # KeyError: it broke at an earlier message
@@ -401,8 +401,8 @@ def rejection(unreadable: UnreadableMessage) -> tuple[int, EngineCoreOutputs] | 
 
 
 def abort_all_of(client: int, engine: EngineCore) -> AbortRequests:
-    """Abort all requests of a client that has died. Requests that wait for a grammar are aborted
-    when their first output cannot be sent.
+    """Return AbortRequests for all requests of a client that died. Requests that wait for a grammar
+    are aborted when their first output cannot be sent.
     """
     ids = [
         request.request_id
@@ -419,8 +419,8 @@ def abort_all_of(client: int, engine: EngineCore) -> AbortRequests:
 def start_executor(
     config: Config, spec: hf.ModelSpec, progress: Progress
 ) -> tuple[Executor, WorkerReady]:
-    """Make the configured executor and have it load the model, downloading the weights if needed.
-    Raises ConfigError: the weights cannot be had, or the model cannot be loaded here.
+    """Return the configured executor with a loaded model. Downloads missing weights. Raises
+    ConfigError if the weights cannot be downloaded or the model cannot be loaded here.
     """
     model = config.model
     assert config.parallel.executor is not None

@@ -1,4 +1,4 @@
-"""Outputs: the messages that the clients get next, one for each."""
+"""Outputs: the next message for each client."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ class Outputs:
         return bool(self._messages)
 
     def report_to(self, client: int) -> EngineCoreOutputs:
-        """Have a client told the engine's state, even without an output. Returns its message."""
+        """Return the client's next message, which has the engine's state even without outputs."""
         return self._messages.setdefault(client, EngineCoreOutputs([]))
 
     def add(self, client: int, output: EngineCoreOutput) -> None:

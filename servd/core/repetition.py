@@ -1,11 +1,11 @@
-"""RepetitionDetector: recognises an output that repeats one pattern and will hardly end itself."""
+"""RepetitionDetector: detects an output that repeats one pattern and would hardly end."""
 
 from servd.messages.params import RepetitionDetection
 
 
 class RepetitionDetector:
-    """Follows one output token by token, at a cost per token of O(max_pattern_size). `params`:
-    which patterns count, and how many copies.
+    """Tracks one output token by token, in O(max_pattern_size) per token. `params` defines the
+    patterns and the number of copies.
     """
 
     def __init__(self, params: RepetitionDetection) -> None:
@@ -15,7 +15,7 @@ class RepetitionDetector:
         self.runs: dict[int, int] = {}
 
     def append(self, token_ids: list[int], begin: int) -> bool:
-        """Process the last of `token_ids`, in which the output starts at index `begin`. Returns
+        """Process the last of `token_ids`, in which the output starts at index `begin`. Return
         whether the output ends in `min_count` copies of a pattern.
         """
         last = len(token_ids) - 1

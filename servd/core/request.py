@@ -1,4 +1,4 @@
-"""Request: the engine's state of one request: tokens, counters, blocks, and where it ends."""
+"""Request: the engine's state of a request: tokens, counters, blocks and limits."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class RequestStatus(Enum):
 
 @dataclass(slots=True, frozen=True)
 class GrammarEnd:
-    """With a token just sampled, the grammar of an output is complete or cannot be followed."""
+    """The end of an output by its grammar: it is complete or cannot be followed after a token."""
 
     num_tokens: int = 1  # number of sampled tokens up to and including that one
     error: str | None = None  # None: complete; else the token is not part of the output
 
 
 def prompt_too_long(num_prompt_tokens: int, max_model_len: int, by_cache: bool) -> str:
-    """Why a prompt is refused; `by_cache`: the KV cache is what limits it, not the model."""
+    """Return the error for a too long prompt. `by_cache`: the KV cache is the limit."""
     error = (
         f"the prompt has {num_prompt_tokens} tokens, but prompt and output together are limited"
         f" to {max_model_len} tokens"
@@ -51,7 +51,7 @@ def prompt_too_long(num_prompt_tokens: int, max_model_len: int, by_cache: bool) 
 def failure(
     request_id: str, marks: list[Mark], error: str, now_ns: int, step: int = -1
 ) -> EngineCoreOutput:
-    """The output that ends a request with an error; `step`: in which it failed, -1 if in none."""
+    """Return the output that ends a request with an error. `step`: the step that failed, or -1."""
     marks = [*marks, Mark("finished", now_ns, step)]
     return EngineCoreOutput(request_id, finish_reason=FinishReason.ERROR, marks=marks, error=error)
 
@@ -63,12 +63,12 @@ def _token_set(*token_ids: int) -> frozenset[int]:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The engine's view of one request.
+    """The engine's state of a request.
 
-    `token_ids` holds the known tokens: prompt and collected output. The counters run ahead of it:
-    a token to be sampled counts from the moment its step is scheduled, as a placeholder until it
-    is collected; so does a draft, as if it were accepted. The `n` choices of a prompt share its
-    token ids and block hashes: each copies them when its output begins.
+    `token_ids` holds the known tokens: prompt and collected output. The counters are ahead of it: a
+    token counts as sampled when its step is scheduled, and is a placeholder until it is collected.
+    A draft also counts, as if it were accepted. The `n` choices of a prompt share its token ids and
+    block hashes; each choice copies them when its output begins.
     """
 
     request_id: str
@@ -120,7 +120,7 @@ class Request:
     def from_message(
         cls, message: EngineCoreRequest, order: tuple[int, int, int], max_model_len: int
     ) -> Request:
-        """A new request; its tokens are limited by `max_model_len` and by its max_tokens."""
+        """Return a new request, limited to `max_model_len` tokens and to its max_tokens."""
         params = message.params
         num_prompt_tokens = len(message.prompt_token_ids)
         assert num_prompt_tokens > 0
@@ -197,7 +197,7 @@ class Request:
 
     @property
     def num_placeholders(self) -> int:
-        """Tokens sampled, or about to be, by steps whose output is not collected yet."""
+        """The number of tokens that steps in flight have sampled or will sample."""
         return self.num_tokens - len(self.token_ids)
 
     @property
@@ -205,22 +205,22 @@ class Request:
         return self.num_tokens - self.num_computed_tokens
 
     def grammar_drafts(self, token_ids: list[int]) -> list[int]:
-        """Return drafts from `token_ids`, the only tokens that its grammar allows next: those that
-        no step in flight samples, with room left for one token after them.
+        """Return drafts from `token_ids`, the only tokens that the grammar allows next. Skips
+        tokens that steps in flight sample, and leaves room for one token after the drafts.
         """
         room = self.max_num_tokens - self.num_tokens - 1
         first = self.num_placeholders
         return token_ids[first : first + min(room, MAX_GRAMMAR_TOKENS)]
 
     def add_prompt_output(self, result: ModelRunnerOutput, row: int) -> None:
-        """Append those of a step. After a preemption the first ones are computed again."""
+        """Append a step's prompt logprobs, except those known from before a preemption."""
         if (part := result.prompt_logprobs.get(row)) is not None:
             known = len(self.prompt_logprobs) + 1 - part.start
             assert known >= 0, "parts come in order"
             self.prompt_logprobs += part.positions[known:]
 
     def append_decoded(self, token_id: int) -> bool:
-        """Append a token if it cannot end the output, and return whether it was appended."""
+        """Append a token and return True; return False if the token might end the output."""
         known = self.token_ids
         if token_id in self.stop_token_ids or len(known) + 1 >= self.max_num_tokens:
             return False
@@ -239,9 +239,9 @@ class Request:
         """Correct the counters, which count all drafts of a step as accepted. Returns how many
         drafts are part of the output.
 
-        `output` gets the counts of the workers' drafts; those of the engine are all accepted, and
-        not counted. The end of the output may have cut some of `num_sampled`. `num_found`: drafts
-        that the workers found for the next step.
+        Adds the counts of the workers' drafts to `output`. The engine's own drafts are all accepted
+        and not counted. The end of the output may have cut some of `num_sampled` tokens.
+        `num_found`: drafts that the workers found for the next step.
         """
         num_rejected = scheduled.num_drafts + 1 - num_sampled
         self.num_tokens -= num_rejected
@@ -259,8 +259,8 @@ class Request:
     def collect_output(
         self, result: ModelRunnerOutput, row: int, end: GrammarEnd | None, now: int, step: int
     ) -> EngineCoreOutput:
-        """Append the tokens of a step, up to one that ends the output. Returns the output for the
-        client. `end`: how the grammar ends the output with one of these tokens.
+        """Append the tokens of a step, up to a token that ends the output. Return the output for
+        the client. `end`: how the grammar ends the output at one of these tokens.
         """
         token_ids = result.tokens_of(row)
         if end is not None:
@@ -309,7 +309,7 @@ class Request:
             output.ended_by_grammar = True
 
     def _extend(self, token_ids: list[int]) -> tuple[int, FinishReason | None]:
-        """Append tokens up to one that ends the output; returns how many, and the reason."""
+        """Append tokens up to one that ends the output; return their number and the reason."""
         known = self.token_ids
         for count, token_id in enumerate(token_ids, 1):
             known.append(token_id)

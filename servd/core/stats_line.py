@@ -1,4 +1,4 @@
-"""StatsLine: the line about throughput in the engine's log."""
+"""StatsLine: logs the engine's throughput."""
 
 import logging
 import time
@@ -12,7 +12,7 @@ LOG_INTERVAL = 10.0  # seconds between log lines while requests run
 
 
 class StatsLine:
-    """One log line every LOG_INTERVAL seconds while tokens are produced."""
+    """Logs one line every LOG_INTERVAL seconds while tokens are produced."""
 
     def __init__(self) -> None:
         self.since = time.monotonic()

@@ -26,8 +26,8 @@ MAX_SILENCE = 1_000_000_000  # nanoseconds
 class Step(msgspec.Struct):
     """A step, from its scheduling until its output is collected.
 
-    Its rows hold the requests themselves, not their ids: meanwhile a request may end, and its id
-    may be used again.
+    Its rows hold request objects instead of ids, because a request may end meanwhile and its id may
+    be used again.
     """
 
     record: StepRecord
@@ -58,7 +58,7 @@ class Step(msgspec.Struct):
         num_drafts: int = 0,
         draft_token_ids: list[int] = NO_DRAFTS,
     ) -> ScheduledRequest:
-        """Add any other row: `num_tokens` known tokens, and drafts after them. Both count as
+        """Add a row that is no plain decode: `num_tokens` known tokens, then drafts. All count as
         computed now. If the row samples, all drafts count as accepted, and one token as sampled.
         """
         samples = request.num_computed_tokens + num_tokens == request.num_tokens
@@ -98,7 +98,7 @@ class Step(msgspec.Struct):
     def append_decoded(
         self, result: ModelRunnerOutput, ends: Mapping[int, GrammarEnd]
     ) -> tuple[dict[int, dict[str, int]], list[int]]:
-        """Append the sampled tokens of rows whose output continues with nothing else to report.
+        """Append the sampled tokens of rows whose output continues and has nothing else to report.
         Returns these tokens, by client and request id, and the other rows, such as rows whose
         output ends.
         """
@@ -124,8 +124,8 @@ class Step(msgspec.Struct):
         return self.requests[other], self.scheduled[other]
 
     def chose_drafts_of(self, request: Request) -> bool:
-        """Return whether the step verifies drafts that only the workers know. Until its output is
-        known, the engine does not know at which token the request's next step begins.
+        """Return whether the step verifies drafts that only the workers know. The engine then needs
+        its output to know at which token the request's next step begins.
         """
         return any(
             each is request and scheduled.num_drafts > len(scheduled.draft_token_ids)
@@ -134,7 +134,7 @@ class Step(msgspec.Struct):
 
 
 class StepLog:
-    """The records of collected steps. Each client gets each of them once, with its outputs."""
+    """The records of collected steps. Each client gets each record once, with its outputs."""
 
     def __init__(self, max_records: int = MAX_RECORDS) -> None:
         self._collected_ns = 0
@@ -144,9 +144,9 @@ class StepLog:
         self._announced_ns = 0
 
     def add(self, record: StepRecord) -> tuple[int, bool]:
-        """Add the record of a collected step. Returns nanoseconds since the output of the step
-        before, idle time included; and whether to send the records to all clients with requests,
-        even without outputs. By the records, clients detect an engine that makes no progress.
+        """Add the record of a collected step. Returns nanoseconds since the previous step's output,
+        including idle time; and whether to send the records to all clients with requests, even
+        without outputs. From the records, clients detect an engine that makes no progress.
         """
         now = record.collected_ns
         before = self._collected_ns
@@ -167,7 +167,7 @@ class StepLog:
         return self._num_given.keys()
 
     def take_new(self, client: int) -> list[StepRecord]:
-        """Return the records since the last call for this client, as far as they are kept."""
+        """Return the records since this client's last call, as far as they are kept."""
         num_new = self._num_added - self._num_given.get(client, 0)
         self._num_given[client] = self._num_added
         if num_new == 1:  # mostly

@@ -2,7 +2,7 @@
 imports zmq.
 
 Every process binds one Inbox; senders connect an Outbox to it. Addresses are `ipc://` files in a
-private folder (0700). Between hosts there are Links over TCP only, encrypted and authenticated by a
+private folder (0700). Hosts are connected only by Links over TCP, encrypted and authenticated by a
 token.
 """
 
@@ -44,7 +44,7 @@ def address(folder: Path | str, name: str) -> str:
 
 
 class UnreadableMessage(Exception):
-    """The received `data` is not a message of the type that the inbox expects."""
+    """An error for received `data` that is not a message of the inbox's type."""
 
     def __init__(self, data: bytes, reason: str) -> None:
         super().__init__(reason)
@@ -52,7 +52,7 @@ class UnreadableMessage(Exception):
 
 
 class Inbox(Generic[T]):
-    """Receives messages of the union `kind` from any number of outboxes. Belongs to one thread."""
+    """Receives messages of the union `kind` from any number of outboxes, in one thread."""
 
     def __init__(self, at: str, kind: Any) -> None:
         self.at = at
@@ -65,16 +65,16 @@ class Inbox(Generic[T]):
         self.socket.bind(at)
 
     def recv(self, timeout: float | None = None) -> T | None:
-        """Return the next message; None if none arrives within `timeout` seconds (None: wait for
-        ever). An UnreadableMessage is dropped; the next call returns the message after it.
+        """Return the next message; None if none arrives within `timeout` seconds. Without a
+        timeout, wait forever. Raises UnreadableMessage; the next call returns the message after it.
         """
         if timeout is not None and not self.socket.poll(int(timeout * 1000)):
             return None
         return self._decode(self.socket.recv())
 
     def drain(self, most: int = 2**31) -> list[T]:
-        """Return at most `most` of the messages that have arrived, without waiting. An
-        UnreadableMessage is dropped: the previous call returned the messages before it, the next
+        """Return at most `most` of the messages that have arrived, without waiting. Raises
+        UnreadableMessage in its turn: the previous call returned the messages before it, the next
         call returns the messages after it.
         """
         if self.unreadable is not None:
@@ -94,7 +94,7 @@ class Inbox(Generic[T]):
         return messages
 
     def fileno(self) -> int:
-        """Return a descriptor to watch. Edge-triggered: `drain` first and at every event."""
+        """Return a descriptor to watch. Edge-triggered: call `drain` first and at every event."""
         return self.socket.getsockopt(zmq.FD)
 
     def _decode(self, data: bytes) -> T:
@@ -110,9 +110,9 @@ class Inbox(Generic[T]):
 
 
 class Outbox:
-    """Sends messages to one inbox, which may start later unless it `must_exist`, now and at each
-    `send`. Sending never blocks. Belongs to one thread. Raises ConnectionError: the address is
-    invalid, or nothing listens there after CONNECT_TIMEOUT.
+    """Sends messages to one inbox, which may start later unless `must_exist`. Sending never blocks.
+    Belongs to one thread. With `must_exist`, raises ConnectionError if the address is invalid, or
+    nothing listens there after CONNECT_TIMEOUT.
     """
 
     def __init__(self, to: str, must_exist: bool = False) -> None:
@@ -130,8 +130,8 @@ class Outbox:
             raise ConnectionError(f"{to}: nobody is there")
 
     def send(self, message: msgspec.Struct | msgspec.Raw) -> None:
-        """Queue one message; order is kept. Raises ConnectionError: the bound inbox's process is
-        gone.
+        """Queue one message; order is kept. Raises ConnectionError if the process of the bound
+        inbox is gone.
         """
         try:
             self.socket.send(_encoder.encode(message), zmq.NOBLOCK)
@@ -139,22 +139,22 @@ class Outbox:
             raise ConnectionError("nobody receives any more") from None
 
     def close(self) -> None:
-        """Close; queued messages get at most half a second."""
+        """Close the socket. Queued messages are sent for at most half a second."""
         self.socket.close()
 
 
 class KeyPair(NamedTuple):
-    """Keys of CURVE, in ZMQ's encoding."""
+    """A pair of CURVE keys, in ZMQ's encoding."""
 
     public: bytes
     secret: bytes
 
 
 class Keys:
-    """CURVE keys that both ends of a Link derive from their shared token.
+    """The CURVE keys that both ends of a Link derive from their shared token.
 
-    Without the token nobody can connect, eavesdrop or impersonate an end: each connection is
-    encrypted with keys of its own, and each end must hold the key pair derived from the token.
+    Without the token, nobody can connect, eavesdrop or impersonate an end: each connection is
+    encrypted with its own keys, and each end must hold the key pair derived from the token.
     Derivation takes about 50 ms, which slows down guessing a weak token.
     """
 
@@ -176,7 +176,7 @@ def _pair(seed: bytes) -> KeyPair:
 
 
 def tcp_address(host: str, port: int) -> str:
-    """Return the ZMQ address of a port of a host name, IPv4 or IPv6 address."""
+    """Return the ZMQ address of a port on a host name, IPv4 or IPv6 address."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
@@ -214,7 +214,7 @@ class Link(Generic[T]):
         self.socket.send_multipart(_frames_of(message), zmq.NOBLOCK)
 
     def drain(self) -> list[tuple[bytes, T | None]]:
-        """Return the arrived messages with their senders; None for one that cannot be decoded."""
+        """Return (sender, message) for each arrived message; None for an undecodable message."""
         found: list[tuple[bytes, T | None]] = []
         with suppress(zmq.Again):
             while True:
@@ -227,14 +227,14 @@ class Link(Generic[T]):
         return found
 
     def close(self, linger: float = 0.0) -> None:
-        """Close; queued messages have some seconds to be sent."""
+        """Close the connection. Queued messages are sent for at most `linger` seconds."""
         self.socket.close(int(linger * 1000))
         self._context.term()
 
 
 class Listener(Link[T]):
-    """The listening end of Links. Only connections with the token's keys are accepted. Raises
-    ConfigError: it cannot listen at the address.
+    """The listening end of Links. Accepts only connections with the token's keys. Raises
+    ConfigError if it cannot listen at the address.
     """
 
     kind_of_socket: int = zmq.ROUTER
@@ -259,7 +259,7 @@ class Listener(Link[T]):
             raise ConfigError(f"cannot listen on {to}: {error.strerror}") from None
 
     def _let_in(self, guard: zmq.Socket[bytes], key: bytes, events: zmq.Socket[bytes]) -> None:
-        """Authenticate connections, in a thread, until `close`."""
+        """Authenticate connections until `close`. Runs in a thread."""
         poller = zmq.Poller()
         connections = set[int]()
         poller.register(guard, zmq.POLLIN)
@@ -291,7 +291,7 @@ class Listener(Link[T]):
                     connection.shutdown(socket.SHUT_RDWR)
 
     def send_to(self, peer: bytes, message: msgspec.Struct | msgspec.Raw) -> bool:
-        """Queue a message for a connected Link; False if its connection is gone."""
+        """Queue a message for a connected Link. Return False if its connection is gone."""
         try:
             self.socket.send_multipart([peer, *_frames_of(message)], zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -308,7 +308,7 @@ Source = TypeVar("Source", bound="Inbox[Any] | Link[Any]")
 
 
 def wait(sources: Iterable[Source], timeout: float) -> list[Source]:
-    """Return the channels that have messages, waiting for at most `timeout` seconds."""
+    """Return the channels that have messages. Waits for at most `timeout` seconds."""
     poller = zmq.Poller()
     by_socket = {source.socket: source for source in sources}
     for each in by_socket:
@@ -321,18 +321,17 @@ REPLAY_TIMEOUT = 5000  # milliseconds that a replay waits for a slow reader
 
 
 def is_bound(endpoint: str) -> bool:
-    """Return whether a Publisher binds the endpoint rather than connect to it, as in vLLM."""
+    """Return whether a Publisher binds the endpoint instead of connecting to it, as in vLLM."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
 
 
 class Publisher:
-    """Publishes numbered batches to any number of subscribers, and replays missed ones on request.
-    Batches are frames: topic, number (8 bytes, big-endian), data.
+    """Publishes numbered batches to any number of subscribers, and replays missed batches on
+    request. Batches are frames: topic, number (8 bytes, big-endian), data.
 
-    A subscriber for which `limit` batches are queued loses some. Requests to the endpoint `replay`,
-    if any, have the first number wanted; the replies, of the `kept` latest batches, are (number,
-    data), the last one END_OF_REPLAY. Raises ConfigError: an endpoint cannot be bound or connected
-    to.
+    A subscriber with `limit` queued batches loses batches. Requests to the optional endpoint
+    `replay` contain the first number wanted. The replies are (number, data) of the `kept` latest
+    batches, then END_OF_REPLAY. Raises ConfigError if an endpoint cannot be bound or connected to.
     """
 
     def __init__(
@@ -350,7 +349,7 @@ class Publisher:
             threading.Thread(target=self._replay, args=[asked], name="replay", daemon=True).start()
 
     def send(self, data: bytes) -> None:
-        """Publish a batch; never blocks."""
+        """Publish a batch without blocking."""
         number = self._count.to_bytes(8, "big")
         self._count += 1
         with self._lock:
@@ -379,7 +378,7 @@ class Publisher:
         return socket
 
     def _replay(self, socket: zmq.Socket[bytes]) -> None:
-        """Answer replay requests, in a thread, until `close`."""
+        """Answer replay requests until `close`. Runs in a thread."""
         with socket, suppress(zmq.ContextTerminated):
             while True:
                 frames = socket.recv_multipart()

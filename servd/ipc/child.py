@@ -1,4 +1,4 @@
-"""Child: a subprocess with a start message on stdin, which ends when its parent is gone."""
+"""Child: a subprocess with a start message on stdin, which exits when its parent is gone."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ LAST_STACKS = 0.3  # seconds for that
 
 
 class Child:
-    """`python -m MODULE` with a start message on its stdin, which stays open while this process
-    lives. Without a start message it waits until one is sent.
+    """`python -m MODULE` with a start message on stdin, which stays open while this process lives.
+    Without a start message, the child waits until `send` is called.
 
-    Subprocesses rather than `multiprocessing`: scripts that use servd need no `__main__` guard,
-    nothing is pickled, and `ps` shows what each process is. The child has its own process group, so
-    that Ctrl-C in a terminal reaches only the parent; but the parent's session, so that the kernel
-    continues and ends it, if it is stopped, when the parent dies.
+    Unlike with `multiprocessing`, scripts that use servd need no `__main__` guard, nothing is
+    pickled, and `ps` shows what each process is. The child has its own process group, so that
+    Ctrl-C in a terminal reaches only the parent. It stays in the parent's session, so that the
+    kernel continues and ends a stopped child when the parent dies.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Child:
             log.error("%s ended before it could be started", name)
 
     def send(self, message: msgspec.Struct) -> bool:
-        """Write a message to its stdin; False if it has ended."""
+        """Write a message to the child's stdin. Return False if the child has ended."""
         assert self.process.stdin is not None
         data = msgspec.msgpack.encode(message)
         try:
@@ -78,7 +78,7 @@ class Child:
         return True
 
     def post(self, message: msgspec.Struct) -> None:
-        """Send a message from a thread: a child that is stopped may not read for ever."""
+        """Send a message from a thread, because a stopped child may never read."""
         if self._posted is None:
             posted = self._posted = SimpleQueue()
 
@@ -100,18 +100,18 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative for a signal, as in `subprocess`."""
+        """The exit code: None while the child runs; negative for a signal, as in `subprocess`."""
         return self.process.poll()
 
     def cpu_seconds(self) -> float:
-        """CPU time that it has used; 0 once it has ended. Linux only: elsewhere always infinite."""
+        """Return the child's CPU time; 0 once it has ended. Infinite except on Linux."""
         if not (fields := _read_stat(self.process.pid)):
             return 0.0 if sys.platform == "linux" else math.inf
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def is_stopped(self, with_descendants: bool = False) -> bool:
-        """Whether a signal (SIGSTOP) has stopped it. A debugger that holds it ("t") has not. Linux
-        only: elsewhere never.
+        """Return whether a signal (SIGSTOP) has stopped the child; not whether a debugger holds it
+        ("t"). False except on Linux.
         """
         pids = [self.process.pid]
         if with_descendants:
@@ -127,7 +127,7 @@ class Child:
             self.process.terminate()
 
     def kill_hung(self) -> None:
-        """Kill it and its descendants, after the stacks of all their threads went into the log."""
+        """Log the stacks of all threads of the child and its descendants, then kill them."""
         pids = [self.process.pid, *_descendants(self.process.pid)]
         for signum in (SHOW_STACKS, signal.SIGCONT, signal.SIGKILL):
             if signum == signal.SIGKILL:
@@ -149,7 +149,7 @@ class Child:
 
 
 def _read_stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on; none once it has ended."""
+    """Return the fields of /proc/PID/stat from the state on; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -157,7 +157,7 @@ def _read_stat(pid: int) -> list[str]:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Its children, theirs, and so on."""
+    """Return the ids of a process's children, their children, and so on."""
     try:
         text = "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
     except OSError:  # it has ended meanwhile
@@ -167,7 +167,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def import_ahead(modules: Sequence[str]) -> None:
-    """Import what this process will need later, at low priority."""
+    """Import modules that this process will need later, at low priority."""
     if modules:
         os.nice(STANDBY_NICE)  # this thread alone
     for module in modules:
@@ -175,9 +175,9 @@ def import_ahead(modules: Sequence[str]) -> None:
 
 
 def read_start(kind: type[T], on_reload: Callable[[Config], None] = lambda config: None) -> T:
-    """In the child: read the start message; from then on end when the parent is gone. For the main
-    thread. `on_reload` is called, from another thread, with each Config that the parent sends
-    later.
+    """Return the start message, in the child. From then on, the child exits when its parent is
+    gone. Call in the main thread. `on_reload` is called, in another thread, with each Config that
+    the parent sends later.
     """
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # `stty tostop` stops no log in the background
     if not (message := _read_message()):
@@ -198,7 +198,7 @@ def read_start(kind: type[T], on_reload: Callable[[Config], None] = lambda confi
 
 
 def _read_message() -> bytes:
-    """The next message on stdin; empty if the parent is gone."""
+    """Return the next message on stdin; empty if the parent is gone."""
     return _read_exactly(int.from_bytes(_read_exactly(4), "big"))
 
 

@@ -1,4 +1,4 @@
-"""Heartbeat: a process's signs of life, in shared memory; Watchdog: detects that it hangs."""
+"""Heartbeat: shared memory that shows a process is alive; Watchdog: detects that it hangs."""
 
 import mmap
 import os
@@ -21,8 +21,8 @@ LOADING_TIMEOUT = 600.0  # seconds that an import from a slow disk may block all
 
 
 class Heartbeat:
-    """Memory that the engine writes and its parent reads: a file of SIZE bytes; -1 if nobody is
-    to.
+    """Shared memory that the engine writes and its parent reads: a file of SIZE bytes. With -1,
+    nobody reads it.
     """
 
     def __init__(self, descriptor: int = -1) -> None:
@@ -31,18 +31,18 @@ class Heartbeat:
         self.newest: deque[list[str]] = deque(maxlen=STEPS_IN_FLIGHT)
 
     def beat(self) -> None:
-        """Show that the process lives: called every BEAT_INTERVAL by a thread of its own."""
+        """Show that the process lives. A separate thread calls this every BEAT_INTERVAL."""
         self.numbers[BEAT] += 1
 
     def get_ready(self) -> None:
         self.numbers[READY] = 1
 
     def sleep(self, is_asleep: bool) -> None:
-        """It has freed its model, or loaded it again."""
+        """Record whether the engine has freed its model."""
         self.numbers[ASLEEP] = is_asleep
 
     def work(self, limit: float) -> None:
-        """Something begins that should be done within `limit` seconds."""
+        """Record the start of work that should finish within `limit` seconds."""
         self.numbers[STEP] += 1
         self.numbers[LIMIT] = limit
 
@@ -50,7 +50,7 @@ class Heartbeat:
         self.numbers[LIMIT] = 0
 
     def compute(self, prompts: Collection[str]) -> None:
-        """The next step computes these prompts, by engine id; one of them may crash the process."""
+        """Record that the next step computes these prompts (engine ids): one may crash it."""
         if not prompts and not any(self.newest):
             return
         self.newest.append([*prompts])
@@ -59,7 +59,7 @@ class Heartbeat:
         self.page[TEXT : TEXT + 4 + len(text)] = len(text).to_bytes(4, "little") + text
 
     def computing(self) -> list[str]:
-        """The prompts of the steps that may be in flight."""
+        """Return the engine ids of the prompts of the steps that may be in flight."""
         end = TEXT + 4 + int.from_bytes(self.page[TEXT : TEXT + 4], "little")
         return self.page[TEXT + 4 : end].decode(errors="replace").split()
 
@@ -73,7 +73,7 @@ class Heartbeat:
 
 
 def make_file() -> int:
-    """The descriptor of a new file for a heartbeat, which has no name."""
+    """Return the descriptor of a new file without a name, for a heartbeat."""
     descriptor = os.memfd_create("heartbeat")
     os.ftruncate(descriptor, SIZE)
     return descriptor
@@ -83,7 +83,7 @@ def make_file() -> int:
 class Watchdog:
     """Detects a hung process by reading its heartbeat at equal intervals.
 
-    It counts its readings rather than seconds, so a suspended machine does not look like a hang.
+    Counts readings rather than seconds, so that a suspended machine does not look like a hang.
     """
 
     heartbeat: Heartbeat  # of the process
@@ -97,11 +97,11 @@ class Watchdog:
 
     @property
     def seconds_ready(self) -> float:
-        """Seconds since start-up was over."""
+        """The seconds since start-up finished."""
         return self.ready * self.interval
 
     def look(self) -> str | None:
-        """Why the process is hung, if it is."""
+        """Return why the process counts as hung; None if it does not."""
         numbers = self.heartbeat.numbers
         beat = numbers[BEAT]
         step = numbers[STEP]

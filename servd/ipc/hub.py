@@ -1,8 +1,8 @@
-"""Hub: the channel to processes that Ray has put on other hosts, over one encrypted port.
+"""Hub: the channel to processes that Ray runs on other hosts, over one encrypted port.
 
-A process connects two Links: it says who it is on one, and receives there; it sends on the other.
+A process connects two Links: one receives, after it has sent the process's name; the other sends.
 Only the hub listens, so that the other hosts need no open port. A process whose connection breaks
-is lost, as messages may be: it is not known again.
+counts as lost, because messages may be lost. It cannot reconnect.
 """
 
 import secrets
@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 
 class Hello(Message, tag=True):
-    """A process states that it can receive from now on."""
+    """A process states its name, and that it can receive."""
 
     name: str
 
 
 class Forward(Message, tag=True):
-    """A message of a process, and its receiver on the hub's host."""
+    """A message from a process, with its receiver on the hub's host."""
 
     receiver: str
     message: msgspec.Raw
@@ -36,8 +36,8 @@ ToHub = Hello | Forward
 
 
 class Hub:
-    """The listening end, at the address of this host that the others reach. Belongs to one
-    thread; `on_lost` is called from it with the name of a process whose connection broke.
+    """The listening end, at the address of this host that other hosts can reach. Belongs to one
+    thread. Calls `on_lost` in that thread with the name of a process whose connection broke.
     """
 
     def __init__(self, host: str, on_lost: Callable[[str], None]) -> None:
@@ -58,7 +58,7 @@ class Hub:
             self.on_lost(name)
 
     def drain(self) -> list[Forward]:
-        """Return what has arrived."""
+        """Return the messages that have arrived for receivers."""
         found: list[Forward] = []
         for peer, message in self.listener.drain():
             match message:
@@ -71,7 +71,7 @@ class Hub:
         return found
 
     def forget(self, name: str) -> None:
-        """Drop what waits for a process that is gone."""
+        """Drop the messages that wait for a process that is gone."""
         self.peers.pop(name, None)
         self.waiting.pop(name, None)
 
@@ -80,7 +80,7 @@ class Hub:
 
 
 class HubReceiver(Generic[T]):
-    """What processes send to the hub's own process, in place of an Inbox of the union `kind`."""
+    """Receives processes' messages in the hub's process, like an Inbox of the union `kind`."""
 
     at = "hub"  # where they send to
 
@@ -90,7 +90,7 @@ class HubReceiver(Generic[T]):
         self.arrived: deque[T] = deque()
 
     def recv(self, timeout: float) -> T | None:
-        """Wait for one message; None if none arrives within `timeout` seconds."""
+        """Wait for one message and return it; None if none arrives within `timeout` seconds."""
         if not self.arrived:
             wait([self.hub.listener], timeout)
             self.arrived += [self.decoder.decode(each.message) for each in self.hub.drain()]
@@ -101,7 +101,7 @@ class HubReceiver(Generic[T]):
 
 
 class HubSender:
-    """Sends to one process through the hub, in place of an Outbox."""
+    """Sends to one process through the hub, like an Outbox."""
 
     def __init__(self, hub: Hub, name: str) -> None:
         self.hub = hub
@@ -111,11 +111,11 @@ class HubSender:
         self.hub.send(self.name, message)
 
     def close(self) -> None:
-        """Do nothing: the hub is closed once."""
+        """Do nothing, because the hub is closed separately."""
 
 
 class HubInbox(Generic[T]):
-    """An Inbox of messages of the union `kind` from the hub, for a process on another host."""
+    """Receives messages of the union `kind` from the hub on another host, like an Inbox."""
 
     def __init__(self, uplink: Uplink, kind: Any) -> None:
         self.link: Link[msgspec.Raw] = Link(uplink.at, msgspec.Raw, Keys(uplink.token))
@@ -124,7 +124,7 @@ class HubInbox(Generic[T]):
         self.arrived: deque[bytes] = deque()
 
     def recv(self, timeout: float | None = None) -> T | None:
-        """Wait for one message; see `Inbox.recv`."""
+        """Wait for one message and return it; see `Inbox.recv`."""
         while not self.arrived:
             wait([self.link], 3600.0 if timeout is None else timeout)
             self.arrived += [bytes(message or b"") for _, message in self.link.drain()]
@@ -157,7 +157,7 @@ class HubOutbox:
 
 
 class HubClient:
-    """An Outbox to one of those receivers; they share the HubOutbox, which is closed once."""
+    """Sends to one receiver on the hub's host, like an Outbox. Clients share a HubOutbox."""
 
     def __init__(self, outbox: HubOutbox, receiver: str) -> None:
         self.outbox = outbox
@@ -167,4 +167,4 @@ class HubClient:
         self.outbox.send(self.receiver, message)
 
     def close(self) -> None:
-        """Do nothing: others use the connection."""
+        """Do nothing: other clients use the connection."""

@@ -18,7 +18,7 @@ ENGINE_IS_DEAD = 3  # exit code of an API server whose engine reported its end
 
 
 class Uplink(msgspec.Struct, frozen=True):
-    """How a process on another host connects to the Hub of its parent's host."""
+    """The data with which a process on another host connects to the Hub of its parent's host."""
 
     at: str  # address of the hub
     token: str  # of this hub alone; both ends make their keys of it
@@ -68,7 +68,7 @@ class StartGrammarChecker(msgspec.Struct):
 
 
 class GrammarVerdict(Message):
-    """The result for one grammar; the first one reports that the process is ready."""
+    """The result for one grammar. The first verdict reports that the process is ready."""
 
     error: str | None = None  # None: it compiles
 

@@ -1,1 +1,1 @@
-"""What crosses a process border."""
+"""The messages that cross process borders."""

@@ -1,10 +1,10 @@
-"""Adapter: a LoRA adapter as requests name it."""
+"""Adapter: a LoRA adapter, as requests refer to it."""
 
 import msgspec
 
 
 class Adapter(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """An adapter as it was when it was loaded."""
+    """A LoRA adapter as it was when it was loaded."""
 
     name: str
     digest: str  # SHA-256 of its files, hexadecimal
@@ -15,7 +15,7 @@ class Adapter(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
-    """Which adapter an offline request has, in vLLM's words."""
+    """The adapter of an offline request, with vLLM's field names."""
 
     lora_name: str
     lora_int_id: int  # not needed: a name is enough

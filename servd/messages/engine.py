@@ -1,8 +1,8 @@
-"""Every message that crosses a process border, as msgspec tagged unions. No tensors, no pickle.
+"""All messages that cross a process border, as msgspec tagged unions. No tensors, no pickle.
 
-The unions are ToEngine, FromEngine, ToWorker and FromWorker; what goes through the pipes of a child
-process is in child_messages.py. Structs are positional on the wire (`array_like`): new fields are
-appended, with a default.
+The unions are ToEngine, FromEngine, ToWorker and FromWorker; start_messages.py has the messages on
+the pipes of child processes. Structs are positional on the wire (`array_like`): append new fields,
+with a default.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from servd.messages.stats import KVStoreStats, SchedulerStats
 
 
 class Message(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Base of all messages."""
+    """The base class of all messages."""
 
 
 class FinishReason(StrEnum):
-    """Why a request ended. Every accepted request ends with exactly one of these."""
+    """The reason why a request ended. Every accepted request ends with exactly one reason."""
 
     STOP = "stop"  # end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens or the context is full
@@ -37,10 +37,10 @@ class FinishReason(StrEnum):
 
 
 class Attach(Message, tag=True):
-    """An API server connects; the engine answers with EngineStatus or EngineReady, or with
+    """An API server connects. The engine answers with EngineStatus or EngineReady, or with
     EngineDead if their identities differ.
 
-    The one message that no version of servd may change.
+    This is the only message that no version of servd may change.
     """
 
     client: int
@@ -49,7 +49,7 @@ class Attach(Message, tag=True):
 
 
 class RequestOptions(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
-    """How a request is served, as opposed to what the model is asked to do (`params`)."""
+    """The options of how servd serves a request, as opposed to the model's task (`params`)."""
 
     priority: int = 0  # lower runs first, under --scheduling-policy priority
     cache_salt: str | None = None  # requests share cached blocks only with the same salt
@@ -68,12 +68,12 @@ class RequestOptions(msgspec.Struct, array_like=True, omit_defaults=True, frozen
 
     @property
     def cache_keys(self) -> tuple[str | None, ...]:
-        """What two requests must have in common, beside tokens, to share cached blocks."""
+        """The keys that two requests must share, besides tokens, to share cached blocks."""
         return self.cache_salt, self.adapter and self.adapter.digest
 
 
 class EngineCoreRequest(Message, tag=True):
-    """A validated prompt with all its choices; prompt and max_tokens fit in max_model_len."""
+    """A validated prompt with all its choices. Prompt and max_tokens fit in max_model_len."""
 
     request_id: str
     prompt_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
@@ -89,12 +89,12 @@ class EngineCoreRequest(Message, tag=True):
 
     @property
     def choice_ids(self) -> list[str]:
-        """Engine ids of the choices, as in outputs."""
+        """The engine ids of the choices, as used in outputs."""
         n = self.params.n if isinstance(self.params, SamplingParams) else 1
         return [self.request_id] if n == 1 else [f"{self.request_id}_{i}" for i in range(n)]
 
     def choices(self) -> list[EngineCoreRequest]:
-        """Return a request for each unfinished choice, with its own seed. They share all lists."""
+        """Return a request for each unfinished choice, with its own seed. All lists are shared."""
         params = self.params
         outputs = self.output_token_ids
         if not isinstance(params, SamplingParams) or params.n == 1:
@@ -112,17 +112,17 @@ class EngineCoreRequest(Message, tag=True):
 
 
 class AbortRequests(Message, tag=True):
-    """Drop these requests, in any state, without further output; unknown ids are ignored."""
+    """Drop these requests, in any state, without further output. Unknown ids are ignored."""
 
     request_ids: list[str]
 
 
 class ResetPrefixCache(Message, tag=True):
-    """Forget all cached blocks that no request uses."""
+    """Remove all cached blocks that no request uses."""
 
 
 class Sleep(Message, tag=True):
-    """Free weights and KV cache as soon as there is nothing to do; the next request wakes it."""
+    """Free weights and KV cache as soon as the engine is idle. The next request wakes it."""
 
 
 class WakeUp(Message, tag=True):
@@ -130,14 +130,14 @@ class WakeUp(Message, tag=True):
 
 
 class Audit(Message, tag=True):
-    """Check the engine's invariants; it answers with EngineAudit."""
+    """Check the engine's invariants. The engine answers with EngineAudit."""
 
     client: int
     number: int  # of this client's audits
 
 
 class Detach(Message, tag=True):
-    """An API server has ended, as an engine on another host cannot see: drop its requests."""
+    """An API server has ended: drop its requests. Sent to engines on other hosts."""
 
     client: int
 
@@ -154,7 +154,7 @@ STALLED = "stalled"  # phase of an EngineStatus
 
 
 class EngineStatus(Message, tag=True):
-    """Progress of start-up. From the engine's parent: STALLED, it is hung and will be killed."""
+    """Start-up progress. From the engine's parent: STALLED, the engine hangs and will be killed."""
 
     phase: str  # e.g. "loading weights"
     progress: float = 0.0  # 0 to 1 within the phase
@@ -162,7 +162,7 @@ class EngineStatus(Message, tag=True):
 
 
 class WorkerReady(Message, tag=True):
-    """A worker has loaded the model: what it found, and how much fits."""
+    """A worker has loaded the model: its device, and how many blocks fit."""
 
     device: str  # e.g. "cpu", "NVIDIA H200"
     dtype: str
@@ -180,7 +180,7 @@ class WorkerReady(Message, tag=True):
 
 
 class EngineReady(Message, tag=True):
-    """The engine serves requests from now on; sent again when it falls asleep and wakes."""
+    """The engine can serve requests. Sent again when the engine falls asleep or wakes."""
 
     worker: WorkerReady
     max_model_len: int
@@ -192,7 +192,7 @@ class EngineReady(Message, tag=True):
 
 
 class EngineAudit(Message, tag=True):
-    """The result of an Audit, after all messages that the client had sent before it."""
+    """The result of an Audit. It covers all messages that the client sent before the Audit."""
 
     number: int
     problems: list[str]
@@ -202,7 +202,7 @@ class EngineAudit(Message, tag=True):
 
 
 class TokenLogprobs(Message):
-    """Log-probabilities at one position: the sampled token first, then the most likely ones."""
+    """The log-probabilities at one position: the sampled token first, then the most likely."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -210,14 +210,14 @@ class TokenLogprobs(Message):
 
 
 class PromptLogprobs(Message):
-    """Log-probabilities of a part of a prompt; the first token of a prompt has none."""
+    """The log-probabilities of a part of a prompt. The first token of a prompt has none."""
 
     start: int  # index in the prompt of the first token of the part, from 1
     positions: list[TokenLogprobs]  # the token of the prompt first, then the most likely ones
 
 
 class EngineCoreOutput(Message):
-    """What one step added to one request."""
+    """The output that one step added to one request."""
 
     request_id: str
     new_token_ids: list[int] = []
@@ -244,7 +244,7 @@ class EngineCoreOutput(Message):
 
 
 class EngineCoreOutputs(Message, tag=True):
-    """All outputs of one step for one API server."""
+    """The outputs of one step for one API server."""
 
     outputs: list[EngineCoreOutput]
     stats: SchedulerStats | None = None
@@ -255,20 +255,20 @@ class EngineCoreOutputs(Message, tag=True):
 
     @property
     def all_outputs(self) -> list[EngineCoreOutput]:
-        """All outputs, also those of `decoded`; each request's outputs are in order."""
+        """All outputs, including `decoded`. Each request's outputs are in order."""
         return [*(EngineCoreOutput(key, [one]) for key, one in self.decoded.items()), *self.outputs]
 
 
 class EngineFailed(Message, tag=True):
-    """The engine's last message. The parent process decides whether to restart it."""
+    """The engine's last message. The parent process decides whether to restart the engine."""
 
     reason: str
     is_config_error: bool = False
 
 
 class EngineRestarting(Message, tag=True):
-    """From the engine's parent: its process has died, and is being restarted. API servers attach to
-    the next one, and resend their unfinished requests.
+    """The engine process died and is being restarted. Sent by the engine's parent. API servers
+    attach to the next engine and resend their unfinished requests.
     """
 
     generation: int  # of the next engine
@@ -277,7 +277,7 @@ class EngineRestarting(Message, tag=True):
 
 
 class EngineDead(Message, tag=True):
-    """From the engine's parent: it has died for good. From the engine: identities differ."""
+    """From the engine's parent: the engine died for good. From the engine: identities differ."""
 
     reason: str
 
@@ -297,17 +297,17 @@ FromEngine = (
 
 
 class LoadModel(Message, tag=True):
-    """Load weights and report how many KV blocks fit (WorkerReady)."""
+    """Load the weights, and report in WorkerReady how many KV blocks fit."""
 
 
 class AllocateKVCache(Message, tag=True):
-    """Allocate the cache, with the smallest `num_blocks` that a worker reported."""
+    """Allocate the KV cache. `num_blocks` is the smallest number that a worker reported."""
 
     num_blocks: int
 
 
 class NewRequest(Message):
-    """A request that enters the batch, for the first time or after preemption."""
+    """A request that joins the batch, for the first time or after a preemption."""
 
     slot: int  # row that it owns in every worker until it is freed
     token_ids: list[int]  # prompt and, after preemption, output
@@ -333,8 +333,8 @@ class ScheduledRequest(Message):
 
 
 class DecodeBatch(Message):
-    """The rows that compute one token and sample the next, without drafts: most rows of most steps,
-    so they are stored as columns.
+    """The rows that compute one token and sample the next, without drafts. Most rows of most steps
+    are such rows, so they are stored as columns.
     """
 
     slots: list[int] = []
@@ -342,14 +342,14 @@ class DecodeBatch(Message):
     new_blocks: dict[int, int] = {}  # slot -> new block, of the few rows that need one
 
     def row(self, index: int) -> ScheduledRequest:
-        """Return a row as an object."""
+        """Return a row as a ScheduledRequest."""
         slot = self.slots[index]
         new_block_ids = [self.new_blocks[slot]] if slot in self.new_blocks else []
         return ScheduledRequest(slot, 1, new_block_ids, True, self.num_computed_tokens[index])
 
 
 class BlockCopy(Message):
-    """A block of the KV cache, and a slot of host memory, which has a part for each rank."""
+    """A copy between a KV cache block and a slot of host memory, which has a part per rank."""
 
     block: int
     slot: int
@@ -357,17 +357,17 @@ class BlockCopy(Message):
 
 
 class BlockCopies(Message):
-    """Copies that each worker makes in order, as later ones depend on earlier ones."""
+    """The copies that each worker makes, in order, because later copies depend on earlier ones."""
 
     memory: str  # file that workers map: slots of kv_bytes_per_block times the number of ranks
     copies: list[BlockCopy]
 
 
 class SchedulerOutput(Message, tag=True):
-    """One step: what has changed, and how many tokens each request computes.
+    """One step: the changes to the batch, and how many tokens each request computes.
 
-    Workers make `copies`, free `freed_slots`, add `new_requests`, then compute the rows: those of
-    `decodes`, then those of `scheduled`.
+    Workers make `copies`, free `freed_slots` and add `new_requests`. Then they compute the rows:
+    first `decodes`, then `scheduled`.
     """
 
     step: int
@@ -379,7 +379,7 @@ class SchedulerOutput(Message, tag=True):
 
     @property
     def rows(self) -> list[ScheduledRequest]:
-        """All rows in order, as objects, where speed does not matter."""
+        """All rows in order, as objects. Slow."""
         return [*map(self.decodes.row, range(len(self.decodes.slots))), *self.scheduled]
 
     @property
@@ -396,8 +396,8 @@ class SchedulerOutput(Message, tag=True):
 
 
 class GrammarBitmask(Message):
-    """Allowed tokens of the rows with a grammar. Where there is no entry, all tokens are allowed,
-    or the grammar already rejects a draft before it.
+    """The allowed tokens of rows with a grammar. Without an entry, all tokens are allowed, or the
+    grammar rejects an earlier draft.
     """
 
     indices: list[int]  # positions in SchedulerOutput.rows
@@ -410,13 +410,13 @@ class SampleTokens(Message, tag=True):
 
 
 class TakeTokens(Message, tag=True):
-    """The sampled tokens of the oldest step, for pipeline stages that do not sample themselves."""
+    """The sampled tokens of the oldest step, for pipeline stages that do not sample."""
 
     token_ids: list[list[int]]  # see ModelRunnerOutput.rows
 
 
 class Shutdown(Message, tag=True):
-    """Free the device and end."""
+    """Free the device and exit."""
 
 
 ToWorker = LoadModel | AllocateKVCache | SchedulerOutput | SampleTokens | TakeTokens | Shutdown
@@ -431,7 +431,7 @@ class WorkerProgress(Message, tag=True):
 
 
 class ModelRunnerOutput(Message, tag=True):
-    """Sampled tokens of one step, in the order of SchedulerOutput.rows."""
+    """The sampled tokens of one step, in the order of SchedulerOutput.rows."""
 
     # Of SchedulerOutput.scheduled: empty for a row that does not sample; with drafts, the accepted
     # ones and one more.

@@ -1,4 +1,4 @@
-"""Outputs of a request: CompletionOutput (one choice, or a delta of it) and RequestOutput."""
+"""The outputs of a request: CompletionOutput (a choice or a delta) and RequestOutput."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from servd.messages.engine import FinishReason, TokenLogprobs
 
 
 def unpack_vector(data: bytes) -> list[float]:
-    """The numbers of a `pooled` vector."""
+    """Return the numbers of a `pooled` vector."""
     return list(struct.unpack(f"<{len(data) // 4}f", data))
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One choice: a delta since the last output while streaming, otherwise all of it."""
+    """One choice. While streaming: only its part since the last output."""
 
     index: int = 0  # of the choice, 0 to n - 1
     text: str = ""
@@ -46,7 +46,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """A request, finished or not: its prompt and its `n` choices in order, complete so far."""
+    """The output of a request so far: its prompt and its `n` choices in order."""
 
     request_id: str
     prompt: str | None  # None if the prompt was given as token ids
@@ -55,5 +55,5 @@ class RequestOutput(msgspec.Struct, kw_only=True):
 
     @property
     def finished(self) -> bool:
-        """Whether every choice has finished."""
+        """Whether all choices have finished."""
         return all(output.finish_reason is not None for output in self.outputs)

@@ -39,7 +39,7 @@ BadWord = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_BAD_WORD_TO
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters of a beam search, with vLLM's names; see `BeamSearch`."""
+    """The parameters of a beam search, with vLLM's names; see `BeamSearch`."""
 
     beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAMS)]
     max_tokens: Annotated[int, Meta(ge=1, le=INT32_MAX)]
@@ -52,7 +52,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
 class StructuredOutput(
     msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, weakref=True
 ):
-    """A constraint on the output that the engine enforces token by token."""
+    """A constraint on the output, which the engine enforces token by token."""
 
     kind: Literal["json", "json_object", "regex", "choice", "grammar"]
     # JSON schema as JSON text, regex, JSON list of choices, grammar text; "" for json_object
@@ -65,7 +65,7 @@ class StructuredOutput(
 class RepetitionDetection(
     msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False
 ):
-    """Stops an output whose last tokens repeat a pattern. Fields as in vLLM."""
+    """The limits beyond which an output that repeats a pattern ends. Fields as in vLLM."""
 
     # Tokens; 0 is off.
     max_pattern_size: Annotated[int, Meta(ge=0, le=MAX_PATTERN_SIZE)] = 0
@@ -73,7 +73,7 @@ class RepetitionDetection(
     min_count: Count = 0  # consecutive repetitions; at least 2
 
     def validate(self) -> None:
-        """Check the bounds. The InvalidRequest has the field in `param`."""
+        """Check the bounds. Raises InvalidRequest, with the field in `param`."""
         param = "repetition_detection"
         bounds.validate(self, 0, param)
         largest = self.max_pattern_size
@@ -88,7 +88,7 @@ class RepetitionDetection(
 
 
 class ReasoningTags(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
-    """The tokens around a model's reasoning."""
+    """The tokens that enclose a model's reasoning."""
 
     end_id: TokenId
     start_id: TokenId | None = None  # None: the output begins inside the reasoning
@@ -103,10 +103,10 @@ class SamplingParams(
     frozen=True,
     gc=False,
 ):
-    """How tokens are chosen and when generation ends. Defaults are neutral, as in vLLM.
+    """The sampling parameters and limits of a request. Defaults are neutral, as in vLLM.
 
-    The engine, which makes `n` requests of one, uses all but TEXT_PARAMS. Bounds are those of the
-    annotations; `validate` checks them. A field with `made_of` is that field's texts as token ids.
+    The engine turns `n` choices into requests, and uses all fields except TEXT_PARAMS. `validate`
+    checks the annotated bounds. A field with `made_of` holds that field's texts as token ids.
     """
 
     n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
@@ -158,10 +158,9 @@ class SamplingParams(
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] = []
 
     def validate(self, vocab_size: int) -> None:
-        """Check every bound once, before the engine sees the request.
+        """Check every bound once, before the engine receives the request.
 
-        Raises:
-            InvalidRequest: with the field in `param`.
+        Raises InvalidRequest, with the field in `param`.
         """
         bounds.validate(self, vocab_size)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -176,7 +175,7 @@ class SamplingParams(
             bounds.validate(self.reasoning_tags, vocab_size, "thinking_token_budget")
 
     def of_choice(self, index: int) -> SamplingParams:
-        """Parameters of one of `n` choices: seeds increase; only the first has prompt logprobs."""
+        """Return the parameters of a choice. Seeds increase; only the first has prompt logprobs."""
         # Wrap around as int64 does.
         seed = self.seed
         if seed is not None:
@@ -186,7 +185,7 @@ class SamplingParams(
 
     @property
     def is_greedy(self) -> bool:
-        """Temperature 0 (or so close that dividing by it would overflow)."""
+        """Whether the temperature is 0, or so small that dividing by it would overflow."""
         return self.temperature < 1e-5
 
 
@@ -199,10 +198,10 @@ class PoolingParams(
     frozen=True,
     gc=False,
 ):
-    """How the hidden states of a prompt are pooled to one vector, to one per token ("all"), or to
+    """The pooling of a prompt's hidden states: to one vector, to a vector per token ("all"), or to
     the outputs of a classification head.
 
-    None means the model's default, which the API process fills in.
+    None stands for the model's default, which the API process fills in.
     """
 
     pooling: Literal["last", "mean", "cls", "all"] | None = None
@@ -213,10 +212,9 @@ class PoolingParams(
     second_text: Count = 0
 
     def validate(self, hidden_size: int) -> None:
-        """Check every bound once, before the engine sees the request.
+        """Check every bound once, before the engine receives the request.
 
-        Raises:
-            InvalidRequest: with the field in `param`.
+        Raises InvalidRequest, with the field in `param`.
         """
         bounds.validate(self, 0)
         if self.dimensions is not None and not 1 <= self.dimensions <= hidden_size:

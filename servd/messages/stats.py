@@ -1,4 +1,4 @@
-"""SchedulerStats and its parts: what an engine counts, and reports with its outputs."""
+"""SchedulerStats and its parts: the counts that an engine reports with its outputs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import msgspec
 
 
 class Stats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Base of all counts; positional on the wire, as messages are."""
+    """The base class of all counts. Positional on the wire, like messages."""
 
 
 class DraftStats(Stats):
-    """How many of the workers' draft tokens were accepted."""
+    """The counts of the workers' draft tokens, and of those that were accepted."""
 
     num_drafts: int = 0  # rows with at least one draft token
     num_draft_tokens: int = 0
@@ -39,7 +39,7 @@ class DraftStats(Stats):
 
 
 class BlockEviction(Stats):
-    """A cached block was evicted; times in nanoseconds."""
+    """The eviction of a cached block. Times are in nanoseconds."""
 
     lifetime_ns: int
     idle_ns: int  # since it was found in the prefix cache, or filled
@@ -47,7 +47,7 @@ class BlockEviction(Stats):
 
 
 class KVStoreStats(Stats):
-    """A place that the KV connector saves blocks to; counters since the engine's start."""
+    """The state of a storage of the KV connector. Counters start with the engine."""
 
     name: str
     num_blocks: int = 0
@@ -60,7 +60,7 @@ class KVStoreStats(Stats):
 
 
 class SchedulerStats(Stats):
-    """The engine's state after a step, for metrics and logs; counters since the last report."""
+    """The engine's state after a step, for metrics and logs. Counters since the last report."""
 
     num_running: int = 0
     num_waiting: int = 0

@@ -1,1 +1,1 @@
-"""What the commands of `cli` and `bench` share: flags, tables, a client, a server to measure."""
+"""The common parts of the commands in `cli` and `bench`: flags, tables, a client, a server."""

@@ -1,4 +1,4 @@
-"""Flags of the commands that start an engine, derived from Config, over files and environment."""
+"""Flags of commands that start an engine, derived from Config; also files and environment."""
 
 import argparse
 import json
@@ -61,7 +61,7 @@ COMMON = {
 
 
 class HelpAll(argparse.Action):
-    """Print the help with the options that `--help` hides: actions and their texts."""
+    """A flag that prints the help with the options that `--help` hides: actions and their texts."""
 
     def __init__(self, *, hidden: list[tuple[argparse.Action, str | None]], **options: Any) -> None:
         super().__init__(nargs=0, **options)
@@ -91,7 +91,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every field of Config, grouped by section, and the positional MODEL.
 
     Values stay strings here; Config.load converts and checks them. Options not given are absent
-    from the result: what is added to the parser after this needs an explicit default.
+    from the result: an argument that you add to the parser later needs an explicit default.
     """
     parser.argument_default = argparse.SUPPRESS
     parser.add_argument(
@@ -112,7 +112,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_needless(parser: argparse.ArgumentParser) -> None:
-    """Flags of other servers that --help does not show: `Config.load` explains why not."""
+    """Add other servers' flags without effect, hidden in --help; see `Config.load`."""
     for name in IGNORED:
         style: dict[str, Any] = {} if name.endswith("=") else {"const": "", "action": "store_const"}
         name = name.removesuffix("=")
@@ -120,7 +120,7 @@ def add_needless(parser: argparse.ArgumentParser) -> None:
 
 
 def add_option(group: Any, name: str) -> argparse.Action:
-    """Add the flag of an option of Config, with its other names."""
+    """Add the flag of an option of Config, with its aliases."""
     _, option = options_by_name()[name]
     kind, metas = plain(option.type)
     description = next(meta.description for meta in metas if meta.description).replace("%", "%%")
@@ -139,8 +139,8 @@ def add_option(group: Any, name: str) -> argparse.Action:
 
 
 def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return options of Config from parsed arguments: the command line wins over --config, which
-    wins over the environment. Raises ConfigError: see `read_config_file`.
+    """Return options of Config from parsed arguments. The command line overrides --config, which
+    overrides the environment. Raises ConfigError like `read_config_file`.
     """
     given = vars(arguments)
     options = read_config_file(given["config"]) if "config" in given else {}
@@ -152,8 +152,8 @@ def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_config_file(path: str) -> dict[str, Any]:
-    """Return options from a .toml, .yaml or .json file; keys are flag names with dashes or
-    underscores. Raises ConfigError: no such file, not readable, or not a flat table.
+    """Return options from a .toml, .yaml or .json file. Keys are flag names with dashes or
+    underscores. Raises ConfigError if the file is missing, unreadable, or not a flat table.
     """
     file = Path(path)
     try:
@@ -180,7 +180,7 @@ def read_config_file(path: str) -> dict[str, Any]:
 
 
 def argument_style(kind: Any, name: str) -> dict[str, Any]:
-    """argparse settings for a plain type."""
+    """Return argparse settings for a plain type."""
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is Literal:

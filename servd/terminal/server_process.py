@@ -1,4 +1,4 @@
-"""Start a server command, wait until it answers, stop it."""
+"""Starts a server command, waits until the server answers, and stops it."""
 
 import contextlib
 import json
@@ -25,8 +25,8 @@ Connect = Callable[[], Client]
 
 @contextlib.contextmanager
 def running(command: Sequence[str], client: Client, timeout: float) -> Iterator[float]:
-    """Run a server until the block ends; yields the seconds until it was ready. Raises ServdError:
-    the command ended, or `client` saw no ready server within `timeout` seconds.
+    """Run a server until the block ends; yield the seconds until it was ready. Raises ServdError if
+    the command exits, or `client` finds no ready server within `timeout` seconds.
     """
     started = time.perf_counter()
     # A session of its own, so that whatever the command starts can be stopped with it.
@@ -60,7 +60,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 @contextlib.contextmanager
 def own_server(options: dict[str, Any]) -> Iterator[Connect]:
     """Run `servd serve` with these options of Config on a private socket until the block ends.
-    Raises ServdError: it ended before it was ready; its log explains why.
+    Raises ServdError if the server exits before it is ready; its log explains why.
     """
     folder = private_dir()
     config = folder / "config.json"

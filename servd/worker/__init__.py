@@ -1,1 +1,1 @@
-"""The worker room: tensors. The only place that imports torch."""
+"""The worker, which handles tensors. Only this package imports torch."""

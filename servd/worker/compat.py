@@ -1,7 +1,7 @@
-"""What servd uses of torch and transformers that they do not promise to keep, each with its reason.
+"""The parts of torch's and transformers' private APIs that servd uses, each with its reason.
 
-`servd/base/compat.py` has what needs no torch. Look here first when a newer version fails. What
-takes long to import is imported inside of functions.
+`servd/base/compat.py` has the parts that need no torch. Look here first when a newer version fails.
+Slow imports are inside functions.
 """
 # pyright: reportPrivateUsage=false
 
@@ -23,7 +23,7 @@ TESTED = {"torch": "2.11-2.13", "transformers": "5.17-5.24"}
 
 
 class DispatchMode(TorchDispatchMode):
-    """Sees each operation below autograd. torch has no public class for that."""
+    """A mode that sees each operation below autograd. torch has no public class for that."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -31,31 +31,31 @@ class DispatchMode(TorchDispatchMode):
 
 
 def leaves(values: Any) -> Iterable[Any]:
-    """Iterate over what nested arguments of an operation hold. torch has no public function."""
+    """Return all values in the nested arguments of an operation. torch has no public function."""
     return tree_iter(values)
 
 
 def without_function_modes() -> AbstractContextManager[Any]:
-    """Suspend function modes: a dry run is one, and lies about devices. torch has no public way."""
+    """Return a context without function modes: a dry run's mode fakes devices. No public way."""
     return torch._C.DisableTorchFunction()
 
 
 def use_a_symbol_per_size() -> None:
-    """Let torch.compile tell sizes apart that are equal by chance. No public option does it."""
+    """Make torch.compile distinguish sizes that are equal by chance. No public option does it."""
     from torch.fx.experimental import _config as symbols
 
     symbols.use_duck_shape = False
 
 
 def multiply_int8(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """Call torch's product by 8-bit weights on a CPU, which has no public name."""
+    """Return torch's product by 8-bit weights on a CPU, which has no public name."""
     return torch.ops.aten._weight_int8pack_mm(x, weight, scale)
 
 
 def copy_with(module: nn.Module, **parts: nn.Module | Tensor) -> Any:
-    """Copy a module of torch but for what it holds, and exchange some parts: `copy.copy` alone
-    shares the tables of parts, and assigning a part would change the original, too. If a part is a
-    tensor, the copy has no parameters but these.
+    """Return a copy of a torch module that shares its contents, with some parts replaced.
+    `copy.copy` alone shares the tables of parts, so assigning a part would change the original. If
+    a part is a tensor, the copy has only the parameters among `parts`.
     """
     made = copy.copy(module)
     modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
@@ -66,8 +66,8 @@ def copy_with(module: nn.Module, **parts: nn.Module | Tensor) -> Any:
 
 
 def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the module's own parameters and those of its buffers that checkpoints have. Public
-    ones of torch do not tell these from others, nor leave a tensor that two modules share in both.
+    """Return the module's own parameters and persistent buffers. torch's public methods neither
+    tell persistent buffers from others, nor return a tensor for both modules that share it.
     """
     transient = module._non_persistent_buffers_set
     buffers = {name: each for name, each in module._buffers.items() if name not in transient}
@@ -75,7 +75,7 @@ def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def replace_stored_tensor(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Put a parameter in the place of one or of a buffer, without the checks of torch's class."""
+    """Replace a parameter or buffer by `parameter`, without the checks of torch's class."""
     module._buffers.pop(name, None)
     module._parameters[name] = parameter
 
@@ -85,8 +85,8 @@ def replace_stored_tensor(module: nn.Module, name: str, parameter: nn.Parameter)
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Leave parameters without storage and values, within the block. Buffers stay as usual, on a
-    CPU even under function modes; transformers' own way has no storage for buffers either.
+    """Create parameters without storage and values within the block. Buffers are created as usual,
+    on a CPU even under function modes; transformers' own way has no storage for buffers either.
     """
     from transformers.initialization import no_init_weights
 
@@ -106,8 +106,8 @@ def without_weights() -> Iterator[None]:
 
 
 def conversion_rules(model: Any) -> tuple[list[Any], list[Any]]:
-    """Return the renamings and the converters by which transformers reads old checkpoints of this
-    model. They are public in no form that takes tensors one by one.
+    """Return the renamings and converters by which transformers reads old checkpoints of this
+    model. No public form takes tensors one by one.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming
@@ -121,7 +121,7 @@ def rename_tensor(
     name: str, renamings: list[Any], converters: list[Any], prefix: str, state: Mapping[str, Any]
 ) -> tuple[str, str | None]:
     """Return a tensor's name in the model, and the pattern of the converter that makes it. This
-    function of transformers is not documented.
+    function of transformers is undocumented.
     """
     from transformers.core_model_loading import rename_source_key
 
@@ -129,42 +129,42 @@ def rename_tensor(
 
 
 def unneeded_patterns(model: Any) -> list[str]:
-    """Return patterns of tensors that checkpoints may have and the model does not use. transformers
-    reads them in its own loading alone.
+    """Return patterns of checkpoint tensors that the model does not use. transformers reads them
+    only in its own loading.
     """
     return [*(model._keys_to_ignore_on_load_unexpected or ())]
 
 
 def precise_modules(model: Any) -> list[str]:
-    """Return the parts that stay in float32, such as biases of routers: 16 bits choose other
-    experts. transformers reads them in its own loading alone.
+    """Return the parts that stay in float32, such as router biases: with 16 bits, routers choose
+    other experts. transformers reads the names only in its own loading.
     """
     return [*(model._keep_in_fp32_modules_strict or ())]
 
 
 def parallel_plan(model: Any) -> dict[str, str]:
-    """Return how ranks share each linear layer, by patterns of names. In public, transformers has
-    it only in its own loading, which would split the model itself.
+    """Return how ranks share each linear layer, by name patterns. transformers has a public form
+    only in its own loading, which would split the model itself.
     """
     return model._tp_plan or {}
 
 
 def is_stateful(model: Any) -> bool:
-    """Return whether the model states that it keeps a state other than a KV cache. transformers
-    reads it in `generate` alone.
+    """Return whether the model states that it keeps a state besides a KV cache. transformers reads
+    this only in `generate`.
     """
     return model._is_stateful
 
 
 def set_attention(config: Any, name: str) -> None:
-    """Let layers with this config call a registered attention: the public setter of transformers
-    checks the whole model again, and refuses what `teach_attention` taught.
+    """Make layers with this config call a registered attention. The public setter of transformers
+    checks the whole model again, and refuses models that `teach_attention` changed.
     """
     config._attn_implementation = name
 
 
 def sliding_window_rule(window: int) -> Callable[..., Any]:
-    """Return the rule of a sliding window. transformers makes masks of it, but does not document
+    """Return the rule of a sliding window. transformers builds masks from it, but does not document
     it.
     """
     from transformers.masking_utils import sliding_window_causal_mask_function
@@ -173,8 +173,8 @@ def sliding_window_rule(window: int) -> Callable[..., Any]:
 
 
 def teach_attention(model_type: str, name: str, flash: Callable[..., Tensor]) -> None:
-    """Let classes of transformers from before its interface of attention call `flash`, with the
-    module first, where they would call flash attention, under the `name` of an implementation.
+    """Make old classes, which lack transformers' attention interface, call `flash` instead of flash
+    attention, with the module as first argument. `name` is the name of the implementation.
     """
     modeling: Any = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     table = next(t for key, t in vars(modeling).items() if key.endswith("_ATTENTION_CLASSES"))

@@ -1,4 +1,4 @@
-"""Worker: one device with its share of the model, driven by an executor."""
+"""Worker: one device with its share of the model, controlled by an executor."""
 
 import gc
 import logging
@@ -33,8 +33,8 @@ log = logging.getLogger("servd.worker")
 
 
 class Worker:
-    """Start-up is `load_model`, then `allocate_kv_cache`; each step is `execute_model`, then
-    `sample_tokens`.
+    """A device with its share of the model. Start with `load_model`, then `allocate_kv_cache`; run
+    each step by `execute_model`, then `sample_tokens`.
 
     Attributes:
         compared: folders of models whose memory was compared with the plan, once per process.
@@ -77,7 +77,7 @@ class Worker:
         self.runner = runner_class(config, spec, self.device, self.parallel)
 
     def load_model(self) -> WorkerReady:
-        """Load the weights and measure how many KV-cache blocks fit. Raises ConfigError: the model
+        """Load the weights and return how many KV-cache blocks fit. Raises ConfigError if the model
         cannot run here.
         """
         start = time.monotonic()
@@ -121,33 +121,33 @@ class Worker:
         )
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the cache, of as many blocks as all workers have; afterwards steps can run."""
+        """Allocate the cache with the number of blocks that all workers have, to run steps."""
         self.runner.allocate_kv_cache(num_blocks)
         self.reference_check.run(self.run_step)
         self.runner.warm_up(lambda fraction: self.progress("warming up", fraction))
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
-        """Launch the forward pass of a step. Raises RuntimeError: the last was not sampled."""
+        """Launch a step's forward pass. Raises RuntimeError if the last step was not sampled."""
         self.steps.execute_model(scheduled)
 
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> AsyncOutput:
-        """Launch sampling for the step that `execute_model` launched last; `result()` waits for its
-        tokens. Raises RuntimeError: there is no such step.
+        """Launch sampling for the step that `execute_model` launched last. `result()` of the return
+        value waits for its tokens. Raises RuntimeError if there is no such step.
         """
         return self.steps.sample_tokens(bitmask)
 
     def run_step(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """Run a step and wait for its output."""
+        """Run a step and return its output."""
         self.execute_model(scheduled)
         return self.sample_tokens().result()
 
     def take_tokens(self, sampled: list[list[int]]) -> None:
-        """Give the sampled tokens of the oldest step in flight to a stage that has no head."""
+        """Pass the sampled tokens of the oldest step in flight to a stage that has no head."""
         assert isinstance(self.steps, Stage)
         self.steps.take_tokens(sampled)
 
     def shutdown(self) -> None:
-        """Leave the process group, and free memory and threads for a process that continues."""
+        """Leave the process group. Free memory and threads, for a process that continues."""
         self.runner.drop_graphs()  # first: NCCL waits for ever for graphs that hold its kernels
         self.parallel.close()
         if self.parallel.size * self.parallel.num_stages == 1:

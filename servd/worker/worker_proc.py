@@ -21,14 +21,14 @@ from servd.ipc.start_messages import StartWorker
 from servd.messages import engine as messages
 
 Answer = Callable[[], messages.FromWorker]
-"""Makes a message; may wait for the device first."""
+"""A call that returns a message. It may wait for the device first."""
 
 
 class WorkerProc:
     """Connects one Worker to the executor.
 
-    While the second thread waits for the tokens of a step, the first launches the next step: the
-    device never waits for a message.
+    While the second thread waits for a step's tokens, the first thread launches the next step, so
+    that the device never waits for a message.
     """
 
     def __init__(self, start: StartWorker, worker_class: Callable[..., Any]) -> None:
@@ -38,7 +38,7 @@ class WorkerProc:
         self.answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()  # None: no more
 
     def run(self) -> int:
-        """Handle messages until Shutdown or a failure; returns the exit code."""
+        """Handle messages until Shutdown or a failure; return the exit code."""
         inbox: Inbox[messages.ToWorker] | HubInbox[messages.ToWorker]
         if self.start.uplink is not None:
             inbox = HubInbox(self.start.uplink, messages.ToWorker)
@@ -66,7 +66,7 @@ class WorkerProc:
             inbox.close()
 
     def handle(self, message: messages.ToWorker) -> None:
-        """Handle one message; its answer, if any, is sent when it is ready."""
+        """Handle one message. Its answer, if any, is queued."""
         match message:
             case messages.SchedulerOutput():
                 self.worker.execute_model(message)
@@ -84,7 +84,7 @@ class WorkerProc:
                 self.answers.put(lambda: ready)
 
     def output(self, result: Callable[[], messages.ModelRunnerOutput]) -> messages.FromWorker:
-        """The output of a step; only the times, if this is not the output rank."""
+        """Return the output of a step. Ranks other than the output rank send only the times."""
         output = result()
         if not self.is_output_rank:
             output = messages.ModelRunnerOutput([], times_ns=output.times_ns)
@@ -96,7 +96,7 @@ class WorkerProc:
             self.answers.put(lambda: messages.WorkerProgress(phase, fraction))
 
     def send_answers(self) -> None:
-        """Second thread: owns the outbox. After a failure it ends; the executor sends Shutdown."""
+        """Send answers until a failure, in the second thread. The executor then sends Shutdown."""
         outbox: Outbox | HubClient
         if self.start.uplink is None:
             outbox = shared = Outbox(self.start.outbox)
@@ -113,15 +113,15 @@ class WorkerProc:
 
 
 def describe(error: Exception) -> messages.WorkerFailed:
-    """The last message of a worker: the text of a ConfigError, otherwise the traceback."""
+    """Return a worker's last message: the text of a ConfigError, or the traceback."""
     if isinstance(error, ConfigError):
         return messages.WorkerFailed(str(error), is_config_error=True)
     return messages.WorkerFailed("".join(traceback.format_exception(error)))
 
 
 def main(worker_module: str) -> None:
-    """Run the Worker of a module, as configured by the start message on stdin. With an argument on
-    the command line, the module is imported before that message comes.
+    """Run the Worker of a module, as configured by the start message on stdin. With a command-line
+    argument, the module is imported before that message arrives.
     """
     ahead = [worker_module] if sys.argv[1:] else []
     importing = threading.Thread(target=import_ahead, args=[ahead], daemon=True)

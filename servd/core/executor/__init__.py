@@ -1,4 +1,4 @@
-"""Ways to run workers, one file each with `class Executor`; `--executor NAME` is the file name."""
+"""Ways to run workers. Each file has a `class Executor`; `--executor` takes the file's name."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,21 +11,21 @@ from servd.messages.engine import GrammarBitmask, ModelRunnerOutput, SchedulerOu
 EXECUTORS = __name__  # the package, for servd.base.plugins
 
 Progress = Callable[[str, float], None]
-"""Called with a start-up phase ("loading weights") and its progress, 0 to 1."""
+"""A callback for a start-up phase ("loading weights") and its progress, 0 to 1."""
 
 
 class PendingOutput(Protocol):
-    """The output of a launched step, which may still be computed."""
+    """The output of a launched step, which may still be running."""
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for the step and return its sampled tokens. Called once."""
+        """Wait for the step and return its sampled tokens. Call once."""
         ...
 
 
 class Executor(ABC):
     """Runs steps on one or more workers. Steps are launched and collected in order.
 
-    Every step is two calls, `execute_model` then `sample_tokens`; calling out of order raises
+    Every step takes two calls, `execute_model` then `sample_tokens`. Another order raises
     RuntimeError.
     """
 
@@ -40,22 +40,22 @@ class Executor(ABC):
 
     @classmethod
     def prepare(cls, num_workers: int) -> None:
-        """Do the slow part of `start` that needs no configuration, ahead of it and in a thread."""
+        """Do the slow part of `start` that needs no configuration early, in a thread."""
         return
 
     @abstractmethod
     def start(self) -> WorkerReady:
-        """Load the model and make the KV cache; afterwards steps can run. Raises ConfigError: the
-        model cannot be loaded here.
+        """Load the model and create the KV cache; afterwards steps can run. Raises ConfigError if
+        the model cannot be loaded here.
         """
 
     @abstractmethod
     def execute_model(self, scheduled: SchedulerOutput) -> None:
-        """Launch the forward pass of one step and return at once where the device allows it."""
+        """Launch the forward pass of a step. Returns at once if the device allows it."""
 
     @abstractmethod
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> PendingOutput:
-        """Launch sampling for the step that `execute_model` launched last."""
+        """Launch sampling for the step that `execute_model` launched last; return its output."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -1,5 +1,5 @@
-"""FakeExecutor: deterministic tokens with no model and no torch, over a cache that behaves like a
-real one.
+"""FakeExecutor: deterministic tokens without a model or torch, computed from a cache that behaves
+like a real KV cache.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def sample(state: int, vocab_size: int) -> int:
 
 
 def sample_allowed(state: int, mask: bytes, token_id: int) -> int:
-    """Return the token that follows a state under a grammar. Texts end soon, because
-    the choice often closes what is open.
+    """Return the token that follows a state under a grammar. Texts end soon, because a closing
+    token is often chosen.
 
-    If the mask forbids hardly anything, `token_id` stays if it is allowed: the token that would
-    follow without a grammar.
+    `token_id` is the token without a grammar. It is kept if allowed and the mask forbids hardly
+    any.
     """
     allowed = [
         8 * i + bit for i, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1
@@ -75,7 +75,7 @@ def first_state(digest: str) -> int:
 def expected_tokens(
     prompt_token_ids: list[int], num_tokens: int, vocab_size: int, digest: str = "0"
 ) -> list[int]:
-    """Return what this executor must answer to a prompt, whatever else happens: for tests."""
+    """Return the tokens that this executor must generate for a prompt. For tests."""
     state = first_state(digest)
     for token_id in prompt_token_ids:
         state = next_state(state, token_id)
@@ -87,7 +87,7 @@ def expected_tokens(
 
 
 def vector(state: int, params: PoolingParams, size: int) -> bytes:
-    """Return an embedding that depends on every token: one number from each byte of hashes of the
+    """Return an embedding that depends on every token: each number is a byte from hashes of the
     state.
     """
     hashes = b"".join(next_state(state, i).to_bytes(8, "little") for i in range(-(-size // 8)))
@@ -110,7 +110,7 @@ class Row:
 
 
 class Stream(Protocol):
-    """The place where steps run: each `submit` runs after those before it."""
+    """A queue of steps: each `submit` runs after all earlier ones."""
 
     def submit(self, call: Callable[..., Any], /, *args: Any) -> Pending: ...
 
@@ -128,17 +128,17 @@ class Done:
 
 
 class AtOnce:
-    """A stream that runs each call at once, as a device that the host waits for."""
+    """A stream that runs each call at once, like a device for which the host waits."""
 
     def submit(self, call: Callable[..., Any], /, *args: Any) -> Done:
         return Done(call(*args))
 
 
 class FakeExecutor(executor.Executor):
-    """Computes a token by hashing it with what the KV cache holds for the token before it.
+    """Computes a token by hashing the previous token's entry in the KV cache.
 
-    So a block that is owned twice, freed too early or wrongly shared changes the text, as with a
-    real model. With asynchronous scheduling the steps run on a thread of their own, as on a device.
+    Therefore, as with a real model, a block that is owned twice, freed too early or wrongly shared
+    changes the text. With asynchronous scheduling, steps run in a separate thread, as on a device.
     """
 
     needs_weights = False
@@ -157,8 +157,8 @@ class FakeExecutor(executor.Executor):
         )
 
     def start(self) -> WorkerReady:
-        """Make the cache: for all requests at full length, within reason, or what kv_cache_memory
-        allows.
+        """Create the cache and return its size: room for all requests at full length, up to a
+        limit, or `kv_cache_memory`.
         """
         memory = self.config.cache.kv_cache_memory
         if memory is None:
@@ -242,7 +242,7 @@ class FakeExecutor(executor.Executor):
         return output
 
     def _make(self, copies: BlockCopies) -> None:
-        """Copy blocks as a worker of rank 0 does."""
+        """Copy blocks between the cache and host memory, like a worker of rank 0."""
         if copies.memory not in self.memories:
             with open(copies.memory, "r+b") as file:
                 self.memories[copies.memory] = mmap(file.fileno(), 0)
@@ -285,7 +285,7 @@ class FakeExecutor(executor.Executor):
             self.cache[self._position(row, at)] = row.states[-1]
 
     def _verify(self, row: Row, index: int, masks: dict[tuple[int, int], bytes]) -> list[int]:
-        """Return the drafts that equal what would be sampled, and one more token."""
+        """Return the drafts that equal the sampled tokens, and one more token."""
         token_ids: list[int] = []
         for offset, state in enumerate(row.states):
             token_id = sample(state, self.spec.vocab_size)
@@ -324,7 +324,7 @@ class FakeExecutor(executor.Executor):
     def _logprobs(
         self, token_id: int, num_logprobs: int, named: Sequence[int] = ()
     ) -> TokenLogprobs:
-        """Return probability 1/2 for the sampled token, 1/4 for its neighbour, and so on."""
+        """Return logprobs: probability 1/2 for the sampled token, 1/4 for its neighbour, etc."""
         likely = [(token_id + i) % self.spec.vocab_size for i in range(num_logprobs)]
         token_ids = [token_id, *likely, *named]
         distances = [(other - token_id) % self.spec.vocab_size for other in token_ids]
@@ -334,7 +334,7 @@ class FakeExecutor(executor.Executor):
 
 
 def _unpack(bitmask: GrammarBitmask) -> dict[tuple[int, int], bytes]:
-    """Return the row of bits by its index in the step and the number of drafts before it."""
+    """Return the rows of bits, by (index in the step, number of drafts before the token)."""
     size = len(bitmask.bitmask) // len(bitmask.indices)
     rows = [bitmask.bitmask[at : at + size] for at in range(0, len(bitmask.bitmask), size)]
     return dict(zip(zip(bitmask.indices, bitmask.offsets, strict=True), rows, strict=True))

@@ -40,7 +40,7 @@ STOP_TIMEOUT = 1.0  # seconds from Shutdown to SIGTERM, and from there to SIGKIL
 
 class MultiProcExecutor(executor.Executor):
     """Sends every message to all workers. The output rank answers with the sampled tokens, the
-    others with their times only.
+    other workers with their times only.
     """
 
     worker_module = "servd.worker.worker_proc"
@@ -62,7 +62,7 @@ class MultiProcExecutor(executor.Executor):
 
     @classmethod
     def prepare(cls, num_workers: int) -> None:
-        """Start the processes, which import torch."""
+        """Start the processes early, because they import torch."""
         for rank in range(num_workers):
             worker = Child(f"worker-{rank}", cls.worker_module, None, args=["ahead"])
             cls.standby.append(worker)
@@ -81,7 +81,7 @@ class MultiProcExecutor(executor.Executor):
         return self._recv_ready()
 
     def start_workers(self, standby: Mapping[str, Child]) -> None:
-        """Start a process for each worker, of those that wait where there are."""
+        """Start a process for each worker. Reuse a standby process if there is one."""
         for rank in range(self.config.parallel.num_workers):
             start = self.start_message(rank)
             name = f"worker-{rank}"
@@ -97,7 +97,7 @@ class MultiProcExecutor(executor.Executor):
 
     @property
     def meeting_point(self) -> str | None:
-        """The init_method of torch.distributed; None: there is one worker."""
+        """The init_method of torch.distributed; None with a single worker."""
         several = self.config.parallel.num_workers > 1
         return f"file://{self.folder}/rendezvous" if several else None
 
@@ -116,7 +116,7 @@ class MultiProcExecutor(executor.Executor):
         self._send(scheduled)
 
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> executor.PendingOutput:
-        """Let the workers sample; they answer in the order of the steps."""
+        """Make the workers sample. They answer in the order of the steps."""
         if not self.is_launched:
             raise RuntimeError("sample_tokens was called without execute_model")
         self.is_launched = False
@@ -124,8 +124,8 @@ class MultiProcExecutor(executor.Executor):
         return self
 
     def result(self) -> ModelRunnerOutput:
-        """Output of the oldest step that is not collected yet. Raises EngineDead: a worker failed
-        or is gone.
+        """Return the output of the oldest step that is not collected yet. Raises EngineDead if a
+        worker failed or exited.
         """
         while not all(self.outputs):
             message = self._recv()
@@ -158,7 +158,7 @@ class MultiProcExecutor(executor.Executor):
             outbox.send(encoded)
 
     def _recv_ready(self) -> WorkerReady:
-        """Wait for all workers; returns the answer of the one with the fewest blocks."""
+        """Wait for all workers and return the answer of the worker with the fewest blocks."""
         ready: list[WorkerReady] = []
         while len(ready) < len(self.outboxes):
             match self._recv():
@@ -183,7 +183,7 @@ class MultiProcExecutor(executor.Executor):
         self.lose(f"{worker.name} ended unexpectedly with exit code {worker.exit_code}")
 
     def lose(self, why: str) -> None:
-        """A worker is gone. Called from another thread."""
+        """Report that a worker is gone. Called from another thread."""
         if not self.is_stopping:
             self.ended.put(why)
             self.on_failure(why)

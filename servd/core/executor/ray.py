@@ -1,7 +1,7 @@
-"""RayExecutor: workers in the bundles of a placement group of a Ray cluster, one in each.
+"""RayExecutor: workers in a placement group of a Ray cluster, one in each bundle.
 
-Ray chooses the hosts, starts an actor in each bundle, hands it the keys of servd's channel, and
-notices when one is gone; messages pass servd's own channel.
+Ray chooses the hosts, starts an actor in each bundle, gives it the keys of servd's channel, and
+reports actors that exit. Messages use servd's own channel.
 """
 
 import importlib
@@ -29,7 +29,7 @@ PLACEMENT_TIMEOUT = 60.0  # seconds in which bundles become free, or nodes are a
 
 
 def library(name: str = "ray") -> Any:
-    """Return a module of Ray. Raises ConfigError: it is not installed."""
+    """Return a module of Ray. Raises ConfigError if Ray is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -37,7 +37,7 @@ def library(name: str = "ray") -> Any:
 
 
 def connect(option: str) -> Any:
-    """Return Ray, connected to its cluster. The ConfigError names the option that asks for it."""
+    """Return Ray, connected to its cluster. Raises a ConfigError that names `option`."""
     ray = library()
     if not ray.is_initialized():
         try:
@@ -56,7 +56,7 @@ def resource_of(config: Config) -> str:
 
 
 def find_spec(config: Config) -> hf.ModelSpec:
-    """Return the model on this host. Raises ModelNotFound: it cannot be downloaded."""
+    """Return the model's spec on this host. Raises ModelNotFound if it cannot be downloaded."""
     model = config.model
     if model.model is None:
         return hf.FAKE_SPEC
@@ -66,7 +66,7 @@ def find_spec(config: Config) -> hf.ModelSpec:
 
 
 def clock_offset(ray: Any, actor: Any) -> int:
-    """Return the ns from an actor's clock to this host's; 0 if they may be the same."""
+    """Return the nanoseconds from an actor's clock to this host's; 0 if both may be equal."""
     before = time.monotonic_ns()
     theirs = ray.get(actor.now_ns.remote())
     after = time.monotonic_ns()
@@ -75,10 +75,10 @@ def clock_offset(ray: Any, actor: Any) -> int:
 
 
 class WorkerActor:
-    """The actor of a bundle: a worker process on whatever host Ray has put it."""
+    """The actor of a bundle: runs a worker process on the host that Ray chose."""
 
     def meeting_point(self) -> str:
-        """Return a free port of this host, for torch.distributed."""
+        """Return an address of this host with a free port, for torch.distributed."""
         with socket.create_server(("", 0)) as probe:
             return tcp_address(library().util.get_node_ip_address(), probe.getsockname()[1])
 
@@ -87,8 +87,8 @@ class WorkerActor:
         return time.monotonic_ns()
 
     def run(self, data: bytes, num_here: int, offset: int) -> int:
-        """Run a worker from StartWorker until it ends; return its exit code. `num_here` workers
-        share the CPUs of this host; see `clock_offset`.
+        """Run a worker from StartWorker until it exits; return its exit code. `num_here` workers
+        share this host's CPUs. `offset` comes from `clock_offset`.
         """
         start = msgspec.msgpack.decode(data, type=StartWorker)
         start = msgspec.structs.replace(start, spec=find_spec(start.config))
@@ -102,7 +102,7 @@ class WorkerActor:
 
 
 class RayExecutor(MultiProcExecutor):
-    """Wants a bundle `{"GPU": 1}`, or `{"CPU": 1}` on CPUs, for each worker, on few hosts."""
+    """Runs each worker in a bundle `{"GPU": 1}`, or `{"CPU": 1}` on CPUs, on few hosts."""
 
     group: Any = None
     actors: Sequence[Any] = ()
@@ -116,8 +116,8 @@ class RayExecutor(MultiProcExecutor):
         return self.ray.get(self.actors[0].meeting_point.remote())
 
     def start(self) -> WorkerReady:
-        """Place the workers. Raises ConfigError: there is no cluster, or it has not as much
-        free.
+        """Place the workers and start them. Raises ConfigError if there is no cluster or too few
+        free resources.
         """
         self.ray = connect("--executor ray")
         self.hosts = self._place()

@@ -1,1 +1,1 @@
-"""The KV cache as block numbers: who owns which block, and which blocks hold which tokens."""
+"""The KV cache as block numbers: which request owns a block, and which tokens the block holds."""

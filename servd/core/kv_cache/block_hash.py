@@ -1,4 +1,4 @@
-"""Chained block hashes: equal if and only if the blocks and all before them hold equal tokens."""
+"""Chained block hashes: equal if and only if the blocks and all blocks before them are equal."""
 
 from array import array
 from hashlib import sha256
@@ -7,8 +7,8 @@ NO_KEYS = bytes(32)
 
 
 def root_hash(*keys: str | None) -> bytes:
-    """Parent hash of a request's first block, made of its cache keys: salt, adapter and the like.
-    Requests that differ in any key share no hash, hence no block.
+    """Return the parent hash of a request's first block, computed from its cache keys, such as salt
+    and adapter. Requests that differ in any key share no hash and therefore no block.
     """
     if not any(key is not None for key in keys):
         return NO_KEYS
@@ -17,15 +17,15 @@ def root_hash(*keys: str | None) -> bytes:
 
 
 def block_hash(parent: bytes, token_ids: list[int]) -> bytes:
-    """Hash of one full block, given the hash of the block before it.
+    """Return the hash of a full block, given the hash of the block before it.
 
-    SHA-256, because a collision would show one client the context of another.
+    SHA-256, because a collision would reveal one client's context to another client.
     """
     return sha256(parent + array("I", token_ids).tobytes()).digest()
 
 
 def of_group(block_hash: bytes, group: int) -> bytes:
-    """The hash by which a block is found that holds these tokens for a group of layers."""
+    """Return the cache key of the block that holds these tokens for a group of layers."""
     return block_hash + bytes((group,)) if group else block_hash
 
 

@@ -1,4 +1,4 @@
-"""Every block of the KV cache: owned (by reference count), cached (evictable) or blank."""
+"""BlockPool: the blocks of the KV cache: owned (reference-counted), cached (evictable) or blank."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -9,11 +9,11 @@ from servd.messages.stats import BlockEviction
 
 
 class BlockPool:
-    """Hands out block ids 0 to `num_blocks` - 1; every operation is O(1) per block.
+    """Allocates block ids 0 to `num_blocks` - 1. Every operation is O(1) per block.
 
-    A block is free when nobody owns it. A free block that still has a hash is cached: it can be
-    shared again until the space is needed. Blank blocks are handed out first, then cached ones,
-    least recently used first. `times`: samples the lifetimes of blocks, or None.
+    A block without owner is free. A free block with a hash is cached: requests can share it again
+    until its space is needed. Blank blocks are allocated first, then the least recently used cached
+    blocks. `times` samples the lifetimes of blocks; None: no sampling.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class BlockPool:
         return len(self._block_of_hash)
 
     def take(self, num_blocks: int) -> list[int]:
-        """Allocate free blocks, which must suffice; what they held is evicted."""
+        """Return newly allocated blocks; evict their contents. Enough must be free."""
         assert num_blocks <= self.num_free
         taken: list[int] = []
         for _ in range(num_blocks):
@@ -53,7 +53,7 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Take one more reference to each of these cached blocks."""
+        """Add a reference to each of these cached blocks."""
         if self.times is not None:
             self.times.use(blocks)
         for block in blocks:
@@ -62,7 +62,7 @@ class BlockPool:
             self.ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop one reference to each block. Those released first are evicted first."""
+        """Drop one reference to each block. Blocks that are released first are evicted first."""
         for block in blocks:
             assert self.ref_counts[block] > 0
             self.ref_counts[block] -= 1
@@ -73,7 +73,7 @@ class BlockPool:
                     self._cached[block] = None
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Enter an owned block in the cache, unless another block has the same content."""
+        """Add an owned block to the cache, unless another block has the same content."""
         assert self.ref_counts[block] > 0 and self.hashes[block] is None
         if self._block_of_hash.setdefault(block_hash, block) == block:
             self.hashes[block] = block_hash
@@ -83,7 +83,7 @@ class BlockPool:
         return self._block_of_hash.get(block_hash)
 
     def find_prefix(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks that hold these hashes, up to the first that is not cached."""
+        """Return the blocks that hold these hashes, up to the first hash that is not cached."""
         found: list[int] = []
         for each in hashes:
             if (block := self._block_of_hash.get(each)) is None:
@@ -92,7 +92,7 @@ class BlockPool:
         return found
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Remove these blocks from the cache; owners keep them."""
+        """Remove these blocks from the cache. Owners keep the blocks."""
         for block in blocks:
             if (block_hash := self.hashes[block]) is not None:
                 del self._block_of_hash[block_hash]
@@ -104,7 +104,7 @@ class BlockPool:
                     self._blank.append(block)
 
     def forget_cached(self) -> None:
-        """Remove all free blocks from the cache; owned ones stay in it."""
+        """Remove all free blocks from the cache. Owned blocks stay cached."""
         while self._cached:
             self._blank.append(self._evict(None))
 

@@ -10,7 +10,7 @@ MAX_USES = 4  # remembered per block, the last ones
 
 
 class BlockTimes:
-    """Follows one of every `interval` blocks from its allocation to its eviction."""
+    """Tracks one of every `interval` blocks from its allocation to its eviction."""
 
     def __init__(self, interval: int, clock: Clock = now_ns) -> None:
         self._clock = clock

@@ -1,8 +1,8 @@
-"""KVEvents: publishes which blocks the prefix cache has, in vLLM's format, for external routers.
+"""KVEvents: publishes changes of the prefix cache, in vLLM's format, for external routers.
 
-A batch for each step: `[time, [event, ...], rank]`, events as maps with a `type`. A block's hash is
-SHA-256 of its parent's and its tokens as little-endian u32 (`block_hash`); the first one's parent,
-which is no block, is `root_hash` of salt and adapter.
+Each step has a batch: `[time, [event, ...], rank]`, with events as maps with a `type`. A block's
+hash is SHA-256 of its parent's hash and its tokens as little-endian u32 (`block_hash`). The parent
+hash of a first block is `root_hash` of salt and adapter.
 """
 
 import logging
@@ -21,7 +21,7 @@ DEVICE = "GPU"  # whatever it is: routers know CPU and STORAGE as other places
 
 
 class Event(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Base of all."""
+    """The base class of all events."""
 
 
 class BlockStored(Event):
@@ -41,11 +41,11 @@ class BlockRemoved(Event):
 
 
 class AllBlocksCleared(Event):
-    """The cache is empty."""
+    """An event: the cache is empty."""
 
 
 class Batch(msgspec.Struct, array_like=True, gc=False):
-    """What changed since the batch before."""
+    """The changes since the previous batch."""
 
     ts: float  # Unix time
     events: list[Event]
@@ -53,20 +53,20 @@ class Batch(msgspec.Struct, array_like=True, gc=False):
 
 
 class NullEvents:
-    """Receives what enters the prefix cache, and ignores it; `KVEvents` publishes it."""
+    """Ignores changes of the prefix cache; the subclass `KVEvents` publishes them."""
 
     def store(self, request: Request, first: int, blocks: Sequence[int]) -> None:
-        """These blocks of a request were registered, of which `first` is the index of the first."""
+        """Note that `blocks` of a request were registered, from the request's index `first` on."""
 
     def publish(self) -> None:
-        """Send the events since the last call."""
+        """Publish the events since the last call."""
 
     def close(self) -> None:
         """Stop publishing."""
 
 
 class KVEvents(NullEvents):
-    """Collects the events of a step, and publishes them. `pool`: the device's blocks; `block_size`:
+    """Collects the events of a step and publishes them. `pool`: the device's blocks; `block_size`:
     tokens per block.
     """
 
@@ -85,9 +85,9 @@ class KVEvents(NullEvents):
         self.publish()
 
     def store(self, request: Request, first: int, blocks: Sequence[int]) -> None:
-        """These blocks of a request were registered, of which `first` is the index of the first.
+        """Note that `blocks` of a request were registered, starting at the request's index `first`.
 
-        Blocks are left out if another block already has their content.
+        Skips a block if another block already has its content.
         """
         hashes = request.block_hashes
         size = self.block_size
@@ -118,7 +118,7 @@ class KVEvents(NullEvents):
         self._publisher.close()
 
     def _find_new(self, first: int, blocks: Sequence[int]) -> Iterable[tuple[int, int]]:
-        """Yield the ranges of blocks that are registered themselves, as indices in the request."""
+        """Yield the ranges of registered blocks without duplicates, as indices in the request."""
         start = first
         for index, block in enumerate(blocks, first):
             if self.pool.hashes[block] is None:

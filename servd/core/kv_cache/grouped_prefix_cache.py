@@ -9,16 +9,16 @@ from servd.core.request import Request
 
 
 class GroupedPrefixCache(PrefixCache):
-    """Finds a prefix if groups without a window have all its blocks, and groups with a window the
-    blocks that the token after the prefix reads.
+    """Finds a prefix if groups without a window have all its blocks, and groups with a window have
+    the blocks that the token after the prefix reads.
     """
 
     def _keys(self, request: Request, index: int) -> list[bytes]:
         return [of_group(request.block_hashes[index], group) for group in range(self.num_groups)]
 
     def _find(self, hashes: Sequence[bytes], num_spare: int = 0) -> list[int]:
-        """Return the blocks of the longest cached prefix, of all groups in turn; NO_BLOCK before a
-        group's window, which is `num_spare` blocks longer than needed.
+        """Return the blocks of the longest cached prefix, interleaved by group. NO_BLOCK stands for
+        blocks before a group's window, which is `num_spare` blocks longer than needed.
         """
         hashes = hashes[: self._num_cached(hashes)]
         firsts = self.layout.first_reads((len(hashes) - num_spare) * self.block_size)
@@ -29,10 +29,10 @@ class GroupedPrefixCache(PrefixCache):
         ]
 
     def _find_pinnable(self, hashes: Sequence[bytes], end_ns: int) -> list[int]:
-        """Return the longest prefix that there is room for with all that its next token reads.
+        """Return the longest prefix that can be pinned with all blocks that its next token reads.
 
-        One block more is kept of each window: other requests may differ in the last tokens, where
-        the chat template ends the prompt, and must find all but the last block.
+        One extra block per window is kept. Other requests may differ in the last tokens, where the
+        chat template ends the prompt; they must find all but the last block.
         """
         size = self.block_size
         room = self.pinned.count_room(only_held(self._find(hashes, 1)), end_ns)

@@ -1,4 +1,4 @@
-"""KVCacheManager: allocates blocks to requests, from the prefix cache as far as it has them."""
+"""KVCacheManager: allocates blocks to requests, and reuses blocks of the prefix cache."""
 
 from collections.abc import Sequence
 
@@ -16,12 +16,12 @@ from servd.messages.stats import SchedulerStats
 
 
 class KVCacheManager:
-    """The blocks of all requests, over a pool, a prefix cache and a connector.
+    """The blocks of all requests, from a pool, a prefix cache and a connector.
 
-    Each group of layers has its own blocks, all from one pool. Counts
-    of a request's blocks, such as `num_registered_blocks`, are those of one group. Blocks before a
-    group's window are freed while the request runs. The connector, at first the null one, loads
-    blocks from other places and saves them there; with another one, workers make one group.
+    Each group of layers has its own blocks, all from one pool. Counts of a request's blocks, such
+    as `num_registered_blocks`, are per group. Blocks before a group's window are freed while the
+    request runs. The connector loads blocks from other storage and saves them there. The initial
+    connector does nothing; with any other, workers form one group.
     """
 
     def __init__(
@@ -50,17 +50,17 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that requests own or that are pinned, 0 to 1."""
+        """The share of blocks that are owned by requests or pinned, 0 to 1."""
         return 1 - self.pool.num_free / self.pool.num_blocks
 
     def max_tokens(self, longest: int) -> int:
-        """Return the tokens of the longest request that fits alone; `longest` is the model's."""
+        """Return the tokens of the longest request that fits alone, at most `longest`."""
         return self.layout.max_tokens(self.pool.num_blocks, longest)
 
     # ---- requests that wait ----
 
     def match_prefix(self, request: Request) -> list[int]:
-        """Return the cached blocks of a request's longest prefix. They can be evicted until they
+        """Return the cached blocks of a request's longest prefix. They may be evicted until they
         are attached. At least one token is left to compute.
         """
         if not self.enable_prefix_caching:
@@ -68,8 +68,8 @@ class KVCacheManager:
         return self.prefix_cache.find_prefix(request)
 
     def fits(self, request: Request, cached: Sequence[int]) -> bool:
-        """Return whether there are blocks for all known tokens and the next one, beside `cached`
-        ones. Blocks are unpinned for that.
+        """Return whether there are enough blocks for all known tokens and the next token, besides
+        the `cached` blocks. Unpins blocks to make room.
 
         The last token of a request is never computed, so it needs no room.
         """
@@ -92,16 +92,16 @@ class KVCacheManager:
         return num_needed - self.pool.num_free
 
     def can_start(self, request: Request, cached: Sequence[int]) -> bool:
-        """Return whether there is room for a request, and no block after the `cached` ones is
-        still being loaded.
+        """Return whether a request fits, and none of its blocks after the `cached` ones is being
+        loaded.
         """
         return self.fits(request, cached) and not self.connector.is_loading(request, len(cached))
 
     # ---- requests that run ----
 
     def attach_cached_blocks(self, request: Request, cached: list[int]) -> None:
-        """Give a request without blocks its `cached` ones, and those that the connector has. They
-        count as computed.
+        """Give a request without blocks its `cached` blocks, and the blocks that the connector has
+        loaded. Their tokens count as computed.
         """
         assert not request.block_ids
         self.num_holders += 1
@@ -119,7 +119,7 @@ class KVCacheManager:
         request.num_computed_tokens = num_blocks * self.block_size
 
     def extend(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Allocate blocks for the next `num_tokens` tokens; return None if there are too few."""
+        """Return blocks for the next `num_tokens` tokens; None if too few are free."""
         end = request.num_computed_tokens + num_tokens
         num_blocks = -(-end // self.block_size) * self.num_groups
         num_new = num_blocks - len(request.block_ids)
@@ -133,8 +133,8 @@ class KVCacheManager:
         return new_block_ids
 
     def allocate(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Do as `extend` for the first tokens of a request in a step; if that needs blocks, also
-        free those that no later token reads.
+        """Call `extend` for a request's first tokens in a step. If new blocks are needed, first
+        free the blocks that no later token reads.
         """
         if self.windows != (None,):
             num_blocks = len(request.block_ids) // self.num_groups
@@ -143,8 +143,8 @@ class KVCacheManager:
         return self.extend(request, num_tokens)
 
     def _free_before_windows(self, request: Request) -> None:
-        """Free blocks that are no longer read. Steps in flight may still read them: the next
-        owner's steps run after those.
+        """Free blocks that are no longer read. Steps in flight may still read them, but run before
+        the steps of the next owner.
         """
         self.commit(request)
         # Drafts in flight count as kept: the next token to compute may be the last known one.
@@ -158,18 +158,18 @@ class KVCacheManager:
                 index -= self.num_groups
 
     def room_of(self, request: Request) -> int:
-        """Return how many tokens of a request can be computed in its blocks; its last never is."""
+        """Return how many tokens fit in a request's blocks; its last token is never computed."""
         num_blocks = len(request.block_ids) // self.num_groups
         return min(num_blocks * self.block_size, request.max_num_tokens - 1)
 
     def commit(self, request: Request) -> None:
-        """Enter in the prefix cache the blocks that are full of known, scheduled tokens."""
+        """Register the blocks that are full of known, scheduled tokens in the prefix cache."""
         end = min(len(request.token_ids), request.num_computed_tokens) // self.block_size
         if end > request.num_registered_blocks and self.enable_prefix_caching:
             self.prefix_cache.register(request, request.num_registered_blocks, end)
 
     def free(self, request: Request) -> None:
-        """Free all blocks of a request; its last one is evicted first."""
+        """Free all blocks of a request. Its last block is evicted first."""
         self.commit(request)
         self.num_holders -= 1
         if request.retention and request.status is RequestStatus.FINISHED:
@@ -181,8 +181,8 @@ class KVCacheManager:
         request.num_computed_tokens = 0
 
     def forget(self, request: Request) -> None:
-        """Remove from all caches what a request computed, and what only it uses: these blocks may
-        be wrong.
+        """Remove the blocks that a request computed, or that only it uses, from all caches: they
+        may be wrong.
         """
         computed = slice(request.num_attached_blocks, None)
         self.prefix_cache.forget(self.prefix_cache.find_blocks(request, computed))
@@ -197,7 +197,7 @@ class KVCacheManager:
     # ---- all requests ----
 
     def reset(self) -> None:
-        """Remove all blocks from the cache that no request owns."""
+        """Remove all blocks that no request owns from the cache."""
         self.prefix_cache.clear()
         self.connector.reset()
         self.events.publish()

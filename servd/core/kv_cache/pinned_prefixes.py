@@ -11,7 +11,7 @@ STALE = 1024  # rebuild the queue with this many outdated entries beyond the pin
 class PinnedPrefixes:
     """Holds a reference to each pinned block, so that the block is not evicted.
 
-    At `max_blocks`, a new block replaces the pinned block that ends first, if that ends earlier.
+    At `max_blocks`, a new block replaces the first pinned block to expire, if it expires later.
     """
 
     def __init__(self, pool: BlockPool, max_blocks: int) -> None:
@@ -29,13 +29,13 @@ class PinnedPrefixes:
         return self._ends.keys()
 
     def count_room(self, blocks: Iterable[int], end_ns: int) -> int:
-        """Return how many blocks could be pinned until `end_ns`, `blocks` among them."""
+        """Return how many blocks can be pinned until `end_ns`, including `blocks`."""
         own = {*blocks}
         stay = sum(end >= end_ns and block not in own for block, (end, _) in self._ends.items())
         return self.max_blocks - stay
 
     def add(self, blocks: Sequence[int], end_ns: int) -> None:
-        """Pin the blocks of a prompt in order, as far as there is room."""
+        """Pin the blocks of a prompt in order, until there is no room."""
         for place, block in enumerate(blocks):
             if block in self._ends:
                 if self._ends[block][0] >= end_ns:
@@ -51,9 +51,9 @@ class PinnedPrefixes:
             heapify(self._queue)
 
     def unpin(self, num_blocks: int, before_ns: int) -> int:
-        """Unpin up to `num_blocks` that end before `before_ns`, and return how many.
+        """Unpin up to `num_blocks` blocks that expire before `before_ns`; return how many.
 
-        The earliest end goes first, and within a prompt its last block.
+        The earliest expiry goes first; within a prompt, the last block goes first.
         """
         count = 0
         while count < num_blocks and self._queue and self._queue[0][0][0] < before_ns:

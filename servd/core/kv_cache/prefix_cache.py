@@ -1,4 +1,4 @@
-"""PrefixCache: finds the blocks that hold the beginning of a request, by chained hashes."""
+"""PrefixCache: finds the cached blocks of a request's beginning by chained hashes."""
 
 from collections.abc import Iterable, Sequence
 
@@ -18,7 +18,7 @@ NO_BLOCK = -1  # among a request's block ids: a block that was freed before its 
 def loadable_hashes(request: Request, block_size: int, num_cached: int = 0) -> Sequence[bytes]:
     """Return the hashes of the blocks after the first `num_cached` that a cache may provide.
 
-    At least one token is left to compute, as sampling needs its hidden state.
+    At least one token is left to compute, because sampling needs its hidden state.
     """
     if request.reads_prompt:
         return []
@@ -32,9 +32,9 @@ def only_held(block_ids: Iterable[int]) -> list[int]:
 class PrefixCache:
     """The hashed blocks of a pool, for a model whose layers have no windows.
 
-    Full blocks are registered when their tokens are scheduled, not when they are computed: workers
-    run steps in order, and within a step write all keys and values of a layer before its attention
-    reads any. So a cached block can be shared even in the step that fills it.
+    Full blocks are registered when their tokens are scheduled, before they are computed. Workers
+    run steps in order. Within a step, they write all keys and values of a layer before its
+    attention reads any. Therefore a cached block can be shared even in the step that fills it.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class PrefixCache:
         return self._find(loadable_hashes(request, self.block_size))
 
     def find_evicted_at_ns(self, request: Request) -> int:
-        """Return when the first block was evicted that a request, just admitted, has to compute; 0
-        if that block was not in the cache recently.
+        """Return when the first block that a newly admitted request must compute was evicted; 0 if
+        that block was not cached recently.
         """
         index = request.num_registered_blocks
         if index >= len(request.block_hashes):
@@ -67,7 +67,7 @@ class PrefixCache:
         return max(self.pool.evicted_at_ns.get(key, 0) for key in self._keys(request, index))
 
     def register(self, request: Request, first: int, end: int) -> None:
-        """Enter a request's blocks `first` to `end` in the cache; its tokens fill them."""
+        """Register a request's blocks `first` to `end`, filled by its tokens, in the cache."""
         self._extend_hashes(request)
         for index in range(first, end):
             keys = self._keys(request, index)
@@ -82,8 +82,8 @@ class PrefixCache:
     def find_sharers(
         self, request: Request, num_tokens: int, others: Iterable[Request]
     ) -> list[Request]:
-        """Return those of `others` that attached blocks which `request` filled after its first
-        `num_tokens`, even if they have freed them since.
+        """Return the requests of `others` that attached blocks which `request` filled after its
+        first `num_tokens` tokens, even if those blocks were freed since.
         """
         first = max(request.num_attached_blocks, num_tokens // self.block_size)
         filled = self.find_blocks(request, slice(first, None))
@@ -95,7 +95,7 @@ class PrefixCache:
         return sharers
 
     def find_blocks(self, request: Request, part: slice) -> set[int]:
-        """Return the blocks in a part of a request; those it has freed, if they are cached."""
+        """Return the blocks in a part of a request, including freed blocks that are cached."""
         num_groups = self.num_groups
         block_ids = request.block_ids
         hashes = request.block_hashes
@@ -110,14 +110,14 @@ class PrefixCache:
         return found - {NO_BLOCK}
 
     def pin_prompt(self, request: Request) -> None:
-        """Pin the prompt of a request that ends, as far as it was computed."""
+        """Pin the computed part of the prompt of a request that ends."""
         hashes = request.block_hashes[: request.num_prompt_tokens // self.block_size]
         end_ns = self.clock() + round(request.retention * 1e9)
         self.pinned.add(self._find_pinnable(hashes, end_ns), end_ns)
 
     def unpin(self, num_blocks: int, is_alone: bool = False) -> int:
-        """Unpin up to `num_blocks`, and return how many: expired blocks, or any blocks for a
-        request that `is_alone`, which could never continue otherwise.
+        """Unpin up to `num_blocks` and return how many: expired blocks, or any blocks if the
+        request that needs them `is_alone` and could otherwise never continue.
         """
         return self.pinned.unpin(num_blocks, FOREVER + 1 if is_alone else self.clock())
 
@@ -131,7 +131,7 @@ class PrefixCache:
         self.pool.forget_cached()
 
     def _keys(self, request: Request, index: int) -> list[bytes]:
-        """Return the hashes of a request's blocks at an index, one for each group."""
+        """Return the hashes of a request's blocks at an index, one hash for each group."""
         return [request.block_hashes[index]]
 
     def _find(self, hashes: Sequence[bytes]) -> list[int]:

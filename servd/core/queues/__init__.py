@@ -1,5 +1,3 @@
-"""Queues of requests that wait to run: one file per --scheduling-policy, each with a
-`WaitingQueue`.
-"""
+"""Queues of waiting requests: one file per --scheduling-policy, each with a `WaitingQueue`."""
 
 QUEUES = "servd.core.queues"

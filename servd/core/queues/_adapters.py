@@ -1,4 +1,4 @@
-"""AdapterQueue: which LoRA adapters' requests may run, as the workers hold a limited number."""
+"""AdapterQueue: limits the LoRA adapters that run at once, as workers have limited slots."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ REVIEW_INTERVAL = 16  # steps
 
 class AdapterQueue:
     """Defers requests whose adapter has none of the `max_adapters` slots until the last request of
-    another adapter ends. A policy queues the others: it has `enqueue` and `dequeue`.
+    another adapter ends. A subclass queues the other requests by `enqueue` and `dequeue`.
     """
 
     def __init__(self, max_adapters: int, clock: Clock) -> None:
@@ -35,18 +35,18 @@ class AdapterQueue:
         return len(self.queued) + len(self.deferred)
 
     def __bool__(self) -> bool:
-        """Whether any could run next, rather than wait for an adapter slot."""
+        """Return whether any request could run next, rather than wait for an adapter slot."""
         return bool(self.queued)
 
     def adapter_names(self) -> tuple[list[str], list[str]]:
-        """The adapters that run, and those that wait for a slot."""
+        """Return the names of the adapters that run, and of the adapters that wait for a slot."""
         waiting = {each.adapter for each in self.deferred if each.adapter}
         return [each.name for each in self._running_adapters], [each.name for each in waiting]
 
     def begin_step(self) -> None:
-        """Decide whether running adapters get new requests, which could keep other adapters out for
-        ever. They are held and admitted in turns, each twice as long as the one before, since a
-        single long request could otherwise hold them up as long.
+        """Decide whether running adapters get new requests, which could starve other adapters.
+        Holding and admitting alternate. Each period is twice as long as the previous one, because a
+        single long request could otherwise block new requests for its whole duration.
         """
         self._step += 1
         if self.deferred and self._step % REVIEW_INTERVAL == 0:
@@ -72,7 +72,7 @@ class AdapterQueue:
             self.dequeue(request)
 
     def start(self, request: Request) -> None:
-        """Remove a request that gets a slot."""
+        """Remove a request from the queue because it gets a slot."""
         self.dequeue(request)
         if request.adapter is None:
             return
@@ -86,7 +86,7 @@ class AdapterQueue:
                     self.add(other)
 
     def stop(self, request: Request) -> None:
-        """A request gives its slot back."""
+        """Note that a request frees its slot."""
         if request.adapter is None:
             return
         self._running_adapters[request.adapter] -= 1
@@ -95,8 +95,8 @@ class AdapterQueue:
             self._readmit()
 
     def outranked(self, running: Sequence[Request]) -> list[Request]:
-        """Running requests to preempt, last first: those of an adapter whose slot one of a better
-        priority class needs.
+        """Return the running requests to preempt, last first: the requests of an adapter whose slot
+        is needed by a request of a better priority class.
         """
         if not self.deferred or self._step % REVIEW_INTERVAL:
             return []

@@ -1,10 +1,10 @@
-"""fair: owners share slots and tokens by weight, however much each of them sends.
+"""The fair policy: owners share slots and tokens by weight, regardless of how much each sends.
 
 Virtual token counters (Sheng et al. 2024, https://arxiv.org/abs/2401.00588): each owner's counter
-grows by the service that it gets, divided by its weight, and the owner with the least is next. An
-owner that was idle restarts at the least counter of those waiting, so that idle time is not saved
-up. A prompt costs its tokens as they are computed, output the steps for which it has a slot. The
-policy is work-conserving: an owner that is alone gets everything.
+grows by the service it gets, divided by its weight. The owner with the lowest counter is next. An
+idle owner restarts at the lowest counter of the waiting owners, so that idle time is not saved up.
+A prompt costs its computed tokens; output costs the steps for which it has a slot. The policy is
+work-conserving: an owner that is alone gets everything.
 """
 
 from bisect import bisect_left, insort
@@ -30,7 +30,7 @@ MAX_FLOOR_GROUPS = 8  # groups that `_floor` looks at: there may be as many as p
 
 @dataclass(slots=True, eq=False)
 class OwnerState:
-    """The service that an owner got in one priority class."""
+    """The service that an owner received in one priority class."""
 
     weight: float
     served: float  # tokens / weight, until `step`
@@ -40,15 +40,15 @@ class OwnerState:
     waiting: dict[Group, list[Request]] = field(default_factory=dict)
 
     def counter(self, step: int) -> float:
-        """Service until now; its slots cost something every step."""
+        """Return the owner's service until now. Each of its slots adds a cost per step."""
         self.served += (step - self.step) * self.num_running * SLOT_COST / self.weight
         self.step = step
         return self.served
 
 
 class WaitingQueue(FcfsQueue):
-    """Takes turns between owners. Short prompts go before long ones of the same owner, and of
-    owners that were served as much: the scheduler reserves a part of every step for long ones.
+    """Takes turns between owners. Short prompts go before long prompts of the same owner, or of an
+    owner with equal service. The scheduler reserves a part of every step for long prompts.
     """
 
     by_owner = True
@@ -69,15 +69,15 @@ class WaitingQueue(FcfsQueue):
         self._latest: dict[int, OwnerState] = {}  # by priority class: of the request started last
 
     def is_long(self, request: Request) -> bool:
-        """Whether more than `long_prompt` tokens of its prompt are left."""
+        """Return whether more than `long_prompt` tokens of the request's prompt are left."""
         return request.num_uncomputed_tokens > self.long_prompt
 
     def has_long(self, priority_class: int) -> bool:
         return self._long_group(priority_class) is not None
 
     def head(self, partial: Sequence[Request] = ()) -> Request:
-        """The next request. A long one comes before short ones once enough have overtaken it,
-        unless another long one is computed.
+        """Return the next request. A long prompt goes first once enough short prompts have
+        overtaken it, unless another long prompt is being computed.
         """
         group = self._sorted[0]
         head = self._head_of(group)
@@ -157,8 +157,8 @@ class WaitingQueue(FcfsQueue):
         owner.served += num_tokens / owner.weight
 
     def victim(self, running: Sequence[Request]) -> Request | None:
-        """The running request to preempt: the last of a lower class, or of the owner with the most
-        slots for its weight, if that has no fewer than the head's owner even afterwards.
+        """Return the running request to preempt: the last of a lower class, or of the owner with
+        the most slots for its weight, if it keeps no fewer than the head's owner gets; or None.
         """
         victim = super().victim(running)
         if victim is not None or not running:
@@ -178,13 +178,13 @@ class WaitingQueue(FcfsQueue):
         return None
 
     def _long_group(self, priority_class: int) -> Group | None:
-        """The first group of long prompts."""
+        """Return the first group of long prompts in a priority class; None if there is none."""
         groups = (each for each in self._sorted if each[0] == priority_class and each[2])
         return next(groups, None)
 
     def _is_due(self, longer: Request, head: Request, partial: Sequence[Request]) -> bool:
-        """Whether the owner of a long prompt was served less, or enough have overtaken long prompts
-        and no other long one is computed.
+        """Return whether the owner of a long prompt got less service than the head's, or enough
+        short prompts overtook it and no other long prompt is being computed.
         """
         if self._counter(longer) < self._counter(head):
             return True
@@ -218,7 +218,7 @@ class WaitingQueue(FcfsQueue):
         return owner.counter(self._step), share, was_served, next(self._pushes), owner
 
     def _floor(self, priority_class: int) -> float:
-        """Least counter of an owner that was idle: that of the owners who are next."""
+        """Return the start for an owner that was idle: the lowest counter of the next owners."""
         begin = bisect_left(self._sorted, (priority_class,))
         groups = self._sorted[begin : begin + MAX_FLOOR_GROUPS]
         # The group of the request that comes may have no heap yet.

@@ -1,4 +1,4 @@
-"""fcfs: first come, first served, whoever sent it. The other policies add to it."""
+"""The fcfs policy: first come, first served, for all owners. The other policies extend it."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ by_order = attrgetter("order")
 
 
 class WaitingQueue(AdapterQueue):
-    """Waiting requests, and which is next. A preempted one returns to its old place. Beyond
-    `long_prompt` tokens a prompt is long, where that matters.
+    """The waiting requests in order. A preempted request returns to its old place. A prompt of more
+    than `long_prompt` tokens counts as long in the policies that distinguish long prompts.
     """
 
     by_owner: ClassVar[bool] = False  # whether the owner of a request matters
@@ -32,7 +32,7 @@ class WaitingQueue(AdapterQueue):
         return self.queued[-1].order[0] if self.queued else 0
 
     def order(self, options: RequestOptions) -> tuple[int, int, int]:
-        """Rank of a new request: the lowest is served first and preempted last."""
+        """Return the rank of a new request. The lowest rank is served first and preempted last."""
         return options.priority_class, 0, next(self._arrivals)
 
     def enqueue(self, request: Request) -> None:
@@ -42,25 +42,25 @@ class WaitingQueue(AdapterQueue):
         del self.queued[bisect_left(self.queued, request.order, key=by_order)]
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        """Prompt tokens are computed; here nobody pays for them."""
+        """Charge the owner for computed prompt tokens. This policy charges nothing."""
 
     def is_long(self, request: Request) -> bool:
-        """Whether a part of every step is reserved for its prompt, and short ones overtake it."""
+        """Return whether a prompt is long: it has a share of steps, and short ones overtake it."""
         return False
 
     def has_long(self, priority_class: int) -> bool:
-        """Whether a long prompt waits."""
+        """Return whether a long prompt of a priority class waits."""
         return False
 
     def head(self, partial: Sequence[Request] = ()) -> Request:
-        """The next request; `partial` are prompts that have started."""
+        """Return the next request. `partial` are requests whose prompts have started."""
         return self.queued[0]
 
     def next(
         self, partial: Sequence[Request], priority_class: int, may_start: bool, only_long: bool
     ) -> Request | None:
-        """The prompt of a priority class to compute next: one of `partial`, which have started, or
-        a waiting one, if one may start; with `only_long`, of the long ones.
+        """Return the request whose prompt is computed next in a priority class: from `partial`,
+        which have started, or a waiting request if `may_start`. `only_long`: only long prompts.
         """
         candidates = list(partial)
         if may_start and self.queued and self.queued[0].order[0] == priority_class:
@@ -68,6 +68,6 @@ class WaitingQueue(AdapterQueue):
         return min(candidates, key=by_order, default=None)
 
     def victim(self, running: Sequence[Request]) -> Request | None:
-        """The running request to preempt if the head gets no slot or blocks: of a lower class."""
+        """Return the running request to preempt for the head: of a lower class, or None."""
         is_lower = running and running[-1].order[0] > self.queued[0].order[0]
         return running[-1] if is_lower else None

@@ -1,11 +1,11 @@
-"""priority: the lowest `priority` first; owners share as under `fair` among equal ones."""
+"""The priority policy: the lowest `priority` first. Equal priorities share as under `fair`."""
 
 from servd.core.queues import fair
 from servd.messages.engine import RequestOptions
 
 
 class WaitingQueue(fair.WaitingQueue):
-    """Fair among requests of one priority."""
+    """The fair queue, applied among requests of equal priority."""
 
     def order(self, options: RequestOptions) -> tuple[int, int, int]:
         priority_class, _, arrival = super().order(options)

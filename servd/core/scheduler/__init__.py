@@ -1,1 +1,1 @@
-"""Which requests compute what in the next step."""
+"""The scheduler: which requests compute which tokens in the next step."""

@@ -1,4 +1,4 @@
-"""Drafts: draft tokens of requests, from asking the workers for them to counting acceptances."""
+"""Drafts: asks the workers for draft tokens, and counts which are accepted."""
 
 from collections.abc import Iterable
 
@@ -12,8 +12,8 @@ from servd.messages.engine import EngineCoreOutput, ModelRunnerOutput, Scheduled
 def choose_drafts(
     request: Request, grammar_tokens: list[int] | None, in_flight: Iterable[Step]
 ) -> tuple[list[int], int]:
-    """What a request's next step verifies: the engine's own drafts, or those that the workers have;
-    and how many. `grammar_tokens` are the only ones that its grammar allows next.
+    """Return the engine's own drafts for a request's next step, and the number of drafts to verify.
+    Without own drafts, the workers' drafts count. `grammar_tokens`: the only tokens allowed next.
     """
     if grammar_tokens is None:
         return NO_DRAFTS, request.num_drafts
@@ -24,21 +24,21 @@ def choose_drafts(
 
 
 class Drafts:
-    """`draft_length` states how many are worth their time, `kv_cache` has the room for them."""
+    """Draft requests: `draft_length` decides how many drafts pay, `kv_cache` has their blocks."""
 
     def __init__(self, draft_length: DraftLengthController, kv_cache: KVCacheManager) -> None:
         self.draft_length = draft_length
         self.kv_cache = kv_cache
 
     def wanted(self, request: Request) -> int:
-        """How many are worth their time, if there is room for any."""
+        """Return how many drafts are worth their time; 0 if there is no room."""
         has_room = request.num_tokens + 2 < request.max_num_tokens
         return self.draft_length.num_drafts(request.acceptance) if has_room else 0
 
     def ask(self, request: Request, scheduled: ScheduledRequest, wanted: int) -> None:
-        """Have the workers draft as far as it is worth its time and leaves room for the token after
-        the drafts; where a model drafts, it has keys and values of its own for them. `wanted`: as
-        `wanted` has said; 0: it was not asked.
+        """Ask the workers for as many drafts as are worth their time, with room for one more token.
+        Allocates blocks, because a draft model has its own keys and values. `wanted`: the result of
+        the method `wanted`; 0 if it was not called.
         """
         room = request.max_num_tokens - request.num_tokens - 1
         wanted = wanted or self.draft_length.num_drafts(request.acceptance)
@@ -58,8 +58,8 @@ class Drafts:
         result: ModelRunnerOutput,
         row: int,
     ) -> int:
-        """Take in which were kept, and which were found for the next step; `output` is what came of
-        the step. Returns how many were kept, and are part of the output.
+        """Count the drafts that were accepted, and those found for the next step. `output` is the
+        result of the step. Returns how many accepted drafts are part of the output.
         """
         num_sampled = len(result.tokens_of(row))
         num_found = len(result.draft_token_ids.get(row, ()))

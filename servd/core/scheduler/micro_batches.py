@@ -1,8 +1,8 @@
-"""MicroBatches: which running requests skip a step, so that no pipeline stage is without one.
+"""MicroBatches: chooses running requests to skip a step, so that every pipeline stage has work.
 
-A request's next step needs the token sampled by its last one, so steps that are in flight in
-different stages have different requests: each step takes an equal share of all, of those whose
-tokens are known. Prompts continue in any step, as their tokens are known.
+A request's next step needs its last sampled token, so steps in different stages have different
+requests. Each step takes an equal share of all requests, from those whose tokens are known. Prompts
+continue in any step, as their tokens are known.
 """
 
 from collections.abc import Sequence, Set
@@ -11,13 +11,13 @@ from servd.core.request import Request
 
 
 class MicroBatches:
-    """`num_batches`: steps in which each request is computed once; 1: none skips a step."""
+    """Splits the running requests: each runs once in `num_batches` steps; 1: no request skips."""
 
     def __init__(self, num_batches: int) -> None:
         self.num_batches = num_batches
 
     def choose_idle(self, running: Sequence[Request], idle: Set[int]) -> Set[int]:
-        """Return the slots that skip the next step: `idle`, and those of other micro-batches."""
+        """Return the slots that skip the next step: `idle`, and slots of other micro-batches."""
         if self.num_batches == 1:
             return idle
         room = -(-len(running) // self.num_batches)

@@ -1,4 +1,4 @@
-"""Scheduler: which requests compute how many tokens in the next step, and what came out of it."""
+"""Scheduler: chooses the tokens that the next step computes, and processes the step's output."""
 
 import logging
 from bisect import bisect_left, insort
@@ -37,8 +37,8 @@ NO_TOKENS: GrammarTokens = {}
 
 
 class Scheduler:
-    """Continuous batching under a token budget, which must hold one token of every running request.
-    `max_model_len` limits prompt and output together; the clock is that of marks and records.
+    """Continuous batching with a token budget of at least one token per running request.
+    `max_model_len` limits prompt and output together. `clock` times marks and records.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything, even if only collect or hand over outputs."""
+        """Whether a step would do anything, even if only collecting or delivering outputs."""
         if self.requests or self._in_flight or self.outputs:
             return True
         return self.kv_cache.connector.has_copies
 
     def add_request(self, message: EngineCoreRequest) -> None:
-        """Accept a request; it ends in exactly one terminal output unless it is aborted."""
+        """Accept a request. It ends in exactly one terminal output unless it is aborted."""
         assert message.request_id not in self.requests, "request ids are unique"
         order = self.waiting.order(message.options)
         request = Request.from_message(message, order, self.max_model_len)
@@ -114,12 +114,12 @@ class Scheduler:
     def schedule(
         self, idle_slots: Set[int] = frozenset(), grammar_tokens: GrammarTokens = NO_TOKENS
     ) -> SchedulerOutput | None:
-        """Choose the work of the next step; None if nothing can be computed now.
+        """Choose the work of the next step; return None if nothing can be computed now.
 
         Decoding requests come first, so that they never wait for another request's prompt. Then
-        prompts continue, or start while there are slots and blocks. While a priority class has
-        prompts to compute, the classes below it wait. `idle_slots`: slots of running requests that
-        skip this step; `grammar_tokens`: of requests whose grammar allows nothing else.
+        prompts continue, or start while slots and blocks are free. While a priority class has
+        prompts to compute, lower classes wait. `idle_slots`: slots of running requests that skip
+        this step. `grammar_tokens`: by slot, the only tokens that the grammar allows next.
         """
         record = StepRecord(self._num_steps, self.clock())
         step = Step(record)
@@ -153,7 +153,7 @@ class Scheduler:
         return output
 
     def forget_workers(self) -> None:
-        """Discard what the workers held. No step may be in flight."""
+        """Discard the workers' state. No step may be in flight."""
         self.kv_cache.connect(KVConnector())
         self.kv_cache.reset()
         self._freed_slots = []
@@ -167,8 +167,8 @@ class Scheduler:
         return self._in_flight[-1].record
 
     def _priority_classes(self) -> Iterator[tuple[int, Iterable[Request]]]:
-        """Each priority class, down to the lowest with requests, and its running ones. Lazy, as
-        scheduling one may preempt running requests of the next.
+        """Yield each priority class, down to the lowest with requests, and its running requests.
+        Lazy, because scheduling a class may preempt running requests of the next class.
         """
         last = self.waiting.last_class
         if self.running:
@@ -199,8 +199,8 @@ class Scheduler:
         idle_slots: Set[int],
         grammar_tokens: GrammarTokens,
     ) -> tuple[int, list[Request]]:
-        """Schedule the next token of each decoding request, with drafts if there are any. Returns
-        the budget that is left, and the requests whose prompts are not computed yet.
+        """Schedule the next token of each decoding request, with its drafts. Returns the remaining
+        budget, and the requests whose prompts are not fully computed.
         """
         partial: list[Request] = []
         num_samples = min(len(self.requests), self.max_num_seqs)
@@ -245,10 +245,10 @@ class Scheduler:
     def _schedule_prompts(
         self, step: Step, budget: int, partial: list[Request], priority_class: int
     ) -> int:
-        """Schedule prompts of a class, in the policy's order; return the budget that is left.
+        """Schedule prompts of a class in the policy's order; return the remaining budget.
 
-        A request that was preempted in this step does not restart in it: the blocks that it freed
-        went to another.
+        A request that was preempted in this step does not restart in the same step, because its
+        freed blocks went to another request.
         """
         now = self.clock()
         queue = self.waiting
@@ -299,8 +299,8 @@ class Scheduler:
         return budget + withheld
 
     def _allocate_blocks(self, step: Step, request: Request, num_tokens: int) -> list[int] | None:
-        """Blocks for the next tokens of a request, for which the last running ones are preempted;
-        None if it has to wait, as those that are in this step already keep their blocks.
+        """Return new blocks for a request's next tokens, preempting the last running requests if
+        needed. None: the request must wait, as requests in this step keep their blocks.
         """
         while (new_block_ids := self.kv_cache.allocate(request, num_tokens)) is None:
             if (victim := self.running[-1]) in step:
@@ -334,8 +334,8 @@ class Scheduler:
     def _finish_scheduling(
         self, request: Request, scheduled: ScheduledRequest, num_new_drafts: int = 0
     ) -> None:
-        """Ask for drafts for the step after a row that was just scheduled, and
-        enter its full blocks in the prefix cache.
+        """Ask for drafts for the step after a row that was just scheduled, and register its full
+        blocks in the prefix cache.
         """
         if scheduled.samples:
             request.num_drafts = 0
@@ -345,7 +345,7 @@ class Scheduler:
         self.kv_cache.commit(request)
 
     def _preempt(self, request: Request, record: StepRecord) -> None:
-        """Return a request, removed from `running`, to the queue: its blocks and slot are freed."""
+        """Return a request, removed from `running`, to the queue. Frees its blocks and slot."""
         self._release_slot(request)
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
@@ -410,9 +410,9 @@ class Scheduler:
         self.outputs.add(request.client, output)
 
     def take_outputs(self, num_deferred: int = 0) -> dict[int, EngineCoreOutputs]:
-        """Outputs since the last call, by client, with the engine's current statistics. A client
-        without outputs gets none, unless the engine has become idle, which all clients learn.
-        `num_deferred`: requests that wait for a grammar, not for capacity.
+        """Return the outputs since the last call, by client, with the engine's statistics. Clients
+        without outputs get no message, except when the engine becomes idle. `num_deferred`:
+        requests that wait for a grammar, not for capacity.
         """
         if self.outputs and not self.requests:
             for client in self.step_log.clients:
@@ -424,8 +424,8 @@ class Scheduler:
         return outputs
 
     def report(self, num_deferred: int) -> SchedulerStats:
-        """Current statistics. Counters restart at zero: their sum over the reports to all clients
-        is the total.
+        """Return current statistics. Counters restart at zero: the total is their sum over the
+        reports to all clients.
         """
         report, self._stats = self._stats, SchedulerStats()
         report.num_running = len(self.running)
@@ -440,8 +440,8 @@ class Scheduler:
     # ---- the end of a request ----
 
     def _fail_row(self, step: Step, row: int, error: str) -> None:
-        """End a request that failed in a step. What it computed from that step on is wrong, so
-        requests that share those blocks fail, too.
+        """End a request that failed in a step. The blocks that it computed since that step are
+        wrong, so requests that share them fail too.
         """
         request, scheduled = step.row(row)
         # If drafts before this step were rejected, it began at the last known token.
@@ -473,7 +473,7 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def _release_slot(self, request: Request) -> None:
-        """Free slot and blocks. Steps in flight may still use them: the next owner's run later."""
+        """Free slot and blocks. Steps in flight may use them, but run before the next owner's."""
         self.waiting.stop(request)
         self.kv_cache.free(request)
         request.decodes_until = 0

@@ -1,1 +1,1 @@
-"""Outputs that follow a grammar: JSON schemas, regular expressions, choices."""
+"""Structured outputs, which follow a grammar: JSON schemas, regular expressions, choices."""

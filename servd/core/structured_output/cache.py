@@ -1,4 +1,4 @@
-"""GrammarCache: compiled grammars: recent ones, and those in use."""
+"""GrammarCache: keeps recent compiled grammars, and the grammars in use."""
 
 import weakref
 from collections import OrderedDict
@@ -19,8 +19,8 @@ def key_of(output: StructuredOutput) -> Key:
 
 
 class GrammarCache:
-    """The grammars used last, and those of all unfinished requests. `compile`: compiles the grammar
-    of an output; raises GrammarError.
+    """The recently used grammars, and the grammars of all unfinished requests. `compile` compiles
+    an output's grammar, and raises GrammarError.
     """
 
     def __init__(self, compile: Callable[[StructuredOutput], Grammar]) -> None:
@@ -30,7 +30,7 @@ class GrammarCache:
         self._in_use: dict[int, Grammar] = {}
 
     def find(self, output: StructuredOutput) -> Grammar | None:
-        """The newest grammar of this output: older ones may have used up their lexer states."""
+        """Return the newest grammar of this output: an older one may have no lexer states."""
         if (grammar := self._recent.get(key_of(output))) is not None:
             self._recent.move_to_end(key_of(output))
             return grammar
@@ -42,14 +42,14 @@ class GrammarCache:
             self._recent.popitem(last=False)
 
     def retain(self, output: StructuredOutput, grammar: Grammar) -> None:
-        """Keep a grammar until the requests with this object have ended."""
+        """Keep a grammar until all requests that share `output` have ended."""
         if id(output) not in self._in_use:
             weakref.finalize(output, self._in_use.pop, id(output), None).atexit = False
         self._in_use[id(output)] = grammar
 
     def find_or_compile(self, output: StructuredOutput) -> Grammar:
-        """The grammar of an admitted request's output, if need be compiled again. Raises
-        GrammarError: it cannot be compiled.
+        """Return the grammar of an admitted request's output, compiled again if necessary. Raises
+        GrammarError if compilation fails.
         """
         grammar = self.find(output)
         if grammar is None:
@@ -57,8 +57,8 @@ class GrammarCache:
         return grammar
 
     def replace(self, output: StructuredOutput, grammar: Grammar) -> Grammar:
-        """A replacement for a grammar whose lexer states are used up. Raises GrammarError: it takes
-        too long to compile.
+        """Return a replacement for a grammar that has no lexer states left. Raises GrammarError if
+        compilation takes too long.
         """
         if (newer := self.find(output)) is not None and newer is not grammar:
             return newer
@@ -70,8 +70,8 @@ class GrammarCache:
         return newer
 
     def discard(self, grammar: Grammar) -> None:
-        """Forget a grammar that failed, as it may have used up its lexer states: later requests
-        compile it again, and so do admitted ones, if that is fast enough.
+        """Remove a grammar that failed, as it may have no lexer states left. Later requests compile
+        it again; admitted requests do so if compilation is fast enough.
         """
         for key in [key for key, other in self._recent.items() if other is grammar]:
             del self._recent[key]

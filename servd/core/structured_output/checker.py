@@ -1,4 +1,4 @@
-"""The process that tries grammars before an engine compiles them, and may be killed by one."""
+"""The process that tries grammars before an engine compiles them: a grammar may kill it."""
 
 import contextlib
 import logging
@@ -32,7 +32,7 @@ TRIAL_SECONDS = 0.02
 
 
 def main() -> None:
-    """Entry point: answer each line, a StructuredOutput as JSON, with a GrammarVerdict."""
+    """Answer each line, a StructuredOutput as JSON, with a GrammarVerdict. The entry point."""
     start = read_start(StartGrammarChecker)
     log.setup("grammar", start.config.observability)
     channel = socket.socket(fileno=start.channel).makefile("rwb")
@@ -63,7 +63,7 @@ def serve(start: StartGrammarChecker, channel: BufferedRWPair) -> None:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Limit the memory that this process may allocate from now on. Linux only."""
+    """Limit the memory that this process may allocate in addition. Linux only."""
     with contextlib.suppress(FileNotFoundError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -72,7 +72,7 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def try_grammar(output: StructuredOutput, vocabulary: Any) -> str | None:
-    """Why the engine should not use a grammar; None if it can."""
+    """Return why the engine should not use a grammar; None if it can."""
     try:
         seconds = slowest_mask(Grammar(output, vocabulary), vocabulary)
     except GrammarError as error:
@@ -86,8 +86,8 @@ def try_grammar(output: StructuredOutput, vocabulary: Any) -> str | None:
 
 
 def slowest_mask(grammar: Grammar, vocabulary: Any) -> float:
-    """CPU seconds of the slowest mask at the beginning of a few random outputs. Raises
-    GrammarError: one of them reaches a limit of the library, so most outputs might.
+    """Return the CPU seconds of the slowest mask at the beginning of a few random outputs. Raises
+    GrammarError if an output reaches a limit of the library, because most outputs might.
     """
     draw = random.Random(0)  # the same grammar gets the same verdict
     closing = [token_id for text in '"}]' for token_id in vocabulary.tokenize_str(text)]

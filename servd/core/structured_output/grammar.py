@@ -54,17 +54,17 @@ T = TypeVar("T")
 
 
 class GrammarError(Exception):
-    """A grammar that cannot be compiled or followed; the message is for the client."""
+    """An error of a grammar that cannot be compiled or followed. The message is for the client."""
 
 
 class UsedUp(GrammarError):
-    """A grammar has reached its limit of lexer states; compiled again, it starts with none."""
+    """An error of a grammar without lexer states left. Compiling it again resets the limit."""
 
 
 class Grammar:
-    """One compiled grammar. Its matchers share the lexer states that they discover. Raises
-    GrammarError: the value is malformed, not supported, or beyond LIMITS. `seconds`: CPU time of
-    its compilation; `mask_seconds`: CPU time of the first mask.
+    """A compiled grammar. Its matchers share the lexer states that they discover. Raises
+    GrammarError if the value is malformed, not supported, or exceeds LIMITS. `seconds`: CPU time of
+    the compilation; `mask_seconds`: CPU time of the first mask.
     """
 
     def __init__(self, output: StructuredOutput, vocabulary: LLTokenizer) -> None:
@@ -86,10 +86,10 @@ class Grammar:
 
 
 class Matcher:
-    """Follows one output.
+    """Tracks one output.
 
-    The library tokenises all forced text again at each of its tokens, which takes 80 ms for 50 kB:
-    so its first answer is kept until it is used up.
+    At each forced token, the library tokenizes all remaining forced text again, which takes 80 ms
+    for 50 kB. Therefore its first answer is kept until it is used up.
     """
 
     def __init__(
@@ -106,13 +106,13 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing may follow but the end of the sequence."""
+        """Whether only the end of the sequence may follow."""
         return self._matcher.is_stopped()
 
     def bitmask(self) -> bytes:
-        """The allowed next tokens: int32 [ceil(vocab_size / 32)], bit set = allowed. Raises
-        GrammarError: there are none, or finding them goes beyond LIMITS; UsedUp: the limit of lexer
-        states is reached.
+        """Return the allowed next tokens: int32 [ceil(vocab_size / 32)], bit set = allowed. Raises
+        GrammarError if there are none, or if finding them exceeds LIMITS; UsedUp if the lexer
+        states reach their limit.
         """
         if self._first_mask is not None:
             return self._first_mask
@@ -123,15 +123,15 @@ class Matcher:
         return bitmask[: self._mask_size]
 
     def forced_tokens(self) -> list[int]:
-        """The next tokens, as far as no others are allowed; at most MAX_FORCED. Raises
-        GrammarError: the library failed.
+        """Return the next tokens as long as no other is allowed, at most MAX_FORCED. Raises
+        GrammarError if the library fails.
         """
         if not self._forced:
             self._forced = _forced_tokens(self._matcher)
         return self._forced
 
     def accept(self, token_id: int) -> None:
-        """Advance by the next token. Raises GrammarError: the grammar does not allow it."""
+        """Advance by the next token. Raises GrammarError if the grammar does not allow it."""
         self._first_mask = None
         self._forced = self._forced[1:] if self._forced[:1] == [token_id] else []
         if not _call(self._matcher.consume_token, token_id):
@@ -166,7 +166,7 @@ def _source(output: StructuredOutput) -> str:
 
 
 def _bound_white_space(lark: str) -> str:
-    """The grammar with JSON_OPTIONS in each `%json` that has none."""
+    """Return the grammar with JSON_OPTIONS in each `%json` without options."""
     return re.sub(r"%json\s*\{\s*(\}?)", _add_options, lark)
 
 
@@ -196,7 +196,7 @@ EXCEEDED = {
 
 
 def _call(function: Callable[..., T], *args: Any) -> T:
-    """Call the library. Any failure there ends one output, not the engine."""
+    """Call the library. Raises GrammarError for any failure: it ends one output, not the engine."""
     try:
         return function(*args)
     except (SystemExit, KeyboardInterrupt):

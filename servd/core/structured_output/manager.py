@@ -1,4 +1,4 @@
-"""GrammarManager: compiles grammars in threads, and makes the bitmasks of the rows that have one.
+"""GrammarManager: compiles grammars in threads, and makes the bitmasks of rows with a grammar.
 
 A row begins with a NewRequest, after preemption with its output so far, and ends with its slot.
 """
@@ -122,7 +122,7 @@ class Row:
         return self._follow(lambda matcher: matcher.bitmask())
 
     def _follow(self, work: Callable[[Matcher], T]) -> T | None:
-        """Call `work` with the matcher, if need be with that of a new grammar; None: it failed."""
+        """Call `work` with the matcher of the grammar, recompiled if needed; None: it failed."""
         while self.matcher is not None:
             try:
                 return work(self.matcher)
@@ -133,7 +133,7 @@ class Row:
         return None
 
     def _begin_anew(self, error: UsedUp) -> None:
-        """Replay all tokens in a newly compiled grammar; fail if that happened too often."""
+        """Replay all tokens in a recompiled grammar; fail if that happened too often."""
         self.num_renewals += 1
         num_tokens = len(self.token_ids)
         if (
@@ -151,13 +151,13 @@ class Row:
             self.fail(new_error)
 
     def fail(self, error: GrammarError) -> None:
-        """End the output: the next token is not part of it."""
+        """End the output with an error. The next token is not part of the output."""
         self.matcher = None
         self.error = f"the output cannot follow its structure any further: {error}"
 
     @property
     def end(self) -> GrammarEnd | None:
-        """How the grammar ends the output; None: it continues."""
+        """The end of the output by its grammar; None: the output continues."""
         if self.matcher is None:
             return GrammarEnd(error=self.error)
         return GrammarEnd() if not self.starts_after and self.matcher.is_complete else None
@@ -165,7 +165,7 @@ class Row:
 
 @dataclass(eq=False)
 class GrammarManager:
-    """All that the engine knows of grammars; a step without any only checks its new requests."""
+    """The engine's grammars. In a step without grammars, only new requests are checked."""
 
     config: Config  # resolved
     spec: ModelSpec
@@ -201,7 +201,7 @@ class GrammarManager:
             self._vocabulary = self._submit(partial(load_vocabulary, self.config, self.spec))
 
     def admit(self, request: EngineCoreRequest) -> bool:
-        """Return whether a request can run now; if not, keep it until its grammar is compiled."""
+        """Return whether a request can run now. If not, keep it until its grammar is compiled."""
         output = _structured_output(request.params)
         if output is None:
             return True
@@ -218,7 +218,7 @@ class GrammarManager:
         return False
 
     def take(self, compiled: Compiled) -> list[EngineCoreRequest]:
-        """Keep a compiled grammar; returns the requests that waited for it."""
+        """Cache a compiled grammar; return the requests that waited for it."""
         requests = self._compiling.pop(compiled.key)
         for request in requests:
             request.marks = [*request.marks, Mark("compiled", now_ns())]
@@ -230,7 +230,7 @@ class GrammarManager:
         return requests
 
     def abort(self, request_ids: list[str]) -> list[EngineCoreRequest]:
-        """Forget requests that wait for their grammars; returns them."""
+        """Remove requests that wait for their grammars, and return them."""
         gone = []
         ids = set(request_ids)
         for requests in self._compiling.values():
@@ -239,7 +239,7 @@ class GrammarManager:
         return gone
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` in a thread with a stack of STACK_SIZE."""
+        """Run `work` in a thread with a stack of STACK_SIZE; return its Future."""
         previous = threading.stack_size(STACK_SIZE)
         try:
             return self._threads.submit(work)
@@ -283,10 +283,10 @@ class GrammarManager:
         self._rows.clear()
 
     def choose_idle(self) -> Set[int]:
-        """Return the slots that skip the next step: see STEP_BUDGET.
+        """Return the slots that skip the next step, to keep masks within STEP_BUDGET.
 
-        Rows whose masks are fast always run. The others take turns, longest waiting first, as far
-        as the budget goes, but at least one.
+        Rows with fast masks always run. The other rows take turns, longest waiting first, within
+        the budget, but at least one row runs.
         """
         if not self._rows or sum(r.mask_seconds for r in self._rows.values()) <= STEP_BUDGET:
             return frozenset()
@@ -304,7 +304,7 @@ class GrammarManager:
         return idle
 
     def grammar_tokens(self) -> dict[int, list[int]]:
-        """Map each slot to the only tokens that its grammar allows after the known ones, if any."""
+        """Map each slot to the only tokens, if any, that its grammar allows after known ones."""
         if not self._rows or self.spec.keeps_state:  # recurrent states cannot take drafts back
             return {}
         return {
@@ -319,7 +319,7 @@ class GrammarManager:
         return bool(self._step) and any(row.num_awaited for _, row, _ in self._step)
 
     def bitmask(self) -> GrammarBitmask | None:
-        """Return the allowed tokens of this step's rows; None: all."""
+        """Return the allowed tokens of this step's rows; None: all tokens are allowed."""
         self._in_flight.append(self._step)
         if not self._step:
             return None
@@ -337,8 +337,8 @@ class GrammarManager:
         return bitmask if masks else None
 
     def advance(self, output: ModelRunnerOutput) -> dict[int, GrammarEnd]:
-        """Process the tokens of the oldest step in flight. Returns, by row, how its output ends,
-        for rows that end with one of these tokens.
+        """Process the tokens of the oldest step in flight. Return, by row, how the output ends, for
+        rows that end at one of these tokens.
         """
         ends: dict[int, GrammarEnd] = {}
         for index, row, _ in self._in_flight.popleft():
@@ -373,7 +373,7 @@ class GrammarManager:
 
 
 def all_but(token_ids: list[int], vocab_size: int) -> bytes:
-    """Return a bitmask of all tokens but these: int32 [ceil(vocab_size / 32)]."""
+    """Return a bitmask of all tokens except `token_ids`: int32 [ceil(vocab_size / 32)]."""
     mask = bytearray(b"\xff" * (4 * -(-vocab_size // 32)))
     for token_id in token_ids:
         mask[token_id // 8] &= ~(1 << token_id % 8)

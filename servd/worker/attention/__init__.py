@@ -20,7 +20,7 @@ log = logging.getLogger("servd.worker")
 
 
 class HeadNorm(Protocol):
-    """An RMSNorm."""
+    """An RMSNorm for heads."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -39,7 +39,7 @@ class StepMetadata(Protocol):
 
     @property
     def slot_mapping(self) -> Tensor:
-        """int64 [num_tokens]: block * block_size + offset."""
+        """KV-cache slots of the tokens, int64 [num_tokens]: block * block_size + offset."""
         ...
 
 
@@ -48,7 +48,7 @@ Metadata = TypeVar("Metadata", bound=StepMetadata)
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The attention of a model on one rank, the same in all layers, except for their windows: see
+    """The attention of a model on one rank. All layers are equal except for their windows: see
     `Backend.with_window`.
     """
 
@@ -73,7 +73,7 @@ class AttentionSpec:
 
     @property
     def num_stored(self) -> int:
-        """Tensors of a layer's cache: 2 for keys and values, 1 if keys contain the values."""
+        """The number of tensors of a layer's cache: 2, or 1 if keys contain the values."""
         return 2 if self.value_dim is None else 1
 
 
@@ -81,13 +81,13 @@ class Backend(ABC, Generic[Metadata]):
     """Attention over a paged KV cache. `Metadata` is built once per step, for all layers.
 
     A backend with `supports_graphs` can be captured in a CUDA graph: `build_metadata`, `write` and
-    `attend` run once, and their kernels again for other steps with as many tokens. So they read
-    lengths, block tables and slots from the batch's device tensors, whose contents change; use the
-    host's lengths only for sizes of grids and buffers (`seq_lens` are max_model_len in every row);
-    and never wait for the device. There are two kinds: decode steps, where every query_len is 1,
-    and rows of padding have length 1 and their own block; and steps without `has_exact_query_lens`,
-    where rows of padding are empty, and tokens of padding belong to no row: they are written to
-    that block, and `attend` may return anything for them.
+    `attend` run once, and their kernels run again for other steps with as many tokens. They must
+    therefore read lengths, block tables and slots from the batch's device tensors, whose contents
+    change. They may use the host's lengths only for sizes of grids and buffers (`seq_lens` are
+    max_model_len in every row), and never wait for the device. There are two kinds of steps. In
+    decode steps, every query_len is 1; padding rows have length 1 and their own block. In steps
+    without `has_exact_query_lens`, padding rows are empty, and padding tokens belong to no row:
+    they are written to that block, and `attend` may return anything for them.
     """
 
     supports_graphs: ClassVar[bool] = False
@@ -122,7 +122,7 @@ class Backend(ABC, Generic[Metadata]):
     @classmethod
     @abstractmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Return why the backend cannot run this here; None if it can."""
+        """Return why the backend cannot run this attention here; None if it can."""
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Return the shape of one layer's cache: [num_stored, num_blocks, ...]."""
@@ -132,7 +132,7 @@ class Backend(ABC, Generic[Metadata]):
 
     @abstractmethod
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
-        """Build the index tensors and masks of a step."""
+        """Return the index tensors and masks of a step."""
 
     def write(
         self,
@@ -193,8 +193,8 @@ class Backend(ABC, Generic[Metadata]):
     def attend(
         self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        """Compute attention of the step's tokens over the cache, after `write` has stored their
-        keys and values.
+        """Return attention of the step's tokens over the cache, after `write` has stored their keys
+        and values.
 
         Args:
             q: [num_tokens, num_heads, head_dim], as returned by `write`.
@@ -203,7 +203,6 @@ class Backend(ABC, Generic[Metadata]):
             scale: factor on the scores.
             sinks: [num_heads], scores of one more key per head, whose value is zero; only with
                 `supports_soft_cap`.
-
         Returns:
             [num_tokens, num_heads, head_dim or value_dim], contiguous.
         """
@@ -224,17 +223,16 @@ def fused_write(spec: AttentionSpec) -> Callable[..., Tensor] | None:
 
 
 def auto_backends(device_type: str) -> list[str]:
-    """Return the backends that "auto" tries on such a device, by name, in order."""
+    """Return the names of the backends that "auto" tries on this device type, in order."""
     classes = {name: plugins.load(__name__, name, "Backend") for name in plugins.names(__name__)}
     names = [name for name in classes if device_type in classes[name].auto_order]
     return sorted(names, key=lambda name: classes[name].auto_order[device_type])
 
 
 def make_backend(name: str, spec: AttentionSpec) -> tuple[str, Backend[Any]]:
-    """Return the backend called `name`, or for "auto" the first that fits, with its name.
+    """Return the backend called `name` with its name; for "auto", the first that fits.
 
-    Raises:
-        ConfigError: there is no such backend, or it cannot run here; with its reason.
+    Raises ConfigError, with the reason, if the backend does not exist or cannot run here.
     """
     is_narrow = spec.device.type == "cpu" and spec.kv_dtype.itemsize == 1
     if is_narrow and spec.value_dim is not None:

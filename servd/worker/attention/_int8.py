@@ -1,4 +1,4 @@
-"""int8 keys and values, a scale per token and head: off by 1/254 of the largest number at most."""
+"""int8 keys and values, with a scale per token and head; off by at most 1/254 of the largest."""
 
 import torch
 from torch import Tensor
@@ -8,13 +8,13 @@ SMALLEST = 1e-12  # scale
 
 
 def row_size(kv_dtype: torch.dtype, head_dim: int) -> int:
-    """Elements of a cache of this type that a token's keys or values of one head occupy."""
+    """Return the elements that a head's keys or values of a token occupy in this type's cache."""
     return head_dim + SCALE_BYTES if kv_dtype == torch.int8 else head_dim
 
 
 def pack(x: Tensor) -> Tensor:
-    """Quantize floats [..., head_dim] -> int8 [..., head_dim + SCALE_BYTES]. A head with a
-    non-finite value becomes NaN.
+    """Return floats [..., head_dim] as int8 [..., head_dim + SCALE_BYTES]. A head with a non-finite
+    value becomes NaN.
     """
     wide = x.float()
     scale = (wide.abs().amax(-1, keepdim=True) / 127).clamp_(min=SMALLEST)
@@ -24,6 +24,6 @@ def pack(x: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize the result of `pack` -> [..., head_dim] of this type."""
+    """Return the floats of the result of `pack`: [..., head_dim] of type `dtype`."""
     codes, scale = packed.split([packed.shape[-1] - SCALE_BYTES, SCALE_BYTES], dim=-1)
     return (codes.float() * scale.contiguous().view(torch.float32)).to(dtype)

@@ -1,4 +1,4 @@
-"""Block tables: which KV-cache blocks each slot owns, kept on the device."""
+"""Block tables: the KV-cache blocks of each slot, kept on the device."""
 
 import numpy as np
 import torch
@@ -7,11 +7,11 @@ NO_CHANGES = np.empty(0, dtype=np.int64)
 
 
 class BlockTables:
-    """One row of block ids for each slot and group of layers. Entries past the row's length, or
+    """A row of block ids for each slot and group of layers. Entries past the row's length, or
     before a group's window, hold an arbitrary valid block.
 
-    The row after the last slot is for padding. The rows of the next group
-    follow it. `max_model_len`: tokens per slot, at most; `block_size`: tokens per block.
+    The row after the last slot is for padding. The rows of the next group follow it.
+    `max_model_len`: tokens per slot, at most; `block_size`: tokens per block.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class BlockTables:
         self.other_groups = firsts.unsqueeze(1)  # int64 [num_groups - 1, 1]: their first rows
 
     def pad(self, block_id: int) -> None:
-        """Let padding write to this block."""
+        """Make padding write to this block."""
         self.tables[self.num_rows - 1 :: self.num_rows] = block_id
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -45,7 +45,7 @@ class BlockTables:
         self.num_blocks[slot] = 0
 
     def append(self, slot: int, block_ids: list[int]) -> None:
-        """Append blocks to a slot, of all groups in turn; on the device after the next `apply`."""
+        """Append blocks to a slot, interleaved by group, for the next `apply`."""
         start = self.num_blocks[slot]
         end = self.num_blocks[slot] = start + len(block_ids)
         most = self.tables.shape[1] * self.num_groups
@@ -53,7 +53,7 @@ class BlockTables:
         self.pending += zip([slot] * len(block_ids), range(start, end), block_ids, strict=True)
 
     def take_changes(self) -> np.ndarray:
-        """Return what was appended since the last call, for `apply`: int64 [3 * num_blocks]."""
+        """Return the blocks appended since the last call, for `apply`: int64 [3 * num_blocks]."""
         if not self.pending:
             return NO_CHANGES
         changes = np.array(self.pending, dtype=np.int64).T.reshape(-1)
@@ -72,13 +72,13 @@ class BlockTables:
 
     def slot_mapping(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return KV-cache slots of tokens, int64: block * block_size + offset. Shapes are
-        broadcast. For another group than the first, `slots` are the rows of that group.
+        broadcast. For other groups than the first, `slots` are the rows of the group.
         """
         blocks = self.tables[slots, positions // self.block_size].long()
         return blocks * self.block_size + positions % self.block_size
 
     def host_slot_mapping(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Compute `slot_mapping` with NumPy, on a CPU: a third of torch's time for a few tokens."""
+        """Return `slot_mapping` by NumPy, on a CPU: in a third of torch's time for few tokens."""
         at, offsets = np.divmod(positions, self.block_size)
         blocks = self.tables.numpy()[slots, at].astype(np.int64)
         return blocks * self.block_size + offsets

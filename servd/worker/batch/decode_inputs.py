@@ -1,7 +1,7 @@
-"""DecodeInputs: the inputs of decode steps, in buffers whose addresses stay the same, for graphs.
+"""DecodeInputs: the inputs of decode steps, in buffers with fixed addresses, for graphs.
 
-The host's part is one copy from pinned memory; the first kernel of a graph, `Ops.begin_decode`,
-finds the rest. On a CPU, host and device share the memory.
+The host makes one copy from pinned memory. The first kernel of a graph, `Ops.begin_decode`,
+computes the other inputs. On a CPU, host and device share the memory.
 """
 
 from bisect import bisect_left
@@ -47,7 +47,7 @@ class DecodeBuffers(NamedTuple):
 
 class DecodeInputs:
     """The buffer, for one step at a time: a device runs the steps in flight one after another.
-    `max_num_tokens`: of a step, at most; `device`: where steps run.
+    `max_num_tokens`: per step, at most; `device`: where steps run.
     """
 
     def __init__(self, max_num_tokens: int, null_slot: int, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class DecodeInputs:
         self.padding_d = torch.tensor(self.padding, device=self.device)
 
     def buffers_of(self, num_tokens: int, size: int | None = None) -> DecodeBuffers:
-        """Views for a step of `num_tokens`, padded to `size`; cached."""
+        """Return views for a step of `num_tokens`, padded to `size`. Cached."""
         size = num_tokens if size is None else size
         if (found := self.views.get((num_tokens, size))) is None:
             step = self.memory[: NUM_NUMBERS * size].view(NUM_NUMBERS, size)
@@ -106,10 +106,10 @@ class DecodeInputs:
         columns: np.ndarray | int = NOT_COMPUTED,
     ) -> tuple[DecodeBuffers, np.ndarray]:
         """Fill in the host's part of a step, and start its copy to the device. Returns the step,
-        without what `begin_decode` finds, and the slots, int64 [n], on the host. Both are valid
-        until the next step. `slots`: of each token; distinct with NOT_COMPUTED. `changes`: see
-        `BlockTables.take_changes`; of at most as many blocks as tokens. `columns`: of each token,
-        int64 [n].
+        without the inputs that `begin_decode` computes, and the slots, int64 [n], on the host. Both
+        are valid until the next step. `slots`: of each token; distinct with NOT_COMPUTED.
+        `changes`: see `BlockTables.take_changes`; at most as many blocks as tokens. `columns`: of
+        each token, int64 [n].
         """
         num_tokens = len(slots)
         num_changes = len(changes) // 3
@@ -130,7 +130,7 @@ class DecodeInputs:
         return self.buffers_of(num_tokens, size), given[SLOT, :num_tokens]
 
     def put(self, tokens: Tensor, size: int) -> None:
-        """Write `InputBatch.tokens` of other memory for a graph of `size`."""
+        """Write `InputBatch.tokens` from other memory for a graph of `size`."""
         (num_inputs, num_tokens) = tokens.shape
         step = self.buffers_of(size).step
         self.clear(size)
@@ -143,8 +143,8 @@ class DecodeInputs:
         return self.sizes[bisect_left(self.sizes, num_tokens)] if self.sizes else num_tokens
 
     def _next_buffer(self) -> tuple[np.ndarray, Tensor, Any]:
-        """A buffer for the host to write to, the same as a tensor, and the event after which the
-        device has read it.
+        """Return a buffer for the host to write to, the same memory as a tensor, and the event
+        after which the device has read it.
         """
         if self.buffers is None:
             self.buffers = cycle(self.make_buffers())
@@ -154,7 +154,7 @@ class DecodeInputs:
         return buffer
 
     def make_buffers(self) -> list[tuple[np.ndarray, Tensor, Any]]:
-        """Pinned buffers; on a CPU the memory itself."""
+        """Return pinned buffers; on a CPU, return the memory itself."""
         if self.is_shared:
             return [(self.memory.numpy(), self.memory, None)]
         size = self.memory.shape

@@ -1,4 +1,4 @@
-"""Chain: drafts of which each is made by a pass over the one before it."""
+"""Chain: drafts in sequence. A pass over each draft makes the next one."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,33 +13,33 @@ from servd.worker.batch.request_states import RequestStates
 
 
 class Drafter(Protocol):
-    """A model that drafts. Features are what it makes of a token, [n, hidden]."""
+    """A model that drafts. Its features of tokens are [n, hidden]."""
 
     def top(self, features: Tensor) -> Tensor:
-        """The likeliest tokens after those of the features, int64 [n]."""
+        """Return the likeliest tokens after the tokens of the features, int64 [n]."""
         ...
 
     def begin(
         self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch, *read: Tensor
     ) -> Tensor:
-        """Features of tokens that the target has computed, of which it read more, float32
-        [num_tokens, n] each.
+        """Return features of tokens that the target has computed. `read`: the target's further
+        outputs, float32 [num_tokens, n] each.
         """
         ...
 
     def advance(
         self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch, features: Tensor
     ) -> Tensor:
-        """Features of tokens, int64 [n], that stand at positions, int64 [n], after those whose
-        features are given.
+        """Return features of tokens, int64 [n], at positions, int64 [n]. `features`: of the tokens
+        before them.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Pass:
-    """The one before a chain, over what the target has computed. Numbers are tensors or, on a CPU,
-    arrays.
+    """The pass before a chain, over the tokens that the target has computed. Numbers are tensors
+    or, on a CPU, arrays.
     """
 
     token_ids: Any  # int64 [num_tokens], as those that follow
@@ -68,13 +68,13 @@ class Chain:
     states: RequestStates  # has the rows' blocks
 
     def run(self, first: Pass) -> Tensor:
-        """Features of the last tokens, [n, hidden]."""
+        """Return features of the last tokens, [n, hidden]."""
         return self.drafter.begin(*first.inputs(self.states))[torch.as_tensor(first.last)]
 
     def __call__(self, first: Pass, slots: Any, positions: Any, columns: Any) -> Tensor:
-        """Drafts [n, k + 1] int64. `slots`: int64 [n], as tensor or, on a CPU, array, as those that
-        follow; `positions`: int64 [k, n], of the drafts but the last one; `columns`: int64 [k, n]:
-        their places in the blocks of their rows.
+        """Return drafts [n, k + 1], int64. All arguments are int64 tensors or, on a CPU, arrays.
+        `slots`: [n]; `positions`: [k, n], of the drafts except the last; `columns`: [k, n], places
+        of these drafts in the blocks of their rows.
         """
         slots, positions, columns = map(torch.as_tensor, (slots, positions, columns))
         batches = (decode_attention(self.states, slots, each) for each in columns)
@@ -84,7 +84,7 @@ class Chain:
     def draft(
         self, features: Tensor, passes: Iterable[tuple[Tensor, AttentionBatch]]
     ) -> Iterator[Tensor]:
-        """One draft, and one more after each pass; int64 [n] each."""
+        """Yield a draft for each row, and another after each pass; int64 [n] each."""
         yield (made := self.drafter.top(features))
         for positions, attention in passes:
             features = self.drafter.advance(made, positions, attention, features)

@@ -1,10 +1,10 @@
-"""DraftTree: drafts that branch, so that a place of the text may have several.
+"""DraftTree: drafts that branch, so that a place of the text may have several drafts.
 
-A row's drafts have *columns* one after another behind its known tokens, in `RequestStates` and in
-the KV cache. Those of a tree have the *positions* of their depths, and each sees the known tokens
-and the drafts on its own branch. A token's *place* is 0 if it is known, or 1 + the number of the
-draft. After verification the kept drafts move to the first columns, as if they alone had been
-drafted, one after another.
+A row's drafts have consecutive *columns* after its known tokens, in `RequestStates` and in the KV
+cache. In a tree, the *position* of a draft is its depth, and a draft sees the known tokens and the
+drafts on its own branch. A token's *place* is 0 if it is known, or 1 + the number of the draft.
+After verification, the kept drafts move to the first columns, as if they alone had been drafted in
+sequence.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 Path = tuple[int, ...]
-"""A draft: ranks of the candidates on the way to it, its own the last."""
+"""A draft: the ranks of the candidates on the way to it, its own rank last."""
 
 
 class DraftTree:
-    """The tree that the drafts of all rows make; a row with fewer has the first ones. `paths`: of
-    each draft, after that of the draft before it on its branch; `device`: of the tokens.
+    """The tree that the drafts of all rows form. A row with fewer drafts has the first ones.
+    `paths`: of each draft, after the path of its predecessor; `device`: of the tokens.
     """
 
     def __init__(self, paths: Sequence[Path], device: torch.device) -> None:
@@ -43,11 +43,11 @@ class DraftTree:
         self.shifts = torch.tensor(self.host_shifts, device=device)
 
     def positions(self, columns: Tensor, places: Tensor) -> Tensor:
-        """Positions of tokens, int64 [n] each."""
+        """Return positions of tokens. All int64 [n]."""
         return columns + self.shifts[places]
 
     def tails(self, columns: Tensor, places: Tensor) -> Tensor:
-        """Columns of the last tokens that each token sees, itself with them, int64 [n, depth];
-        0 before the first one.
+        """Return columns of the last tokens that each token sees, including itself, int64 [n,
+        depth]; 0 before the first token.
         """
         return ((columns - places).unsqueeze(1) + self.seen[places]).clamp_(min=0)

@@ -16,19 +16,19 @@ from servd.worker.batch.request_states import RequestStates
 from servd.worker.device.device import upload
 
 Forward = Callable[..., torch.Tensor]
-"""A model: input_ids and positions, int64 [num_tokens] each, an AttentionBatch, and further inputs,
-float32 [num_tokens, n], to hidden states [num_tokens, hidden].
+"""A model: from input_ids and positions, int64 [num_tokens] each, an AttentionBatch, and further
+inputs, float32 [num_tokens, n], to hidden states [num_tokens, hidden].
 """
 
 
 @dataclass(frozen=True)
 class InputBatch:
-    """Inputs of the forward pass, and where to sample afterwards; on the device, if not said
+    """Inputs of the forward pass, and where to sample afterwards; on the device, unless stated
     otherwise.
 
-    A row with drafts is sampled after its last known token and after each draft. In the attention
-    each of these tokens is a row of its own, as in a decode step: so what is computed for a token
-    does not depend on the number of drafts.
+    A row with drafts is sampled after its last known token and after each draft. In the attention,
+    each of these tokens is a separate row, as in a decode step. Therefore a token's result does not
+    depend on the number of drafts.
     """
 
     states: RequestStates
@@ -60,8 +60,8 @@ class InputBatch:
 
     @classmethod
     def gather(cls, scheduled: SchedulerOutput, states: RequestStates) -> InputBatch:
-        """Make the batch of a step and update the block tables. Its tokens, but not its drafts,
-        count as computed from now on.
+        """Return the batch of a step, and update the block tables. Its tokens, except drafts, count
+        as computed from now on.
         """
         if not scheduled.scheduled and states.tree is None:
             return cls._decode(scheduled.decodes, states)
@@ -148,8 +148,8 @@ class InputBatch:
 
     @classmethod
     def _decode(cls, decodes: DecodeBatch, states: RequestStates) -> InputBatch:
-        """A step in which each row decodes one token: one kernel finds all inputs, the first one of
-        a graph where there are graphs.
+        """Return a step in which each row decodes one token. One kernel computes all inputs: the
+        first kernel of the graph, if there is a graph.
         """
         num_rows = len(decodes.slots)
         inputs = states.inputs
@@ -192,8 +192,8 @@ class InputBatch:
         max_new_drafts: np.ndarray,
         states: RequestStates,
     ) -> InputBatch:
-        """A step in which each row computes one known token and its drafts. int64 [num_rows] each,
-        on the host.
+        """Return a step in which each row computes one known token and its drafts. Arrays are int64
+        [num_rows], on the host.
         """
         query_lens = num_drafts + 1
         step = None
@@ -236,7 +236,7 @@ class InputBatch:
         )
 
     def part(self, first: int, end: int) -> InputBatch:
-        """The rows [first, end) alone, for the forward pass."""
+        """Return only the rows [first, end), for the forward pass."""
         if self.buffers is not None:  # may be repeated: it finds the same
             self.states.begin_decode(self.buffers)
         ends = np.cumsum(self.query_lens)
@@ -260,7 +260,7 @@ class InputBatch:
 
     @cached_property
     def drafting_rows(self) -> np.ndarray:
-        """Indices of the rows that want drafts for the next step, int64 [n], on the host."""
+        """Indices of the rows that need drafts for the next step, int64 [n], on the host."""
         return np.flatnonzero(self.max_new_drafts)
 
     @property
@@ -269,14 +269,14 @@ class InputBatch:
 
     @cached_property
     def sample_columns(self) -> torch.Tensor:
-        """Columns that the sampled tokens are written to, in place of drafts, int64 [m]."""
+        """Columns to which the sampled tokens are written, replacing drafts, int64 [m]."""
         if self.states.tree is None:
             return self.sample_positions
         return self.tokens[1, self.sample_tokens] + 1
 
     @cached_property
     def token_ids(self) -> torch.Tensor:
-        """int64 [num_tokens]; -1 in place of a draft that was not found."""
+        """Token ids, int64 [num_tokens]; -1 for a draft that was not found."""
         has_drafts = len(self.sample_host_slots) > len(self.sample_rows)
         if self.buffers is not None and not has_drafts:
             return self.buffers.token_ids
@@ -284,14 +284,14 @@ class InputBatch:
 
     @property
     def input_ids(self) -> torch.Tensor:
-        """int64 [num_tokens]: with any token in place of a draft that was not found."""
+        """Token ids, int64 [num_tokens], with an arbitrary token for a draft that was not found."""
         if self.buffers is not None:
             return self.buffers.token_ids
         return self.token_ids.clamp(min=0) if self.num_drafts.any() else self.token_ids
 
     def ends(self, num_kept: torch.Tensor | None) -> torch.Tensor:
-        """Index of the last token of each row that is known or an accepted draft, int64 [num_rows];
-        see `SamplerOutput`.
+        """Return the index of each row's last token that is known or an accepted draft, int64
+        [num_rows]; see `SamplerOutput`.
         """
         ends = upload(self.known_ends, self.tokens.device)
         device = self.tokens.device
@@ -312,9 +312,9 @@ class InputBatch:
 def _find(
     states: RequestStates, token_slots: np.ndarray, offsets: np.ndarray, bounds: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    """Finds the tokens of rows that compute one known token and drafts; int64 [num_tokens] each.
-    `token_slots`: slot of each token; `offsets`: of each token from the first one of its row;
-    `bounds`: upper bounds of the sequence lengths at each token, if drafts are chains.
+    """Return the tokens of rows that compute one known token and drafts; int64 [num_tokens] each.
+    `token_slots`: slot of each token; `offsets`: of each token from the first of its row; `bounds`:
+    upper bounds of the sequence lengths at each token, if drafts are chains.
     """
     num_tokens = len(offsets)
     changes = states.block_tables.take_changes()
@@ -342,7 +342,7 @@ class AttentionRows:
     ends: torch.Tensor | None  # int64 [num_rows]: index of the last token; None: each is a row
 
     def part(self, begin: int, stop: int) -> AttentionRows:
-        """The rows of the tokens [begin, stop), which are whole rows."""
+        """Return the rows of the tokens [begin, stop), which must be whole rows."""
         ends = np.cumsum(self.query_lens)
         rows = slice(*np.searchsorted(ends, [begin, stop], side="right").tolist())
         own = None if self.ends is None else self.ends[rows] - begin
@@ -355,7 +355,7 @@ class AttentionRows:
         columns: torch.Tensor,
         places: torch.Tensor | None = None,
     ) -> AttentionBatch:
-        """The attention of tokens."""
+        """Return the attention of tokens."""
         tables = states.block_tables
         ends = self.ends
         if ends is None:
@@ -379,7 +379,7 @@ class AttentionRows:
 
 
 def _columns(scheduled: SchedulerOutput) -> np.ndarray:
-    """int64 [6, num_rows], on the host."""
+    """Return the columns of all rows, int64 [6, num_rows], on the host."""
     decodes = scheduled.decodes
     first = len(scheduled.decodes.slots)
     columns = np.empty((6, scheduled.num_rows), dtype=np.int64)
@@ -398,7 +398,7 @@ def _columns(scheduled: SchedulerOutput) -> np.ndarray:
 def buffers_attention(
     states: RequestStates, buffers: DecodeBuffers, query_lens: np.ndarray, seq_lens: np.ndarray
 ) -> AttentionBatch:
-    """The attention of a step whose inputs are found; see `AttentionBatch` for the lengths."""
+    """Return the attention of a step with complete inputs; for lengths see `AttentionBatch`."""
     tables = states.block_tables
     slots = buffers.slots
     blocks = tables.tables[:, : tables.blocks_for(int(seq_lens.max()))]
@@ -432,8 +432,8 @@ def decode_attention(
     places: torch.Tensor | None = None,
     is_captured: bool = False,
 ) -> AttentionBatch:
-    """Return the attention of one token per row, in a form that a graph
-    can capture. On a CPU, lengths are exact unless it is captured.
+    """Return the attention of one token per row, in a form that a graph can capture. On a CPU,
+    lengths are exact unless `is_captured`.
     """
     num_rows = len(slots)
     tables = states.block_tables
@@ -459,8 +459,8 @@ def decode_attention(
 def mixed_attention(
     states: RequestStates, tokens: torch.Tensor, ends: torch.Tensor
 ) -> AttentionBatch:
-    """The attention of rows that end at `ends`, in a form that a graph can
-    capture. A row that ends where the one before does has no token.
+    """Return the attention of rows that end at `ends`, in a form that a graph can capture. A row
+    with the same end as the row before has no token.
     """
     query_lens = np.full(len(ends), tokens.shape[1], dtype=np.int64)
     seq_lens = np.full(len(ends), states.max_model_len, dtype=np.int64)
@@ -476,8 +476,8 @@ def _of_groups(
     columns: torch.Tensor,
     last: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
 ) -> AttentionBatch:
-    """Add the attention of further groups of layers; `last` are slots, columns and places of the
-    last token of each row.
+    """Return `batch` with the attention of further groups of layers. `last`: slots, columns and
+    places of the last token of each row.
     """
     tables = states.block_tables
     (last_slots, last_columns, last_places) = last

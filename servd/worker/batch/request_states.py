@@ -16,10 +16,10 @@ from servd.worker.device.device import upload
 class RequestStates:
     """Token ids, counters and block table of every slot, on the device.
 
-    Sampled tokens are written on the device, so the next step can be gathered before the host has
-    them, or knows how many drafts were accepted. Drafts are stored after the tokens of their row;
-    -1 where fewer were found than asked for. The row after the last slot, `null_slot`, belongs to
-    no request.
+    Sampled tokens are written on the device. The next step can therefore be gathered before the
+    host has the tokens, or knows how many drafts were accepted. Drafts are stored after the tokens
+    of their row; -1 stands for drafts that were not found. The row after the last slot,
+    `null_slot`, belongs to no request.
     """
 
     def __init__(
@@ -66,9 +66,7 @@ class RequestStates:
         return sum(part.nbytes for part in parts if part is not None)
 
     def add(self, request: NewRequest) -> None:
-        """Put a request in its slot. Raises InvalidRequest: a token id that is not in the
-        vocabulary.
-        """
+        """Put a request in its slot. Raises InvalidRequest if a token id is out of vocabulary."""
         assert self.of_layers is None or not request.num_computed_tokens, "states are not cached"
         slot = request.slot
         token_ids = np.asarray(request.token_ids, dtype=np.int64)
@@ -102,9 +100,9 @@ class RequestStates:
     def begin_verify(
         self, slots: np.ndarray, token_slots: np.ndarray, offsets: np.ndarray
     ) -> DecodeBuffers:
-        """Find the inputs of a step, on a CPU, in which slots compute their next token and drafts.
-        `slots`: int64 [n]; `token_slots`: slot of each token, int64 [m]; `offsets`: of each token
-        from the first one of its row, int64 [m].
+        """Return the inputs of a step, on a CPU, in which slots compute their next token and
+        drafts. `slots`: int64 [n]; `token_slots`: slot of each token, int64 [m]; `offsets`: of each
+        token from the first of its row, int64 [m].
         """
         num_computed = self.num_computed.numpy()
         columns = num_computed[token_slots] + offsets
@@ -114,7 +112,7 @@ class RequestStates:
         return step
 
     def take_changes(self, most: int) -> np.ndarray:
-        """Take the changes of the block tables; write them at once if they exceed `most`."""
+        """Return the changes of the block tables; apply them instead if they exceed `most`."""
         changes = self.block_tables.take_changes()
         if len(changes) <= 3 * most:
             return changes
@@ -122,7 +120,7 @@ class RequestStates:
         return NO_CHANGES
 
     def keep(self, slots: np.ndarray, num_kept: torch.Tensor) -> None:
-        """Count accepted drafts as computed; int64 [n] each."""
+        """Count accepted drafts as computed. Both arguments are int64 [n]."""
         self.num_computed.index_add_(0, upload(slots, num_kept.device), num_kept)
 
     def read(self, slots: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

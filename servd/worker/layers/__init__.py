@@ -1,1 +1,1 @@
-"""Layers that models are made of. Each loads its rank's shard of the checkpoint by itself."""
+"""The layers of models. Each layer loads its rank's shard of the checkpoint by itself."""

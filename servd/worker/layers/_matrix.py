@@ -1,4 +1,4 @@
-"""Matrix: a weight for matrix products; QuantMethod: how it is stored and multiplied."""
+"""Matrix: a weight for matrix products; QuantMethod: its storage and multiplication."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class QuantMethod(Protocol):
-    """How a matrix [out, in] is stored and multiplied."""
+    """The storage and multiplication of a matrix [out, in]."""
 
     nbytes: int
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[n, in] -> x @ matrix.T + bias, [n, out]."""
+        """Return x @ matrix.T + bias, [n, out], for x [n, in]."""
         ...
 
     def rows(self, index: Tensor) -> Tensor:
-        """Look up rows, int64 [n] -> [n, in], in any float type; `Matrix.rows` converts them."""
+        """Return rows [n, in] for int64 [n], in any float type; `Matrix.rows` converts them."""
         ...
 
 
 class MakeQuantMethod(NamedTuple):
-    """Make the quant method of a loaded matrix: the fastest on the device, or a quantized one.
+    """Makes the quant method of a loaded matrix: the fastest on the device, or a quantized one.
 
     Args:
         dense: makes the quant method of an ordinary matrix; None leaves it as it is.
@@ -50,7 +50,7 @@ class MakeQuantMethod(NamedTuple):
     importance: Mapping[str, Tensor] = MappingProxyType({})
 
     def of(self, name: str, weight: Weight) -> MakeQuantMethod:
-        """The same with the importance of the tensor of this name. Raises ValueError: the
+        """Return a copy with the importance of the tensor `name`. Raises ValueError if the
         importance has another shape.
         """
         if (importance := self.importance.get(name)) is None:
@@ -92,13 +92,12 @@ class Stacked:
         return torch.cat([method.multiply(x, b) for method, b in parts], dim=1)
 
     def rows(self, index: Tensor) -> Tensor:
-        """Not needed: tables are one tensor."""
+        """Raise NotImplementedError: tables are one tensor."""
         raise NotImplementedError
 
 
 class Matrix(Weight):
-    """Loaded as an ordinary tensor; `process_weights` gives it a quant method.
-
+    """A weight that is loaded as an ordinary tensor; `process_weights` gives it a quant method.
     Parts that are quantized in the checkpoint stay quantized.
     """
 
@@ -118,8 +117,8 @@ class Matrix(Weight):
     def load(
         self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
     ) -> None:
-        """16-bit weights stay so if the device can multiply them; a whole matrix
-        is not copied from the mapped file, as `process_weights` packs it.
+        """Load a tensor. 16-bit weights keep their type if the device can multiply them. A whole
+        matrix is not copied from the mapped file, because `process_weights` packs it.
         """
         if self.quant_method is not None:
             raise ValueError("come twice")
@@ -177,7 +176,7 @@ class Matrix(Weight):
         return packed.Stacked(parts) if len(parts) == len(methods) else Stacked(methods, rows)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[n, in] -> x @ self.T + bias, [n, out]."""
+        """Return x @ self.T + bias, [n, out], for x [n, in]."""
         return (
             F.linear(x, self, bias)
             if self.quant_method is None
@@ -195,7 +194,7 @@ def quant_method_of(
 ) -> QuantMethod:
     """Return the fastest quant method for quantized weights on their device.
 
-    `dtype`: of the model, for what is not quantized; `x_dtype`: as in `MakeQuantMethod`.
+    `dtype`: of the model, for unquantized parts; `x_dtype`: as in `MakeQuantMethod`.
     """
     if quantized.codes.device.type == "cpu" and native.library() is not None:
         return packed.GroupedMatrix(quantized, x_dtype)

@@ -9,7 +9,7 @@ from servd.worker.ops.reference import ACTIVATIONS
 
 
 class Activation(nn.Module):
-    """The function called `name` in config.json. Raises UnsupportedModel: the name is unknown."""
+    """The function called `name` in config.json. Raises UnsupportedModel if the name is unknown."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

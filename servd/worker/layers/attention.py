@@ -14,7 +14,7 @@ from servd.worker.layers.weight import Loadable
 
 
 class ForwardContext:
-    """What the forward pass of a step needs beside its inputs. `kv_caches`: one per layer."""
+    """The context of a step's forward pass, besides its inputs. `kv_caches`: one per layer."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class ForwardContext:
 
     @property
     def slots(self) -> Tensor:
-        """Slots of the rows' requests, int64 [num_rows]."""
+        """The slots of the rows' requests, int64 [num_rows]."""
         assert self.batch.slots is not None
         return self.batch.slots
 
     def finish(self) -> None:
-        """After the forward pass: store the new recurrent states."""
+        """Store the new recurrent states. Call after the forward pass."""
         for states, rows in self.pending:
             states.index_copy_(0, self.slots, rows)
 
@@ -111,8 +111,8 @@ class Attention(nn.Module):
         sinks: Tensor | None = None,
         norms: Norms | None = None,
     ) -> Tensor:
-        """q [num_tokens, heads * head_dim], k and v [num_tokens, kv_heads * head_dim] -> like q; or
-        with values in k, [num_tokens, heads * value_dim].
+        """Return [num_tokens, heads * head_dim] for q of this shape, and k and v [num_tokens,
+        kv_heads * head_dim]. If k holds the values: [num_tokens, heads * value_dim].
         """
         backend, metadata = ctx.of_layers(self.sliding_window, self.group)
         kv_cache = ctx.kv_caches[self.layer]
@@ -143,8 +143,8 @@ def num_caches(model: Loadable) -> int:
 
 
 def spec_of(model: Loadable, **options: Any) -> AttentionSpec:
-    """The attention that a backend has to compute; `options` are its other fields. Raises
-    UnsupportedModel: layers differ in more than their windows.
+    """Return the attention that a backend must compute. `options` are its other fields. Raises
+    UnsupportedModel if layers differ in more than their windows.
     """
     first, *others = attention_layers(model)
     for layer in others:

@@ -1,4 +1,4 @@
-"""Token embedding and output head, the vocabulary split over the ranks."""
+"""Token embedding and output head, with the vocabulary split over the ranks."""
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,8 @@ class Embedding(nn.Module):
 
 
 def padded_rows(vocab_size: int, device: torch.device) -> int:
-    """Rows of an output head: on CUDA padded to a multiple of 64, since fast matrix products need
-    rows of logits that are aligned to 16 bytes, which GPT-2's 50,257 are not.
+    """Return the rows of an output head. On CUDA, they are padded to a multiple of 64, because fast
+    matrix products need rows of logits aligned to 16 bytes, unlike GPT-2's 50,257.
     """
     return -(-vocab_size // 64) * 64 if device.type == "cuda" else vocab_size
 
@@ -61,6 +61,6 @@ class VocabEmbedding(nn.Module):
         return self.parallel.all_reduce(rows.masked_fill(foreign[:, None], 0))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab], the same on every rank."""
+        """Return logits [n, vocab] for hidden states [n, hidden]; the same on every rank."""
         logits = self.parallel.all_gather(self.weight.product(hidden))
         return logits[:, : self.vocab_size]

@@ -1,4 +1,4 @@
-"""SparseMoE: mixture of experts: a router chooses a few feed-forwards for each token."""
+"""SparseMoE: a mixture of experts. A router chooses a few feed-forwards for each token."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -21,20 +21,20 @@ from servd.worker.ops.reference import Routing
 
 
 class GroupedQuantMethod(Protocol):
-    """How the matrices of several experts are multiplied."""
+    """The multiplication of the matrices of several experts."""
 
     is_capturable: bool  # in a CUDA graph: it asks the device for nothing
 
     def multiply(self, x: Tensor, index: Tensor | None, starts: Tensor) -> Tensor:
         """Multiply row `index[r]` (or r, if None) of x [n, in] by the matrix of the expert of row
-        r, which has the rows starts[expert] to starts[expert + 1]. int32 [num_rows] and
+        r. An expert has the rows starts[expert] to starts[expert + 1]. int32 [num_rows] and
         [num_experts + 1] -> [num_rows, out]. Rows before or after all experts are undefined.
         """
         ...
 
 
 class OneByOne:
-    """Expert by expert: slow, for quant methods without a grouped kernel."""
+    """Multiplies expert by expert: slow, for quant methods without a grouped kernel."""
 
     is_capturable = False
 
@@ -77,7 +77,7 @@ class WithBiases:
 
 
 class RouterMatrix(Matrix):
-    """Is never quantized: small errors would choose other experts."""
+    """A router's matrix. It is never quantized, because small errors would choose other experts."""
 
     def process_weights(self, make: MakeQuantMethod) -> None:
         is_native = self.device.type == "cpu" and native.library() is not None
@@ -111,7 +111,7 @@ class Elsewhere(Weight):
     def load(
         self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
     ) -> None:
-        """Nothing is kept."""
+        """Keep nothing."""
 
 
 class ExpertElsewhere(nn.Module):
@@ -124,7 +124,7 @@ class ExpertElsewhere(nn.Module):
 
 
 class SparseMoE(nn.Module):
-    """Router and experts. Each rank has a slice of every expert, or whole ones with
+    """Router and experts. Each rank has a slice of every expert, or whole experts with
     `Parallel.has_whole_experts`.
 
     Args:
@@ -194,11 +194,11 @@ class SparseMoE(nn.Module):
         return all(method.is_capturable for method in self.grouped)
 
     def route(self, x: Tensor) -> Routing:
-        """The experts of tokens [num_tokens, hidden]."""
+        """Return the experts of tokens [num_tokens, hidden]."""
         return self.activation.ops.route(self.gate(x), self.top_k, self.renormalize)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden], the same on every rank."""
+        """Return [num_tokens, hidden] for [num_tokens, hidden], the same on every rank."""
         gate_up, down = self.grouped
         routing = self.route(x)
         starts = routing.starts if self.has_all else routing.starts[self.own]

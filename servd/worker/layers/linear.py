@@ -12,7 +12,7 @@ from servd.worker.layers.weight import Weight
 
 
 class ReplicatedLinear(nn.Module):
-    """`x @ W.T + b`, with all of W on each rank."""
+    """Computes `x @ W.T + b`, with all of W on each rank."""
 
     def __init__(
         self, in_features: int, out_features: int, parallel: Parallel, *, bias: bool
@@ -68,7 +68,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """`x @ W.T + b`, with a slice of the inputs on each rank, followed by an all-reduce."""
+    """Computes `x @ W.T + b`, with a slice of the inputs on each rank, and an all-reduce."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class RowParallelLinear(nn.Module):
         self.bias = Weight((out_features,), parallel) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, in / ranks] -> [num_tokens, out], the same on every rank."""
+        """Return [num_tokens, out] for [num_tokens, in / ranks], the same on every rank."""
         if self.parallel.size == 1:
             return self.weight.product(x, self.bias)
         out = self.parallel.all_reduce(self.weight.product(x))

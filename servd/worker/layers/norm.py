@@ -12,7 +12,7 @@ from servd.worker.layers.weight import Copy, Weight
 
 
 class RMSNorm(nn.Module):
-    """`x / rms(x) * weight`."""
+    """Computes `x / rms(x) * weight`."""
 
     def __init__(self, size: int, eps: float, parallel: Parallel) -> None:
         super().__init__()
@@ -24,12 +24,12 @@ class RMSNorm(nn.Module):
         return self.ops.rms_norm(x, None, self.weight, self.eps)[0]
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Add x [num_tokens, size] to the residual stream; returns the normed stream, and it."""
+        """Add x [num_tokens, size] to the residual stream; return the normed and the raw stream."""
         return self.ops.rms_norm(x, residual, self.weight, self.eps)
 
 
 class OffsetWeight(Weight):
-    """One more than what the checkpoint has; float32, as 16 bits would round that away."""
+    """A weight of 1 plus the checkpoint's; float32, as 16 bits would round small values away."""
 
     def __init__(self, shape: Sequence[int], parallel: Parallel) -> None:
         super().__init__(shape, parallel)
@@ -43,7 +43,7 @@ class OffsetWeight(Weight):
 
 
 class OffsetRMSNorm(RMSNorm):
-    """`x / rms(x) * (1 + weight)`: Gemma's."""
+    """Computes `x / rms(x) * (1 + weight)`, for Gemma."""
 
     def __init__(self, size: int, eps: float, parallel: Parallel) -> None:
         super().__init__(size, eps, parallel)
@@ -51,7 +51,7 @@ class OffsetRMSNorm(RMSNorm):
 
 
 class LayerNorm(nn.Module):
-    """`(x - mean(x)) / std(x) * weight + bias`; the bias is zero if it has none."""
+    """Computes `(x - mean(x)) / std(x) * weight + bias`. A missing bias is zero."""
 
     def __init__(self, size: int, eps: float, parallel: Parallel, bias: bool = True) -> None:
         super().__init__()
@@ -61,5 +61,5 @@ class LayerNorm(nn.Module):
         self.ops = ops.for_device(torch.get_default_device())
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Add x [num_tokens, size] to the residual stream; returns the normed stream, and it."""
+        """Add x [num_tokens, size] to the residual stream; return the normed and the raw stream."""
         return self.ops.layer_norm(x, residual, self.weight, self.bias, self.eps)

@@ -16,7 +16,7 @@ RUN = 32  # products that are summed before a group's scale is applied: see ops/
 
 
 class Packed:
-    """A weight matrix [out, in] in the kernels' order, its rows padded to whole panels."""
+    """A weight matrix [out, in] in the kernels' order, with rows padded to whole panels."""
 
     nbytes: int
 
@@ -42,8 +42,8 @@ class Packed:
 
 
 def spread(x: Tensor, is_inverse: bool = False) -> Tensor:
-    """Rotate rows of float32 [n, size], so that outliers are spread over all elements and one scale
-    per row is fine enough. Dot products of two rotated rows are unchanged.
+    """Return rows of float32 [n, size], rotated so that outliers spread over all elements and one
+    scale per row is precise enough. Dot products of two rotated rows are unchanged.
     """
     out = torch.empty(x.shape)
     call("spread", x.contiguous(), *x.shape, is_inverse, out)
@@ -161,7 +161,7 @@ def _take_columns(x: Tensor, columns: Tensor) -> Tensor:
 
 
 class Stacked(Packed):
-    """Matrices of several types, stacked by rows. It has no `rows`: tables have one type."""
+    """Matrices of several types, stacked by rows. There is no `rows`: tables have one type."""
 
     def __init__(self, matrices: Sequence[Packed]) -> None:
         super().__init__(torch.Size((sum(m.shape[0] for m in matrices), matrices[0].shape[1])))
@@ -176,7 +176,7 @@ class Stacked(Packed):
 
 
 class ExpertMatrices:
-    """Experts' matrices of one shape and type; each multiplies its own rows, all in one call."""
+    """Experts' matrices of one shape and type. One call multiplies the rows of all experts."""
 
     is_capturable = True
 
@@ -230,7 +230,7 @@ class ExpertMatrices:
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the addresses of tensors, int64 [n]; None if these are None."""
+    """Return the addresses of tensors, int64 [n]; None if the tensors are None."""
     addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
     # By NumPy, as this may run while a graph is recorded.
     return torch.from_numpy(np.array(addresses, dtype=np.int64)) if addresses else None
@@ -248,7 +248,7 @@ def _num_terms(quantized: Quantized, x_dtype: torch.dtype) -> int:
 
 def _pack(weight: Tensor, num_terms: int = 0) -> Tensor:
     """Pack [out, in] in panels of rows; two 4-bit codes in a byte. `weight`: [out, in].
-    `num_terms`: of x; 0: x is float32, or these are scales.
+    `num_terms`: of x; 0 if x is float32, or if the weights are scales.
     """
     num_rows, size = weight.shape
     if weight.dtype == torch.uint8:

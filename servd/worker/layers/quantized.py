@@ -1,4 +1,4 @@
-"""Matrices of few bits: what the formats of servd/worker/quantization are turned into."""
+"""Matrices of few bits, into which servd/worker/quantization converts its formats."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ class Quantized:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What matrices have in common that can be one."""
+        """The properties that matrices must share to be stacked."""
         has_offset = self.offset is not None
         columns = self.columns
         order = None if columns is None or columns.is_meta else tuple(columns.tolist())
         return self.codes.dtype, self.scale.dtype, has_offset, self.group_size, self.table, order
 
     def table_on_device(self) -> Tensor | None:
-        """Return the table, float32 [16], where the codes are."""
+        """Return the table, float32 [16], on the device of the codes."""
         if self.table is None:
             return None
         return self.codes.new_tensor(self.table, dtype=torch.float32)
 
     def dequantize(self, table: Tensor | None = None) -> Tensor:
-        """Return what the format states that the weights are, float32 [out, in]. `table`: what
-        `table_on_device` returned, for CUDA graphs, which cannot hold the call.
+        """Return the weights as the format defines them, float32 [out, in]. `table`: the result of
+        `table_on_device`, for CUDA graphs, which cannot contain that call.
         """
         table = self.table_on_device() if table is None else table
         values = self.codes.float() if table is None else table[self.codes.int()]
@@ -75,13 +75,13 @@ class Quantized:
         return of_groups.float().repeat_interleave(self.group_size, dim=1)[:, : self.shape[1]]
 
     def split(self, rows: Sequence[int]) -> list[Quantized]:
-        """Split by rows; `rows` has the number of each part."""
+        """Return parts by rows; `rows` has the row count of each part."""
         starts = [sum(rows[:index]) for index in range(len(rows))]
         return [self.narrow(0, start, n) for start, n in zip(starts, rows, strict=True)]
 
     def narrow(self, dim: int, start: int, length: int) -> Quantized:
-        """Rows or columns. Groups that would be cut become smaller ones. Raises ValueError: columns
-        are not in order.
+        """Return some rows or columns. Groups that would be cut become smaller groups. Raises
+        ValueError if columns are not in order.
         """
         if length == self.shape[dim]:
             return self
@@ -101,16 +101,16 @@ class Quantized:
         return replace(narrowed, group_size=size)
 
     def with_columns(self, columns: Tensor) -> Quantized:
-        """The matrix with these columns of it side by side; int64 [in], each once."""
+        """Return the matrix with its columns reordered; int64 [in], each column once."""
         return replace(self, codes=self.codes[:, columns], columns=columns)
 
     def padded(self, num_rows: int) -> Quantized:
-        """With rows of zeros below, up to this number of them."""
+        """Return the matrix with rows of zeros appended, up to `num_rows` rows."""
         missing = num_rows - self.shape[0]
         return self.map(lambda x: F.pad(x, (0, 0, 0, missing))) if missing else self
 
     def map(self, change: Callable[[Tensor], Tensor], codes: Tensor | None = None) -> Quantized:
-        """With each tensor changed, and `codes` in place of the codes if given."""
+        """Return a copy with each tensor changed by `change`, and with `codes` if given."""
         return replace(
             self,
             codes=change(self.codes) if codes is None else codes,
@@ -120,7 +120,7 @@ class Quantized:
 
 
 def stack(parts: Sequence[Quantized]) -> Quantized:
-    """Matrices of one kind, one below the other."""
+    """Return matrices of one kind stacked by rows."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -139,8 +139,8 @@ NamedTensors = Iterator[tuple[str, Tensor | Quantized]]
 
 
 class QuantizedMatrix:
-    """With the products that torch has: the reference, and slow. `dtype`: that the model computes
-    in.
+    """Multiplies with torch's products: the reference, and slow. `dtype`: of the model's
+    computation.
     """
 
     def __init__(self, quantized: Quantized, dtype: torch.dtype) -> None:

@@ -17,7 +17,7 @@ log = logging.getLogger("servd.worker")
 
 
 class Rotary(nn.Module):
-    """cos and sin of each position, computed once a step and used by all layers."""
+    """The cos and sin of each position, computed once per step and used by all layers."""
 
     # Whether config.json may say that a part of a head is turned.
     is_partial: ClassVar[bool] = False
@@ -34,13 +34,12 @@ class Rotary(nn.Module):
         return rope_parameters(spec)
 
     def forward(self, positions: Tensor) -> Rotation:
-        """[num_tokens] -> cos and sin."""
+        """Return cos and sin of positions [num_tokens]."""
         return self.ops.rotation(positions, self.inv_freq, self.magnitude, self.dtype)
 
 
 def rope_parameters(spec: ModelSpec) -> dict[str, Any]:
-    """rope_type, rope_theta and the scaling's own keys, from either form of config.json.
-
+    """Return rope_type, rope_theta and the scaling's own keys, from either form of config.json.
     transformers 5 writes `rope_parameters`; earlier checkpoints have `rope_theta` and
     `rope_scaling`.
     """
@@ -55,9 +54,9 @@ def rope_parameters(spec: ModelSpec) -> dict[str, Any]:
 def frequencies(
     rope: dict[str, Any], spec: ModelSpec, is_partial: bool = False
 ) -> tuple[Tensor, float]:
-    """Angle per position of each pair [pairs], and the factor on cos and sin. Raises
-    UnsupportedModel: angles by layer or for a part of the head, another `rope_type` than those
-    below, or one without what it needs.
+    """Return the angle per position of each pair [pairs], and the factor on cos and sin. Raises
+    UnsupportedModel if angles differ by layer or cover a part of the head, or if `rope_type` is not
+    among those below or lacks a key.
     """
     if any(isinstance(value, dict) for value in rope.values()):
         raise UnsupportedModel("rope_parameters that differ from layer to layer are not supported")
@@ -95,8 +94,8 @@ def frequencies(
 
 
 def _dynamic(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> Tensor:
-    """Dynamic NTK: the base for max_model_len, for all requests: keys in the cache must not depend
-    on how long a request gets.
+    """Return frequencies of dynamic NTK with the base for max_model_len, for all requests, because
+    keys in the cache must not depend on a request's final length.
     """
     original = rope["original_max_position_embeddings"]
     size = 2 * len(inv_freq)
@@ -107,7 +106,7 @@ def _dynamic(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> Tensor:
 
 
 def _llama3(inv_freq: Tensor, rope: dict[str, Any]) -> Tensor:
-    """Slow down long wavelengths, leave short ones, blend between (Llama 3.1)."""
+    """Return frequencies with long wavelengths slowed down, short ones kept (Llama 3.1)."""
     low = rope["low_freq_factor"]
     high = rope["high_freq_factor"]
     wavelengths = 2 * math.pi / inv_freq
@@ -117,13 +116,13 @@ def _llama3(inv_freq: Tensor, rope: dict[str, Any]) -> Tensor:
 
 
 def _yarn(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> tuple[Tensor, float]:
-    """Interpolate pairs with less than beta_slow turns per original context (arXiv:2309.00071)."""
+    """Return frequencies and factor of YaRN (arXiv:2309.00071): pairs of few turns interpolate."""
     original = rope["original_max_position_embeddings"]
     factor = rope.get("factor") or spec.max_position_embeddings / original
     num_pairs = len(inv_freq)
 
     def pair_with(turns: float) -> float:
-        """The (fractional) pair that makes `turns` turns over the original context."""
+        """Return the (fractional) pair that makes `turns` turns over the original context."""
         return num_pairs * math.log(original / (turns * 2 * math.pi)) / math.log(rope["rope_theta"])
 
     first = pair_with(rope.get("beta_fast") or 32)
@@ -151,8 +150,8 @@ def _yarn(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> tuple[Tens
 
 
 def _longrope(inv_freq: Tensor, rope: dict[str, Any], spec: ModelSpec) -> tuple[Tensor, float]:
-    """A factor for each pair (arXiv:2402.13753), for short or for long contexts by max_model_len,
-    for all requests: keys in the cache must not depend on how long a request gets.
+    """Return frequencies with a factor for each pair (arXiv:2402.13753), for short or long contexts
+    by max_model_len, because keys in the cache must not depend on a request's length.
     """
     original = rope["original_max_position_embeddings"]
     is_long = (spec.max_model_len or spec.max_position_embeddings) > original

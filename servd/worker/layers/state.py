@@ -1,4 +1,4 @@
-"""State: the recurrent state of a layer, of fixed size for each request (linear attention, SSM)."""
+"""State: a layer's recurrent state, of fixed size for each request (linear attention, SSM)."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,9 @@ from servd.worker.layers.weight import Loadable
 
 
 class State(nn.Module):
-    """Tensors of these shapes for each request, float32; zeros before its first token.
-
-    They are the state after the last computed token: requests cannot share prefixes of it, and it
-    cannot be rolled back after rejected drafts.
+    """Tensors of these shapes for each request, float32; zeros before its first token. They are the
+    state after the last computed token. Requests cannot share prefixes of it, and it cannot be
+    rolled back after rejected drafts.
     """
 
     def __init__(self, *shapes: Sequence[int]) -> None:
@@ -26,8 +25,8 @@ class State(nn.Module):
         return sum(shape.numel() for shape in self.shapes)
 
     def read(self, ctx: ForwardContext) -> list[Tensor]:
-        """Copies of the rows' states, [num_rows, *shape] each, for the layer to update in place;
-        `ForwardContext.finish` stores them.
+        """Return copies of the rows' states, [num_rows, *shape] each, for the layer to update in
+        place. `ForwardContext.finish` stores them.
         """
         assert ctx.states is not None
         begins = ctx.begins.unsqueeze(1)

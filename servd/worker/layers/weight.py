@@ -10,7 +10,7 @@ from servd.worker.device.parallel import Parallel
 from servd.worker.layers.quantized import Quantized
 
 Copy = Callable[[Tensor, Tensor], object]
-"""Copies a source to a target of the same shape."""
+"""A function that copies a source to a target of the same shape."""
 
 
 class Weight(nn.Parameter):
@@ -65,9 +65,8 @@ class Weight(nn.Parameter):
     def load(
         self, tensor: Tensor | Quantized, part: int | None = None, copy: Copy = Tensor.copy_
     ) -> None:
-        """Copy this rank's shard of `tensor`, which is part number `part`, or all parts at once.
-
-        A quantized tensor is [out, in] whatever `transposed` says. Raises ValueError: the tensor
+        """Copy this rank's shard of `tensor`, which is part number `part`, or all parts at once. A
+        quantized tensor is [out, in] regardless of `transposed`. Raises ValueError if the tensor
         has an unexpected shape.
         """
         if self.transposed and isinstance(tensor, Tensor) and tensor.dim() == 2:
@@ -129,7 +128,7 @@ class Loadable(Protocol):
     base_prefix: ClassVar[str]
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Every parameter once; tied ones under their first name."""
+        """Return every parameter once; tied parameters under their first name."""
         ...
 
     def named_modules(self) -> Iterator[tuple[str, Any]]: ...

@@ -1,1 +1,1 @@
-"""Weights from files to layers."""
+"""Loads weights from files into layers."""

@@ -1,7 +1,7 @@
-"""Write tokenizer.json for a model that ships only slow tokenizer files: `python -m
+"""Writes tokenizer.json for a model that has only slow tokenizer files: `python -m
 servd.worker.loading.convert_tokenizer`.
 
-It runs in its own process because transformers imports torch, and the API process imports neither.
+Runs in its own process because transformers imports torch, and the API process imports neither.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from pathlib import Path
 
 def convert(source: str, target: str, trust_remote_code: bool = False) -> None:
     """Load the tokenizer in folder `source` and save it with its tokenizer.json in folder `target`.
-    Raises ValueError: transformers cannot convert it to a fast tokenizer.
+    Raises ValueError if transformers cannot convert it to a fast tokenizer.
     """
     from transformers import AutoTokenizer
 

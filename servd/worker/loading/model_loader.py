@@ -1,4 +1,4 @@
-"""Model loading: finds the model's class, builds it, and loads its weights, or random ones."""
+"""Model loading: finds the model's class, builds the model, and loads its weights."""
 
 import logging
 import math
@@ -45,7 +45,7 @@ KV_SCALE = re.compile(r"(.+?)\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
 
 class Model(Loadable, Protocol):
     def __call__(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """[num_tokens] each -> hidden states [num_tokens, hidden]."""
+        """Return hidden states [num_tokens, hidden] for [num_tokens] ids and positions."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab]
@@ -60,9 +60,9 @@ def build_model(
     implementation: str = "auto",
     max_model_len: int | None = None,
 ) -> Model:
-    """Build the model with uninitialised weights, from the module of its model_type or with
-    transformers, for requests of up to `max_model_len` tokens. Raises UnsupportedModel: there is no
-    module for this model_type, or it does not support a feature in config.json.
+    """Return the model with uninitialized weights, from the module of its model_type or from
+    transformers, for requests of up to `max_model_len` tokens. Raises UnsupportedModel if there is
+    no module for this model_type, or it does not support a feature in config.json.
     """
     spec = replace(spec, max_model_len=max_model_len)
     is_native = spec.model_type.replace("-", "_") in plugins.names(MODELS)
@@ -93,8 +93,8 @@ def build_model(
 
 
 def tensor_shapes(folder: str) -> dict[str, torch.Size]:
-    """The shape of every tensor of the checkpoint in `folder`, by name. Raises ModelNotFound: a
-    file is missing or broken.
+    """Return the shape of every tensor of the checkpoint in `folder`, by name. Raises ModelNotFound
+    if a file is missing or broken.
     """
     return {name: tensor.shape for name, tensor in read_tensors(weight_files(folder))}
 
@@ -109,12 +109,10 @@ def load_weights(
 ) -> None:
     """Load the checkpoint in `folder` tensor by tensor from memory-mapped files. Each matrix is
     converted to its final form as soon as it is complete, so that at most one is in memory twice.
-
-    Raises ModelNotFound: a file or tensor is missing or broken; UnsupportedModel: a tensor is
+    Raises ModelNotFound if a file or tensor is missing or broken; UnsupportedModel if a tensor is
     unknown to the model or has another shape, or servd does not support the quantization;
-    ConfigError: the importance matrix is of a model whose layers have other names. `progress`:
-    called with the progress, 0 to 1; `rename`: maps a tensor's name in the checkpoint to the
-    model's.
+    ConfigError if the importance matrix has other layer names. `progress`: called with the
+    progress, 0 to 1; `rename`: maps a tensor's name in the checkpoint to the model's.
     """
     weights: dict[str, Weight] = dict(model.named_parameters())
     attentions = {name: m for name, m in model.named_modules() if isinstance(m, Attention)}
@@ -176,8 +174,8 @@ def _check_importance(known: Set[str], names: Set[str], plain: list[str]) -> Non
 
 
 def _check(files: list[Path]) -> None:
-    """Check all files before any is loaded, which takes long. Raises ModelNotFound: files are
-    truncated or broken.
+    """Check all files before loading, which takes long. Raises ModelNotFound if files are truncated
+    or broken.
     """
     broken: list[str] = []
     for path in files:
@@ -195,7 +193,7 @@ def _check(files: list[Path]) -> None:
 
 
 def _checkpoint(files: list[Path], weight: Tensor) -> NamedTensors:
-    """Tensors of the checkpoint in its own format; `weight` is on the model's device."""
+    """Yield the checkpoint's tensors in its own format. `weight` is on the model's device."""
     tensors = _quantized(files, weight)
     folder = files[0].parent
     config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
@@ -203,7 +201,7 @@ def _checkpoint(files: list[Path], weight: Tensor) -> NamedTensors:
 
 
 def _of_text(tensors: NamedTensors, is_told: bool) -> NamedTensors:
-    """The tensors of a multimodal checkpoint's language model, under their text-only names."""
+    """Yield the language model's tensors of a multimodal checkpoint, under text-only names."""
     num_others = 0
     others = set[str]()
     for name, tensor in tensors:
@@ -244,8 +242,8 @@ def _quantized(files: list[Path], weight: Tensor) -> NamedTensors:
 def _load_kv_scale(
     model: Loadable, attentions: dict[str, Attention], name: str, tensor: Tensor
 ) -> bool:
-    """Load the tensor if it is an attention layer's scale of keys or values; returns whether it is.
-    Raises ValueError: it is not one positive number.
+    """Load the tensor if it is an attention layer's scale of keys or values; return whether it is.
+    Raises ValueError if it is not one positive number.
     """
     if not (found := KV_SCALE.fullmatch(name)):
         return False
@@ -268,7 +266,7 @@ def _load_kv_scale(
 def _target(
     model: Loadable, weights: dict[str, Weight], name: str
 ) -> tuple[Weight | None, int | None]:
-    """The parameter of a checkpoint tensor, and the part of it; None if not needed."""
+    """Return a checkpoint tensor's parameter, and the part of it; None if not needed."""
     if name.endswith(model.ignored):
         return None, None
     for candidate in (name, model.base_prefix + name):
@@ -290,7 +288,7 @@ def _target(
 
 
 def init_dummy_weights(model: Loadable, seed: int, make: MakeQuantMethod) -> None:
-    """Fill the model with small random numbers, equal for a seed on every rank; vectors are 1."""
+    """Fill the model with small random numbers, equal for a seed on every rank. Vectors are 1."""
     for index, (_, weight) in enumerate(model.named_parameters()):
         generator = torch.Generator(device=weight.device).manual_seed(seed + index)
         if weight.dim() == 1:
@@ -308,9 +306,9 @@ def quant_method_maker(
     activations: str = "auto",
     imatrix: str | None = None,
 ) -> MakeQuantMethod:
-    """Return what converts matrices. Raises ConfigError: the checkpoint is quantized already, or
-    should be but is not. `dtype`: of matrices that are not quantized; narrower ones stay as they
-    are. `quantization`: a module of servd/worker/quantization, or None. `activations`:
+    """Return the converter of matrices. Raises ConfigError if the checkpoint is quantized already,
+    or should be but is not. `dtype`: of matrices that are not quantized; narrower matrices keep
+    their type. `quantization`: a module of servd/worker/quantization, or None. `activations`:
     --cpu-activation-dtype.
     """
     stated = quantization_of(folder) if folder else None

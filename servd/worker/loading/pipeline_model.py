@@ -1,7 +1,7 @@
 """Cuts a model to one pipeline stage: layers of other stages are neither built nor loaded.
 
-A stage maps a residual stream, [num_tokens, hidden], to another: the embedding is replaced by the
-input from the previous stage, the final norm by the sum that it would normalise.
+A stage maps a residual stream, [num_tokens, hidden], to another one. The embedding is replaced by
+the input from the previous stage, and the final norm by the sum that the norm would normalize.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from servd.worker.layers.quantized import LAYER
 
 
 class StageInput(nn.Module):
-    """Replaces the embedding: the previous stage's output, at a fixed address for graphs."""
+    """A replacement for the embedding: the previous stage's output, at a fixed address."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class StageInput(nn.Module):
 
 
 class Nothing(nn.Module):
-    """Replaces terms added to the embedding, such as positions: the stream has them already."""
+    """A replacement for terms added to the embedding, like positions: the stream has them."""
 
     def forward(self, _: Tensor) -> None:
         return
@@ -41,7 +41,7 @@ class Nothing(nn.Module):
 
 class Sum(nn.Module):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The stream [num_tokens, hidden] for the next stage."""
+        """Return the stream [num_tokens, hidden] for the next stage."""
         stream = residual.add(x)
         return stream, stream
 
@@ -56,8 +56,8 @@ class MissingHead(nn.Module):
 
 
 def cut(model: Any, parallel: Parallel, num_layers: int) -> None:
-    """Reduce a model to this stage, before its weights are loaded. Raises UnsupportedModel: it does
-    not build its layers with `Parallel.layers`.
+    """Reduce a model to this stage, before its weights are loaded. Raises UnsupportedModel if it
+    does not build its layers with `Parallel.layers`.
     """
     layers = attention_layers(model)
     own = parallel.own_layers(num_layers)
@@ -90,7 +90,7 @@ def cut(model: Any, parallel: Parallel, num_layers: int) -> None:
 
 
 def _replace_ends(model: Any, parallel: Parallel) -> str:
-    """Replace the embedding, final norm and head of other stages; returns the embedding's name."""
+    """Replace the embedding, final norm and head of other stages; return the embedding's name."""
     base = model.get_submodule(model.base_prefix[:-1])
     embedding = ""
     for name, part in list(base.named_children()):

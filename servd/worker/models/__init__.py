@@ -2,9 +2,9 @@
 
 A model takes (spec, parallel) and has `forward(input_ids, positions, ctx)`,
 `compute_logits(hidden)`, `packed` (checkpoint name -> fused parameter), `ignored` (checkpoint
-tensors that it does not need) and Attention layers, each of which has a KV cache. It reads its own
-keys of config.json, and refuses with UnsupportedModel what it would compute wrongly. A model that
-resembles Llama derives from `LlamaForCausalLM` and names the parts that differ; no class derives
-from one that derives from another class of servd. A new file is tested by tests/parity as soon as
-it has a tiny config there. `_transformers.py` is for those that have no file.
+tensors that it does not need) and Attention layers, each with a KV cache. A model reads its own
+keys of config.json. For keys that it would compute wrongly, it raises UnsupportedModel. A model
+similar to Llama derives from `LlamaForCausalLM` and names the parts that differ. No class derives
+from a class that derives from another class of servd. tests/parity tests a new file as soon as it
+has a tiny config there. `_transformers.py` is for models without a file.
 """

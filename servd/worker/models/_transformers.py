@@ -1,5 +1,5 @@
-"""Decoders that have no file here: transformers builds them and computes what is between their
-products; attention (`_transformers_attention.py`), linear layers, tables and loading are servd's.
+"""Decoders without a file here. transformers builds them and computes everything between products;
+servd has attention (`_transformers_attention.py`), linear layers, tables and loading.
 """
 
 import copy
@@ -61,7 +61,7 @@ class Linear(nn.Linear):
 
 
 class Table(nn.Embedding):
-    """An embedding whose rows may be the matrix of the output head."""
+    """An embedding whose rows may also be the matrix of the output head."""
 
     weight: Matrix  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -70,7 +70,7 @@ class Table(nn.Embedding):
 
 
 class Hidden(MoeModelOutputWithPast):
-    """The output of layers: every other attribute that a model asks for is None."""
+    """The output of layers. Every other attribute that a model reads is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -78,7 +78,7 @@ class Hidden(MoeModelOutputWithPast):
 
 
 class Given(nn.Module):
-    """Stands in for a model's layers, so that the rest of the model can run alone."""
+    """A replacement for a model's layers, so that the rest of the model can run alone."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Hidden:
         """Return the input as the last hidden state."""
@@ -139,7 +139,7 @@ class TransformersForCausalLM(nn.Module):
         return self.__dict__["head"](inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     def convert(self, tensors: NamedTensors) -> NamedTensors:
-        """Yield a checkpoint's tensors with the names and shapes of today's model."""
+        """Yield a checkpoint's tensors with the names and shapes of the current model."""
         renamings, converters = compat.conversion_rules(self.hf)
         by_pattern = {p: rule for rule in converters for p in rule.source_patterns}
         unneeded = [*compat.unneeded_patterns(self.hf), r"rotary_emb\.inv_freq"]
@@ -178,7 +178,7 @@ def natural(name: str) -> list[Any]:
 
 
 def build(spec: ModelSpec) -> Any:
-    """Build the model of transformers, its parameters without storage. Raises UnsupportedModel:
+    """Return the model of transformers, with parameters without storage. Raises UnsupportedModel if
     there is none, or it does not predict the next token.
     """
     try:
@@ -222,9 +222,9 @@ def build(spec: ModelSpec) -> Any:
 
 
 def split(model: Any, size: int) -> None:
-    """Leave linear layers a rank's share, as the plan of transformers says: what looks at the model
-    after this finds the heads of one rank. Raises UnsupportedModel: there is no plan, or it splits
-    what servd does not.
+    """Reduce linear layers to a rank's share, by the plan of transformers. Code that inspects the
+    model afterwards finds the heads of one rank. Raises UnsupportedModel if there is no plan, or if
+    it splits parts that servd does not split.
     """
     parts = {**dict(model.named_parameters()), **dict(model.named_modules())}
     plan = compat.parallel_plan(model)
@@ -252,8 +252,8 @@ def split(model: Any, size: int) -> None:
 
 
 def exchange_weights(model: Any, vocab_size: int, linears: set[str], parallel: Parallel) -> None:
-    """Put servd's weights in place of all parameters, and of buffers that checkpoints have. Put
-    servd's products into the layers of `linears`.
+    """Replace all parameters, and buffers in checkpoints, by servd's weights. Use servd's products
+    in the layers of `linears`.
     """
     made: dict[int, Weight] = {}
     precise = "|".join(compat.precise_modules(model)) or "$^"

@@ -1,7 +1,7 @@
-"""How a model of transformers comes to servd's attention.
+"""Connects a model of transformers to servd's attention.
 
-Once, without weights, it runs with an attention that only notes down what each layer asks of it:
-heads, scale, window, and whatever servd could not do, which is refused by the layer's name.
+The model runs once, without weights, with an attention that records the needs of each layer: heads,
+scale, window. Unsupported needs are refused, with the layer's name.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ REASONS = {
 
 
 class Notes:
-    """In the place of the context, before there are weights: what each module asks for."""
+    """Records what each module needs. Replaces the context before there are weights."""
 
     def __init__(self, model: nn.Module, config: Any) -> None:
         self.names = {module: name for name, module in model.named_modules()}
@@ -88,8 +88,8 @@ class Notes:
         return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
 
     def layers(self) -> dict[str, list[Attention]]:
-        """One for each call of a step, by module. All have the largest heads, and as many of keys
-        as the one with most, so that their KV caches are alike.
+        """Return the attention layers by module, one for each call of a step. All have the largest
+        head size, and the most key heads of any call, so that their KV caches are alike.
         """
         calls = [call for calls in self.found.values() for call in calls]
         head_dim, num_kv_heads = (max(c[k] for c in calls) for k in ("head_dim", "num_kv_heads"))
@@ -107,7 +107,7 @@ class Notes:
 
 
 class Probe:
-    """In the place of the context: what the last call was given; its result is the queries."""
+    """Records the arguments of the last call and returns the queries. Replaces the context."""
 
     seen: tuple[Tensor, ...] = ()
 
@@ -117,7 +117,7 @@ class Probe:
 
 
 class Watch(compat.DispatchMode):
-    """Which of these tensors anything is computed from."""
+    """A mode that finds which of `tensors` are used in any computation."""
 
     def __init__(self, *tensors: Tensor) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def attend(
     attention_mask: Any = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls for an attention layer: [1, heads, num_tokens, head_dim] each ->
+    """Return an attention layer's output for transformers: [1, heads, num_tokens, head_dim] each ->
     [1, num_tokens, heads, head_dim].
     """
     ctx, _ = CONTEXT.get()
@@ -170,8 +170,8 @@ def attend(
 
 
 def _fill(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
-    """[1, heads, num_tokens, size] -> [num_tokens, num_heads, head_dim]: each head as often as
-    needed, and zeros where heads are larger than these, or keys than values (MLA).
+    """Return [1, heads, num_tokens, size] as [num_tokens, num_heads, head_dim]. Repeats heads, and
+    pads with zeros where heads are smaller, or values smaller than keys (MLA).
     """
     x = x[0].transpose(0, 1)
     if x.shape[1] < num_heads:
@@ -181,8 +181,8 @@ def _fill(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
 
 @contextmanager
 def context(ctx: ForwardContext | Notes | Probe, positions: Tensor) -> Iterator[None]:
-    """Within it, `attend` has this context, which not every model hands on to its layers, and
-    tables that count tokens have positions [num_tokens].
+    """Give `attend` this context within the block, because not every model passes it to its layers.
+    Tables that count tokens get positions [num_tokens].
     """
     token = CONTEXT.set((ctx, positions))
     try:
@@ -192,7 +192,7 @@ def context(ctx: ForwardContext | Notes | Probe, positions: Tensor) -> Iterator[
 
 
 class Mask(Tensor):
-    """Only states how it would be made; so does any part of it."""
+    """A mask that only states the rule by which it would be made; so do its parts."""
 
     rule: Callable[..., Any]
 
@@ -212,12 +212,12 @@ AttentionMaskInterface.register(NOTED, mask_of_rule)
 
 
 def teach(model_type: str) -> None:
-    """Let classes from before the interface call `attend` where they would call flash attention."""
+    """Make old classes, without the attention interface, call `attend` for flash attention."""
 
     def flash(
         module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, _: int, **options: Any
     ) -> Tensor:
-        """[1, num_tokens, heads, head_dim] each, and the result."""
+        """Return attention; all tensors are [1, num_tokens, heads, head_dim]."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         window = None
         if getattr(module, "attention_type", None) == "local":  # which GPT-Neo forgets here
@@ -232,9 +232,9 @@ def teach(model_type: str) -> None:
 def inspect(
     model: Any, num_layers: int, max_model_len: int
 ) -> tuple[dict[str, list[Attention]], set[str]]:
-    """What each layer asks of attention, by the name of its module; and the linear layers that are
-    asked for nothing but their product. Raises UnsupportedModel: tokens meet elsewhere too, or in a
-    way that servd's attention has not.
+    """Return the attention that each layer needs, by module name, and the linear layers of which
+    only the product is needed. Raises UnsupportedModel if tokens interact elsewhere, or in a way
+    that servd's attention does not support.
     """
     layer = _state_of(model)  # not all classes with one say that they have
     if compat.is_stateful(model) or layer:
@@ -267,7 +267,7 @@ def inspect(
 
 
 def _counts_by_itself(table: nn.Embedding) -> bool:
-    """Whether a table of positions is given the number of earlier tokens, as BART's is."""
+    """Return whether a table of positions gets the number of earlier tokens, like BART's."""
     match [*signature(table.forward).parameters]:
         case ["input_ids", "past_key_values_length" | "cache_length", "position_ids"]:
             return True
@@ -275,7 +275,7 @@ def _counts_by_itself(table: nn.Embedding) -> bool:
 
 
 def _place(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Gives a table that counts from the first token of a step the step's positions."""
+    """Return arguments with the step's positions, for a table that counts from the step's start."""
     return args, kwargs | {"position_ids": CONTEXT.get()[1]}
 
 
@@ -303,7 +303,7 @@ def _fix_rotary(name: str, module: Any, max_model_len: int) -> None:
 
 
 def _note(model: Any) -> tuple[dict[str, list[Attention]], set[str]]:
-    """Note down what layers ask of attention; no tensor of the model has storage."""
+    """Record the attention that layers need. No tensor of the model has storage."""
     linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
     for module in model.modules():
         if type(module).__name__.endswith("Experts"):  # their shapes may depend on numbers

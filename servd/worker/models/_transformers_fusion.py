@@ -1,7 +1,6 @@
-"""Parts of a model of transformers that compute what a layer of servd computes, which takes their
-place: q, k and v in one product, rotation inside of attention, gate and up in one product, norms.
-
-What a part computes is found by running it, small and on random numbers: names alone prove nothing.
+"""Replaces parts of a model of transformers by equivalent layers of servd: q, k and v in one
+product, rotation in attention, gate and up in one product, norms. Equivalence is found by running a
+part, small and on random numbers, because names alone prove nothing.
 """
 
 import logging
@@ -37,7 +36,7 @@ NUM_TOKENS = 3
 
 
 class FusedAttention(nn.Module):
-    """Llama's, with or without norms of heads."""
+    """Llama's attention, with or without norms of heads."""
 
     qkv_proj: Any
     q_norm: Any
@@ -48,7 +47,7 @@ class FusedAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, position_embeddings: Rotation, **_: Any
     ) -> tuple[Tensor, None]:
-        """[1, num_tokens, hidden] -> the same."""
+        """Return [1, num_tokens, hidden] for [1, num_tokens, hidden]."""
         layer: Attention = next(self.servd_calls)
         q, k, v = self.qkv_proj(hidden_states[0]).split(self.qkv_proj.local_features, dim=-1)
         if hasattr(self, "q_norm"):
@@ -69,7 +68,7 @@ class FusedMLP(nn.Module):
 
 
 class FusedNorm(nn.Module):
-    """RMSNorm with the module's own weight."""
+    """An RMSNorm with the module's own weight."""
 
     weight: Tensor
     servd_ops: ops.Ops
@@ -81,21 +80,21 @@ class FusedNorm(nn.Module):
 
 
 class FusedRotary(nn.Module):
-    """cos and sin of each pair once."""
+    """Computes cos and sin of each pair once."""
 
     inv_freq: Tensor
     attention_scaling: float
     servd_ops: ops.Ops
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Rotation:
-        """[1, num_tokens] -> [num_tokens, head_dim / 2] each."""
+        """Return [num_tokens, head_dim / 2] each for [1, num_tokens]."""
         scale = self.attention_scaling
         positions = position_ids[0]
         return self.servd_ops.rotation(positions, self.inv_freq, scale, x.dtype)
 
 
 def fuse(model: Any, attentions: list[nn.Module], linears: set[str], parallel: Parallel) -> None:
-    """Replace all parts that can be: attention in every layer, or in none."""
+    """Replace all parts that can be replaced; attention in every layer, or in none."""
     device_ops = ops.for_device(torch.get_default_device())
     modules: list[tuple[str, Any]] = list(model.named_modules())
     names = {module: name for name, module in modules}
@@ -245,7 +244,7 @@ def _why_not_attention(module: Any, head_dim: int) -> str | None:
 
 @torch.no_grad()
 def _activation_of(module: Any) -> str | None:
-    """That of FusedMLP's gate, which then computes what the module does; None: it is another."""
+    """Return the activation with which FusedMLP equals the module; None if none does."""
     gate = module.gate_proj
     up = module.up_proj
     down = module.down_proj
@@ -268,7 +267,7 @@ def _activation_of(module: Any) -> str | None:
 
 @torch.no_grad()
 def _eps_of(module: Any) -> float | None:
-    """That of FusedNorm, which then computes what the module does; None: it is something else."""
+    """Return the eps with which FusedNorm equals the module; None if none does."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float):
         return None

@@ -34,8 +34,8 @@ UNUSED = ("cls.", "lm_head.")  # heads that predict masked tokens
 
 
 class BertEmbeddings(nn.Module):
-    """Tokens, positions and which of two texts; `first_position` is that of the first token, None
-    where positions are rotary.
+    """Embeddings of tokens, positions and of the first or second text. `first_position`: of the
+    first token; None for rotary positions.
     """
 
     def __init__(self, spec: ModelSpec, parallel: Parallel, first_position: int | None) -> None:
@@ -52,7 +52,7 @@ class BertEmbeddings(nn.Module):
         self.LayerNorm = LayerNorm(size, spec.config.get("layer_norm_eps", 1e-12), parallel)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """[num_tokens] each -> [num_tokens, hidden]."""
+        """Return [num_tokens, hidden] for [num_tokens] ids and positions."""
         x = self.word_embeddings(input_ids & ~SECOND_TEXT)
         if self.token_type_embeddings is not None:
             types = (input_ids >= SECOND_TEXT).long().clamp(max=self.last_type)
@@ -73,7 +73,7 @@ class BertAttention(nn.Module):
         self.attention = Attention(0, num_heads, num_heads, spec.head_dim, scale, is_causal=False)
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        """Return [num_tokens, hidden] for [num_tokens, hidden]."""
         return self.dense(self.attention(*self.qkv(x).chunk(3, dim=-1), ctx, rotation))
 
 
@@ -93,7 +93,7 @@ class BertLayer(nn.Module):
         self.act = Activation(spec.config.get("hidden_act", "gelu"))
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        """Return [num_tokens, hidden] for [num_tokens, hidden]."""
         x = self.attention_norm.add(self.attention(x, rotation, ctx), x)[0]
         return self.mlp_norm.add(self.down(self.act(self.up(x))), x)[0]
 
@@ -126,7 +126,7 @@ class BertModel(nn.Module):
         self.layers = nn.ModuleList(self.layer(spec, parallel) for _ in range(spec.num_layers))
 
     def rotation(self, positions: Tensor) -> Rotation | None:
-        """Of [num_tokens]; None without rotary positions."""
+        """Return the rotation of positions [num_tokens]; None without rotary positions."""
         return None
 
     def convert(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -137,7 +137,7 @@ class BertModel(nn.Module):
                 yield name, tensor
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """[num_tokens] each -> hidden states [num_tokens, hidden]."""
+        """Return hidden states [num_tokens, hidden] for [num_tokens] ids and positions."""
         x = self.embeddings(input_ids, positions)
         rotation = self.rotation(positions)
         for layer in self.layers:
@@ -145,7 +145,7 @@ class BertModel(nn.Module):
         return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """No token follows: [n, hidden] -> [n, 1]."""
+        """Return a placeholder [n, 1] for hidden [n, hidden]: no token follows."""
         return hidden.new_zeros(len(hidden), 1)
 
 
@@ -153,7 +153,7 @@ BertForMaskedLM = BertModel  # embeds without its head
 
 
 class BertForSequenceClassification(nn.Module):
-    """An encoder, and the pooler and a head on the first token."""
+    """An encoder, with the pooler and a head on the first token."""
 
     encoder_class: ClassVar[type[BertModel]] = BertModel
     ignored: ClassVar[tuple[str, ...]] = ("position_ids",)
@@ -171,9 +171,9 @@ class BertForSequenceClassification(nn.Module):
         self.classifier: Any = ReplicatedLinear(size, num_labels, parallel, bias=True)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """[num_tokens] each -> hidden states [num_tokens, hidden]."""
+        """Return hidden states [num_tokens, hidden] for [num_tokens] ids and positions."""
         return self.encoder(input_ids, positions, ctx)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """First tokens' [n, hidden] -> [n, num_labels]."""
+        """Return [n, num_labels] for first tokens' hidden states [n, hidden]."""
         return self.classifier(self.pooler["dense"](hidden).tanh())

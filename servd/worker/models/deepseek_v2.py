@@ -52,8 +52,8 @@ class OfHeads(nn.Module):
 
 class DeepseekV2Attention(nn.Module):
     """Multi-head latent attention with absorbed matrices: the cache has one key [rotated | latent]
-    per token. Each head's keys and values are linear in the latent: the matrix of keys is applied
-    to the queries instead, and that of values to the output of attention.
+    per token. Each head's keys and values are linear in the latent. The key matrix is applied to
+    the queries instead, and the value matrix to the output of attention.
     """
 
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
@@ -92,7 +92,7 @@ class DeepseekV2Attention(nn.Module):
         self.attention = Attention(layer, num_heads, 1, rope + latent, scale, value_dim=latent)
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        """Return [num_tokens, hidden] for [num_tokens, hidden]."""
         if self.has_short_queries:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         else:
@@ -106,8 +106,8 @@ class DeepseekV2Attention(nn.Module):
         return self.o_proj(out.flatten(1))
 
     def row_orders(self, num_heads: int) -> dict[str, Tensor]:
-        """Order of the checkpoint's rows here, by layer: rotated elements come first, and their
-        pairs, if interleaved in the checkpoint, are split into first and second halves.
+        """Return the order of the checkpoint's rows, by layer: rotated elements come first. If
+        their pairs are interleaved in the checkpoint, they are split into first and second halves.
         """
         (rope, own) = self.sizes
         (_, latent) = self.latent_sizes
@@ -137,12 +137,12 @@ class DeepseekV2Attention(nn.Module):
 
 
 def take(rows: Tensor | Quantized, order: Tensor) -> Tensor | Quantized:
-    """rows[order]"""
+    """Return rows[order]."""
     return rows.map(lambda x: x[order]) if isinstance(rows, Quantized) else rows[order]
 
 
 def scale_of(spec: ModelSpec, size: int) -> float:
-    """The scale of scores for queries of this size: larger with YaRN."""
+    """Return the scale of scores for queries of `size`, which is larger with YaRN."""
     rope = rope_parameters(spec)
     scale = size**-0.5
     if rope.get("mscale_all_dim") and (factor := rope.get("factor", 1.0)) > 1:
@@ -151,14 +151,14 @@ def scale_of(spec: ModelSpec, size: int) -> float:
 
 
 Score = Callable[[Router, Tensor, int], tuple[Tensor, Tensor, Tensor]]
-"""Of a router, tokens [num_tokens, hidden] and the number of groups: the weights of experts, the
-scores by which they are chosen, [num_tokens, num_experts], and those of groups, [num_tokens,
-num_groups]; all float32.
+"""From a router, tokens [num_tokens, hidden] and the number of groups to the weights of experts and
+their scores, [num_tokens, num_experts] each, and the scores of groups, [num_tokens, num_groups];
+all float32.
 """
 
 
 def softmax_score(gate: Router, x: Tensor, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Groups count by their best expert."""
+    """Return weights and scores; the score of a group is its best expert's."""
     weights = gate(x).float().softmax(dim=-1)
     return weights, weights, weights.unflatten(1, (num_groups, -1)).amax(dim=2)
 
@@ -205,14 +205,14 @@ class DeepseekMoE(SparseMoE):
 
 
 class DeepseekRotary(Rotary):
-    """Turns a part of its own of each head."""
+    """Rotates a separate part of each head."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(replace(spec, head_dim=spec.config["qk_rope_head_dim"]))
 
 
 def is_dense(spec: ModelSpec, layer: int) -> bool:
-    """Whether a layer is one of the first, which have no experts."""
+    """Return whether a layer is one of the first layers, which have no experts."""
     return layer < spec.config.get("first_k_dense_replace", 0)
 
 

@@ -1,5 +1,5 @@
-"""DeepSeek V3 and R1 (https://arxiv.org/abs/2412.19437): V2 with experts that are weighed each for
-itself, and chosen with a bias that keeps them equally busy.
+"""DeepSeek V3 and R1 (https://arxiv.org/abs/2412.19437): V2 with independent weights of experts,
+chosen with a bias that balances their load.
 """
 
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ BIAS = "e_score_correction_bias"
 
 
 def biased_score(gate: Router, x: Tensor, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Groups count by their two best experts."""
+    """Return weights and scores; the score of a group is the sum of its two best experts'."""
     weights = gate(x).float().sigmoid()
     scores = weights + gate.get_parameter(BIAS)
     return weights, scores, scores.unflatten(1, (num_groups, -1)).topk(2).values.sum(dim=2)

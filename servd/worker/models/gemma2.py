@@ -18,13 +18,13 @@ from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLay
 
 
 def is_sliding(config: dict[str, Any], layer: int, pattern: int) -> bool:
-    """Whether a layer has a sliding window; by default all but every `pattern`-th."""
+    """Return whether a layer has a sliding window; by default all but every `pattern`-th."""
     types = config.get("layer_types")
     return types[layer] == "sliding_attention" if types else (layer + 1) % pattern > 0
 
 
 class Gemma2Attention(LlamaAttention):
-    """Has its own scale, and soft-capped scores."""
+    """Attention with a separate scale, and soft-capped scores."""
 
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class Gemma2Attention(LlamaAttention):
 
 
 class Gemma2Layer(LlamaLayer):
-    """Also normalises the outputs of attention and feed-forward."""
+    """A layer that also normalizes the outputs of attention and feed-forward."""
 
     def __init__(
         self, spec: ModelSpec, norm: Callable[[], RMSNorm], attention: nn.Module, mlp: nn.Module
@@ -61,13 +61,13 @@ def refuse_bidirectional(spec: ModelSpec) -> None:
 
 
 def embedding_factor(spec: ModelSpec) -> float:
-    """Return the factor, rounded to the weights' type, as in training."""
+    """Return the factor of embeddings, rounded to the weights' type, as in training."""
     dtype = getattr(torch, spec.dtype)
     return torch.tensor(spec.hidden_size**0.5, dtype=dtype, device="cpu").item()
 
 
 class Gemma2ForCausalLM(LlamaForCausalLM):
-    """Embeddings are scaled, logits are capped."""
+    """Gemma 2's language model: embeddings are scaled, logits are capped."""
 
     layer_class = Gemma2Layer
     attention_class = Gemma2Attention

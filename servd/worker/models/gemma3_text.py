@@ -22,7 +22,7 @@ from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
 class Gemma3Rotary(nn.Module):
-    """Two bases."""
+    """Rotary positions with two bases."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Gemma3Rotary(nn.Module):
         self.local = Rotary(replace(spec, config=local))
 
     def forward(self, positions: Tensor) -> tuple[Rotation, Rotation]:
-        """Rotations for full-attention layers, and for sliding-window layers."""
+        """Return rotations for full-attention layers, and for sliding-window layers."""
         return self.full(positions), self.local(positions)
 
 
@@ -53,7 +53,7 @@ class Gemma3Attention(LlamaAttention):
         }
 
     def forward(self, x: Tensor, rotation: Any, ctx: ForwardContext) -> Tensor:
-        """`rotation` is that of Gemma3Rotary."""
+        """Return the attention's output. `rotation` comes from Gemma3Rotary."""
         full, local = rotation
         is_local = self.attention.sliding_window is not None
         return super().forward(x, local if is_local else full, ctx)

@@ -29,7 +29,7 @@ class GPT2Attention(nn.Module):
         self.attention = Attention(layer, num_heads, num_heads, spec.head_dim, scale)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Map [num_tokens, hidden] to [num_tokens, hidden]."""
+        """Return [num_tokens, hidden] for [num_tokens, hidden]."""
         q, k, v = self.c_attn(x).chunk(3, dim=-1)
         return self.c_proj(self.attention(q, k, v, ctx))
 

@@ -19,7 +19,7 @@ from servd.worker.models.mixtral import make_experts
 
 
 class GptOssAttention(LlamaAttention):
-    """Has attention sinks: a learned score per head, whose key has no value."""
+    """Attention with sinks: a learned score per head, whose key has no value."""
 
     def __init__(self, spec: ModelSpec, layer: int, parallel: Parallel) -> None:
         super().__init__(spec, layer, parallel)
@@ -61,8 +61,8 @@ class GptOssForCausalLM(LlamaForCausalLM):
         return make_experts(spec, parallel, ClampedGate(alpha, limit), bias=True)
 
     def convert(self, tensors: NamedTensors) -> NamedTensors:
-        """Split the experts, whose rows of gate and up are interleaved, and which are [in, out]
-        unless they are quantized.
+        """Yield the tensors with the experts split. Rows of gate and up are interleaved, and
+        matrices are [in, out] unless quantized.
         """
         for name, tensor in tensors:
             prefix, is_of_experts, rest = name.partition(".mlp.experts.")
@@ -81,7 +81,7 @@ class GptOssForCausalLM(LlamaForCausalLM):
 
 
 def _halves(rows: Tensor | Quantized) -> Tensor | Quantized:
-    """Rows 0, 2, 4 ... and then rows 1, 3, 5 ..."""
+    """Return rows 0, 2, 4 ... and then rows 1, 3, 5 ..."""
 
     def order(x: Tensor) -> Tensor:
         return torch.cat((x[0::2], x[1::2]))

@@ -18,7 +18,7 @@ class GraniteAttention(LlamaAttention):
 
 
 class GraniteLayer(LlamaLayer):
-    """What attention and feed-forward yield is added with a factor."""
+    """A layer that scales the outputs of attention and feed-forward before adding them."""
 
     def __init__(self, spec: ModelSpec, *parts: Any) -> None:
         super().__init__(spec, *parts)
@@ -35,7 +35,7 @@ class GraniteLayer(LlamaLayer):
 
 
 class GraniteForCausalLM(LlamaForCausalLM):
-    """Embeddings and logits have factors, too."""
+    """Granite's language model: embeddings and logits have factors."""
 
     layer_class = GraniteLayer
     attention_class = GraniteAttention

@@ -17,7 +17,7 @@ from servd.worker.models.bert import BertForSequenceClassification, BertLayer, B
 
 
 class GteLayer(BertLayer):
-    """Has a gated feed-forward."""
+    """BERT's layer with a gated feed-forward."""
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__(spec, parallel)
@@ -27,7 +27,7 @@ class GteLayer(BertLayer):
 
 
 class GteModel(BertModel):
-    """Checkpoints have the names of Alibaba's code or those of transformers."""
+    """GTE's encoder. Checkpoints have the names of Alibaba's code or of transformers."""
 
     layer = GteLayer
     names: ClassVar[dict[str, str]] = {
@@ -64,13 +64,13 @@ class GteModel(BertModel):
 
     @staticmethod
     def first_position(spec: ModelSpec) -> None:
-        """There is no table."""
+        """Return None: there is no position table."""
 
     def rotation(self, positions: Tensor) -> Rotation:
         return self.rotary(positions)
 
     def convert(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Rename the checkpoint's tensors; Alibaba's have what is gated before its gate."""
+        """Yield the tensors renamed. Alibaba's checkpoints have the gated half before the gate."""
         for name, tensor in super().convert(tensors):
             if "up_gate_proj" not in name:
                 yield name, tensor

@@ -51,8 +51,8 @@ class LlamaAttention(nn.Module):
     def qkv(
         cls, in_features: int, spec: ModelSpec, parallel: Parallel, *, bias: bool
     ) -> ColumnParallelLinear:
-        """Build the projection to queries, keys and values. If there are more ranks than key heads,
-        several ranks hold the same head of keys and values.
+        """Return the projection to queries, keys and values. If there are more ranks than key
+        heads, several ranks hold the same key and value head.
         """
         q_size, kv_size = (each * spec.head_dim for each in (spec.num_heads, spec.num_kv_heads))
         num_copies = parallel.num_copies(spec.num_kv_heads)
@@ -76,11 +76,11 @@ class LlamaAttention(nn.Module):
         return {}
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalize q and k before `norms`: [num_tokens, heads, head_dim] each. Llama does not."""
+        """Return q and k, [num_tokens, heads, head_dim] each, for `norms`. Llama: unchanged."""
         return q, k
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
-        """Map [num_tokens, hidden] to [num_tokens, hidden]."""
+        """Return [num_tokens, hidden] for [num_tokens, hidden]."""
         q, k, v = self.qkv_proj(x).split(self.qkv_proj.local_features, dim=-1)
         q, k = self.normalize(
             q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
@@ -176,11 +176,11 @@ class LlamaForCausalLM(nn.Module):
 
     @staticmethod
     def check_spec(spec: ModelSpec) -> None:
-        """Raise UnsupportedModel if config.json asks for what the model would compute wrongly."""
+        """Raise UnsupportedModel if the model would compute config.json's settings wrongly."""
 
     @classmethod
     def make_layer(cls, spec: ModelSpec, layer: int, parallel: Parallel) -> nn.Module:
-        """Make layer number `layer` of its parts."""
+        """Return layer number `layer`, made of the class's parts."""
         attention = cls.make_attention(spec, layer, parallel)
         mlp = cls.make_mlp(spec, layer, parallel)
         return cls.layer_class(spec, partial(cls.make_norm, spec, parallel), attention, mlp)

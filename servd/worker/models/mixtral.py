@@ -11,7 +11,7 @@ from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
 class MixtralAttention(LlamaAttention):
-    """Has no sliding window by default."""
+    """Llama's attention, by default without a sliding window."""
 
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class ModernBertAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """Map [num_tokens, hidden] to [num_tokens, hidden]."""
+        """Return [num_tokens, hidden] for [num_tokens, hidden]."""
         q, k, v = self.Wqkv(x).chunk(3, dim=-1)
         return self.Wo(self.attention(q, k, v, ctx, rotation))
 
@@ -142,7 +142,7 @@ class ModernBertModel(nn.Module):
         self.final_norm = norm(spec, parallel)
 
     def convert(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Drop the prefix `model.` of tensors, which checkpoints with a head have."""
+        """Yield tensors without the prefix `model.`, which checkpoints with a head have."""
         for name, tensor in tensors:
             yield name.removeprefix("model."), tensor
 
@@ -179,7 +179,7 @@ class ModernBertPredictionHead(nn.Module):
 
 
 class ModernBertForSequenceClassification(ModernBertModel):
-    """A head of two layers on the first token, or on the mean of all."""
+    """An encoder with a head of two layers on the first token, or on the mean of all tokens."""
 
     ignored: ClassVar[tuple[str, ...]] = ()
 
@@ -190,5 +190,5 @@ class ModernBertForSequenceClassification(ModernBertModel):
         self.classifier = ReplicatedLinear(spec.hidden_size, labels, parallel, bias=True)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Map pooled vectors [n, hidden] to [n, num_labels]."""
+        """Return [n, num_labels] for pooled vectors [n, hidden]."""
         return self.classifier(self.head(hidden))

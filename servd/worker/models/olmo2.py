@@ -1,5 +1,5 @@
 """OLMo 2 (https://arxiv.org/abs/2501.00656): Llama with norms after attention and feed-forward, and
-of all queries and all keys.
+over all queries and all keys.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Olmo2Attention(LlamaAttention):
         self.k_norm = RMSNorm(spec.num_kv_heads * spec.head_dim, eps, parallel)
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalize q and k over all heads: [num_tokens, heads, head_dim] each."""
+        """Return q and k normalized over all heads: [num_tokens, heads, head_dim] each."""
         return self._norm(self.q_norm, q), self._norm(self.k_norm, k)
 
     def _norm(self, norm: RMSNorm, x: Tensor) -> Tensor:

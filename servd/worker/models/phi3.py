@@ -1,5 +1,5 @@
 """Phi-3 and Phi-4 (https://arxiv.org/abs/2404.14219): Llama whose checkpoints have q, k and v, and
-gate and up, as one tensor each; heads may be turned in part.
+gate and up, as one tensor each. Heads may be rotated in part.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
 class Phi3Rotary(Rotary):
-    """Has long contexts, under two names of old."""
+    """Rotary positions for long contexts, under two older names too."""
 
     is_partial = True
 
@@ -24,7 +24,7 @@ class Phi3Rotary(Rotary):
 
 
 class Phi3Attention(LlamaAttention):
-    """The window, if config.json has one, is the same in all layers."""
+    """Llama's attention with the same window in all layers, if config.json has one."""
 
     @staticmethod
     def options(config: dict[str, Any], layer: int) -> dict[str, Any]:

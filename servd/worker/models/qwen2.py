@@ -8,7 +8,7 @@ from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 
 class Qwen2Attention(LlamaAttention):
-    """Has a bias on q, k, v and none on the output."""
+    """Llama's attention with a bias on q, k, v and none on the output."""
 
     @staticmethod
     def biases(config: dict[str, Any]) -> tuple[bool, bool]:
@@ -16,8 +16,8 @@ class Qwen2Attention(LlamaAttention):
 
 
 def refuse_mixed_windows(spec: ModelSpec) -> None:
-    """Qwen's sliding window is for the layers from max_window_layers on, or for those that
-    layer_types names. Raises UnsupportedModel: some layer has one.
+    """Raise UnsupportedModel if a layer has Qwen's sliding window: from max_window_layers on, or in
+    the layers that layer_types names.
     """
     config = spec.config
     has_window = (

@@ -1,4 +1,4 @@
-"""Qwen 3.5 with experts, its text models."""
+"""The text models of Qwen 3.5 with experts."""
 
 from msgspec.structs import replace
 from torch import nn
@@ -20,7 +20,7 @@ from servd.worker.models.qwen3_next import (
 
 
 class Qwen3_5MoeForCausalLM(LlamaForCausalLM):
-    """Experts in every layer; their weights add up to 1."""
+    """Qwen 3.5 with experts in every layer, whose weights add up to 1."""
 
     layer_class = Qwen3NextLayer
     norm_class = OffsetRMSNorm

@@ -1,5 +1,5 @@
-"""Qwen 3.5, its text models: Qwen 3-Next with a feed-forward in every layer, whose delta nets have
-their projections apart.
+"""The text models of Qwen 3.5: Qwen 3-Next with a feed-forward in every layer, and with separate
+projections in the delta nets.
 """
 
 from torch import Tensor, nn

@@ -1,5 +1,5 @@
-"""Qwen 3-Next: most layers are gated delta nets (https://arxiv.org/abs/2412.06464), which have a
-recurrent state in place of a KV cache; the others have attention with an output gate.
+"""Qwen 3-Next: most layers are gated delta nets (https://arxiv.org/abs/2412.06464), with a
+recurrent state instead of a KV cache. The other layers have attention with an output gate.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ CHUNK = 64  # tokens per chunk of the parallel scan of prompts
 
 
 class Qwen3NextRotary(Rotary):
-    """Rotates a quarter of each head by default."""
+    """Rotary positions that rotate a quarter of each head by default."""
 
     is_partial = True
 
@@ -42,13 +42,13 @@ class Qwen3NextRotary(Rotary):
 
 
 class Qwen3NextAttention(LlamaAttention):
-    """q_proj has an output gate for each head; q and k are normalised."""
+    """Attention with an output gate for each head in q_proj, and normalized q and k."""
 
     query_parts = 2
     head_norm_class = OffsetRMSNorm
 
     def forward(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        """Return [num_tokens, hidden] for [num_tokens, hidden]."""
         q, k, v = self.qkv_proj(x).split(self.qkv_proj.local_features, dim=-1)
         q, gate = q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
         out = self.attention(q.flatten(1), k, v, ctx, rotation, norms=self.norms)
@@ -56,7 +56,7 @@ class Qwen3NextAttention(LlamaAttention):
 
 
 class Convolution(nn.Module):
-    """Causal depthwise convolution over tokens."""
+    """A causal depthwise convolution over tokens."""
 
     def __init__(self, parts: list[int], size: int, activation: str, parallel: Parallel) -> None:
         super().__init__()
@@ -64,8 +64,8 @@ class Convolution(nn.Module):
         self.activation = Activation(activation)
 
     def forward(self, x: Tensor, before: Tensor) -> Tensor:
-        """x [..., num_tokens, channels], float32 -> the same shape; `before` are the size - 1
-        inputs before it, and are replaced by the last ones.
+        """Return a tensor of the shape of x [..., num_tokens, channels], float32. `before`: the
+        size - 1 previous inputs, replaced by the last inputs.
         """
         num_tokens = x.shape[-2]
         whole = torch.cat((before, x), dim=-2)
@@ -78,8 +78,8 @@ class Convolution(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """Linear attention by the gated delta rule: each head's state is a matrix from keys to values;
-    each token decays it, then corrects the value that it has for the token's key.
+    """Linear attention by the gated delta rule. Each head's state is a matrix from keys to values.
+    Each token decays the state, then corrects its value for the token's key.
     """
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
@@ -125,9 +125,9 @@ class GatedDeltaNet(nn.Module):
         )
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """[num_tokens, hidden] -> q, k and v concatenated; the output gate [num_tokens, num_values,
-        value_dim]; beta and decay inputs [num_tokens, num_values] each. The checkpoint has them
-        grouped by key head.
+        """Return, for [num_tokens, hidden]: q, k and v concatenated; the output gate [num_tokens,
+        num_values, value_dim]; beta and decay inputs [num_tokens, num_values] each. The checkpoint
+        groups them by key head.
         """
         per_key = self.num_values // self.num_keys
         size = per_key * self.value_dim
@@ -142,7 +142,7 @@ class GatedDeltaNet(nn.Module):
         return torch.cat((q, k, v), dim=-1), gate, b.flatten(1), a.flatten(1)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        """Return [num_tokens, hidden] for [num_tokens, hidden]."""
         qkv, gate, b, a = self.project(x)
         # Logarithm of the decay.
         left = -self.A_log.exp() * F.softplus(a.float() + self.dt_bias)
@@ -152,8 +152,8 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(out.flatten(1).to(x.dtype))
 
     def _of_rows(self, ctx: ForwardContext, *inputs: Tensor) -> Tensor:
-        """The outputs of a step's tokens, [num_tokens, num_values, value_dim], float32: rows of one
-        token together, longer ones one by one.
+        """Return the outputs of a step's tokens, [num_tokens, num_values, value_dim], float32. Rows
+        of one token run together, longer rows one by one.
         """
         lens = ctx.batch.query_lens
         device = inputs[0].device
@@ -174,7 +174,7 @@ class GatedDeltaNet(nn.Module):
         return out
 
     def _heads(self, qkv: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[..., num_tokens, channels] -> q, k and v, [..., num_tokens, num_values, size]."""
+        """Return q, k, v [..., num_tokens, num_values, size] for [..., num_tokens, channels]."""
         q, k, v = self.conv1d(qkv, before).split(self.sizes, dim=-1)
         q, k = (each.unflatten(-1, (self.num_keys, self.key_dim)) for each in (q, k))
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
@@ -183,7 +183,7 @@ class GatedDeltaNet(nn.Module):
         return q * self.key_dim**-0.5, k, v.unflatten(-1, (self.num_values, self.value_dim))
 
     def _step(self, inputs: Sequence[Tensor], before: Tensor, matrices: Tensor) -> Tensor:
-        """One token of each row; tensors have rows first. Updates the state in place."""
+        """Return the output for one token of each row (rows first). Updates the state."""
         qkv, left, rate = inputs
         q, k, v = (each.squeeze(1) for each in self._heads(qkv.unsqueeze(1), before))
         matrices.mul_(left.exp()[..., None, None])
@@ -194,8 +194,8 @@ class GatedDeltaNet(nn.Module):
         return (q.unsqueeze(-2) @ matrices).squeeze(-2)
 
     def _scan(self, inputs: Sequence[Tensor], before: Tensor, matrix: Tensor) -> Tensor:
-        """The tokens of one row, chunk by chunk (https://arxiv.org/abs/2406.06484): the corrections
-        within a chunk are the solution of a triangular system. Updates the state in place.
+        """Return the outputs of one row, chunk by chunk (https://arxiv.org/abs/2406.06484):
+        corrections within a chunk solve a triangular system. Updates the state in place.
         """
         qkv, left, rate = inputs
         num_tokens = len(qkv)
@@ -227,7 +227,7 @@ class GatedDeltaNet(nn.Module):
 
 
 class SharedMoE(SparseMoE):
-    """Experts and a gated shared expert for all tokens."""
+    """Experts, and a gated shared expert for all tokens."""
 
     def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
         super().__init__(**expert_options(spec), parallel=parallel)
@@ -237,12 +237,12 @@ class SharedMoE(SparseMoE):
         self.shared_expert_gate = Router(spec.hidden_size, 1, parallel, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden], the same on every rank."""
+        """Return [num_tokens, hidden] for [num_tokens, hidden], the same on every rank."""
         return super().forward(x) + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
 
 
 class Qwen3NextLayer(nn.Module):
-    """Tokens meet in attention, or in a gated delta net."""
+    """A layer in which tokens interact by attention or by a gated delta net."""
 
     def __init__(
         self, spec: ModelSpec, norm: Callable[[], RMSNorm], mixer: nn.Module, mlp: nn.Module
@@ -267,7 +267,7 @@ class Qwen3NextLayer(nn.Module):
 
 
 def linear_layers(spec: ModelSpec) -> list[bool]:
-    """Which layers have linear attention. Raises UnsupportedModel: all of them."""
+    """Return which layers have linear attention. Raises UnsupportedModel if all have it."""
     types = spec.config.get("layer_types")
     every = spec.config.get("full_attention_interval", 4)
     found = [
@@ -292,14 +292,14 @@ def make_mixer(
 def convert_text(
     tensors: NamedTensors,
 ) -> NamedTensors:
-    """Drop the tensors of the multi-token-prediction layer, and of the vision encoder."""
+    """Yield the tensors except the multi-token-prediction layer and the vision encoder."""
     for name, tensor in tensors:
         if not name.startswith(("mtp.", "model.visual.")):
             yield name.replace("model.language_model.", "model."), tensor
 
 
 class Qwen3NextForCausalLM(LlamaForCausalLM):
-    """Its norms have weights around 0."""
+    """Qwen 3-Next's language model, whose norms have weights around 0."""
 
     layer_class = Qwen3NextLayer
     norm_class = OffsetRMSNorm

@@ -1,4 +1,4 @@
-"""RoBERTa (https://arxiv.org/abs/1907.11692): BERT whose positions begin after that of padding."""
+"""RoBERTa (https://arxiv.org/abs/1907.11692): BERT with positions after the padding id."""
 
 from torch import Tensor, nn
 
@@ -11,7 +11,7 @@ RobertaForMaskedLM = BertModel  # embeds without its head
 
 
 class RobertaForSequenceClassification(BertForSequenceClassification):
-    """An encoder, and a head of two layers on the first token."""
+    """An encoder, with a head of two layers on the first token."""
 
     ignored = BertModel.ignored
 
@@ -24,5 +24,5 @@ class RobertaForSequenceClassification(BertForSequenceClassification):
         )
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """First tokens' [n, hidden] -> [n, num_labels]."""
+        """Return [n, num_labels] for first tokens' hidden states [n, hidden]."""
         return self.classifier["out_proj"](self.classifier["dense"](hidden).tanh())

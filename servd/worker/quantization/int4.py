@@ -1,8 +1,8 @@
-"""4 bits per weight, a scale and an offset per group of 32; 8 bits in the table of the vocabulary.
+"""4 bits per weight, with a scale and an offset per group of 32; 8 bits in vocabulary tables.
 
-Scale and offset are those of least squares for the codes, and codes the nearest for these, in turns
-from where the least and the largest number of a group have codes 0 and 15. With an importance
-matrix the squares count as much as their columns' inputs, from more such beginnings.
+Scale and offset are the least-squares fit for the codes, and codes the nearest for these, in turns.
+At first, the least and the largest number of a group have codes 0 and 15. With an importance
+matrix, squares are weighted by their columns' inputs, and more starts are tried.
 """
 
 import torch
@@ -26,7 +26,7 @@ quantize_table = int8.quantize  # whose errors no later layer makes up for
 def quantize(
     weight: Tensor, x_dtype: torch.dtype = torch.float32, importance: Tensor | None = None
 ) -> QuantMethod:
-    """Round [out, in] of any float type; x_dtype: see `GroupedMatrix`; importance: float32 [in]."""
+    """Return [out, in], rounded. `x_dtype`: see `GroupedMatrix`; `importance`: float32 [in]."""
     num_rows, size = weight.shape
     num_groups = -(-size // GROUP_SIZE)
     codes = torch.empty(num_rows, size, dtype=torch.uint8, device=weight.device)
@@ -61,14 +61,14 @@ def _round(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor, T
 
 
 def _grouped(rows: Tensor) -> Tensor:
-    """Map [n, in] to [n, groups, GROUP_SIZE]; padding of the last group is in its range."""
+    """Return [n, in] as [n, groups, GROUP_SIZE]. Padding of the last group is in its range."""
     missing = -rows.shape[1] % GROUP_SIZE
     full = torch.cat([rows, rows[:, -1:].expand(-1, missing)], dim=1) if missing else rows
     return full.reshape(len(rows), -1, GROUP_SIZE)
 
 
 def _fit(groups: Tensor, counts: Tensor, width: float) -> tuple[Tensor, Tensor]:
-    """Fit scale and offset [n, groups, 1] to a grid over this share of the numbers' range."""
+    """Return scale and offset [n, groups, 1], fitted from a grid over `width` of the range."""
     low = groups.amin(dim=2, keepdim=True)
     high = groups.amax(dim=2, keepdim=True)
     scale = ((high - low) * (width / 15)).clamp_(min=SMALLEST)

@@ -1,8 +1,8 @@
-"""8 bits per weight and a scale per output, rounded to nearest; activations may be too.
+"""8 bits per weight and a scale per output, rounded to nearest. Activations may be rounded too.
 
-On a CPU it is rows turned by `packed.spread` that are rounded (as QuaRot does, arXiv 2404.00456):
-where few numbers of a row are much larger than the others, a scale for all would leave these next
-to nothing.
+On a CPU, rows are first rotated by `packed.spread` (like QuaRot, arXiv 2404.00456). Otherwise, if a
+few numbers of a row are much larger than the others, a common scale would round the others to
+almost nothing.
 """
 
 import torch
@@ -19,7 +19,7 @@ MAX_PACKED_ROWS = 8  # above, torch's product of packed bytes is slower than one
 
 
 def quantize(weight: Tensor, x_dtype: torch.dtype = torch.float32) -> QuantMethod:
-    """Round [out, in] of any float type; x_dtype: see `PackedMatrix`."""
+    """Return [out, in] of any float type, rounded. `x_dtype`: see `PackedMatrix`."""
     is_native = weight.device.type == "cpu" and native.library() is not None
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scale = torch.empty(len(weight), device=weight.device)

@@ -1,7 +1,7 @@
-"""--batch-invariant: results for a request are bit-identical whatever else is in the step.
+"""--batch-invariant: makes a request's results bit-identical for any other requests in the step.
 
-Left to change are matrix products, where cuBLAS chooses its kernel by the number of rows, and
-attention, which splits rows by the load of the device.
+Two parts are replaced: matrix products, where cuBLAS chooses kernels by the number of rows, and
+attention, which splits rows by the device's load.
 """
 
 from dataclasses import replace
@@ -33,8 +33,8 @@ class InvariantMatrix:
 
 
 def make_batch_invariant(runner: ModelRunner) -> None:
-    """Replace the products and the attention of a runner whose model is loaded. Raises ConfigError:
-    a part of the model has no batch-invariant kernel.
+    """Replace the products and the attention of a runner whose model is loaded. Raises ConfigError
+    if a part of the model has no batch-invariant kernel.
     """
     if not runner.backend.supports_batch_invariance:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""--compile: compiles layers by torch.compile, in place of servd's own fused kernels."""
+"""--compile: compiles layers with torch.compile, instead of servd's own fused kernels."""
 
 import logging
 from collections.abc import Callable
@@ -17,11 +17,11 @@ log = logging.getLogger("servd.worker")
 
 
 def compile_layers(model: Model, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile each layer when it first runs; layers of equal shapes share the compiled code.
+    """Compile each layer when it first runs. Layers of equal shapes share the compiled code.
 
     Sizes of steps are dynamic, except 1. Attention and the write to the KV cache are not compiled,
-    which splits a layer in two: they depend on metadata that only the backend knows. `model`:
-    loaded; none of its matrices is packed for a CPU, which torch cannot trace. `backend`: of
+    because they depend on metadata that only the backend knows; each layer is split there. `model`
+    is loaded; none of its matrices is packed for a CPU, which torch cannot trace. `backend`: of
     torch.compile; tests use others.
     """
     # Else a first step with as many tokens as head_dim would make the two sizes one symbol.

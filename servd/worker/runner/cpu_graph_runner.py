@@ -1,9 +1,9 @@
-"""CPUGraphRunner: the forward pass of decode steps on a CPU as one call of the native library.
+"""CPUGraphRunner: runs the forward pass of decode steps on a CPU as one native call.
 
-Between kernels, Python and torch run out of cold caches, as the weights evict everything else. So
-the first step with a number of rows records its kernel calls, and later ones pass the list to the
-library (`servd_run` in ops/cpu/graph.cpp). Inputs have fixed buffers; all graphs share those
-of results.
+Between kernels, Python and torch run with cold caches, because the weights evict everything else.
+Therefore the first step with a number of rows records its kernel calls; later steps pass the list
+to the library (`servd_run` in ops/cpu/graph.cpp). Inputs have fixed buffers; all graphs share the
+result buffers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_TOGETHER = 8
 
 
 class Places:
-    """Input buffers of the attention of one group of layers."""
+    """The input buffers of the attention of one group of layers."""
 
     def __init__(self, max_num_rows: int, max_num_blocks: int) -> None:
         self.slot_mapping = np.zeros(max_num_rows, dtype=np.int64)
@@ -52,9 +52,9 @@ class Places:
 
 
 class CPUGraphRunner:
-    """Records a graph when a number of rows is first run; a model that needs other operations
-    than the native library's runs them one by one. `max_num_rows`: of a step; each has one token,
-    known or a draft. `max_num_blocks`: of a row.
+    """Records a graph when a number of rows first runs. If a model needs operations outside the
+    native library, these run one by one. `max_num_rows`: per step; each row has one token, known or
+    a draft. `max_num_blocks`: per row.
     """
 
     is_recordable = True
@@ -75,8 +75,8 @@ class CPUGraphRunner:
     def __call__(
         self, input_ids: Tensor, positions: Tensor, attention: AttentionBatch, *others: Tensor
     ) -> Tensor:
-        """Hidden states [num_rows, hidden] of a decode step, valid until the next call. `others`
-        are float32 [num_rows, n] each.
+        """Return hidden states [num_rows, hidden] of a decode step, valid until the next call.
+        `others` are float32 [num_rows, n] each.
         """
         if self.is_recordable:
             try:
@@ -110,7 +110,7 @@ class CPUGraphRunner:
         self.fill_others(others)
 
     def fill_others(self, others: Sequence[Tensor]) -> None:
-        """The same of further inputs, [num_rows, n] each."""
+        """Fill the buffers of further inputs, [num_rows, n] each."""
         for number, other in enumerate(others):
             if number == len(self.others):
                 shape = len(self.seq_lens), other.shape[1]
@@ -149,8 +149,8 @@ class CPUGraphRunner:
 
 
 class ChainRunner(Chain):
-    """The longest chain of drafts as one graph, for each number of rows, of which shorter chains
-    are the beginning, and with the pass before it where that has few tokens; or pass by pass.
+    """Runs a chain of drafts as a graph. Each number of rows has one graph of the longest chain,
+    with the pass before it if that has few tokens. Without graphs, passes run one by one.
 
     Args:
         arguments: those of `Chain`.
@@ -265,11 +265,11 @@ class ChainRunner(Chain):
 
 
 class NotRecordable(Exception):
-    """A forward pass used an operation that is not of the native library."""
+    """An error: a forward pass used an operation outside the native library."""
 
 
 class OnlyViews(DispatchMode):
-    """Within it, torch may make views of tensors, but no new ones, and change none."""
+    """A mode in which torch may only make views of tensors, not create or change tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view:
@@ -288,7 +288,7 @@ def _memory_of(tensor: Tensor) -> int:
 
 
 class Memory:
-    """Buffers for results, sized for the largest step; reused when nothing refers to them."""
+    """Buffers for results, sized for the largest step. A buffer without references is reused."""
 
     def __init__(self, max_num_rows: int) -> None:
         self.max_num_rows = max_num_rows
@@ -310,8 +310,8 @@ class Memory:
         return torch.from_numpy(part).view(shape)
 
     def lend(self, taken: Tensor) -> Tensor:
-        """A tensor of the same memory that does not keep the buffer from being reused. Raises
-        NotRecordable: `taken` is not a whole buffer.
+        """Return a tensor of the same memory that does not keep the buffer in use. Raises
+        NotRecordable if `taken` is not a whole buffer.
         """
         for buffer in self.buffers:
             if buffer.ctypes.data == taken.data_ptr() and taken.is_contiguous():
@@ -321,7 +321,7 @@ class Memory:
 
 
 class Recorder(TorchFunctionMode):
-    """Within it, calls of native kernels are recorded, and their results are in `memory`."""
+    """A mode that records calls of native kernels, and puts their results in `memory`."""
 
     def __init__(self, memory: Memory, num_rows: int) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ class Recorder(TorchFunctionMode):
 
 
 class CPUGraph:
-    """Recorded calls, which make the same tensors at the same addresses every time."""
+    """Recorded calls, which write the same tensors at the same addresses every time."""
 
     def __init__(self, calls: bytes, results: list[Tensor]) -> None:
         self.calls = calls

@@ -22,7 +22,7 @@ MAX_KV_CACHE_BYTES = 4 << 30
 
 
 def kv_cache_share(available: int, num_ranks: int) -> int:
-    """Bytes for each rank's KV cache, of the `available` ones of the host."""
+    """Return the bytes of each rank's KV cache, from the host's `available` bytes."""
     return min(int(max(available, 0) * KV_CACHE_SHARE), MAX_KV_CACHE_BYTES) // num_ranks
 
 
@@ -32,21 +32,21 @@ class CPUModelRunner(ModelRunner):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """float32 with the native kernels: 16 bits are for storage, and for AMX products."""
+        """The compute type: float32 with native kernels, for which 16 bits are for storage."""
         return self.dtype if native.library() is None else torch.float32
 
     @property
     def num_workers(self) -> int:
-        """Ranks of all engines of this host; each has a KV cache."""
+        """The number of ranks of all engines on this host. Each rank has a KV cache."""
         parallel = self.config.parallel
         return parallel.num_workers * parallel.num_engines_here
 
     def kv_cache_memory(self) -> int:
-        """A share of what is available, divided over the ranks of this host."""
+        """Return a share of the available memory, divided among the ranks of this host."""
         return kv_cache_share(available_memory(), self.num_workers)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the cache, then record graphs: these contain its addresses."""
+        """Allocate the cache, then record graphs, which contain the cache's addresses."""
         size = num_blocks * self.bytes_per_block * self.num_workers
         free = available_memory()
         if size > free:
@@ -71,7 +71,7 @@ class CPUModelRunner(ModelRunner):
         return native.library() is not None and is_alone and not self.config.model.enforce_eager
 
     def make_graphs(self, forward: Forward, max_num_rows: int) -> CPUGraphRunner | None:
-        """A runner of recorded passes; None where they cannot be used."""
+        """Return a runner of recorded passes; None if graphs cannot be used."""
         if not self.makes_graphs:
             return None
         tables = self.states.block_tables
@@ -98,5 +98,5 @@ class CPUModelRunner(ModelRunner):
         return (graphs or self.run)(batch.input_ids, batch.positions, batch.attention)
 
     def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
-        """Nothing to copy, nothing to wait for."""
+        """Return the parts unchanged: on a CPU, there is nothing to copy or to wait for."""
         return parts, lambda: None

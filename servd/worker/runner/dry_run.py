@@ -1,6 +1,6 @@
 """Dry run: computes the memory that a model will need from config.json and file headers alone.
 
-The runner's own `load_model` runs on meta tensors: all that it converts, packs or quantizes counts.
+The runner's own `load_model` runs on meta tensors, so everything that it converts counts.
 """
 
 import logging
@@ -29,7 +29,7 @@ log = logging.getLogger("servd.worker")
 
 
 class Weightless(TorchFunctionMode):
-    """A mode in which new tensors have no storage but report `device` as theirs."""
+    """A mode in which new tensors have no storage but report `device` as their device."""
 
     # These import a thousand modules for tensors without storage, elsewhere they are the same.
     same: ClassVar[dict[Any, Callable[[Tensor], Tensor]]] = {
@@ -61,8 +61,8 @@ class Weightless(TorchFunctionMode):
 
 
 def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
-    """Plan the engine's memory, given what is free now. Raises ConfigError: the model cannot be
-    loaded here.
+    """Return the engine's memory plan, given the free memory. Raises ConfigError if the model
+    cannot be loaded here.
     """
     on_cuda = config.parallel.device == "cuda"
     if on_cuda:  # caches of other backends are as large, and need not be asked what they can do
@@ -107,7 +107,7 @@ def plan(config: Config, spec: ModelSpec) -> MemoryPlan:
 
 
 def predict(runner: ModelRunner) -> MemorySizes | None:
-    """The sizes of a runner that has not loaded its model; None if they cannot be known."""
+    """Return the sizes of a runner before it loads its model; None if they are unknown."""
     config = runner.config
     if runner.device.type == "cuda":
         config = config.replace(attention_backend="torch_sdpa")
@@ -121,8 +121,8 @@ def predict(runner: ModelRunner) -> MemorySizes | None:
 
 
 def check_fits(runner: ModelRunner, sizes: MemorySizes) -> None:
-    """Compare what a runner will need with what is free, before it loads for minutes. Raises
-    NotEnoughMemory: the model, or the KV cache that is asked for, is larger than that.
+    """Compare the memory that a runner needs with the free memory, before loading takes minutes.
+    Raises NotEnoughMemory if the model, or the configured KV cache, does not fit.
     """
     cache = runner.config.cache
     if runner.device.type == "cuda":
@@ -164,8 +164,8 @@ def load(
     device: torch.device,
     parallel: Parallel | None = None,
 ) -> ModelRunner:
-    """A rank's runner, by default the first one's, loaded without its weights. Raises ConfigError:
-    the model cannot be loaded here.
+    """Return a rank's runner, by default the first rank's, loaded without weights. Raises
+    ConfigError if the model cannot be loaded here.
     """
     with Weightless(device):
         options = config.parallel

@@ -1,4 +1,4 @@
-"""GPUModelRunner: a model on a CUDA device: CUDA graphs, a profile run of memory, asynchronous
+"""GPUModelRunner: a model on a CUDA device, with CUDA graphs, a memory profile run and asynchronous
 copies of outputs.
 """
 
@@ -27,7 +27,7 @@ MOST_PRODUCTS = 4 * 10**12
 
 
 class GPUModelRunner(ModelRunner):
-    """Steps on a CUDA device. Nothing but `AsyncOutput.result` waits for it."""
+    """Runs steps on a CUDA device. Only `AsyncOutput.result` waits for the device."""
 
     graphs: GraphRunner | None = None  # set by allocate_kv_cache, where they can be used
     memory_use: MemoryUse | None = None  # set by kv_cache_memory
@@ -35,7 +35,7 @@ class GPUModelRunner(ModelRunner):
     # ---- steps as graphs ----
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the cache with one more block, which padding is written to."""
+        """Allocate the cache with one more block, to which padding is written."""
         super().allocate_kv_cache(num_blocks + 1)
         self.states.pad(num_blocks)
         self.graphs = self.make_graphs()
@@ -43,8 +43,8 @@ class GPUModelRunner(ModelRunner):
             self.states.inputs.sizes = self.graphs.decode_sizes
 
     def warm_up(self, progress: Callable[[float], None]) -> None:
-        """Capture all graphs and run each way to sample, so that no request waits for a capture or
-        a compiler.
+        """Capture all graphs and run each sampling variant, so that no request waits for a capture
+        or a compiler.
         """
         started = time.monotonic()
         ways = self.sampler.examples
@@ -64,7 +64,7 @@ class GPUModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def _warm_up_columns(self) -> None:
-        """Compile the kernels with which plain decode steps begin and end, on a row of padding."""
+        """Compile the first and last kernels of plain decode steps, on a row of padding."""
         inputs = self.states.inputs
         inputs.clear(1)
         step = inputs.buffers_of(1)
@@ -88,7 +88,7 @@ class GPUModelRunner(ModelRunner):
 
     @cached_property
     def can_capture(self) -> bool:
-        """Whether steps can be graphs. A warning, logged once, explains why not."""
+        """Whether steps can be graphs. If not, a warning, logged once, explains why."""
         if self.config.model.enforce_eager:
             return False
         reason = ""
@@ -106,7 +106,7 @@ class GPUModelRunner(ModelRunner):
         return not reason
 
     def make_graphs(self) -> GraphRunner | None:
-        """A runner of CUDA graphs; None if switched off, or with a backend that has none."""
+        """Return a runner of CUDA graphs; None if graphs are off or unsupported by the backend."""
         if not self.can_capture:
             return None
         num_weights = self.weights_bytes // self.dtype.itemsize
@@ -125,7 +125,7 @@ class GPUModelRunner(ModelRunner):
         return graphs
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
-        """Steps run as graphs, those that are too large for one kernel by kernel."""
+        """Return hidden states. Steps run as graphs; too large steps run kernel by kernel."""
         if self.graphs is not None and not batch.is_part:
             ends = None if batch.is_decode else batch.attention_rows.ends
             if (hidden := self.graphs(batch.tokens, ends, batch.buffers)) is not None:
@@ -163,18 +163,18 @@ class GPUModelRunner(ModelRunner):
             ) from error
 
     def recorder(self) -> Record:
-        """Records CUDA graphs; tests replace it."""
+        """Return a recorder of CUDA graphs. Tests replace this method."""
         return CudaRecorder()
 
     # ---- memory ----
 
     def meter(self) -> Meter:
-        """Reads the device's memory; tests replace it."""
+        """Return a reader of the device's memory. Tests replace this method."""
         return CudaMeter(self.device)
 
     def kv_cache_memory(self) -> int:
-        """--gpu-memory-utilization of the device, less weights, activations of the largest step,
-        graphs and other processes, as a profile run finds them.
+        """Return the bytes for the KV cache: --gpu-memory-utilization, less weights, activations of
+        the largest step, graphs and other processes. A profile run measures them.
         """
         self.memory_use = self._profile(self.meter())
         log.info("%s", self.memory_use)
@@ -184,7 +184,7 @@ class GPUModelRunner(ModelRunner):
         return self.memory_use.hints(missing) if self.memory_use else []
 
     def _profile(self, meter: Meter) -> MemoryUse:
-        """Run the largest steps and capture graphs, with as few blocks of KV cache as they need."""
+        """Run the largest steps and capture graphs, with the fewest KV-cache blocks needed."""
         longest = min(self.max_num_tokens, self.max_model_len)
         each = min(self.max_num_tokens // self.max_num_seqs, self.max_model_len)
         before = meter.allocated()
@@ -219,7 +219,7 @@ class GPUModelRunner(ModelRunner):
     def _launch(
         self, num_rows: int, num_tokens: int, num_drafts: int, params: SamplingParams
     ) -> None:
-        """Launch a step of prompts, which share their blocks, as only sizes matter."""
+        """Launch a step of prompts that share their blocks, because only sizes matter."""
         num_blocks = -(-num_tokens // self.config.cache.block_size)
         new_requests = [
             NewRequest(
@@ -244,7 +244,7 @@ class GPUModelRunner(ModelRunner):
         self.execute_model(SchedulerOutput(step=0, new_requests=new_requests, scheduled=scheduled))
 
     def _sample_all(self, num_rows: int, has_grammar: bool = True) -> None:
-        """Sample the step, with a grammar in every row or in none, and free its rows."""
+        """Sample the step, with a grammar in all rows or none, and free its rows."""
         words = bytes([255]) * (4 * -(-self.spec.vocab_size // 32))
         bitmask = GrammarBitmask(list(range(num_rows)), [0] * num_rows, words * num_rows)
         self.sample_tokens(bitmask if has_grammar else None).result()
@@ -252,8 +252,8 @@ class GPUModelRunner(ModelRunner):
         self.sample_tokens()
 
     def _graph_bytes(self, meter: Meter) -> int:
-        """Estimate the memory of all graphs: that of the largest one and of the one with the
-        largest logits, and for each other one as much as a second graph adds to the first.
+        """Return an estimate of the memory of all graphs: the largest graph, the graph with the
+        largest logits, and for each other graph as much as a second graph adds to the first.
         """
         if (graphs := self.make_graphs()) is None:
             return 0
@@ -270,7 +270,7 @@ class GPUModelRunner(ModelRunner):
     # ---- output ----
 
     def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:
-        """Copies to pinned memory, in the stream of the step, and an event after them."""
+        """Start copies to pinned memory in the step's stream; return them and a waiting call."""
         copied = [part.to_host() for part in parts]
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))

@@ -1,13 +1,13 @@
-"""GraphRunner: the forward pass of steps as CUDA graphs, captured for a set of token counts.
+"""GraphRunner: runs the forward pass of steps as CUDA graphs, captured for a set of token counts.
 
-The host takes longer to launch hundreds of kernels than the device to run them; a graph is launched
-at once. It repeats addresses, so inputs and output have fixed buffers, and a smaller step is padded
-with tokens of `null_slot`, which write to a block that no request owns.
+The host takes longer to launch hundreds of kernels than the device takes to run them. A graph
+launches at once. It repeats addresses, so inputs and output have fixed buffers. A smaller step is
+padded with tokens of `null_slot`, which write to a block that no request owns.
 
-In decode graphs each token is a row of the attention, padding too. In mixed graphs rows have any
-number of tokens, and their ends are read from the device; rows of padding are empty. Plain greedy
-decode steps run a second graph, which chooses and stores the tokens: a grammar's bitmask may come
-between the two.
+In decode graphs, each token is a row of the attention, including padding. In mixed graphs, rows
+have any number of tokens; their ends are read from the device, and padding rows are empty. Plain
+greedy decode steps run a second graph, which chooses and stores the tokens. A grammar's bitmask may
+come between the two graphs.
 """
 
 import gc
@@ -26,7 +26,7 @@ log = logging.getLogger("servd.worker")
 
 Run = Callable[[], None]
 Record = Callable[[Callable[[], object]], Run]
-"""Records what a call launches on the device; returns a function that launches it again."""
+"""Records the kernels that a call launches; returns a function that launches them again."""
 Forward = Callable[[Tensor, Tensor | None], Tensor]
 """`InputBatch.tokens` and the index of each row's last token -> hidden states [num_tokens, hidden].
 For decode graphs: `DecodeBuffers.step` and None.
@@ -47,13 +47,13 @@ class GraphSize(NamedTuple):
 
 
 def decode_sizes(max_num_rows: int) -> list[int]:
-    """Numbers of rows that decode graphs are captured for: so close that padding stays small."""
+    """Return the row counts of decode graphs, so close together that padding stays small."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_rows, 32)]
     return [size for size in sizes if size < max_num_rows] + [max_num_rows]
 
 
 def mixed_sizes(max_num_tokens: int) -> list[int]:
-    """Numbers of tokens that mixed graphs are captured for: four in each doubling."""
+    """Return the token counts of mixed graphs: four in each doubling."""
     most = min(max_num_tokens, MOST_MIXED_TOKENS)
     sizes = [16, 32, 48, *(quarter << up for up in range(4, 9) for quarter in (4, 5, 6, 7))]
     chosen = [size for size in sizes if size < most]
@@ -104,7 +104,7 @@ class GraphRunner:
 
     @property
     def sizes(self) -> list[GraphSize]:
-        """All sizes, the largest first, whose memory the others share."""
+        """All sizes, the largest first. The other graphs share the largest graph's memory."""
         decode = [GraphSize(size, True) for size in self.decode_sizes]
         return sorted(decode + [GraphSize(size, False) for size in self.mixed_sizes], reverse=True)
 
@@ -115,9 +115,9 @@ class GraphRunner:
     def __call__(
         self, tokens: Tensor, ends: Tensor | None, buffers: DecodeBuffers | None = None
     ) -> Tensor | None:
-        """Hidden states [num_tokens, hidden] of a step, valid until the next call; None if it is
-        larger than any graph. `ends`: index of each row's last token; None for decode steps.
-        `buffers`: set if the step is in `decode_inputs` already.
+        """Return hidden states [num_tokens, hidden] of a step, valid until the next call; None if
+        the step is larger than any graph. `ends`: index of each row's last token; None for decode
+        steps. `buffers`: set if the step is in `decode_inputs` already.
         """
         num_tokens = tokens.shape[1]
         sizes = self.decode_sizes if ends is None else self.mixed_sizes
@@ -138,8 +138,8 @@ class GraphRunner:
         return self.hidden[:num_tokens]
 
     def chosen_of(self, buffers: DecodeBuffers) -> Tensor | None:
-        """The result of `Choose` for the step that was run last, [num_tokens], valid until the next
-        step; None if it is not captured.
+        """Return the result of `Choose` for the step that ran last, [num_tokens], valid until the
+        next step; None if it is not captured.
         """
         if (head := self.heads.get((buffers.step.shape[1], self.variant()))) is None:
             return None
@@ -181,8 +181,8 @@ class GraphRunner:
         log.debug("CUDA graph for %s captured in %.2f s", size, time.monotonic() - started)
 
     def _recorded(self, run: Callable[[], object]) -> Run:
-        """Record `run` after a first run, in which kernels are compiled and libraries initialised,
-        which cannot be captured.
+        """Record `run` after a first run, which compiles kernels and initializes libraries: that
+        cannot be captured.
         """
         run()
         return self.record(run)
@@ -192,7 +192,7 @@ class GraphRunner:
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one memory pool: they never run concurrently, and their
+    """Records CUDA graphs that share one memory pool, because they never run concurrently and their
     outputs are in other memory.
     """
 

@@ -20,7 +20,7 @@ Forward = Callable[[InputBatch], torch.Tensor]
 
 @dataclass(frozen=True)
 class Failures:
-    """The StepPart of requests that could not be added, or on which the model fails."""
+    """The StepPart with the requests that could not be added, or on which the model failed."""
 
     errors: dict[int, str]  # row -> message
 
@@ -39,14 +39,13 @@ class Failures:
 def forward_apart(
     batch: InputBatch, forward: Forward, error: Exception
 ) -> tuple[torch.Tensor, dict[int, str]]:
-    """Compute a step that failed as a whole in parts: the newest request apart from the others,
-    then halves of what fails. Parts run in order, as a row may read keys and values that an earlier
-    row writes; writing some of them again changes nothing.
+    """Compute a failed step in parts: first the newest request separately, then halves of each
+    failing part. Parts run in order, because a row may read keys and values that an earlier row
+    writes. Writing some of them again changes nothing.
 
     Returns hidden states [num_tokens, hidden], zeros in rows that fail, and their errors by row.
-    Raises Exception: `error`, if every row fails: the process itself may be broken. `forward`:
-    computes a part; its result may be overwritten by the next call. `error`: with which the whole
-    step failed.
+    Raises `error` if every row fails, because the process itself may be broken. `forward` computes
+    a part; its result may be overwritten by the next call. `error`: the error of the whole step.
     """
     num_rows = len(batch.query_lens)
     found: dict[int, torch.Tensor] = {}  # by first row

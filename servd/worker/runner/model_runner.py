@@ -1,4 +1,4 @@
-"""ModelRunner: computes steps of the model, on the rows of requests that it keeps."""
+"""ModelRunner: runs steps of the model, on the rows of requests that it keeps."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -76,8 +76,8 @@ class AsyncOutput:
 
 
 class ModelRunner(ABC):
-    """One model on one device. `device`: where it runs; `parallel`: the ranks among which it is
-    divided.
+    """Runs one model on one device. `device`: where the model runs; `parallel`: the ranks that
+    share the model.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class ModelRunner(ABC):
     # ---- start-up ----
 
     def load_model(self, progress: Callable[[float], None]) -> None:
-        """Build the model, load its weights, choose the attention backend, make the request states.
-        Raises ConfigError: the model or the backend cannot run here.
+        """Build the model, load its weights, choose the attention backend, create the request
+        states. Raises ConfigError if the model or the backend cannot run here.
         """
         self.model = model_loader.build_model(
             self.spec,
@@ -205,8 +205,8 @@ class ModelRunner(ABC):
         )
 
     def count_blocks(self, room: int | None = None) -> int:
-        """Return the KV-cache blocks that fit: in --kv-cache-memory, else in `room`, else in free
-        memory. Raises NotEnoughMemory: too few for one request.
+        """Return the KV-cache blocks that fit in --kv-cache-memory, else in `room`, else in free
+        memory. Raises NotEnoughMemory if they are too few for one request.
         """
         memory = self.config.cache.kv_cache_memory
         if memory is None:
@@ -222,7 +222,7 @@ class ModelRunner(ABC):
 
     @property
     def variant(self) -> bool:
-        """Whether the next forward pass computes adapters; each variant has graphs of its own."""
+        """Whether the next forward pass computes adapters. Each variant has its own graphs."""
         return self.adapters is not None and self.adapters.rows.is_active
 
     @property
@@ -236,7 +236,7 @@ class ModelRunner(ABC):
             self.proposer.allocate_kv_cache(num_blocks)
 
     def warm_up(self, progress: Callable[[float], None]) -> None:  # noqa: B027
-        """Capture and compile what the first requests would wait for; reports fractions."""
+        """Capture and compile, so that the first requests need not wait. Reports fractions."""
 
     # ---- steps ----
 
@@ -264,7 +264,7 @@ class ModelRunner(ABC):
         self.launched = LaunchedStep(num_rows, (batch, hidden), parts, times_ns)
 
     def _forward(self, batch: InputBatch) -> torch.Tensor:
-        """Return hidden states [num_tokens, hidden]; requests that fail enter `failed`."""
+        """Return hidden states [num_tokens, hidden]. Adds requests that fail to `failed`."""
         try:
             return self._begin(batch)
         except Exception as error:
@@ -284,7 +284,7 @@ class ModelRunner(ABC):
         return self.forward(batch)
 
     def _copy_blocks(self, copies: BlockCopies) -> None:
-        """Copy between the cache and the engine's host memory, which the first copy maps."""
+        """Copy blocks between the cache and the engine's host memory, mapped by the first copy."""
         if self.block_store is None:
             caches = [*self.kv_caches, *(self.proposer.kv_caches if self.proposer else ())]
             self.block_store = BlockStore(copies.memory, caches, self.parallel)
@@ -295,13 +295,13 @@ class ModelRunner(ABC):
         return self.run(batch.input_ids, batch.positions, batch.attention)
 
     def make_chain(self, drafter: Drafter, max_num_rows: int, max_num_tokens: int) -> Chain:
-        """Make a chain that drafts with another model, for the requests of this one."""
+        """Return a chain that drafts with another model, for the requests of this model."""
         return Chain(drafter, self.states)
 
     def run(
         self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch
     ) -> torch.Tensor:
-        """Run the model: int64 [num_tokens] each -> hidden states [num_tokens, hidden]."""
+        """Return hidden states [num_tokens, hidden] from int64 [num_tokens] ids and positions."""
         ctx = ForwardContext(self.backend, attention, self.kv_caches, self.states.of_layers)
         hidden = self.model(input_ids, positions, ctx)
         ctx.finish()
@@ -368,8 +368,8 @@ class ModelRunner(ABC):
     def _line_up(
         self, batch: InputBatch, hidden: torch.Tensor, order: torch.Tensor
     ) -> torch.Tensor:
-        """Move keys, values and hidden states of the accepted drafts of a tree to the places that
-        they have in a chain.
+        """Move keys, values and hidden states of a tree's accepted drafts to their places in a
+        chain.
         """
         tokens = batch.sample_tokens
         moved = batch.sample_tokens[order]
@@ -401,8 +401,8 @@ class ModelRunner(ABC):
         self.states.write_drafts(scheduled.scheduled)
 
     def _add(self, request: NewRequest) -> None:
-        """Put a request in its slot. Raises InvalidRequest: a parameter or token id is out of
-        bounds, though the API checks them.
+        """Put a request in its slot. Raises InvalidRequest if a parameter or token id is out of
+        bounds, although the API checks them.
         """
         params = request.params
         prompt_len = request.num_prompt_tokens
@@ -425,8 +425,8 @@ class ModelRunner(ABC):
             listener.remove(slot)
 
     def _fail(self, request: NewRequest, error: Exception) -> None:
-        """Record the error of a request that cannot be added. Its tokens are computed all the same,
-        as other requests may share its blocks by the prefix cache.
+        """Record the error of a request that cannot be added. Its tokens are computed anyway,
+        because other requests may share its blocks by the prefix cache.
         """
         slot = request.slot
         vocab_size = self.spec.vocab_size
@@ -440,7 +440,7 @@ class ModelRunner(ABC):
         self.states.add(msgspec.structs.replace(request, token_ids=token_ids))
 
     def _unpack(self, bitmask: GrammarBitmask, batch: InputBatch) -> torch.Tensor:
-        """Return int32 [m, ceil(vocab / 32)] for all rows to sample; no grammar: all bits set."""
+        """Return int32 [m, ceil(vocab / 32)] for all rows to sample. No grammar: all bits set."""
         words = np.frombuffer(bitmask.bitmask, dtype=np.int32).reshape(len(bitmask.indices), -1)
         counts = batch.num_drafts[batch.sample_rows] + 1
         unpacked = np.full((counts.sum(), words.shape[1]), -1, dtype=np.int32)
@@ -456,14 +456,14 @@ class ModelRunner(ABC):
 
     @abstractmethod
     def kv_cache_memory(self) -> int:
-        """Return the bytes that the KV cache may take; called after load_model."""
+        """Return the bytes that the KV cache may take. Called after load_model."""
 
     def more_memory(self, missing: int) -> list[str]:
         """Return options that would free `missing` bytes, e.g. "lower --max-num-seqs to 4"."""
         return []
 
     def drop_graphs(self) -> None:  # noqa: B027 - only a GPU has them
-        """Free captured steps; none may run afterwards."""
+        """Free captured steps. No captured step may run afterwards."""
 
     @abstractmethod
     def to_host(self, parts: Sequence[StepPart]) -> tuple[Sequence[StepPart], Callable[[], None]]:

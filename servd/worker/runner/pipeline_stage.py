@@ -1,6 +1,6 @@
 """Stage: runs a model runner as one stage of pipeline parallelism.
 
-Each stage computes another step, of other requests. The executor sends the sampled tokens to the
+Each stage computes another step, with other requests. The executor sends the sampled tokens to the
 earlier stages before their requests are scheduled again.
 """
 
@@ -18,7 +18,7 @@ from servd.worker.runner.model_runner import AsyncOutput, ModelRunner
 
 class Stage:
     """Receives hidden states from the previous stage, computes its layers, and sends the result to
-    the next stage; the last one samples.
+    the next stage. The last stage samples.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -53,7 +53,7 @@ class Stage:
                 self.sent.popleft()[0].wait()
 
     def sample_tokens(self, bitmask: GrammarBitmask | None = None) -> AsyncOutput:
-        """Sample in the last stage; the others receive the tokens by `take_tokens`."""
+        """Sample in the last stage. Other stages receive the tokens by `take_tokens`."""
         if self.parallel.is_last_stage:
             return self.runner.sample_tokens(bitmask)
         launched, self.runner.launched = self.runner.launched, None
@@ -64,8 +64,8 @@ class Stage:
 
     @torch.inference_mode()
     def take_tokens(self, sampled: list[list[int]]) -> None:
-        """Store the tokens of the oldest step in flight, except in slots that were reassigned to
-        another request since.
+        """Store the tokens of the oldest step in flight, except in slots that were reassigned
+        since.
         """
         step, slots = self.in_flight.popleft()
         tokens = [

@@ -1,8 +1,8 @@
 """Self-check: before serving, compares embeddings or scores of a pooling model with a reference by
 transformers, which `python -m servd.worker.runner.reference_check` computes.
 
-The reference runs in its own process while the model loads, as transformers takes seconds and
-hundreds of megabytes, and is cached. The comparison runs at every start.
+The reference runs in its own process while the model loads, because transformers takes seconds and
+hundreds of megabytes. It is cached. The comparison runs at every start.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ def prompts(spec: ModelSpec, limit: int) -> list[list[int]]:
 
 
 class ReferenceCheck:
-    """Starts computing the reference; `run` waits for it and compares. `runner`: of the model to
+    """Starts computing the reference. `run` waits for it and compares. `runner`: of the model to
     check, whose weights need not be loaded yet.
     """
 
@@ -86,8 +86,8 @@ class ReferenceCheck:
             )
 
     def run(self, run_step: Callable[[SchedulerOutput], ModelRunnerOutput]) -> None:
-        """Compare, once steps can run. Raises UnsupportedModel: the model's vectors differ from the
-        reference.
+        """Compare vectors once steps can run. Raises UnsupportedModel if the model's vectors differ
+        from the reference.
         """
         if not self.is_on:
             return
@@ -180,7 +180,7 @@ def _cached(spec: ModelSpec, load_format: str, length: int) -> Path:
 
 @torch.inference_mode()
 def reference(folder: str, limit: int) -> list[list[float]]:
-    """Compute the prompts' vectors with transformers and plain torch, in float32."""
+    """Return the prompts' vectors, computed with transformers and plain torch in float32."""
     import transformers
 
     from servd.worker.output_heads.pooler import Dense, score_of
@@ -240,7 +240,7 @@ def _compute_in_float32(model: nn.Module) -> None:
 
 
 def main() -> None:
-    """Write the reference of the model in a folder to a file: FOLDER LIMIT FILE."""
+    """Write the reference of the model in a folder to a file. Arguments: FOLDER LIMIT FILE."""
     folder, limit, file = sys.argv[1:]
     found = json.dumps(reference(folder, int(limit)))
     target = Path(file)

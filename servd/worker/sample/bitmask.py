@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 def pack(allowed: Sequence[int], vocab_size: int) -> npt.NDArray[np.int32]:
-    """The bitmask [ceil(vocab_size / 32)] that allows these tokens only."""
+    """Return the bitmask [ceil(vocab_size / 32)] that allows only these tokens."""
     bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
     bits[allowed] = True
     return np.packbits(bits, bitorder="little").view("<i4")
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> None:
-    """Set the logits of tokens that are not allowed to -inf, in place. `logits`: [n, vocab]
-    float32. `bitmask`: [n, ceil(vocab / 32)] int32. Rows without a grammar are all -1.
+    """Set the logits of forbidden tokens to -inf, in place. `logits`: [n, vocab] float32.
+    `bitmask`: [n, ceil(vocab / 32)] int32. Rows without a grammar are all -1.
     """
     bits = torch.arange(32, dtype=torch.int32, device=bitmask.device)
     forbidden = (bitmask.unsqueeze(-1) >> bits).bitwise_and_(1) == 0  # [n, words, 32]

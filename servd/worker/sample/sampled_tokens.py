@@ -1,4 +1,4 @@
-"""SampledTokens: the sampler's output of a step, on its way to ModelRunnerOutput."""
+"""SampledTokens: the sampler's output of a step, to be written to ModelRunnerOutput."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SampledTokens:
             output.logprobs |= {row: each for row, each in asked.items() if each}
 
     def _parts(self, first: int = 0) -> Iterator[tuple[int, slice]]:
-        """Each row from number `first` on, and the slice of its tokens; rows before have one."""
+        """Yield rows from number `first` on, with token slices; earlier rows have one token."""
         rows = self.rows[first:]
         num_drafts = self.num_drafts[first:]
         kept = self.sampled.num_kept

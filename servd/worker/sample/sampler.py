@@ -55,8 +55,8 @@ class SamplerOutput:
 
     @property
     def is_void(self) -> npt.NDArray[np.bool_]:
-        """[n], on the host: whether a row's logits are NaN or +inf. A row of -inf may be one whose
-        tokens are all forbidden.
+        """Whether a row's logits are NaN or +inf: bool [n], on the host. A row of -inf may be a row
+        whose tokens are all forbidden.
         """
         assert self.best is not None
         return ~(self.best.float().numpy()[:, 0] < np.inf)  # NaN counts as the maximum
@@ -127,11 +127,10 @@ class Sampler:
         output_token_ids: Sequence[int],
         eos_token_ids: Sequence[int],
     ) -> bool:
-        """Add a request. After preemption it is added again, with its outputs so far. Returns
-        whether its drafts may be trees: no stateful processor or grammar follows its tokens.
-        `prompt_token_ids`: at least one. `output_token_ids`: sampled before; empty at first.
-        `eos_token_ids`: forbidden, with params.stop_token_ids, for the first params.min_tokens
-        outputs.
+        """Add a request, again after preemption with its outputs so far. Return whether its drafts
+        may be trees: if no stateful processor or grammar follows its tokens. `prompt_token_ids`: at
+        least one. `output_token_ids`: sampled before; empty at first. `eos_token_ids`: forbidden,
+        with params.stop_token_ids, for the first params.min_tokens outputs.
         """
         request = SlotRequest(slot, params, prompt_token_ids, output_token_ids, eos_token_ids)
         self.uses[slot] = 0
@@ -159,7 +158,7 @@ class Sampler:
         bitmask: Tensor | None = None,
         drafts: SpecDecodeMetadata | None = None,
     ) -> SamplerOutput:
-        """Sample one token per row; a request with drafts has one more row for each of them.
+        """Sample one token per row. A request with drafts has one more row for each draft.
 
         Args:
             logits: [n, vocab] float32 or narrower; overwritten. A row without a finite maximum (all
@@ -207,7 +206,7 @@ class Sampler:
         bitmask: Tensor | None,
         is_kept: Tensor | None = None,
     ) -> Tensor:
-        """Sample tokens [n]; rows that are not `is_kept`, [n] bool, change no state."""
+        """Return sampled tokens [n]. Rows that are not `is_kept`, [n] bool, change no state."""
         used = int(np.bitwise_or.reduce(step.uses))
         active = [(bit, each, step.subset(bit)) for bit, each in self.processors if used & bit]
         edits = LogitEdits(bitmask=bitmask)
@@ -225,7 +224,7 @@ class Sampler:
     def _choose_in_turn(
         self, logits: Tensor, step: Rows, bitmask: Tensor | None, drafts: SpecDecodeMetadata
     ) -> Tensor:
-        """Sample rows whose processors depend on the drafts before: draft by draft in all rows."""
+        """Sample rows whose processors depend on earlier drafts: draft by draft in all rows."""
         token_ids = torch.empty_like(step.slots)
         is_kept = torch.ones(len(drafts.num_drafts), dtype=torch.bool, device=step.slots.device)
         for rows, chosen in drafts.turns():
@@ -242,8 +241,8 @@ class Sampler:
         return token_ids
 
     def _draw(self, logits: Tensor, token_ids: Tensor, rows: Rows) -> None:
-        """Replace the most probable tokens of random rows by drawn ones; and their logits by the
-        processed ones, if those are reported.
+        """Replace the most probable tokens of random rows by drawn tokens. If processed logits are
+        reported, replace the rows' logits too.
         """
         whole, best, logits = logits, token_ids[rows.index], logits[rows.index].float()
         peaks = logits.gather(1, best.unsqueeze(1)).squeeze(1)  # NaN if the row holds any

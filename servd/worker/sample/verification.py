@@ -1,11 +1,11 @@
-"""Verification: which drafts of a step are kept.
+"""Verification: decides which drafts of a step are kept.
 
-After the known tokens of a row and after each of its drafts a token is sampled as it would be
-without drafts. A draft is kept if it is the token that was sampled in its place, and all drafts
-before it are. So outputs are those without drafts, bit by bit and draw by draw: this is the
-rejection sampling of https://arxiv.org/abs/2211.17192 for drafts that are not themselves drawn
-(kept with the target's probability of them; the sampled token, where it is another one, has the
-distribution of what is left), with the random number that the place in the sequence always has.
+After a row's known tokens and after each of its drafts, a token is sampled as without drafts. A
+draft is kept if it equals the token sampled in its place, and all earlier drafts are kept. Outputs
+therefore equal those without drafts, bit by bit and draw by draw. This is the rejection sampling of
+https://arxiv.org/abs/2211.17192 for drafts that are not drawn themselves: a draft is kept with its
+probability under the target; otherwise the sampled token has the remaining distribution. The random
+number depends on the place in the sequence, as always.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from servd.worker.sample.uniform import uniform
 
 @dataclass(frozen=True)
 class SpecDecodeMetadata:
-    """The drafts of a step with n rows that sample m tokens: row by row one, and one after each of
-    its drafts.
+    """The drafts of a step with n rows that sample m tokens: per row one, and one after each of its
+    drafts.
     """
 
     num_drafts: Int64Array  # [n], on the host
@@ -41,8 +41,8 @@ class SpecDecodeMetadata:
 
     @classmethod
     def of(cls, batch: InputBatch, chances: Tensor | None) -> SpecDecodeMetadata | None:
-        """None for a step without drafts. `chances`: [k], for benchmarks: that a draft is kept if
-        those before it are.
+        """Return the drafts of a step; None without drafts. `chances`: [k], for benchmarks: that a
+        draft is kept if the earlier drafts are.
         """
         if len(batch.sample_host_slots) == len(batch.sample_rows):
             return None
@@ -69,30 +69,30 @@ class SpecDecodeMetadata:
 
     @cached_property
     def grid(self) -> Int64Array:
-        """[n, max_drafts + 1]: index among the m of each row's tokens; the last one again where a
-        row has fewer.
+        """Indices among the m of each row's tokens, [n, max_drafts + 1]. A row with fewer tokens
+        repeats its last index.
         """
         counts = self.num_drafts + 1
         offsets = np.minimum(np.arange(counts.max()), self.num_drafts[:, None])
         return (np.cumsum(counts) - counts)[:, None] + offsets
 
     def turns(self) -> Iterator[tuple[Int64Array, Int64Array]]:
-        """For each number of drafts before a token: the rows that have one there, and its index
-        among the m.
+        """Yield, for each number of drafts before a token, the rows with such a token, and its
+        index among the m.
         """
         for offset in range(self.grid.shape[1]):
             rows = np.flatnonzero(self.num_drafts >= offset)
             yield rows, self.grid[rows, offset]
 
     def settle(self, token_ids: Tensor) -> Tensor:
-        """The tokens [m] in the places of those that were sampled."""
+        """Return the tokens [m] to use in place of the sampled tokens."""
         return (
             token_ids.where(self.draft_ids < 0, self.draft_ids) if self.is_synthetic else token_ids
         )
 
     def verify(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """How many drafts of each row were kept, [n] int64, by the sampled tokens [m]; and where
-        they need not be its first ones, an order of the tokens in which they are, [m] int64.
+        """Return how many drafts of each row were kept, [n] int64, by the sampled tokens [m]. If
+        they need not be its first drafts, also return an order in which they are, [m] int64.
         """
         if self.parents is not None:
             return self._verify_trees(token_ids, self.parents)
@@ -101,15 +101,15 @@ class SpecDecodeMetadata:
         return self.count_kept(token_ids), None
 
     def count_kept(self, token_ids: Tensor) -> Tensor:
-        """How many drafts of each row, all of them chains, were kept, [n] int64."""
+        """Return how many drafts of each row, which are all chains, were kept, [n] int64."""
         is_draft = np.arange(1, self.grid.shape[1]) <= self.num_drafts[:, None]
         is_kept = (token_ids == self.draft_ids)[upload(self.grid[:, :-1], token_ids.device)]
         is_kept &= upload(is_draft, token_ids.device)
         return is_kept.cumprod(dim=1).sum(dim=1)
 
     def count_kept_on_host(self, token_ids: list[int]) -> list[int]:
-        """The same, in less time than a CPU takes to call those operations: 10 us each around a
-        small model.
+        """Return `count_kept` of tokens on a CPU, faster than by torch, whose operations take 10 us
+        each.
         """
         is_kept = list(map(operator.eq, token_ids, self.draft_ids.tolist()))
         counts = []

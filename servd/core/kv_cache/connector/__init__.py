@@ -1,4 +1,4 @@
-"""KVConnector: loads KV blocks from places beyond the device, and saves them there."""
+"""KVConnector: loads KV blocks from storage outside the device, and saves blocks there."""
 
 from collections.abc import Sequence
 
@@ -11,44 +11,44 @@ from servd.messages.stats import SchedulerStats
 
 
 class KVConnector:
-    """The interface between the KV cache of the device and other places. This class is the null
-    connector, of an engine without such places.
+    """The interface between the device's KV cache and other storage. This base class is the null
+    connector, for an engine without other storage.
 
-    The scheduler asks `is_loading` until a waiting request may start. Then the manager claims the
-    slots of blocks that are ready, and the workers copy them with the next step.
+    The scheduler calls `is_loading` until a waiting request may start. Then the manager claims the
+    slots of loaded blocks, and the workers copy these slots in the next step.
     """
 
     def measure_copies(self, executor: Executor) -> None:
-        """Measure how fast workers load blocks; afterwards they have mapped the host's memory."""
+        """Measure how fast workers load blocks. Afterwards they have mapped the host memory."""
 
     def is_loading(self, request: Request, num_cached: int) -> bool:
-        """Return whether a waiting request has to wait for blocks after its first `num_cached`,
-        which the device has. The first call starts to load them.
+        """Return whether a waiting request must wait for blocks after its first `num_cached`, which
+        the device has. The first call starts loading the blocks.
         """
         return False
 
     def may_be_overtaken(self, request: Request, num_cached: int) -> bool:
-        """Return whether others may start before a request that cannot start."""
+        """Return whether other requests may start before `request`, which cannot start."""
         return False
 
     def take_failed(self) -> list[tuple[Request, str]]:
-        """Return the waiting requests that can never start, and why, once."""
+        """Return the waiting requests that can never start, each with the reason, once."""
         return []
 
     def swap_out(self, request: Request, now_ns: int) -> None:
         """Note that a request was preempted: its blocks may be evicted."""
 
     def stop_waiting(self, request: Request) -> None:
-        """Note that a waiting request ends."""
+        """Note that a waiting request ended."""
 
     def claim_slots(self, request: Request, num_cached: int) -> list[int]:
-        """Return the slots of a starting request's blocks after the first `num_cached`, as far as
-        they are ready; the caller has to `load` them all.
+        """Return the slots of a starting request's blocks after the first `num_cached`, up to the
+        first that is not loaded. The caller must `load` all of them.
         """
         return []
 
     def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy claimed slots to blocks of the device before the next step computes."""
+        """Copy claimed slots to blocks of the device before the next step runs."""
 
     def save_block(self, block: int, block_hash: bytes) -> None:
         """Save a block before it is evicted."""
@@ -68,24 +68,24 @@ class KVConnector:
         return False
 
     def take_copies(self) -> BlockCopies | None:
-        """Return the copies for the step that has just been put together."""
+        """Return the copies for the step that was just scheduled."""
         return None
 
     def collect_outputs(self, step: Step) -> None:
-        """Process the end of a step: it was computed, and its copies were made."""
+        """Process the output of a step, whose copies are complete."""
 
     def wait(self) -> bool:
-        """Wait a little if blocks are read or written; return whether any are. Called when there is
-        nothing to compute.
+        """Wait briefly if blocks are being read or written; return whether any are. Called when
+        there is nothing to compute.
         """
         return False
 
     def report(self, stats: SchedulerStats) -> None:
-        """Add the state of each place, and what was done since the last report."""
+        """Add the state of each storage, and the counts since the last report, to `stats`."""
 
     def find_problems(self) -> list[str]:
         """Return a message for each inconsistency. Call it between two steps."""
         return []
 
     def close(self) -> None:
-        """Stop serving other engines."""
+        """Stop serving blocks to other engines."""

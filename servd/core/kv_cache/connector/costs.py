@@ -1,4 +1,4 @@
-"""LoadCosts: whether a block comes back faster than it is computed."""
+"""LoadCosts: decides whether loading a block is faster than computing it."""
 
 import logging
 
@@ -10,7 +10,7 @@ UNKNOWN_COST = 1_000_000  # nanoseconds to compute a token, before any was compu
 
 
 class Cost:
-    """Recent duration of one of many equal operations; larger batches count more."""
+    """The recent mean duration of an operation. Larger batches have more weight."""
 
     def __init__(self) -> None:
         self.ns = 0.0
@@ -26,7 +26,7 @@ class Cost:
 
 
 class LoadCosts:
-    """Compares what loading a block takes, from each place, with what computing it takes."""
+    """Compares the time to load a block, from each storage, with the time to compute it."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -39,9 +39,9 @@ class LoadCosts:
         return (self.computing.mean_ns or UNKNOWN_COST) * self.block_size
 
     def is_worth_loading(self, place: str) -> bool:
-        """Return whether a block is loaded faster than it is computed.
+        """Return whether loading a block is faster than computing it.
 
-        The price of a place that is too slow falls with every call, so that it is tried again.
+        The cost of a storage that is too slow decreases with every call, so that it is tried again.
         """
         cost = self.loading[place]
         is_worth = cost.mean_ns <= self.compute_ns

@@ -1,7 +1,7 @@
-"""Disk: a file for each block, in a folder that outlives the engine and that several share.
+"""Disk: a file for each block, in a folder that outlives the engine and is shared by engines.
 
-Nothing in the folder is trusted: a file that is not whole, or not of this block and this model, is
-a miss. Files are opened, read and written in threads beside the step loop.
+Nothing in the folder is trusted: an incomplete file, or a file of another block or model, is a
+miss. Threads outside the step loop open, read and write files.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ Reader = Callable[[bytes, memoryview], bool]
 
 
 class Disk:
-    """Blocks of one identity, which is all that their bytes depend on beside their hash. `limit`:
-    bytes of all files in it; the least recently read or written are deleted first. `identify`:
-    returns the identity, 32 bytes; it may take long.
+    """The blocks of one identity, which covers everything but the hash that their bytes depend on.
+    `limit`: bytes of all files; the least recently used files are deleted first. `identify` returns
+    the identity, 32 bytes, and may take long.
     """
 
     name = "disk"
@@ -56,7 +56,7 @@ class Disk:
         self._warned_at = -WARN_INTERVAL
 
     def open(self) -> None:
-        """Compute the identity, and count the files that are there."""
+        """Compute the identity, and count the existing files."""
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)  # they tell of prompts
             self._identity = self._identify()
@@ -85,7 +85,7 @@ class Disk:
         return nullcontext(self.read)
 
     def read(self, block_hash: bytes, buffer: memoryview) -> bool:
-        """Fill `buffer` with a block; False if there is none, or it is damaged."""
+        """Fill `buffer` with a block. Return False if the block is missing or damaged."""
         path = self._path(block_hash)
         try:
             with open(path, "rb", opener=at_once) as file:
@@ -113,7 +113,7 @@ class Disk:
         return True
 
     def write(self, block_hash: bytes, buffer: memoryview) -> None:
-        """Keep a block, at once or not at all. Not flushed to the device: a torn file is a miss."""
+        """Store a block completely or not at all. No flush to the device: a torn file is a miss."""
         if self._folder is None:
             return
         path = Path(self._path(block_hash))
@@ -146,7 +146,7 @@ class Disk:
                 os.unlink(self._path(block_hash))
 
     def trim(self) -> None:
-        """Count all files, those of other engines too, and delete the oldest beyond the limit."""
+        """Delete the oldest files, also of other engines, if the total exceeds the limit."""
         files = sorted(_files(self.root))
         total = sum(size for _, size, _ in files)
         goal = int(self.limit * TRIM_TO) if total > self.limit else total
@@ -172,27 +172,27 @@ class Disk:
         self.known[block_hash] = None
 
     def _warn(self, what: str, why: object) -> None:
-        """Log a line now and then: a full disk fails with every block."""
+        """Log a warning at most once per WARN_INTERVAL: a full disk fails for every block."""
         if time.monotonic() - self._warned_at >= WARN_INTERVAL:
             self._warned_at = time.monotonic()
             logger.warning("--kv-cache-dir %s: %s (%s)", self.root, what, why)
 
 
 def header(identity: bytes, block_hash: bytes, buffer: memoryview) -> bytes:
-    """Return what stands before a block's bytes, with a checksum over all of it."""
+    """Return the header of a block's file, with a checksum of header and bytes."""
     fields = (MAGIC, identity, block_hash, len(buffer))
     start = zlib.crc32(HEADER.pack(*fields, 0))
     return HEADER.pack(*fields, zlib.crc32(buffer, start))
 
 
 def at_once(path: str, flags: int) -> int:
-    """Open a file for `open`, which does not wait for a pipe in its place: a pipe looks empty."""
+    """Open a file without waiting, as an opener for `open`. A pipe in its place looks empty."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _files(root: Path) -> Iterator[tuple[float, int, str]]:
-    """Yield (time of the last use, bytes, path) of each block in a folder. Other files and the
-    targets of links are left out.
+    """Yield (time of last use, bytes, path) of each block in a folder. Other files and links are
+    skipped.
     """
     for identity in _entries(root, IDENTITY):
         for part in _entries(identity, PART):
@@ -203,7 +203,7 @@ def _files(root: Path) -> Iterator[tuple[float, int, str]]:
 
 
 def _entries(folder: str | Path, name: re.Pattern[str]) -> list[str]:
-    """Return the paths in a folder whose file names match `name`, except for links."""
+    """Return the paths in a folder whose file names match `name`, without links."""
     with contextlib.suppress(OSError), os.scandir(folder) as found:
         return [each.path for each in found if name.fullmatch(each.name) and not each.is_symlink()]
     return []

@@ -1,4 +1,4 @@
-"""HostMemory: slots of host memory, each for one block with the parts of all ranks."""
+"""HostMemory: slots of host memory. Each slot holds a block with the parts of all ranks."""
 
 import mmap
 import os
@@ -7,9 +7,9 @@ from servd.core.kv_cache.block_pool import BlockPool
 
 
 class HostMemory(BlockPool):
-    """Memory that the engine shares with its workers, who copy blocks to it and from it.
+    """Memory that the engine shares with its workers, which copy blocks to and from it.
 
-    A slot is owned while it is copied, written or read. Otherwise it is cached, and the least
+    A slot is owned while it is copied, written or read. Otherwise the slot is cached, and the least
     recently used slot is evicted first.
     """
 

@@ -1,4 +1,4 @@
-"""What the bytes of a cached block depend on, beside the tokens and keys that are in its hash."""
+"""Identifies what a cached block's bytes depend on, besides the tokens and keys in its hash."""
 
 import contextlib
 import hashlib
@@ -17,11 +17,11 @@ from servd.messages.engine import WorkerReady
 
 
 def identity(config: Config, spec: ModelSpec, worker: WorkerReady, memory: Path | None) -> bytes:
-    """32 bytes that differ wherever keys and values, or their layout, might.
+    """Return 32 bytes that differ whenever keys and values, or their layout, might differ.
 
-    Weights count by every byte of their files. That takes seconds once: `memory`, a folder if any,
-    keeps the result for a file by its path, device, inode, size and times of change. The latter
-    cannot be set, not even where a copy keeps the time of modification.
+    Every byte of the weight files counts. Reading the files takes seconds, once: `memory`, an
+    optional folder, keeps the result for a file by path, device, inode, size and times of change.
+    Nobody can set the change time (ctime), not even a copy that keeps the modification time.
     """
     model = config.model
     folders = []
@@ -54,7 +54,7 @@ def identity(config: Config, spec: ModelSpec, worker: WorkerReady, memory: Path 
 
 
 def _digest(file: Path, memory: Path | None) -> str:
-    """SHA-256 of a file's bytes, computed once."""
+    """Return the SHA-256 of a file's bytes. Computed once if `memory` is a folder."""
     path = file.resolve()
     if memory is None:
         with open(path, "rb") as opened:

@@ -1,4 +1,4 @@
-"""IOWorkers: threads that read slots of host memory from files and peers, and write them."""
+"""IOWorkers: threads that move blocks between slots of host memory and files or peers."""
 
 import threading
 import time
@@ -28,7 +28,7 @@ class Finished:
 
 
 class IOWorkers:
-    """Owners of slots hand them over to be read or written; `collect_finished` releases them.
+    """Reads and writes the slots that owners hand over; `collect_finished` releases these slots.
     `peer_timeout`: seconds after which a peer that does not answer is given up.
     """
 
@@ -52,7 +52,7 @@ class IOWorkers:
 
     @property
     def is_hung(self) -> bool:
-        """Whether nobody should wait for the disk; for a peer the timeout passes first."""
+        """Whether the disk hangs, so that nobody should wait for it. Peers time out earlier."""
         limit = HANG_TIMEOUT + self._peer_timeout
         return self.num_slots > 0 and time.monotonic() > self._progress_at + limit
 
@@ -61,7 +61,7 @@ class IOWorkers:
         self._threads.submit(self._write, stores, slot, block_hash)
 
     def read(self, source: Store, peer: str, slots: dict[bytes, int]) -> None:
-        """Read blocks into slots, given by the hash of what they are to hold."""
+        """Read blocks from `source` into `slots`, which maps block hashes to slots."""
         self.reading |= slots.keys()
         self.missed -= slots.keys()
         self._begin(len(slots))
@@ -71,11 +71,11 @@ class IOWorkers:
             threads.submit(self._read, source, peer, part)
 
     def delete(self, store: Store, hashes: Sequence[bytes]) -> None:
-        """Delete blocks from a store, after what was submitted to be written before."""
+        """Delete blocks from a store, after all earlier writes."""
         self._threads.submit(store.delete, hashes)
 
     def collect_finished(self) -> None:
-        """Register the blocks that were read, and release all slots that are done."""
+        """Register the blocks that were read, and release all finished slots."""
         if len(self.missed) > MAX_MISSED:
             self.missed.clear()
         while self._finished:

@@ -1,4 +1,4 @@
-"""Loads: which waiting requests wait for blocks from files and peers, and for how long."""
+"""Loads: which waiting requests wait for blocks from files and peers, and how long."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,11 +33,11 @@ class Load:
 
 @dataclass(eq=False)
 class Loads:
-    """Reads the blocks of waiting requests into host memory, from where they are copied when the
-    request starts. So all that can go wrong with files and peers has happened before that.
+    """Reads the blocks of waiting requests into host memory, to be copied when a request starts. So
+    files and peers can only fail before a request starts.
 
-    A block of a peer is required if `kv_load_failure_policy` is fail: then a request waits until
-    it has all its blocks, or fails. Otherwise it starts after a timeout, and computes the rest.
+    If `kv_load_failure_policy` is fail, a peer's blocks are required: a request waits for all its
+    blocks, or fails. Otherwise it starts after a timeout and computes missing blocks.
     """
 
     host: HostMemory
@@ -74,7 +74,7 @@ class Loads:
         return False
 
     def is_required(self, request: Request) -> bool:
-        """Return whether a request must not compute the blocks that it waits for."""
+        """Return whether a request must not compute the missing blocks itself."""
         return self._find_load(request).is_required
 
     def take_failed(self) -> list[tuple[Request, str]]:
@@ -86,7 +86,7 @@ class Loads:
         self._failed.pop(request, None)
 
     def report(self, stats: SchedulerStats) -> None:
-        """Count the requests that wait for blocks, and those whose blocks are there."""
+        """Count the requests that wait for blocks, and the requests whose blocks are loaded."""
         self.io_workers.collect_finished()
         loads = [load for load in self._loads.values() if load.deadline_ns > NOTHING_TO_LOAD]
         for load in loads:
@@ -107,8 +107,8 @@ class Loads:
         return load
 
     def _has_to_queue(self, load: Load) -> bool:
-        """Return whether required blocks have to wait for the loads of others, which may need all
-        slots that there are.
+        """Return whether required blocks must wait for the loads of other requests, which may need
+        all slots.
         """
         if not load.is_required or not load.missing or self.io_workers.is_hung:
             return False
@@ -118,7 +118,7 @@ class Loads:
         return self._fits(load) and self.host.num_free - num_idle < len(load.missing)
 
     def _start(self, load: Load) -> int:
-        """Read the first missing blocks. Return the deadline, or NOTHING_TO_LOAD."""
+        """Start reading the first missing blocks. Return the deadline, or NOTHING_TO_LOAD."""
         if load.source is None or not load.missing or self.io_workers.is_hung:
             return NOTHING_TO_LOAD
         if load.missing[0] not in self.io_workers.reading:
@@ -131,8 +131,8 @@ class Loads:
         return now_ns() + MIN_TIMEOUT_NS + round(len(load.missing) * self.costs.compute_ns)
 
     def _take_slots(self, load: Load, source: Store) -> dict[bytes, int]:
-        """Return slots for the first missing blocks, as far as there is room for them and the
-        source may have them.
+        """Return slots for the first missing blocks, as long as slots are free and the source may
+        have the blocks.
         """
         slots: dict[bytes, int] = {}
         if not source.may_have(load.missing[0]):
@@ -148,8 +148,8 @@ class Loads:
         return slots
 
     def _were_evicted(self, load: Load) -> bool:
-        """Return whether required blocks are missing although no peer has refused them: they made
-        room for others after they came.
+        """Return whether required blocks are missing although no peer refused them. Then the blocks
+        were loaded, and evicted for other blocks.
         """
         if not load.is_required or not self._fits(load) or self.io_workers.is_hung:
             return False

@@ -1,9 +1,9 @@
-"""OffloadConnector: KV blocks that the device has no room for go to host memory, files and peers.
+"""OffloadConnector: moves KV blocks beyond the device to host memory, files and peers.
 
-Blocks leave the device for slots of host memory when they are evicted. With a folder they also go
-there when a request ends, through such slots, and survive the engine. What a request's prompt needs
-is looked up by block hash when its turn comes: host memory is copied in its first step; files, and
-blocks of peers, are read into host memory first, while the request waits.
+Evicted blocks move from the device to slots of host memory. With a folder, blocks are also written
+to files when a request ends, and survive the engine. When a waiting request comes next, its blocks
+are looked up by hash: blocks in host memory are copied in its first step. Blocks from files and
+peers are read into host memory first, while the request waits.
 """
 
 import logging
@@ -43,11 +43,11 @@ MAX_SAVES = 16  # blocks copied to the host in a step because a request ended
 
 
 class OffloadConnector(KVConnector):
-    """Decides which blocks are copied, written and read, in numbers of blocks and slots.
+    """Decides which blocks are copied, written and read, as block and slot numbers.
 
-    Copies are made by the workers in the order of the decisions, before anything of the step is
-    computed: so a slot or block counts as filled from the moment of the decision. `disk`: files, or
-    None; `remote`: the blocks of peers, and for peers, or None; `block_size`: tokens of a block.
+    The workers make copies in the order of the decisions, before they compute the step. Therefore a
+    slot or block counts as filled when its copy is decided. `disk`: files, or None; `remote`:
+    blocks from and for peers, or None; `block_size`: tokens per block.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class OffloadConnector(KVConnector):
             self.io_workers.delete(store, hashes)
 
     def reset(self) -> None:
-        """Drop all that is in host memory. Files stay: they are not of this engine alone."""
+        """Drop all blocks in host memory. Files stay, because other engines share them."""
         self._offers.clear()
         if self.remote is not None:
             self.remote.clear()
@@ -184,7 +184,7 @@ class OffloadConnector(KVConnector):
         self._num_copying += 1
 
     def _write_or_release(self, slot: int, block_hash: bytes) -> None:
-        """Write an owned slot to the stores that want it; it is released after that."""
+        """Write an owned slot to the stores that want it, then release it."""
         stores = self._stores_for(block_hash)
         if stores and self.io_workers.has_room:
             self.io_workers.write(stores, slot, block_hash)
@@ -193,7 +193,7 @@ class OffloadConnector(KVConnector):
             self._stop_expecting(block_hash)
 
     def _stop_expecting(self, block_hash: bytes) -> None:
-        """Stop expecting a block that found no room on its way, so that no peer waits for it."""
+        """Tell `remote` not to expect a block that was dropped, so that no peer waits for it."""
         if self.remote is not None and self.remote.wants(block_hash):
             self.remote.delete([block_hash])
 
@@ -219,7 +219,7 @@ class OffloadConnector(KVConnector):
         return BlockCopies(self.host.path, copies)
 
     def collect_outputs(self, step: Step) -> None:
-        """A step was computed: what it copied to the host is there, and may be written."""
+        """Process a computed step: the blocks that it copied to the host may be written."""
         record = step.record
         if record.prefills:
             self.costs.computing.add(record.collected_ns - record.started_ns, record.num_tokens)
@@ -234,7 +234,7 @@ class OffloadConnector(KVConnector):
                 self._write_or_release(copy.slot, block_hash)
 
     def wait(self) -> bool:
-        """Wait a little for what is read and written, but not for a disk that hangs."""
+        """Wait briefly for reads and writes; drop pending blocks if the disk hangs."""
         if self._offers and self.io_workers.is_hung:
             logger.warning("--kv-cache-dir does not respond: dropping %d blocks", len(self._offers))
             self._offers.clear()
@@ -283,8 +283,8 @@ class OffloadConnector(KVConnector):
 
 
 def make_connector(config: Config, spec: ModelSpec, worker: WorkerReady) -> OffloadConnector:
-    """Return the configured connector for the KV cache of started workers. Raises ConfigError: the
-    host's memory would not hold a block.
+    """Return the configured connector for the KV cache of started workers. Raises ConfigError if
+    the host memory cannot hold a block.
     """
     cache = config.cache
     slot_bytes = worker.kv_bytes_per_block * config.parallel.tensor_parallel_size

@@ -1,7 +1,7 @@
-"""RemoteStore: blocks that peers, which are other engines, ask for or have, by hash.
+"""RemoteStore: exchanges blocks with peers, which are other engines, by block hash.
 
-Links need a token. Nothing that comes is trusted to be what was asked for: it has the header of a
-file, and is a miss if the header is not of this block and this model.
+Links need a token. Received data is not trusted: it has the header of a block's file, and is a miss
+if the header is not for the requested block and this model.
 """
 
 import logging
@@ -38,9 +38,9 @@ class Give(Message, tag=True):
 
 
 class RemoteStore:
-    """Blocks that this engine keeps for its peers, in memory of its own, and those of its peers.
-    Raises ConfigError: it cannot listen where the option says. `keys`: of the token that all peers
-    have. `identify`: returns the identity, 32 bytes; it may take long.
+    """The blocks that this engine keeps in memory for its peers, and access to the peers' blocks.
+    Raises ConfigError if it cannot listen on the configured address. `keys`: from the token that
+    all peers share. `identify` returns the identity, 32 bytes, and may take long.
     """
 
     name = "remote"
@@ -80,7 +80,7 @@ class RemoteStore:
     # ---- what peers ask for ----
 
     def expect(self, hashes: Iterable[bytes]) -> None:
-        """Peers will ask for these blocks: keep those that are here or come soon."""
+        """Keep these blocks if they are here or arrive soon: peers will request them."""
         until = time.monotonic() + self.extra.keep
         with self._lock:
             for each in hashes:
@@ -94,7 +94,7 @@ class RemoteStore:
         return block_hash in self._expected
 
     def write(self, block_hash: bytes, buffer: memoryview) -> None:
-        """Keep a block for a while, as long as there is room."""
+        """Keep a block for a while, if it is expected and as long as there is room."""
         with self._lock:
             if self._expected.pop(block_hash, None) is not None:
                 self._kept[block_hash] = time.monotonic() + self.extra.keep, bytes(buffer)
@@ -144,7 +144,7 @@ class RemoteStore:
         listener.close()
 
     def _answer(self, listener: Listener[Ask], until: float, who: bytes, ask: Ask) -> bool:
-        """Answer a peer, and return True; False if its block may still come."""
+        """Answer a peer and return True, or return False if its block may still arrive."""
         may_wait = time.monotonic() < until
         if not self.is_open.is_set() and may_wait:
             return False
@@ -167,7 +167,7 @@ class RemoteStore:
 
     @contextmanager
     def open_reader(self, peer: str) -> Iterator[Reader]:
-        """Yield what reads blocks from a peer, HOST:PORT: it fills a buffer, or returns False."""
+        """Yield a function that reads blocks of a peer, HOST:PORT, and returns success."""
         if not self.is_open.wait(self.extra.timeout) or time.monotonic() < self._down.get(peer, 0):
             yield lambda block_hash, buffer: False
             return
@@ -194,7 +194,7 @@ class RemoteStore:
         return False
 
     def _accept(self, peer: str, give: Give, buffer: memoryview) -> bool:
-        """Copy what came into the buffer, if it is what was asked for."""
+        """Copy a valid block into the buffer and return True; otherwise return False."""
         found = memoryview(give.block)[HEADER.size :]
         if len(found) == len(buffer):
             if give.block[: HEADER.size] == header(self._identity, give.block_hash, found):

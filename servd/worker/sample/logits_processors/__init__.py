@@ -1,6 +1,6 @@
 """Logits processors: one file per feature, with a class `Processor`.
 
-A new feature is a field of `SamplingParams`, a field of the request's body, and a file here;
+A new feature is a field of `SamplingParams`, a field of the request's body, and a file here.
 tests/worker/sample/test_logits_processors.py runs its contract over all files. They run by `order`:
 
 | order | what belongs there |
@@ -10,7 +10,7 @@ tests/worker/sample/test_logits_processors.py runs its contract over all files. 
 | 60 to 89 | changes logits in any other way |
 | 90 | nothing may undo it: thinking_token_budget |
 
-The fused pass (`LogitEdits`) itself runs after all of them: it adds biases, forbids, penalizes.
+The fused pass (`LogitEdits`) runs after all processors: it adds biases, forbids, penalizes.
 """
 
 from abc import ABC, abstractmethod
@@ -29,7 +29,7 @@ from servd.worker.sample.rows import Rows
 
 @dataclass(frozen=True, slots=True)
 class SlotRequest:
-    """A request that enters the batch, or enters it again after preemption."""
+    """A request that enters the batch, for the first time or after preemption."""
 
     slot: int
     params: SamplingParams
@@ -42,8 +42,8 @@ class SlotRequest:
 class LogitsProcessor(ABC):
     """Keeps the state of the requests that use a feature, by slot.
 
-    The state of a slot is written when a request that uses it is added, and read only for such
-    requests, so nothing is cleared when one is removed. Nothing waits for the device.
+    A slot's state is written when a request that uses the feature is added, and read only for such
+    requests. Therefore removing a request clears nothing. Never waits for the device.
     """
 
     order: ClassVar[int]
@@ -56,22 +56,22 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def add(self, request: SlotRequest) -> bool:
-        """Prepare the slot; returns whether the request uses the feature."""
+        """Prepare the slot; return whether the request uses the feature."""
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: Rows, edits: LogitEdits) -> None:
-        """Change the logits of `rows` in place, or leave it to the fused pass.
+        """Change the logits of `rows` in place, or add the change to the fused pass.
 
-        `logits` [all rows of the step, vocab] includes rows that do not use the feature:
-        `rows.index` and `rows.repeat` select the others, `rows.slots` [n] their state.
+        `logits` [all rows of the step, vocab] includes rows without the feature. `rows.index` and
+        `rows.repeat` select the rows with the feature; `rows.slots` [n] selects their state.
         """
 
     def update(self, token_ids: Tensor, rows: Rows) -> None:  # noqa: B027 - few need it
-        """Update the state by the sampled tokens [n] of all rows, of which `rows` use it."""
+        """Update the state by the sampled tokens [n] of all rows; `rows` use the feature."""
 
 
 def load(vocab_size: int, max_num_seqs: int, device: torch.device) -> list[LogitsProcessor]:
-    """One of each file, in order; with the arguments of `LogitsProcessor`."""
+    """Return a processor from each file, in order. Arguments as for `LogitsProcessor`."""
     classes = [plugins.load(__name__, name, "Processor") for name in plugins.names(__name__)]
     classes.sort(key=lambda each: each.order)
     return [each(vocab_size, max_num_seqs, device) for each in classes]

@@ -19,7 +19,7 @@ WINDOW = MAX_BAD_WORD_TOKENS - 1
 
 
 class Processor(LogitsProcessor):
-    """Looks at the end of prompt and output together, which is kept on the device."""
+    """Forbids tokens by the end of prompt and output, which is kept on the device."""
 
     order = 20
     example = {"bad_words_token_ids": [[0]]}
@@ -31,7 +31,7 @@ class Processor(LogitsProcessor):
 
     @cached_property
     def history(self) -> Tensor:
-        """The last tokens of every slot: [max_num_seqs, WINDOW] int64, made at the first use."""
+        """The last tokens of every slot: [max_num_seqs, WINDOW] int64, made at first use."""
         return torch.full((self.max_num_seqs, WINDOW), NONE, device=self.device)
 
     def add(self, request: SlotRequest) -> bool:

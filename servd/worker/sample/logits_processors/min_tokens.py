@@ -1,4 +1,4 @@
-"""min_tokens: end-of-sequence and stop tokens are impossible before that many outputs."""
+"""min_tokens: forbids end-of-sequence and stop tokens before the minimum output."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from servd.worker.sample.rows import Rows
 
 
 class Processor(LogitsProcessor):
-    """Keeps the tokens that may end each slot's request, and from where on they may."""
+    """Keeps the tokens that may end each slot's request, and the position from which they may."""
 
     order = 10
     example = {"min_tokens": 1, "stop_token_ids": [0]}

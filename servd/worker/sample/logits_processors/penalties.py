@@ -1,4 +1,4 @@
-"""Repetition, frequency and presence penalties, over token counts that stay on the device."""
+"""Repetition, frequency and presence penalties, by token counts that stay on the device."""
 
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from servd.worker.sample.rows import Rows
 class Processor(LogitsProcessor):
     """Lowers the logits of tokens that occurred already.
 
-    Frequency and presence count output tokens; repetition looks at prompt and output tokens.
+    Frequency and presence penalties count output tokens; repetition penalties also use the prompt.
     """
 
     order = 50
@@ -30,7 +30,7 @@ class Processor(LogitsProcessor):
     @cached_property
     def counts(self) -> Tensor:
         """Times that each token was output, plus IN_PROMPT: [max_num_seqs, vocab] int32, made at
-        the first use.
+        first use.
         """
         shape = self.max_num_seqs, self.vocab_size
         return torch.zeros(shape, dtype=torch.int32, device=self.device)

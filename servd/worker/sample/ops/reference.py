@@ -1,4 +1,4 @@
-"""The sampler's operations in plain torch, for CPUs. They run elsewhere too, but then
+"""The sampler's operations in plain torch, for CPUs. They also run elsewhere, but then
 `filter_top_k_top_p` waits for the device.
 """
 
@@ -32,7 +32,7 @@ def choose(logits: Tensor, slots: Tensor, columns: Tensor, token_ids: Tensor) ->
 
 
 def add_biases(logits: Tensor, biased: Biased) -> None:
-    """To logits [n, vocab], in place."""
+    """Add biases to logits [n, vocab], in place."""
     num_entries = len(biased.token_ids)  # given, so that the device is not asked for it
     rows = torch.arange(len(logits), device=logits.device)
     rows = rows.repeat_interleave(biased.starts.diff(), output_size=num_entries)
@@ -96,14 +96,14 @@ def _filter_by_digits(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def smallest_keeping(weights: Tensor, masses: Tensor, limits: Tensor) -> Tensor:
-    """The smallest number such that the weights above it have together less than a mass.
+    """Return the smallest number such that the weights above it sum to less than a given mass.
 
-    A radix search by the bits of the weights, which are ordered as the weights are: every digit is
-    found by adding up the masses that each of its values has, among the weights whose digits before
-    are those found. That is exact, and reads the row about once, where a sort of a large vocabulary
-    takes ten times as long. Returns [n] float32: a weight of the row, or 0. `weights`: [n, vocab]
-    float32, not negative; `masses`: [n, vocab] int64; `limits`: [n] the mass of each row that may
-    not be reached.
+    A radix search by the bits of the weights, whose order is that of the weights. Each digit is
+    found by summing the masses of each of its values, among the weights that match the digits
+    before. This is exact, and reads the row about once; a sort of a large vocabulary takes ten
+    times as long. Returns [n] float32: a weight of the row, or 0. `weights`: [n, vocab] float32,
+    not negative; `masses`: [n, vocab] int64; `limits`: [n] the mass of each row that may not be
+    reached.
     """
     num_rows = len(weights)
     rows = torch.arange(num_rows, dtype=torch.int32, device=weights.device).unsqueeze(1)

@@ -1,6 +1,4 @@
-"""The sampler's operations as Triton kernels, for CUDA; on a CPU they run in Triton's
-interpreter.
-"""
+"""The sampler's operations as Triton kernels, for CUDA. On a CPU, Triton interprets them."""
 
 from servd.worker.sample.ops.triton.draw import draw
 from servd.worker.sample.ops.triton.logit_edits import choose, edit_logits

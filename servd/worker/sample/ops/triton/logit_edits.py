@@ -35,7 +35,7 @@ def edit_logits_kernel(
     ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row and BLOCK tokens; finds the best of them. `slots` is negative in rows
+    """Edit BLOCK tokens of a row per program, and find the best token. `slots` is negative in rows
     without penalties.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -125,7 +125,7 @@ def choose_kernel(
 
 
 def best_of_blocks(logits: Tensor, changes: LogitEdits) -> Tensor:
-    """[n, blocks] int64, which orders as (logit, -token) does."""
+    """Return [n, blocks] int64 in the order of (logit, -token)."""
     num_rows, vocab = logits.shape
     biased = changes.biased
     bitmask = changes.bitmask
