@@ -36,7 +36,7 @@ class Conversation(msgspec.Struct):
 def add_options(
     parser: argparse.ArgumentParser, num_prompts: int, input_len: int, output_len: int
 ) -> None:
-    """Add flags that describe a workload, with these defaults."""
+    """Add the flags that describe a workload, with the given defaults."""
     add = parser.add_argument_group("workload").add_argument
     for flags, default, purpose in (
         (("--num-prompts", "--batch-size"), num_prompts, "requests"),
@@ -63,8 +63,8 @@ def guess_tokens(text: str) -> int:
 def make_prompts(
     arguments: argparse.Namespace, more: int = 0, count: Callable[[str], int] = guess_tokens
 ) -> list[Prompt]:
-    """Return the workload that the flags describe, preceded by `more` prompts to warm up with.
-    `count` counts the tokens of a text. Raises ServdError: the file cannot be used.
+    """Return the workload described by the flags, preceded by `more` warm-up prompts. `count`
+    counts the tokens of a text. Raises ServdError: the file cannot be used.
     """
     rng = random.Random(arguments.data_seed)
     num_prompts = arguments.num_prompts + more
@@ -112,8 +112,8 @@ def _read_file(
 def _read_sharegpt(
     data: bytes, rng: random.Random, output_len: int | None, count: Callable[[str], int]
 ) -> Iterator[Prompt]:
-    """Yield first turns of conversations in a random order, with as many tokens of output as the
-    answers, or `output_len`.
+    """Yield the first turns of conversations in random order. The output length is `output_len`, or
+    the length of the recorded answer.
     """
     found = msgspec.json.decode(data, type=list[Conversation])
     pairs = [each.conversations[:2] for each in found if len(each.conversations) > 1]

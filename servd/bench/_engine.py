@@ -1,4 +1,4 @@
-"""What the offline measurements share: flags of the engine, and an LLM made of them."""
+"""Code shared by offline measurements: flags of the engine, and an LLM made from them."""
 
 import argparse
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from servd.terminal import engine_flags
 def add_options(
     parser: argparse.ArgumentParser, batch: int, input_len: int, output_len: int
 ) -> None:
-    """Add a workload and every option of `servd serve`."""
+    """Add the workload flags and every option of `servd serve`."""
     parser.usage = "%(prog)s [MODEL] [OPTION ...]"
     _report.add_options(parser)
     _data.add_options(parser, batch, input_len, output_len)

@@ -1,4 +1,4 @@
-"""Load generator for OpenAI-compatible servers: sends completions, notes when chunks arrive."""
+"""Load generator for OpenAI-compatible servers: sends completions, records arrival of chunks."""
 
 import asyncio
 import itertools
@@ -18,7 +18,7 @@ from servd.bench._data import Prompt
 
 @dataclass
 class Record:
-    """What happened to one request. Times are seconds of the client's monotonic clock."""
+    """The outcome of one request. Times are seconds of the client's monotonic clock."""
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -33,7 +33,7 @@ class Record:
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first; None with one token only."""
+        """Time per output token after the first; None for fewer than two tokens."""
         if self.num_output_tokens < 2:
             return None
         return (self.chunks[-1] - self.chunks[0]) / (self.num_output_tokens - 1)
@@ -58,7 +58,7 @@ class Load:
 async def run(
     load: Load, prompts: Sequence[Prompt], show_progress: bool = True
 ) -> tuple[list[Record], float]:
-    """Send all prompts; return their records in order, and the seconds that all took."""
+    """Send all prompts; return their records in order, and the total seconds."""
     rng = random.Random(load.seed)
     headers = {"authorization": f"Bearer {load.api_key}"} if load.api_key else {}
     limit = asyncio.Semaphore(load.concurrency) if load.concurrency else nullcontext()
@@ -133,7 +133,7 @@ async def _read(reply: aiohttp.ClientResponse, record: Record) -> None:
 
 
 def _has_token(choice: dict[str, Any], is_first: bool) -> bool:
-    """Return whether a chunk has a token; the first may have no text. A chat's role is no token."""
+    """Return whether a chunk has a token. The first token may lack text; a role is no token."""
     delta = choice.get("delta", choice)
     has_text = any(delta.get(key) for key in ("text", "content", "reasoning", "reasoning_content"))
     return has_text or (is_first and "role" not in delta)

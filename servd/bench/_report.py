@@ -1,4 +1,4 @@
-"""Figures of a measurement: what requests took, printed and as JSON."""
+"""Figures of a measurement, printed and as JSON."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -27,8 +27,8 @@ COLUMNS = {"mean": "mean", "median": "p50", "p90": "p90", "p99": "p99"}
 
 
 def summarise(records: Sequence[Record], seconds: float) -> dict[str, Any]:
-    """Return the throughput over `seconds`, and the spread of TTFT, TPOT, ITL and whole requests in
-    milliseconds. Raises ServdError: no request succeeded.
+    """Return the throughput over `seconds`, and statistics of TTFT, TPOT, ITL and request latency
+    in milliseconds. Raises ServdError: no request succeeded.
     """
     good = [record for record in records if record.error is None]
     errors = [record.error for record in records if record.error is not None]
@@ -74,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def show(summary: Mapping[str, Any], json_file: str | None) -> None:
-    """Print plain figures, then a line for each spread, and write all to a file if asked for."""
+    """Print the figures, then a line of statistics per latency; write all to `json_file` if given."""
     columns: list[str] = []
     for name, value in summary.items():
         if isinstance(value, int | float):

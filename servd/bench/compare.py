@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure both in turn, so that a slow minute meets both; print the ratios."""
+    """Measure both servers in alternation, so that slow minutes affect both; print the ratios."""
     prompts = _data.make_prompts(arguments, more=1)
     given = vars(arguments)
     best: dict[str, dict[str, dict[str, Any]]] = {"a": {}, "b": {}}
@@ -64,6 +64,6 @@ async def _measure(client: Client, prompts: Sequence[Prompt], concurrency: int) 
 
 
 def _find(summary: dict[str, Any], figure: str) -> float:
-    """Return a figure; not a number where there is none, such as the TPOT of one token."""
+    """Return a figure, or NaN if it is missing, such as the TPOT of a single token."""
     name, _, column = figure.partition(" ")
     return summary[name].get(column, math.nan) if column else summary[name]

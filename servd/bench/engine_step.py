@@ -1,4 +1,4 @@
-"""Where each microsecond of a decode step goes: one process, uniproc or fake executor."""
+"""Measure the phases of a decode step in microseconds: one process, uniproc or fake executor."""
 
 import argparse
 from collections import Counter
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def time_step(engine: EngineCore, spent: Counter[str]) -> int:
-    """Run a step, add what its phases took, and return the number of its output tokens."""
+    """Run a step, add the time of each phase to `spent`, and return the number of output tokens."""
     began_ns = now_ns()
     outputs = engine.step()
     ended_ns = now_ns()

@@ -1,4 +1,4 @@
-"""Throughput and latency of a running server, any that speaks OpenAI's completions or chats."""
+"""Measure throughput and latency of a running server with OpenAI's completions or chats."""
 
 import argparse
 import asyncio
@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print; 1 if any request failed."""
+    """Measure and print; return 1 if a request failed."""
     if arguments.host is not None or arguments.port is not None:
         host = arguments.host or "127.0.0.1"
         host = f"[{host}]" if ":" in host else host
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _as_text(client: Client, model: str, prompt: Prompt) -> Prompt:
-    """Return a prompt of token ids as the text that they are, for a chat."""
+    """Return a prompt as text for a chat; detokenize token ids. Raises ServdError."""
     if isinstance(prompt.prompt, str):
         return prompt
     answer = client.ask("POST", "/detokenize", {"model": model, "tokens": prompt.prompt})

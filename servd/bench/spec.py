@@ -1,5 +1,5 @@
-"""What drafting ahead of the model is worth: methods and depths beside none; the engine runs in
-this process.
+"""Measure speculative decoding: methods and draft lengths beside no drafts. The engine runs in this
+process.
 """
 
 import argparse
@@ -74,8 +74,8 @@ def measure(
     prompts: Sequence[Prompt],
     base: dict[int, float],
 ) -> tuple[list[dict[str, Any]], list[list[list[int]]]]:
-    """Measure and print one configuration at each batch size; `base` has tokens a second without
-    drafts. Return the figures, and the outputs of each run, which are greedy.
+    """Measure and print one configuration at each batch size. `base` has tokens per second without
+    drafts. Return the figures, and the greedy outputs of each run.
     """
     llm = _engine.make_llm(arguments, speculative_config=keys)
     generate(llm, prompts[:1], 1)
@@ -110,7 +110,7 @@ def measure(
 
 
 def count_drafts(llm: LLM) -> Counter[str]:
-    """Return the drafts, their tokens, the accepted ones and all steps so far."""
+    """Return the counts of drafts, draft tokens, accepted tokens and steps so far."""
     assert isinstance(llm.engine.port, InProcess)
     found = Counter({"steps": llm.engine.port.engine.scheduler.report(0).step})
     for each in llm.get_metrics():

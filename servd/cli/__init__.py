@@ -1,4 +1,4 @@
-"""The `servd` command: one file per subcommand, errors in one line, exit codes."""
+"""The `servd` command: one file per subcommand, one-line errors, and exit codes."""
 
 import argparse
 import importlib.util
@@ -18,7 +18,7 @@ ALIASES = {"simulate": ("what-if",)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0 after a clean stop, 1 if a process died, 2 for a named error."""
+    """Run a command and exit: 0 after a clean stop, 1 if a process died, 2 for a ServdError."""
     try:
         arguments = make_parser().parse_args(argv)
         code = arguments.run(arguments)
@@ -42,8 +42,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_commands(parser: argparse.ArgumentParser, package: str) -> None:
-    """Make each file of `package` a command: its docstring is the help, its `add_options(parser)`
-    adds the flags, and its `run(arguments)` does the work and returns the exit code.
+    """Add a command for each file of `package`. The file's docstring is its help text. Its
+    `add_options(parser)` adds flags, and `run(arguments)` returns the exit code.
     """
     commands = parser.add_subparsers(
         title="commands", dest="command", required=True, prog=parser.prog, parser_class=Command
@@ -60,7 +60,7 @@ def add_commands(parser: argparse.ArgumentParser, package: str) -> None:
 
 
 def docstring(module: str) -> str:
-    """First paragraph of a module's docstring, read without importing the module."""
+    """Return the first paragraph of a module's docstring without importing the module."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, module
     text = Path(spec.origin).read_text(encoding="utf8").split('"""')[1]
@@ -68,14 +68,14 @@ def docstring(module: str) -> str:
 
 
 class Parser(compat.ArgumentParser):
-    """Says what an unknown flag may have meant."""
+    """An argument parser that suggests flags when a flag is unknown."""
 
     def __init__(self, **options: Any) -> None:
         # A flag that is cut short today would mean another one tomorrow.
         super().__init__(formatter_class=wide, allow_abbrev=False, **options)
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
-        """Leave nothing over, so that the error comes from the command that was meant."""
+        """Reject unknown arguments here, so that the error comes from the right command."""
         parsed, unknown = super().parse_known_args(*args, **kwargs)
         if unknown:
             from servd.config.flag_aliases import hint
@@ -89,21 +89,21 @@ class Parser(compat.ArgumentParser):
         return parsed, unknown
 
     def is_whole(self, flag: str) -> bool:
-        """`-ngl 99`, another server's, is no `-n gl`."""
+        """Return whether to match `flag` whole: another server's `-ngl` is not `-n gl`."""
         from servd.config.flag_aliases import HINTS
 
         return flag in HINTS
 
 
 class Command(Parser):
-    """Parser of one command, which imports the command's module only when it is the one to run."""
+    """Parser of a command. The command's module is imported only when the command runs."""
 
     def __init__(self, module: str, **options: Any) -> None:
         super().__init__(**options)
         self.module = module
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
-        """Parse with the options of the module."""
+        """Import the command's module, add its options, and parse. Raises ConfigError."""
         try:
             module = importlib.import_module(self.module)
         except ModuleNotFoundError as error:
@@ -119,7 +119,7 @@ class Command(Parser):
 
 
 def with_dashes(word: str) -> str:
-    """A flag, with what belongs to its name; any other word stays as it is."""
+    """Return a flag with dashes for underscores in its name; return other words unchanged."""
     flag, equals, value = word.partition("=")
     is_flag = re.fullmatch(r"--\w[\w-]*(\.\w+)*", flag)
     return flag.replace("_", "-") + equals + value if is_flag else word

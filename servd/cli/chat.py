@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Conversation:
-    """A chat in the terminal. Reasoning is shown dimmed and is not part of the history."""
+    """A chat in the terminal. Reasoning is printed dimmed and left out of the history."""
 
     def __init__(
         self, client: api_client.Client, system: str | None, options: dict[str, Any]
@@ -63,7 +63,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": system}] if system else []
 
     def obey(self, command: str) -> bool:
-        """Carry out a line that begins with a slash; False: leave."""
+        """Run a slash command; return False if the command ends the chat."""
         name, _, argument = command.partition(" ")
         match name:
             case "/exit" | "/quit":
@@ -77,7 +77,7 @@ class Conversation:
         return True
 
     def ask(self, text: str) -> None:
-        """Send a message and print the answer as it comes; Ctrl-C keeps what has come."""
+        """Send a message and print the answer as it arrives. Ctrl-C keeps the partial answer."""
         self.messages.append({"role": "user", "content": text})
         started = time.monotonic()
         answer = ""
@@ -109,6 +109,6 @@ class Conversation:
         print()
 
     def print(self, text: str, dim: bool = False) -> None:
-        """Write without a line end, dimmed if the output is a terminal."""
+        """Print `text` without a line end; dim the text if `dim` and on a terminal."""
         sys.stdout.write(f"{DIM}{text}{PLAIN}" if dim and self.is_terminal else text)
         sys.stdout.flush()

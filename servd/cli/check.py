@@ -1,4 +1,4 @@
-"""Check this machine, and the files of a model, before a server starts: a line each."""
+"""Check this machine and a model's files before a server starts, and print a line per check."""
 
 import argparse
 import itertools
@@ -42,7 +42,7 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `servd serve`, for which the machine is checked."""
+    """Add `--json` and the options of `servd serve`, for which `run` checks the machine."""
     parser.usage = "%(prog)s [MODEL] [OPTION ...]"
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     engine_flags.add_options(parser)
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def judge(is_fine: bool, name: str, text: str, hint: str, otherwise: Status = "warning") -> Finding:
-    """Return a finding, without the hint if all is fine."""
+    """Return a finding; if `is_fine`, its status is `ok` and `hint` is left out."""
     return Finding(name, "ok", text) if is_fine else Finding(name, otherwise, text, hint)
 
 
@@ -103,7 +103,7 @@ def check_limits(config: Config) -> Iterator[Finding]:
 
 
 def check_memory(config: Config) -> Iterator[Finding]:
-    """Check main memory, shared memory and CPUs, also the limits of the control group."""
+    """Check main memory, shared memory and CPUs, including limits of the control group."""
     free = plugins.load(f"{WORKER}.device", "device", "available_memory")()
     hint = "end other programs, or raise the container's limit"
     yield judge(free >= SMALLEST, "memory", f"{format_bytes(free)} can be used", hint)
@@ -118,7 +118,7 @@ def check_memory(config: Config) -> Iterator[Finding]:
 
 
 def check_device(config: Config) -> Iterator[Finding]:
-    """Check what computes: driver, torch, kernels, compiler."""
+    """Check the GPU driver, torch, kernels and compiler."""
     machine = look_at_machine()
     if not machine.num_gpus:
         hint = "install NVIDIA's driver, or docker run --gpus all"
@@ -138,7 +138,7 @@ def check_device(config: Config) -> Iterator[Finding]:
 
 
 def check_hub(config: Config) -> Iterator[Finding]:
-    """Check where models come from, or the proxy to it."""
+    """Check the connection to the model hub, or to the proxy."""
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         yield Finding("hub", "ok", "not asked: HF_HUB_OFFLINE")
         return
@@ -159,7 +159,7 @@ def check_hub(config: Config) -> Iterator[Finding]:
 
 
 def check_model(config: Config) -> Iterator[Finding]:
-    """Check all that a server reads of a model."""
+    """Check the model files that a server reads."""
     name = "model"
     try:
         config, spec, _ = launch.find_and_resolve(config)
@@ -181,7 +181,7 @@ def check_model(config: Config) -> Iterator[Finding]:
 
 
 def check_weights(config: Config, spec: hf.ModelSpec) -> Finding:
-    """Check that every file and tensor is there and fits. Raises ConfigError: one is missing."""
+    """Check the weights and their size. Raises ConfigError: a file or tensor is missing."""
     if hf.local_folder(config.model.model or "") is None:
         try:
             hf.weight_files(spec.folder, config.model.load_format)

@@ -1,4 +1,4 @@
-"""Say what a model takes of this machine's memory and what fits, without loading its weights."""
+"""Print how much memory a model needs on this machine and what fits, without loading weights."""
 
 import argparse
 import tempfile
@@ -19,7 +19,7 @@ LENGTHS = (256, 1024, 4096, 16384, 65536)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `servd serve`, which the plan is for."""
+    """Add the options of `servd serve`, for which `run` makes the plan."""
     parser.usage = "%(prog)s [MODEL] [OPTION ...]"
     parser.add_argument(
         "--lengths",
@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan; return 1 if not one request fits."""
+    """Print the plan; return 1 if no request fits."""
     config = Config.load(engine_flags.load_options(arguments))
     config, spec, _ = launch.find_and_resolve(config)
     if not spec.folder:
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def with_headers(config: Config, spec: hf.ModelSpec, scratch: str) -> tuple[Config, hf.ModelSpec]:
-    """Return both with folders of weight files or of their headers, put in `scratch`."""
+    """Return both with folders of weight files, or of headers that are saved in `scratch`."""
     model = config.model
     if model.load_format != "dummy":
         assert model.model is not None
@@ -75,7 +75,7 @@ def with_headers(config: Config, spec: hf.ModelSpec, scratch: str) -> tuple[Conf
 
 
 class Report:
-    """The plans of all ranks in words."""
+    """A report of the memory plans of all ranks."""
 
     def __init__(self, config: Config, spec: hf.ModelSpec, plan: MemoryPlan) -> None:
         max_model_len = config.model.max_model_len
@@ -134,7 +134,7 @@ class Report:
         return found
 
     def facts(self, lengths: list[int]) -> dict[str, object]:
-        """Return the whole plan, for programs; sizes are in bytes."""
+        """Return the whole plan as a dict for programs; sizes are in bytes."""
         return {
             "model": self.config.model.model,
             "max_model_len": self.max_model_len,

@@ -1,4 +1,4 @@
-"""Write a checkpoint of 4 or 8 bits, calibrated with a text."""
+"""Write a 4-bit or 8-bit checkpoint, calibrated with a text."""
 
 import argparse
 from pathlib import Path
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_rows(folder: Path, file: str, num_tokens: int) -> list[list[int]]:
-    """Return tokens of a text, equally many in each row. Raises ConfigError: the file cannot be
+    """Return the tokens of a text in rows of equal length. Raises ConfigError: the file cannot be
     read, or is too short.
     """
     try:

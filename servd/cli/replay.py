@@ -1,4 +1,4 @@
-"""Repeat an answer by its run manifest (`X-Servd-Receipt: 1`); name the first different token."""
+"""Repeat an answer from its run manifest (`X-Servd-Receipt: 1`); show the first different token."""
 
 import argparse
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ TIE = 1e-3  # nats: less than this between two tokens is decided by rounding
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the manifest, and the options of `servd serve` that the server had."""
+    """Add the manifest and the options of `servd serve`, to be set as the server had them."""
     parser.usage = "%(prog)s FILE [MODEL] [OPTION ...]"
     parser.add_argument("manifest", metavar="FILE", help="an answer with `receipt`, or that alone")
     engine_flags.add_options(parser)
@@ -47,8 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_manifest(path: str) -> RunManifest:
-    """Read a manifest, alone or in an answer, where it may be the last comment of a stream. Raises
-    ConfigError: there is none in the file.
+    """Return the manifest of a file: a manifest, or an answer that contains the manifest, also as
+    the last comment of a stream. Raises ConfigError: the file has no manifest.
     """
     try:
         text = Path(path).read_text(encoding="utf8")
@@ -68,7 +68,7 @@ def read_manifest(path: str) -> RunManifest:
 
 
 def replay(llm: LLM, prompt: RepeatablePrompt) -> Iterator[str]:
-    """Run a prompt alone, and yield the difference of each choice, or "" if it has none."""
+    """Run a prompt alone; yield the first difference of each choice, or "" without difference."""
     [output] = llm.generate([prompt.prompt_token_ids], prompt.params, use_tqdm=False)
     for then, made in zip(prompt.token_ids, output.outputs, strict=True):
         now = made.token_ids
@@ -89,7 +89,7 @@ def replay(llm: LLM, prompt: RepeatablePrompt) -> Iterator[str]:
 
 
 def find_margin(llm: LLM, token_ids: list[int], one: int, other: int) -> float:
-    """Return the log-probability of one token as the next, minus that of another token."""
+    """Return the log-probability of token `one` after `token_ids`, minus that of token `other`."""
     params = SamplingParams(
         max_tokens=1, temperature=0, logprobs=0, logprob_token_ids=[one, other], ignore_eos=True
     )

@@ -21,7 +21,7 @@ TIERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Flags of this command, and those of a server of its own."""
+    """Add the flags of this command and of the server that the command starts."""
     parser.usage = "%(prog)s [MODEL] -i IN.jsonl -o OUT.jsonl [OPTION ...]"
     parser.description = f"""{parser.description} Starts a server of its own with the options of
         `servd serve`, unless --url names one. Run again with the same files, it continues where it
@@ -66,9 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Batch:
-    """Answers lines of the input that the output does not have yet, several at a time, in any
-    order. Lines of the output that tell of no server failure are kept. `tier` is the `service_tier`
-    of requests that name none, where their route knows one.
+    """A batch file and its output. Threads answer the lines missing in the output, in any order.
+    Output lines are kept, except for server failures. `tier` is the default `service_tier` of
+    requests whose route has this field.
 
     Raises ConfigError: a file cannot be read or written, or two lines have the same custom_id.
     """
@@ -91,8 +91,8 @@ class Batch:
         self.lock = threading.Lock()
 
     def run(self, connect: Connect, concurrency: int) -> int:
-        """Have a server answer all lines; return how many failed. Raises ConfigError: the output
-        file cannot be written any further.
+        """Have a server answer all lines; return the number of failed lines. Raises ConfigError:
+        the output file can no longer be written.
         """
         self.bar = tqdm(
             total=self.num_lines, desc="requests", unit="req", dynamic_ncols=True, disable=None
@@ -117,7 +117,7 @@ class Batch:
         return self.num_failed
 
     def work(self, client: Client) -> None:
-        """Take lines until there are none."""
+        """Answer waiting lines until none is left."""
         while True:
             with self.lock:
                 number, text = next(self.waiting, (0, b""))
@@ -136,7 +136,7 @@ class Batch:
                 self.bar.update()
 
     def answer(self, client: Client, number: int, text: bytes) -> Result | None:
-        """The output line of an input line; None if it is done already."""
+        """Return the output line of an input line, or None if the line is already answered."""
         result = Result(f"line {number}")
         try:
             line = batch.read_line(text)

@@ -10,7 +10,7 @@ log = logging.getLogger("servd.launch")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """A flag for every option of Config."""
+    """Add a flag for every option of Config."""
     parser.usage = "%(prog)s [MODEL] [OPTION ...]"
     engine_flags.add_options(parser)
 

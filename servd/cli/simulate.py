@@ -1,4 +1,4 @@
-"""Replay recorded or made-up requests through servd's scheduler, KV cache and router, simulated."""
+"""Simulate servd's scheduler, KV cache and router with recorded or generated requests."""
 
 import argparse
 import time
@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate, and print the simulated figures beside the measured ones, if there are any."""
+    """Simulate, and print the simulated figures beside the measured figures, if any."""
     if arguments.trace is None and arguments.shape is None:
         raise ConfigError("name a TRACE, or the --shape of one to be made up")
     for name in ("shape", "requests", "rate"):
@@ -83,9 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find_costs(given: str | None, recording: Recording) -> Costs:
-    """Return the costs of --costs, or those of the recording. Raises ConfigError: there are
-    none.
-    """
+    """Return the costs of --costs, or of the recording. Raises ConfigError: neither has costs."""
     if given is not None:
         try:
             text = given if given.lstrip().startswith("{") else Path(given).read_text("utf8")
@@ -107,7 +105,7 @@ def find_costs(given: str | None, recording: Recording) -> Costs:
 
 
 def choose_requests(arguments: argparse.Namespace, recording: Recording) -> Iterator[RequestLine]:
-    """Yield the requests to be replayed, at the speed that is asked for."""
+    """Yield the requests to simulate, at the requested speed."""
     if arguments.shape is not None:
         longest = int(getattr(arguments, "max_model_len", cluster.MAX_MODEL_LEN))
         rate = (arguments.rate or RATE) * arguments.speed
@@ -129,7 +127,7 @@ def simulate(
 
 
 def print_table(columns: dict[str, dict[str, float]]) -> None:
-    """Print a line for each figure, with the change from the last column but one to the last."""
+    """Print a line for each figure, with the change between the last two columns."""
     print(format_row("", *columns))
     for name in dict.fromkeys(name for column in columns.values() for name in column):
         values = [column.get(name) for column in columns.values()]

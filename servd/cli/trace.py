@@ -1,4 +1,4 @@
-"""Run one prompt and draw its way through servd, call by call, with its messages and tokens."""
+"""Run one prompt and draw its path through servd, call by call, with its messages and tokens."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Token(NamedTuple):
-    """A token of the answer, with what it could have been."""
+    """A token of the answer, with the most probable candidates."""
 
     id: int
     candidates: list[tuple[str, float]]  # text and log-probability, of itself first
@@ -104,7 +104,7 @@ class Token(NamedTuple):
 
 
 def ask(client: Client, text: str, raw: bool, max_tokens: int) -> tuple[list[Call], list[Token]]:
-    """Return what the server says of the time, as calls."""
+    """Send a prompt. Return the server's timings as calls, and the tokens of the answer."""
     client.headers["x-servd-watch"] = "1"
     if raw:
         path = "/v1/completions"
@@ -171,7 +171,7 @@ class Call(msgspec.Struct):
         call.text = text
 
     def folded(self) -> Iterator[Call]:
-        """The calls in it; of those of one name in a row the first two, and the rest as one."""
+        """Yield the inner calls. Of adjacent calls with one name, yield two and a summary."""
         for name, group in groupby(self.calls, lambda call: call.name):
             same = [*group]
             yield from same[:2]
@@ -184,8 +184,8 @@ class Call(msgspec.Struct):
 def of_timeline(
     timeline: dict[str, Any], prompt: list[int], sampled: list[int], runner: str, model: str
 ) -> list[Call]:
-    """Return the way of a request with one choice, and where its time went. `runner` and `model`
-    are names of classes; "" if the model's is not known.
+    """Return the path of a request with one choice, with the time of each call. `runner` and
+    `model` are names of classes; `model` is "" if unknown.
     """
     notes = {
         "tokenised": f"{len(prompt)} prompt tokens {shorten(prompt)}",
@@ -205,8 +205,8 @@ def of_timeline(
 
 
 def _steps(timeline: dict[str, Any], sampled: list[int], runner: str, model: str) -> Iterator[Call]:
-    """From a request's first step to its last, as far as the timeline has them. Tokens are told
-    where none of others can be among them.
+    """Yield a call per step of a request that the timeline contains. Show the tokens only if no
+    other request can have shared the steps.
     """
     stages = {mark["stage"]: mark["step"] for mark in timeline["marks"] if "step" in mark}
     first = min(stages.values(), default=0)

@@ -1,5 +1,5 @@
-"""ClusterSim: servers with engines in virtual time, servd's router among the engines, and what
-became of the requests.
+"""ClusterSim: servers with engines in virtual time, servd's router among the engines, and the
+records of the requests.
 """
 
 import gc
@@ -35,7 +35,7 @@ UNKNOWN_SERVER = ServerLine(0, 1 << 20, {"max_model_len": MAX_MODEL_LEN, **SIZES
 
 
 class ClusterOptions(msgspec.Struct):
-    """What a simulated cluster has; what is not given is as in the recording."""
+    """Options of a simulated cluster. Missing values are taken from the recording."""
 
     servers: int = 1  # behind one load balancer
     routing: str = OWN_ROUTER  # among the engines of a server
@@ -47,7 +47,7 @@ class ClusterOptions(msgspec.Struct):
 
 @dataclass(slots=True)
 class Server:
-    """Engines behind one port."""
+    """The engines behind one port."""
 
     engines: list[SimulatedEngine]
     load_balancer: LoadBalancer | None = None
@@ -59,7 +59,7 @@ class Server:
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request on its way, and what a recording would tell of it."""
+    """An unfinished request, and its line as in a recording."""
 
     line: RequestLine
     arrived_ns: int
@@ -71,8 +71,8 @@ Place = TypeVar("Place", Server, SimulatedEngine)
 
 
 class ClusterSim:
-    """Servers with engines, and requests on their way; `options` are what differs from the
-    recording. Raises ConfigError: an option is wrong, or it is not known how large a KV cache is.
+    """A simulation of servers, engines and requests. `options` override the recording. Raises
+    ConfigError: an option is wrong, or the size of a KV cache is unknown.
     """
 
     def __init__(self, recorded: ServerLine, costs: Costs, options: ClusterOptions) -> None:
@@ -130,7 +130,7 @@ class ClusterSim:
         self._events: list[tuple[int, int]] = []  # when the step of which engine ends
 
     def run(self, lines: Iterable[RequestLine]) -> None:
-        """Serve all requests."""
+        """Simulate all requests until they finish."""
         offset_ns: int | None = None
         gc.disable()  # to look for reference cycles takes a fifth of the time, and there are none
         try:
@@ -213,7 +213,7 @@ class ClusterSim:
         return places[self._random.randrange(len(places))]
 
     def _make_message(self, line: RequestLine, blocks: Sequence[int]) -> EngineCoreRequest:
-        """Make the message of an API process. For the router, tokens are equal where blocks are."""
+        """Return a request's message to the engine. Equal blocks get equal tokens for the router."""
         token_ids = [0] * line.input_length
         if self.servers[0].load_balancer is not None:
             num_full = line.input_length // self.block_size
@@ -226,7 +226,7 @@ class ClusterSim:
         return EngineCoreRequest(str(self.num_requests), token_ids, params, options=options)
 
     def _deliver(self, outputs: Iterable[EngineCoreOutput]) -> int:
-        """Hand outputs to the clients; return how many are later than the first of a request."""
+        """Deliver outputs to clients; return the number of outputs after a request's first."""
         num_later = 0
         for output in outputs:
             request = self._open[output.request_id]
@@ -253,7 +253,7 @@ class ClusterSim:
     def _compare(
         self, hashes: Sequence[bytes], chosen: SimulatedEngine, server: Server, line: RequestLine
     ) -> None:
-        """Count what other engines have in their caches of a prompt, and the chosen one has not."""
+        """Count the prompt's blocks that another engine has cached and the chosen engine has not."""
         size = len(self.engines)
         if size == 1 or (size > 64 and self.num_requests % (size // COMPARED_CACHES)):
             return
@@ -274,8 +274,8 @@ class ClusterSim:
 
 
 def identify_blocks(line: RequestLine, number: int, block_size: int) -> list[int]:
-    """Return what identifies each full block of a request, the `number`-th, with its answer.
-    `line` has blocks of its own size.
+    """Return an id for each full block of a request, answer included. The request is the
+    `number`-th. `line.block_size` may differ from `block_size`.
     """
     size = line.block_size
     num_full = line.input_length // size
@@ -294,5 +294,5 @@ def identify_blocks(line: RequestLine, number: int, block_size: int) -> list[int
 
 
 def _mix(block: int) -> int:
-    """Return 32 bits that depend on all of a block's."""
+    """Return 32 bits that depend on all bits of a block's id."""
     return (block * 0x9E3779B97F4A7C15 >> 40) & 0xFFFFFFFF

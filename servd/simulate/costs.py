@@ -1,4 +1,4 @@
-"""Costs: how long a step takes, by what is in it; fitted to the steps of a recording."""
+"""Costs: the duration of a step, computed from its contents and fitted to a recording."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Nanoseconds; none is negative, so that a step with more in it never takes less."""
+    """Costs in nanoseconds. None is negative, so that a larger step never takes less time."""
 
     step: float
     row: float = 0.0  # a request in the step
@@ -48,7 +48,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return took + self.context * context + self.pair * pairs
 
     def of_arrival(self, tokens: int) -> int:
-        """Return the time from a prompt's arrival until the engine has it."""
+        """Return the nanoseconds from a prompt's arrival until the engine receives the prompt."""
         return round(self.before + self.before_token * tokens)
 
 
@@ -56,10 +56,10 @@ FITTED = Costs.__struct_fields__[:9]  # in the order of the columns of `_observe
 
 
 def fit(steps: Iterable[StepLine], requests: Sequence[RequestLine]) -> Costs | None:
-    """Find costs that explain recorded steps; None if there are too few of them.
+    """Fit costs to recorded steps; return None if there are too few steps.
 
-    Least squares without negative costs, weighted so that the sum of all steps comes out right. The
-    time between two steps of a busy engine belongs to the second.
+    Use least squares without negative costs, weighted so that the total time of all steps is right.
+    The time between two steps of a busy engine belongs to the second step.
     """
     by_engine: dict[int, dict[int, StepLine]] = {}
     for each in steps:  # every API server has recorded them
@@ -90,8 +90,8 @@ def fit(steps: Iterable[StepLine], requests: Sequence[RequestLine]) -> Costs | N
 
 
 def _observe(steps: Sequence[StepLine], requests: Sequence[RequestLine]) -> tuple[Array, Array]:
-    """Return what each step of an engine had in it, [steps, FITTED], and its nanoseconds. What a
-    request's rows look at is known from when it had which token.
+    """Return the contents of each step of an engine, [steps, FITTED], and its nanoseconds. The
+    arrival times of a request's tokens tell the context length of its rows.
     """
     size = len(steps)
     number = np.arange(size)
@@ -105,7 +105,7 @@ def _observe(steps: Sequence[StepLine], requests: Sequence[RequestLine]) -> tupl
         return np.searchsorted(ends, np.rint(at).astype(np.int64) - slack_ns, side)
 
     def sum_up(first: Array, end: Array, value: Any) -> Array:
-        """Add values to the steps from `first` to before `end`."""
+        """Return for each step the sum of `value` over ranges from `first` to before `end`."""
         changes = np.zeros(size + 1)
         np.add.at(changes, first, value)
         np.add.at(changes, np.minimum(end, size), -value)
@@ -133,7 +133,7 @@ def _observe(steps: Sequence[StepLine], requests: Sequence[RequestLine]) -> tupl
 
 
 def _least_squares(features: Array, took: Array, weights: Array) -> Array:
-    """Coordinate descent on the normal equations, each coordinate kept at 0 or above."""
+    """Return non-negative costs by coordinate descent on the normal equations."""
     scale = features.max(axis=0)
     scale[scale == 0] = 1.0
     scaled = features / scale

@@ -1,4 +1,4 @@
-"""SimulatedEngine: the real Scheduler and KV cache in virtual time; a step takes what Costs say."""
+"""SimulatedEngine: the real Scheduler and KV cache in virtual time; Costs give step durations."""
 
 from servd.checkpoint.hf import FAKE_SPEC
 from servd.config import Config
@@ -18,7 +18,7 @@ from servd.simulate.costs import Costs
 
 
 class VirtualClock:
-    """Nanoseconds that pass where the simulation says so."""
+    """A clock in nanoseconds that the simulation advances."""
 
     def __init__(self) -> None:
         self.ns = 1_000_000_000  # 0 means "not yet" in many places
@@ -28,7 +28,7 @@ class VirtualClock:
 
 
 class SimulatedEngine:
-    """A Scheduler, and the step that it is in; `worker` states how large its cache is."""
+    """A Scheduler and its current step; `worker` has the size of the KV cache."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class SimulatedEngine:
         self.num_open = 0  # requests
 
     def end_step(self) -> tuple[list[EngineCoreOutput], int]:
-        """Collect the outputs of the step that ends now. Returns those that are more than another
-        token, and the number of the others.
+        """Collect the outputs of the step that ends now. Return the outputs with more than a next
+        token, and the number of other outputs.
         """
         step = self.launched
         assert step is not None
@@ -73,7 +73,7 @@ class SimulatedEngine:
         return [], 0
 
     def begin_step(self, was_idle: bool) -> int | None:
-        """Take in what has arrived and begin a step. Return when it ends, or None without work."""
+        """Add arrived requests and begin a step. Return its end time, or None without work."""
         for message in self.arrived:
             self.scheduler.add_request(message)
         self.arrived.clear()

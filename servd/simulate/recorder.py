@@ -25,8 +25,8 @@ KEY_SIZE = 32  # bytes
 
 
 class Recorder(Observer):
-    """Appends to a file, also with other API servers and over restarts. Blocks are known by hashes
-    with a key, which is kept beside the file: who has the file alone cannot try out texts.
+    """A recorder to a file, shared by API servers and kept over restarts. Blocks are identified by
+    keyed hashes. The key is in another file, so that the recording alone cannot reveal texts.
     """
 
     def __init__(self, path: str, config: Config) -> None:
@@ -41,7 +41,7 @@ class Recorder(Observer):
         self._has_begun = False
 
     def stepped(self, steps: Sequence[StepRecord], stats: SchedulerStats | None, rank: int) -> None:
-        """Keep steps until a request ends."""
+        """Keep steps in memory until a request ends."""
         for each in steps:
             line = StepLine(
                 rank, each.started_ns, each.collected_ns, each.num_tokens, each.num_requests
@@ -107,8 +107,8 @@ class Recorder(Observer):
         return lines
 
     def _hash_blocks(self, token_ids: list[int], last: bytes) -> tuple[list[int], bytes]:
-        """Return the hashes of all full blocks after `last`, 53 bits each, which any reader of JSON
-        can take, and the digest of the last block.
+        """Return the hashes of all full blocks after `last`, and the digest of the last block.
+        Hashes have 53 bits, as any JSON reader can parse such numbers.
         """
         size = self.block_size
         found: list[int] = []
@@ -122,7 +122,7 @@ class Recorder(Observer):
 
 
 def _shared_key(path: Path) -> bytes:
-    """Return the key in a file; the first API server makes it."""
+    """Return the key in a file; create the key if the file is missing."""
     with contextlib.suppress(FileExistsError):
         new = path.with_name(f"{path.name}.{os.getpid()}")
         new.write_bytes(b"")

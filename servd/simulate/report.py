@@ -1,4 +1,4 @@
-"""Figures of what became of requests, in a recording or in a simulation."""
+"""Figures of the requests of a recording or a simulation."""
 
 from collections.abc import Iterable, Sequence
 from math import exp

@@ -1,4 +1,4 @@
-"""Traces: requests of a recording or of a published trace, or made up in the shape of such."""
+"""Traces: requests of a recording or of a published trace, or generated requests."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ SYSTEM_PROMPTS = 64  # of the whole cluster; the first is the most popular
 
 
 class ServerLine(msgspec.Struct):
-    """The engines of a recording."""
+    """The recorded engines' KV cache and options."""
 
     num_blocks: int
     kv_bytes_per_block: int
@@ -46,7 +46,7 @@ class StepLine(msgspec.Struct, array_like=True, gc=False):
 
 
 class RequestLine(msgspec.Struct, omit_defaults=True, gc=False):
-    """A choice of a prompt: the keys of published traces, and more."""
+    """One choice of a request, with the keys of published traces and more."""
 
     timestamp: float  # of its arrival, in milliseconds
     input_length: int
@@ -75,7 +75,7 @@ class Recording:
 
 
 def read(path: str) -> Recording:
-    """Read a file of --record-trace, or a trace with the same keys as those of Mooncake."""
+    """Read a file of --record-trace, or a trace with the keys of Mooncake. Raises ConfigError."""
     requests: list[RequestLine] = []
     steps: list[StepLine] = []
     server = None
@@ -100,7 +100,7 @@ def read(path: str) -> Recording:
 
 @dataclass(frozen=True)
 class Shape:
-    """Conversations: medians of tokens, and of seconds between two turns."""
+    """Statistics of conversations: medians of tokens, and of seconds between two turns."""
 
     system: int  # that many conversations have in common
     first: int  # of the first message
@@ -122,7 +122,7 @@ SHAPES = {
 def make_requests(
     shape: Shape, num_requests: int, rate: float, max_tokens: int
 ) -> Iterator[RequestLine]:
-    """Make up requests, `rate` a second (Poisson); a conversation ends at `max_tokens`."""
+    """Yield generated requests, `rate` per second (Poisson). Conversations end at `max_tokens`."""
     rng = Random(0)
     ids = count(1)
     order = count()

@@ -1,1 +1,1 @@
-"""What the commands of `cli` and `bench` share: flags, tables, a client, a server to measure."""
+"""Code shared by commands of `cli` and `bench`: flags, tables, a client, a server to measure."""

@@ -1,4 +1,4 @@
-"""A client of any OpenAI-compatible server, and its flags."""
+"""A client of OpenAI-compatible servers, and its flags."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of commands that ask a running server for text."""
+    """Add the flags of commands that request text from a running server."""
     add_server_options(parser)
     parser.add_argument(
         "--temperature",
@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def connect(arguments: argparse.Namespace) -> tuple[Client, dict[str, Any]]:
-    """Return a client, and the model and the sampling parameters to put in its requests."""
+    """Return a client, and the fields for its requests: model and sampling parameters."""
     client = Client(arguments.url, arguments.api_key)
     body = {name: getattr(arguments, name) for name in SAMPLING}
     given = {name: value for name, value in body.items() if value is not None}
@@ -69,8 +69,8 @@ class Answer(NamedTuple):
 
 
 class Client:
-    """Speaks to one server over one connection, to `uds` instead of the host of the URL if given;
-    not for several threads. Raises ServdError: it is no URL.
+    """A client with one connection, not thread-safe. The connection goes to the socket `uds`, if
+    given, else to the host of the URL. Raises ServdError: the URL is invalid.
     """
 
     def __init__(self, url: str, api_key: str | None = None, uds: str | None = None) -> None:
@@ -88,11 +88,11 @@ class Client:
         self.prefix = parts.path
 
     def send(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
-        """Return the answer's head; its body can be read until the next request. Raises OSError,
-        HTTPException.
+        """Send a request and return the response, whose body you can read until the next request.
+        Raises OSError, HTTPException.
 
-        A connection that was used before gets a second chance: the server may have closed it
-        meanwhile, or an answer was not read to its end.
+        A reused connection is retried once: the server may have closed it, or a previous response
+        was not read to its end.
         """
         data = None if body is None else json.dumps(body)
         was_open = self.connection.sock is not None
@@ -106,9 +106,7 @@ class Client:
             raise
 
     def ask(self, method: str, path: str, body: Any = None) -> Answer:
-        """Return the whole answer, with retries while the server is too busy. Raises like
-        `send`.
-        """
+        """Return the whole response. Retry while the server is too busy. Raises like `send`."""
         attempts_left = RETRIES
         while True:
             reply = self.send(method, path, body)
@@ -133,7 +131,7 @@ class Client:
             self.connection.close()
 
     def open(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
-        """Send as `send` does, for a user. Raises ServdError: the server is silent or refuses."""
+        """Send a request like `send`. Raises ServdError: the server is unreachable or refuses."""
         try:
             reply = self.send(method, path, body)
             if reply.status == 200:
@@ -158,8 +156,8 @@ class Client:
             self.connection.close()
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of a streamed answer. Raises ServdError, also if the stream reports an
-        error.
+        """Yield the chunks of a streamed response. Raises ServdError: the request failed, or the
+        stream reports an error.
         """
         try:
             for line in self.open("POST", path, {**body, "stream": True}):
@@ -175,7 +173,7 @@ class Client:
 
 
 class UnixConnection(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
+    """An HTTP connection over a Unix socket."""
 
     def __init__(self, path: str) -> None:
         super().__init__("localhost")
@@ -187,7 +185,7 @@ class UnixConnection(http.client.HTTPConnection):
 
 
 def seconds_of(retry_after: str | None) -> float | None:
-    """Return the seconds of a Retry-After header, which may be a date; None: it has neither."""
+    """Return the seconds of a Retry-After number or date, or None if it is missing or invalid."""
     if retry_after is None:
         return None
     try:

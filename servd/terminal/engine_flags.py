@@ -1,4 +1,4 @@
-"""Flags of the commands that start an engine, derived from Config, over files and environment."""
+"""Flags of commands that start an engine, derived from Config, with files and environment."""
 
 import argparse
 import json
@@ -61,7 +61,7 @@ COMMON = {
 
 
 class HelpAll(argparse.Action):
-    """Print the help with the options that `--help` hides: actions and their texts."""
+    """An argparse action that prints the help, including the options that `--help` hides."""
 
     def __init__(self, *, hidden: list[tuple[argparse.Action, str | None]], **options: Any) -> None:
         super().__init__(nargs=0, **options)
@@ -75,7 +75,7 @@ class HelpAll(argparse.Action):
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """Return the `type` of an argument that must be above 0."""
+    """Return an argparse `type` that accepts numbers above 0."""
 
     def read(text: str) -> float:
         value = kind(text)
@@ -90,8 +90,8 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every field of Config, grouped by section, and the positional MODEL.
 
-    Values stay strings here; Config.load converts and checks them. Options not given are absent
-    from the result: what is added to the parser after this needs an explicit default.
+    Values stay strings; Config.load converts and checks them. Missing options are absent from the
+    result: arguments that you add to the parser later need an explicit default.
     """
     parser.argument_default = argparse.SUPPRESS
     parser.add_argument(
@@ -112,7 +112,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_needless(parser: argparse.ArgumentParser) -> None:
-    """Flags of other servers that --help does not show: `Config.load` explains why not."""
+    """Add hidden flags of other servers; `Config.load` explains why servd does not need them."""
     for name in IGNORED:
         style: dict[str, Any] = {} if name.endswith("=") else {"const": "", "action": "store_const"}
         name = name.removesuffix("=")
@@ -139,8 +139,8 @@ def add_option(group: Any, name: str) -> argparse.Action:
 
 
 def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return options of Config from parsed arguments: the command line wins over --config, which
-    wins over the environment. Raises ConfigError: see `read_config_file`.
+    """Return options of Config: command-line values override --config, which overrides the
+    environment. Raises ConfigError: see `read_config_file`.
     """
     given = vars(arguments)
     options = read_config_file(given["config"]) if "config" in given else {}
@@ -153,7 +153,7 @@ def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def read_config_file(path: str) -> dict[str, Any]:
     """Return options from a .toml, .yaml or .json file; keys are flag names with dashes or
-    underscores. Raises ConfigError: no such file, not readable, or not a flat table.
+    underscores. Raises ConfigError: the file is missing, unreadable, or not a flat table.
     """
     file = Path(path)
     try:
@@ -180,7 +180,7 @@ def read_config_file(path: str) -> dict[str, Any]:
 
 
 def argument_style(kind: Any, name: str) -> dict[str, Any]:
-    """argparse settings for a plain type."""
+    """Return the argparse settings for a plain type."""
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is Literal:

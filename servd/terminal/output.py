@@ -1,4 +1,4 @@
-"""What commands print and write: rows of a table, and figures as JSON."""
+"""Output of commands: rows of a table, and figures as JSON."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from servd.base.errors import ConfigError
 
 
 def format_row(name: object, *cells: object) -> str:
-    """Return a line of a table: a name to the left, the cells to the right."""
+    """Return a row of a table: the name left-aligned, then the cells right-aligned."""
     return f"{name!s:<24}" + "".join(f"{_format(cell):>12}" for cell in cells)
 
 
@@ -24,12 +24,12 @@ def _format(cell: object) -> str:
 
 
 def write_json(flag: str, file: str | Path, figures: Any) -> None:
-    """Write figures to the file that a flag names."""
+    """Write figures as JSON to the file given with `flag`. Raises ConfigError: the write failed."""
     write_file(flag, file, msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
 
 
 def write_file(flag: str, file: str | Path, content: bytes) -> None:
-    """Write the file that a flag names. Raises ConfigError: it cannot be written."""
+    """Write `content` to the file given with `flag`. Raises ConfigError: the write failed."""
     try:
         Path(file).write_bytes(content)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Start a server command, wait until it answers, stop it."""
+"""Start a server command, wait until the server is ready, and stop it."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ Connect = Callable[[], Client]
 
 @contextlib.contextmanager
 def running(command: Sequence[str], client: Client, timeout: float) -> Iterator[float]:
-    """Run a server until the block ends; yields the seconds until it was ready. Raises ServdError:
+    """Run a server for the block; yield the seconds until the server was ready. Raises ServdError:
     the command ended, or `client` saw no ready server within `timeout` seconds.
     """
     started = time.perf_counter()
@@ -60,7 +60,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 @contextlib.contextmanager
 def own_server(options: dict[str, Any]) -> Iterator[Connect]:
     """Run `servd serve` with these options of Config on a private socket until the block ends.
-    Raises ServdError: it ended before it was ready; its log explains why.
+    Raises ServdError: the server ended before it was ready; its log explains why.
     """
     folder = private_dir()
     config = folder / "config.json"
