@@ -213,7 +213,7 @@ class ClusterSim:
         return places[self._random.randrange(len(places))]
 
     def _make_message(self, line: RequestLine, blocks: Sequence[int]) -> EngineCoreRequest:
-        """Return a request's message to the engine. Equal blocks get equal tokens for the router."""
+        """Return a request's message to the engine. Equal blocks get equal tokens."""
         token_ids = [0] * line.input_length
         if self.servers[0].load_balancer is not None:
             num_full = line.input_length // self.block_size
@@ -253,7 +253,7 @@ class ClusterSim:
     def _compare(
         self, hashes: Sequence[bytes], chosen: SimulatedEngine, server: Server, line: RequestLine
     ) -> None:
-        """Count the prompt's blocks that another engine has cached and the chosen engine has not."""
+        """Count the prompt's blocks cached by another engine but not by the chosen engine."""
         size = len(self.engines)
         if size == 1 or (size > 64 and self.num_requests % (size // COMPARED_CACHES)):
             return

@@ -90,8 +90,8 @@ def fit(steps: Iterable[StepLine], requests: Sequence[RequestLine]) -> Costs | N
 
 
 def _observe(steps: Sequence[StepLine], requests: Sequence[RequestLine]) -> tuple[Array, Array]:
-    """Return the contents of each step of an engine, [steps, FITTED], and its nanoseconds. The
-    arrival times of a request's tokens tell the context length of its rows.
+    """Return the contents of each step of an engine, [steps, FITTED], and its nanoseconds. Context
+    lengths of rows follow from the arrival times of the requests' tokens.
     """
     size = len(steps)
     number = np.arange(size)

@@ -20,7 +20,7 @@ log = logging.getLogger("servd.worker")
 
 
 class HeadNorm(Protocol):
-    """An RMSNorm."""
+    """An RMSNorm of heads, with its weight and eps."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -35,11 +35,11 @@ Norms = tuple[HeadNorm, HeadNorm]
 
 
 class StepMetadata(Protocol):
-    """A backend's metadata of a step, the same for all layers."""
+    """A backend's metadata of a step, shared by all layers."""
 
     @property
     def slot_mapping(self) -> Tensor:
-        """int64 [num_tokens]: block * block_size + offset."""
+        """The KV-cache slots, int64 [num_tokens]: block * block_size + offset."""
         ...
 
 
@@ -48,7 +48,7 @@ Metadata = TypeVar("Metadata", bound=StepMetadata)
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The attention of a model on one rank, the same in all layers, except for their windows: see
+    """The attention of a model on one rank, equal in all layers except for their windows: see
     `Backend.with_window`.
     """
 
@@ -73,21 +73,21 @@ class AttentionSpec:
 
     @property
     def num_stored(self) -> int:
-        """Tensors of a layer's cache: 2 for keys and values, 1 if keys contain the values."""
+        """The number of tensors in a layer's cache: 2 for keys and values, 1 if shared."""
         return 2 if self.value_dim is None else 1
 
 
 class Backend(ABC, Generic[Metadata]):
-    """Attention over a paged KV cache. `Metadata` is built once per step, for all layers.
+    """A backend for attention over a paged KV cache. `Metadata` is built once per step.
 
-    A backend with `supports_graphs` can be captured in a CUDA graph: `build_metadata`, `write` and
-    `attend` run once, and their kernels again for other steps with as many tokens. So they read
-    lengths, block tables and slots from the batch's device tensors, whose contents change; use the
-    host's lengths only for sizes of grids and buffers (`seq_lens` are max_model_len in every row);
-    and never wait for the device. There are two kinds: decode steps, where every query_len is 1,
-    and rows of padding have length 1 and their own block; and steps without `has_exact_query_lens`,
-    where rows of padding are empty, and tokens of padding belong to no row: they are written to
-    that block, and `attend` may return anything for them.
+    A CUDA graph can capture a backend with `supports_graphs`. `build_metadata`, `write` and
+    `attend` run once; then their kernels are replayed for other steps with as many tokens. So
+    kernels read lengths, block tables and slots from the batch's device tensors, which change. Use
+    the host's lengths only for sizes of grids and buffers (`seq_lens` are max_model_len in every
+    row). Never wait for the device. In decode steps, every query_len is 1, and padding rows have
+    length 1 and a block of their own. In steps without `has_exact_query_lens`, padding rows are
+    empty, and padding tokens belong to no row: their keys go to that block, and `attend` may return
+    anything for them.
     """
 
     supports_graphs: ClassVar[bool] = False
@@ -122,7 +122,7 @@ class Backend(ABC, Generic[Metadata]):
     @classmethod
     @abstractmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Return why the backend cannot run this here; None if it can."""
+        """Return why the backend cannot run `spec` on this machine, or None if it can."""
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Return the shape of one layer's cache: [num_stored, num_blocks, ...]."""
@@ -132,7 +132,7 @@ class Backend(ABC, Generic[Metadata]):
 
     @abstractmethod
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
-        """Build the index tensors and masks of a step."""
+        """Return the index tensors and masks of a step."""
 
     def write(
         self,
@@ -152,10 +152,10 @@ class Backend(ABC, Generic[Metadata]):
             q: [num_tokens, num_heads, head_dim].
             k: [num_tokens, num_kv_heads, head_dim].
             v: like k; None: see AttentionSpec.value_dim.
-            kv_cache: of this layer, see `kv_cache_shape`.
-            metadata: of this step.
+            kv_cache: the layer's cache, see `kv_cache_shape`.
+            metadata: the step's metadata.
             rotation: None for a model without rotary positions.
-            norms: of the heads of q and k, if it has any.
+            norms: norms of the heads of q and k, or None.
 
         Returns:
             The queries for `attend`, like q.
@@ -193,13 +193,13 @@ class Backend(ABC, Generic[Metadata]):
     def attend(
         self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        """Compute attention of the step's tokens over the cache, after `write` has stored their
-        keys and values.
+        """Return the attention of the step's tokens over the cache. Call `write` first, which
+        stores the keys and values.
 
         Args:
             q: [num_tokens, num_heads, head_dim], as returned by `write`.
-            kv_cache: of this layer.
-            metadata: of this step.
+            kv_cache: the layer's cache.
+            metadata: the step's metadata.
             scale: factor on the scores.
             sinks: [num_heads], scores of one more key per head, whose value is zero; only with
                 `supports_soft_cap`.
@@ -210,7 +210,7 @@ class Backend(ABC, Generic[Metadata]):
 
 
 def fused_write(spec: AttentionSpec) -> Callable[..., Tensor] | None:
-    """Return `rotate_and_store` of ops/triton, a `write` in one pass; None if it cannot run."""
+    """Return `rotate_and_store` of ops/triton, a one-pass `write`, or None if it cannot run."""
     if (
         spec.device.type != "cuda"
         or spec.head_dim & (spec.head_dim - 1)
@@ -224,17 +224,17 @@ def fused_write(spec: AttentionSpec) -> Callable[..., Tensor] | None:
 
 
 def auto_backends(device_type: str) -> list[str]:
-    """Return the backends that "auto" tries on such a device, by name, in order."""
+    """Return the names of the backends that "auto" tries on a device type, in order."""
     classes = {name: plugins.load(__name__, name, "Backend") for name in plugins.names(__name__)}
     names = [name for name in classes if device_type in classes[name].auto_order]
     return sorted(names, key=lambda name: classes[name].auto_order[device_type])
 
 
 def make_backend(name: str, spec: AttentionSpec) -> tuple[str, Backend[Any]]:
-    """Return the backend called `name`, or for "auto" the first that fits, with its name.
+    """Return the name and instance of the backend `name`, or for "auto" the first that can run.
 
     Raises:
-        ConfigError: there is no such backend, or it cannot run here; with its reason.
+        ConfigError: there is no such backend, or the backend cannot run, with the reason.
     """
     is_narrow = spec.device.type == "cpu" and spec.kv_dtype.itemsize == 1
     if is_narrow and spec.value_dim is not None:

@@ -1,4 +1,4 @@
-"""int8 keys and values, a scale per token and head: off by 1/254 of the largest number at most."""
+"""int8 keys and values, a scale per token and head; the error is at most 1/254 of the maximum."""
 
 import torch
 from torch import Tensor
@@ -8,12 +8,12 @@ SMALLEST = 1e-12  # scale
 
 
 def row_size(kv_dtype: torch.dtype, head_dim: int) -> int:
-    """Elements of a cache of this type that a token's keys or values of one head occupy."""
+    """Return the cache elements of one token's keys or values of one head."""
     return head_dim + SCALE_BYTES if kv_dtype == torch.int8 else head_dim
 
 
 def pack(x: Tensor) -> Tensor:
-    """Quantize floats [..., head_dim] -> int8 [..., head_dim + SCALE_BYTES]. A head with a
+    """Quantize floats [..., head_dim] to int8 [..., head_dim + SCALE_BYTES]. A head with a
     non-finite value becomes NaN.
     """
     wide = x.float()
@@ -24,6 +24,6 @@ def pack(x: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize the result of `pack` -> [..., head_dim] of this type."""
+    """Dequantize the result of `pack` to `dtype` [..., head_dim]."""
     codes, scale = packed.split([packed.shape[-1] - SCALE_BYTES, SCALE_BYTES], dim=-1)
     return (codes.float() * scale.contiguous().view(torch.float32)).to(dtype)

@@ -1,4 +1,4 @@
-"""Attention by FlashInfer (https://docs.flashinfer.ai), planned once a step; CUDA only, extra
+"""Attention by FlashInfer (https://docs.flashinfer.ai), planned once per step; CUDA only, extra
 `servd[flashinfer]`.
 """
 
@@ -25,10 +25,10 @@ class Metadata:
 
 
 class Backend(AttentionBackend[Metadata]):
-    """One kernel call per layer for the whole mixed batch: a decode row is a prompt of one token.
+    """A backend with one kernel call per layer for the whole batch; decode rows are short prompts.
 
-    Without CUDA graphs: the host makes a plan from the lengths of the rows, so a captured plan is
-    valid for its own step only.
+    CUDA graphs are not supported: the host makes a plan from the lengths of the rows, so a captured
+    plan is valid for its own step only.
     """
 
     auto_order = {"cuda": 30}  # without graphs
@@ -43,7 +43,7 @@ class Backend(AttentionBackend[Metadata]):
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Needs the package, an Ampere GPU or later, a 16-bit type and a usual head_dim."""
+        """Return why not, or None. Needs flashinfer, Ampere, a 16-bit type and a usual head_dim."""
         if spec.device.type != "cuda":
             return f"needs CUDA, not {spec.device.type}"
         if (capability := torch.cuda.get_device_capability(spec.device)) < (8, 0):
@@ -65,7 +65,7 @@ class Backend(AttentionBackend[Metadata]):
         return None
 
     def build_metadata(self, batch: AttentionBatch) -> Metadata:
-        """Run the planner, on the host, for the step's rows and pages."""
+        """Run FlashInfer's planner on the host for the step's rows and pages."""
         spec = self.spec
         num_pages = -(-batch.seq_lens // spec.block_size)
         page_starts = _starts(num_pages)
@@ -98,10 +98,10 @@ class Backend(AttentionBackend[Metadata]):
     def attend(
         self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        """One kernel over all rows; the softmax scale is applied through the scale of the keys."""
+        """Run one kernel over all rows. The factor on the keys applies the softmax scale."""
         return self.wrapper.run(q.contiguous(), (kv_cache[0], kv_cache[1]), k_scale=scale)
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
-    """int32 [n + 1]: exclusive prefix sums of n lengths."""
+    """Return the exclusive prefix sums of n lengths, int32 [n + 1]."""
     return np.concatenate(([0], counts.cumsum())).astype(np.int32)

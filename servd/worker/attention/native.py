@@ -1,5 +1,5 @@
-"""Attention on a CPU by ops/cpu/attention.cpp: reads the paged KV cache in place, in 8 to 32 bits,
-and accumulates in float32.
+"""Attention on a CPU by ops/cpu/attention.cpp, which reads the paged KV cache in place, in 8 to 32
+bits, and accumulates in float32.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ class Metadata:
 
 
 class Backend(AttentionBackend[Metadata]):
-    """One call per layer for the whole mixed batch; its result for a token does not depend on the
-    rest of the batch.
+    """A backend that makes one call per layer for the whole mixed batch. The result of a token does
+    not depend on the rest of the batch.
     """
 
     auto_order = {"cpu": 10}
@@ -78,9 +78,9 @@ class Backend(AttentionBackend[Metadata]):
         return None
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Keys are stored as [blocks, kv_heads, head_dim, block_size], values as [blocks, kv_heads,
-        block_size, head_dim]; in int8, each head is followed by scales, float32 [block_size]. Keys
-        that contain the values have the layout of values.
+        """Return the shape of the cache. Keys are [blocks, kv_heads, head_dim, block_size], values
+        [blocks, kv_heads, block_size, head_dim]. In int8, scales float32 [block_size] follow each
+        head. Keys that contain the values have the layout of values.
         """
         spec = self.spec
         if spec.value_dim is not None:

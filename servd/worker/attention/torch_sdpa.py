@@ -1,4 +1,4 @@
-"""Reference attention on any device: gather the blocks of rows of similar length, then
+"""Reference attention on any device: gathers the blocks of rows of similar length, then calls
 scaled_dot_product_attention.
 """
 
@@ -23,8 +23,8 @@ MAX_GATHER_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 
 @dataclass(frozen=True)
 class Group:
-    """Rows with the same number of new tokens and about the same length, attended to in one
-    call.
+    """A group of rows with equally many new tokens and similar lengths. One call computes their
+    attention.
     """
 
     num_rows: int
@@ -44,7 +44,7 @@ class Metadata:
 
 
 class Backend(AttentionBackend[Metadata]):
-    """Does not distinguish prefill from decode: decode rows are a group of query_len 1."""
+    """The reference backend. Decode rows are a group with query_len 1, not a special case."""
 
     auto_order = {"cuda": 90, "cpu": 90}  # copies what it reads
     supports_tails = True
@@ -75,7 +75,7 @@ class Backend(AttentionBackend[Metadata]):
         return Metadata(batch.slot_mapping, groups)
 
     def _split(self, query_lens: np.ndarray, num_blocks: np.ndarray) -> Iterator[np.ndarray]:
-        """Row numbers of each group; bounds the padding and the memory of a group."""
+        """Yield the row numbers of each group; limit the padding and the memory of a group."""
         order = np.lexsort((num_blocks, query_lens))
         start = 0
         for end in range(1, len(order) + 1):
@@ -167,7 +167,7 @@ class Backend(AttentionBackend[Metadata]):
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        """[num_rows, num_heads, query_len, head_dim], from keys and values of num_kv_heads."""
+        """Return attention [num_rows, num_heads, query_len, head_dim] over the keys and values."""
         spec = self.spec
         group = spec.num_heads // spec.num_kv_heads
         if spec.value_dim is not None:  # treat heads as queries: torch would copy the keys for each
@@ -191,7 +191,7 @@ class Backend(AttentionBackend[Metadata]):
         return scores.softmax(3)[..., : k.shape[2]].to(v.dtype) @ v
 
     def _gather(self, blocks: Tensor, group: Group) -> Tensor:
-        """The group's keys or values, [num_rows, kv_heads, num_blocks * block_size, head_dim]."""
+        """Return the group's keys or values [num_rows, kv_heads, keys, head_dim]."""
         spec = self.spec
         size = _int8.row_size(spec.kv_dtype, spec.head_dim)
         shape = (-1, spec.num_kv_heads, size)

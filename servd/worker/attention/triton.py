@@ -1,5 +1,5 @@
-"""Own Triton kernels over the paged KV cache, on any CUDA device; on a CPU in Triton's interpreter,
-for tests.
+"""Attention by servd's Triton kernels over the paged KV cache, on any CUDA device; tests run it in
+Triton's interpreter on a CPU.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Metadata:
 
 
 class Backend(AttentionBackend[Metadata]):
-    """Per layer one kernel writes keys and values and one or two compute attention, plus one if
-    rows are long enough to be split.
+    """A backend with up to four kernels per layer: one writes keys and values, one or two compute
+    attention, and one merges long rows that were split.
     """
 
     auto_order = {"cuda": 20}  # reads the cache in place
@@ -63,7 +63,7 @@ class Backend(AttentionBackend[Metadata]):
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Needs triton, CUDA or the interpreter, and a head_dim that fills the tiles."""
+        """Return why not, or None: needs triton, CUDA or interpreter, and a fitting head_dim."""
         if importlib.util.find_spec("triton") is None:
             return "needs the package triton"
         from triton import knobs

@@ -1,5 +1,5 @@
-"""FlashAttention that ships with torch (`varlen_attn`), reading the paged KV cache in place; CUDA
-only.
+"""Attention by torch's FlashAttention (`varlen_attn`), which reads the paged KV cache in place;
+CUDA only.
 """
 
 import importlib
@@ -32,7 +32,7 @@ class Metadata:
 
 
 class Backend(AttentionBackend[Metadata]):
-    """One kernel call per layer for the whole mixed batch."""
+    """A backend that makes one kernel call per layer for the whole mixed batch."""
 
     auto_order = {"cuda": 10}  # FlashAttention 3, hand-tuned for Hopper
     supports_graphs = True
@@ -48,8 +48,8 @@ class Backend(AttentionBackend[Metadata]):
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Needs a Hopper GPU, a 16-bit type, the flash-attn-3 package and a torch with the paged
-        signature.
+        """Return why not, or None. The backend needs a Hopper GPU, a 16-bit type, the package
+        flash-attn-3, and a torch with the paged signature.
         """
         if spec.device.type != "cuda":
             return f"needs CUDA, not {spec.device.type}"

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint's files, as they are."""
+"""Reader of the unconverted tensors in a checkpoint's files."""
 
 import zipfile
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ MAX_PICKLE = 1 << 26  # bytes of the pickled metadata of a .bin file
 
 
 def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Memory-mapped tensors of the files, unconverted, by name. Raises ModelNotFound: a file is
-    broken.
+    """Yield the names and memory-mapped, unconverted tensors of the files. Raises ModelNotFound: a
+    file is damaged.
     """
     for path in files:
         try:
@@ -32,7 +32,7 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _unpickle(path: Path) -> dict[str, Tensor]:
-    """Unpickle tensors by name; anything else in the file is rejected."""
+    """Return the tensors of a pickle file by name. Reject files with other contents."""
     _check_archive(path)
     # These have storage in a dry run, too.
     with without_function_modes():
@@ -46,7 +46,7 @@ def _unpickle(path: Path) -> dict[str, Tensor]:
 
 
 def _check_archive(path: Path) -> None:
-    """Reject compressed members, which torch never writes: nothing may expand beyond the file."""
+    """Reject compressed members, which torch never writes. Nothing may expand beyond the file."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
@@ -60,7 +60,7 @@ def _check_archive(path: Path) -> None:
 
 
 def _is_plain(named: tuple[Any, Any]) -> bool:
-    """Whether it is a name and a dense, real tensor whose data is within the file."""
+    """Return whether `named` is a name and a dense, real tensor with its data in the file."""
     name, tensor = named
     return (
         isinstance(name, str)

@@ -1,6 +1,6 @@
-"""Importance matrices: how large the inputs of each layer are, as `llama-imatrix` writes them.
+"""Importance matrices: magnitudes of each layer's inputs, as written by `llama-imatrix`.
 
-https://github.com/ggml-org/llama.cpp/blob/master/tools/imatrix/README.md has the format, of GGUF.
+https://github.com/ggml-org/llama.cpp/blob/master/tools/imatrix/README.md has the GGUF format.
 """
 
 from pathlib import Path
@@ -18,9 +18,9 @@ LEAST = 1e-3  # of the mean: a column that was never seen is not nothing
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """Mean squares of the inputs of matrices, float32 [in], by the names that Hugging Face gives to
-    these. Raises ConfigError: it is no such file, or none of a model whose layers have other names;
-    ModelNotFound: it cannot be read as GGUF.
+    """Return the mean squares of the inputs of matrices, float32 [in], by the matrices' Hugging
+    Face names. Raises ConfigError: the file is not an importance matrix, or its model's layers have
+    other names; ModelNotFound: the file cannot be read as GGUF.
     """
     reader, values = open_file(path)
     kind = values.get("general.type")

@@ -1,5 +1,5 @@
-"""What formats in safetensors files have in common: modules of several tensors, codes packed into
-words, zero points.
+"""Code shared by formats in safetensors files: modules of several tensors, codes packed into words,
+zero points.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,9 +23,9 @@ UNSIGNED = tuple(map(float, range(16)))
 def read_modules(
     files: list[Path], decode: Callable[[str, Module], Quantized | None]
 ) -> NamedTensors:
-    """Every tensor of the files, mapped, by its name. Those that `decode` takes out of a module
-    become the module's weight; None: it takes none. Parts of a module may be in several files.
-    Raises ModelNotFound: a file is broken; UnsupportedModel: a module is no matrix of this format.
+    """Yield every tensor of the files, memory-mapped, by name. `decode` takes tensors out of a
+    module and returns its weight, or None to take none. Parts of a module may be in several files.
+    Raises ModelNotFound: a file is broken; UnsupportedModel: a module does not fit the format.
     """
     found: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
@@ -68,8 +68,8 @@ def _decoded(
 
 
 def take(name: str, module: Module, device: torch.device, *leaves: str) -> list[Tensor]:
-    """These matrices of a module, on the device. Raises UnsupportedModel: one is missing, or no
-    matrix.
+    """Remove and return the named matrices of a module, on the device. Raises UnsupportedModel: a
+    matrix is missing, or not a matrix.
     """
     taken = []
     for leaf in leaves:
@@ -85,7 +85,7 @@ def take(name: str, module: Module, device: torch.device, *leaves: str) -> list[
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """int32 [rows, words] -> uint8 [rows, codes] of 2, 4 or 8 bits, the lowest of a word first."""
+    """Unpack int32 [rows, words] to uint8 codes of 2, 4 or 8 bits, lowest bits of a word first."""
     if words.is_floating_point():
         raise TypeError(f"words of {str(words.dtype)[6:]}, expected integers")
     data = words.to(torch.int32).contiguous().view(torch.uint8)
@@ -103,16 +103,16 @@ def affine(
     group_size: int,
     is_symmetric: bool,
 ) -> Quantized:
-    """The matrix `(code - zero) * scale`. Raises UnsupportedModel: shapes do not fit each other, or
-    it would not be exact.
+    """Return the matrix `(code - zero) * scale`. Raises UnsupportedModel: the shapes do not fit
+    each other, or the result would not be exact.
 
     Args:
         codes: uint8 [out, in].
-        zeros: uint8 [out, groups]; None: all are half of the range.
+        zeros: uint8 [out, groups]; None: all zeros are half of the range.
         scale: [out, groups].
-        bits: of a code; in memory 2 take 4.
-        group_size: columns that share a scale; the last ones may be less.
-        is_symmetric: what is assumed of zeros without storage: they are equal.
+        bits: bits of a code; 2-bit codes take 4 bits in memory.
+        group_size: columns that share a scale; the last group may have fewer.
+        is_symmetric: for zeros without storage: whether all zeros are equal.
     """
     num_groups = -(-codes.shape[1] // group_size)
     for what, tensor in (("zero points", zeros), ("scales", scale)):
@@ -145,7 +145,7 @@ def affine(
 
 
 def _only_value(zeros: Tensor, assumed: int | None) -> int | None:
-    """What all of them are; None: they differ. `assumed` is for those without storage."""
+    """Return the value of all zeros, or None if they differ; `assumed` for a meta tensor."""
     if zeros.is_meta:
         return assumed
     first = int(zeros[0, 0])
@@ -153,10 +153,10 @@ def _only_value(zeros: Tensor, assumed: int | None) -> int | None:
 
 
 def side_by_side(name: str, weight: Quantized, group_of: Tensor) -> Quantized:
-    """A matrix whose column i is of group `group_of[i]`, the columns of a group put side by side.
-    Raises UnsupportedModel: groups are not of the size that the matrix has. `weight`: with the
-    columns in the order of the checkpoint. `group_of`: int [in]; empty: the columns of each group
-    are side by side.
+    """Return a matrix with the columns of each group side by side. Column i belongs to group
+    `group_of[i]`. Raises UnsupportedModel: a group has another size than the matrix's. `weight`:
+    with columns in the order of the checkpoint. `group_of`: int [in]; empty: the columns of each
+    group are side by side already.
     """
     if not group_of.numel() or weight.scale.shape[1] == 1:
         return weight
@@ -174,14 +174,14 @@ def side_by_side(name: str, weight: Quantized, group_of: Tensor) -> Quantized:
 def scales_of_rows(
     name: str, shape: Sequence[int], scale: Tensor, block: Sequence[int] | None = None
 ) -> tuple[Tensor, int]:
-    """Scales [out, groups] of a matrix of this shape, and the group size. Raises UnsupportedModel:
-    scales of another shape.
+    """Return the scales [out, groups] of a matrix of this shape, and the group size. Raises
+    UnsupportedModel: the scales have another shape.
 
     Args:
         shape: [out, in].
-        scale: one; or of rows, [out] or [out, 1]; or of groups of columns, [out, groups]; or of
-            blocks, [out / rows of a block, in / columns of a block], where the last may be less.
-        block: its rows and columns.
+        scale: a single scale; or of rows, [out] or [out, 1]; or of groups, [out, groups]; or of
+            blocks, [out / rows of a block, in / columns of a block]; the last block may be smaller.
+        block: rows and columns of a block.
     """
     num_rows, size = shape
     given = list(scale.shape)
@@ -208,8 +208,8 @@ def scales_of_rows(
 def floats(
     name: str, codes: Tensor, scale: Tensor, block: Sequence[int] | None = None
 ) -> Quantized:
-    """The matrix `code * scale` of 8-bit floats [out, in]. Raises
-    UnsupportedModel: there is a NaN, which products do not know.
+    """Return the matrix `code * scale` of 8-bit floats [out, in]. Raises UnsupportedModel: a code
+    is NaN, which products cannot handle.
     """
     if not codes.is_meta and bool((codes.view(torch.uint8) & 127 == 127).any()):
         raise UnsupportedModel(f"layer {name} has a weight that is not a number")

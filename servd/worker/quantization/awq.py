@@ -15,7 +15,7 @@ ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word the codes of 8 columns are
 
 
 def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
-    """Raises UnsupportedModel: in another layout than "gemm", or not of 4 bits."""
+    """Yield the tensors. Raises UnsupportedModel: the layout is not "gemm", or bits are not 4."""
     layout = str(config.get("version", "gemm")).lower()
     bits = config.get("bits", config.get("w_bit", 4))
     if layout != "gemm" or bits != 4:
@@ -27,7 +27,7 @@ def read(files: list[Path], config: dict[str, Any], device: torch.device) -> Nam
 
 
 def _weight(device: torch.device, name: str, module: Module) -> Quantized | None:
-    """`qweight` int32 [in, out / 8], `qzeros` int32 [groups, out / 8], `scales` [groups, out]."""
+    """Return the matrix of qweight int32 [in, out / 8], qzeros [groups, out / 8], and scales."""
     if "qweight" not in module:
         return None
     words, zeros, scale = take(name, module, device, "qweight", "qzeros", "scales")
@@ -44,5 +44,5 @@ def _weight(device: torch.device, name: str, module: Module) -> Quantized | None
 
 
 def _rows(words: Tensor) -> Tensor:
-    """int32 [n, out / 8] -> uint8 [out, n]."""
+    """Return codes uint8 [out, n] of words int32 [n, out / 8]."""
     return unpack(words, 4).unflatten(1, (-1, 8))[..., ORDER].flatten(1).t()

@@ -1,4 +1,4 @@
-"""bitsandbytes: 4 bits that stand for 16 numbers (NF4), a factor for each block of a row."""
+"""bitsandbytes: 4-bit codes of 16 numbers (NF4), with a factor for each block of a row."""
 
 import json
 import math
@@ -17,8 +17,8 @@ STATE = "weight.quant_state.bitsandbytes__nf4"  # JSON: shape, sizes of blocks, 
 
 
 def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
-    """Raises UnsupportedModel: other kinds than NF4: what their products are is
-    not defined exactly.
+    """Yield the tensors. Raises UnsupportedModel: the kind is not NF4, because the products of
+    other kinds are not defined exactly.
     """
     kind = config.get("bnb_4bit_quant_type", "fp4") if config.get("load_in_4bit") else "int8"
     if kind != "nf4":
@@ -29,8 +29,8 @@ def read(files: list[Path], config: dict[str, Any], device: torch.device) -> Nam
 
 
 def _weight(device: torch.device, name: str, module: Module) -> Quantized | None:
-    """`weight` uint8 [codes / 2, 1], the first code of a byte above; `absmax` float32 [blocks], or
-    uint8 with blocks of its own; `quant_map` float32 [16].
+    """Return the matrix of `weight` uint8 [codes / 2, 1], first code in the upper bits; `absmax`
+    float32 [blocks], or uint8 with blocks of its own; and `quant_map` float32 [16].
     """
     if "weight.absmax" not in module:
         return None
@@ -67,7 +67,7 @@ def _weight(device: torch.device, name: str, module: Module) -> Quantized | None
 
 
 def _factors(state: dict[str, Any], module: Module) -> Tensor:
-    """float32 [blocks]; with "double quantization" they are 8-bit codes in blocks themselves."""
+    """Return the factors, float32 [blocks]; decode factors with "double quantization"."""
     absmax = module.pop("weight.absmax")
     if "nested_offset" not in state:
         return absmax.float()

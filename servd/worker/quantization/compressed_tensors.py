@@ -1,6 +1,6 @@
 """compressed-tensors: integers of 4 and 8 bits, packed or not, and 8-bit floats.
 
-Activations are not rounded to 8 bits: that is for speed on other devices, and less exact.
+Activations are not rounded to 8 bits: rounding is less exact, and speeds up other devices only.
 """
 
 from functools import partial
@@ -34,8 +34,8 @@ UNUSED = ("input_scale", "input_zero_point")  # scales of activations
 
 
 def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
-    """Which layers are quantized, and how, is seen from their tensors. Raises
-    UnsupportedModel: there is more to be done than to dequantize.
+    """Yield the tensors. The tensors of a layer show whether and how it is quantized. Raises
+    UnsupportedModel: the layer needs more than dequantization.
     """
     groups = config.get("config_groups") or {}
     sparsity = config.get("sparsity_config") or {}
@@ -53,8 +53,8 @@ def read(files: list[Path], config: dict[str, Any], device: torch.device) -> Nam
 
 
 def _scheme_of(groups: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """What the group that names a layer says of weights, or else the first group: it is needed only
-    where tensors do not tell.
+    """Return the weight scheme of the group that names a layer, or of the first group. The scheme
+    matters only where tensors leave a choice.
     """
     for group in groups:
         if name in group.get("targets", ()):
@@ -78,8 +78,8 @@ def _weight(
 
 
 def _packed(scheme: dict[str, Any], device: torch.device, name: str, module: Module) -> Quantized:
-    """`weight_packed` int32 [out, words of a row], `weight_shape` [2], `weight_scale`,
-    `weight_zero_point` int32 [words of a column, groups], `weight_g_idx` int [in].
+    """Return the matrix of `weight_packed` int32 [out, words of a row], `weight_shape` [2],
+    `weight_scale`, `weight_zero_point` int32 [words of a column, groups], `weight_g_idx` int [in].
     """
     [words] = take(name, module, device, "weight_packed")
     scale, shape = (module.pop(leaf, None) for leaf in ("weight_scale", "weight_shape"))
@@ -115,7 +115,7 @@ def _packed(scheme: dict[str, Any], device: torch.device, name: str, module: Mod
 
 
 def _plain(scheme: dict[str, Any], device: torch.device, name: str, module: Module) -> Quantized:
-    """`weight` int8 or float8_e4m3fn [out, in], `weight_scale`, `weight_zero_point` int8."""
+    """Return the matrix of `weight` int8 or float8_e4m3fn, with scales and int8 zero points."""
     [codes] = take(name, module, device, "weight")
     scale = module.pop("weight_scale").to(device)
     zeros = module.pop("weight_zero_point", None)

@@ -1,5 +1,5 @@
-"""8-bit floats (e4m3): made with a scale per output, and one per token of activations; read with
-one of the whole matrix or of blocks.
+"""8-bit floats (e4m3). servd quantizes with a scale per output and per token of activations, and
+reads checkpoints with a scale per matrix or per block.
 """
 
 import functools
@@ -25,8 +25,8 @@ MULTIPLE = 16  # both sizes of a matrix are one, for the tensor cores
 
 
 def quantize(weight: Tensor) -> QuantMethod | None:
-    """[out, in] of any float type; None if its sizes cannot be multiplied. Raises ConfigError: as
-    of `check_device`.
+    """Return `weight` [out, in] of any float type as fp8, or None if its sizes cannot be
+    multiplied. Raises ConfigError like `check_device`.
     """
     check_device(weight.device)
     return None if any(size % MULTIPLE for size in weight.shape) else Fp8Matrix(weight)
@@ -34,8 +34,8 @@ def quantize(weight: Tensor) -> QuantMethod | None:
 
 @functools.cache
 def check_device(device: torch.device) -> None:
-    """Warn, once, where fp8 is slow. Raises ConfigError: the GPU, or this torch on a CPU, has no
-    products of 8-bit floats.
+    """Warn once if fp8 is slow on the device. Raises ConfigError: the GPU, or this torch on a CPU,
+    cannot multiply 8-bit floats.
     """
     if device.type != "cuda" and torch.__version__ < CPU_TORCH:
         raise ConfigError(
@@ -55,7 +55,7 @@ def check_device(device: torch.device) -> None:
 
 
 class Fp8Matrix:
-    """Multiplied as it is, with sums in float32; the result is rounded to bfloat16."""
+    """An fp8 matrix, multiplied with float32 sums; the result is rounded to bfloat16."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight, self.scale = round_rows(weight)
@@ -90,14 +90,14 @@ class Fp8Matrix:
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, size] as 8-bit floats, and the factor of each row [n, 1] float32."""
+    """Return `x` [n, size] as 8-bit floats, and the factor of each row [n, 1] float32."""
     wide = x.float()
     scale = wide.abs().amax(dim=1, keepdim=True).clamp_(min=1e-12) / LARGEST
     return (wide / scale).to(torch.float8_e4m3fn), scale
 
 
 def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
-    """Activations stay as they are."""
+    """Yield the tensors of the files. Activations stay unquantized."""
     block = config.get("weight_block_size")
     return read_modules(files, functools.partial(_weight, block, device))
 
@@ -105,8 +105,8 @@ def read(files: list[Path], config: dict[str, Any], device: torch.device) -> Nam
 def _weight(
     block: list[int] | None, device: torch.device, name: str, module: Module
 ) -> Quantized | None:
-    """`weight` float8_e4m3fn [out, in] with `weight_scale` of all of it or of rows, or
-    `weight_scale_inv` of blocks: factors, both of them.
+    """Return the matrix of `weight` float8_e4m3fn [out, in] with the factors `weight_scale` (of the
+    matrix or of rows) or `weight_scale_inv` (of blocks), or None without factors.
     """
     leaf = next((leaf for leaf in ("weight_scale_inv", "weight_scale") if leaf in module), None)
     if leaf is None:

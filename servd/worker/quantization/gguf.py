@@ -1,4 +1,4 @@
-"""GGUF: weights in blocks along a row, under llama.cpp's names.
+"""GGUF: weights in blocks along a row, with llama.cpp's names.
 
 https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h has the layouts of blocks.
 """
@@ -45,8 +45,8 @@ MXFP4 = (0.0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the
 
 
 def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
-    """Every tensor of the file, mapped, under the name that Hugging Face gives it. Raises
-    ModelNotFound: the file is damaged; UnsupportedModel: a tensor of a type that is not known.
+    """Yield every tensor of the file, memory-mapped, under its Hugging Face name. Raises
+    ModelNotFound: the file is damaged; UnsupportedModel: a tensor has an unknown type.
     """
     reader, values = open_file(files[0])
     for found in reader.tensors:
@@ -61,7 +61,7 @@ def read(files: list[Path], config: dict[str, Any], device: torch.device) -> Nam
 
 
 def rename(name: str) -> str:
-    """What Hugging Face calls a tensor of GGUF's name."""
+    """Return the Hugging Face name of a tensor with a GGUF name."""
     stem, _, leaf = name.rpartition(".")
     layer = re.match(r"blk\.(\d+)\.", stem)
     prefix = f"model.layers.{layer[1]}." if layer else ""
@@ -69,8 +69,8 @@ def rename(name: str) -> str:
 
 
 def _by_halves(tensor: Tensor | Quantized, num_heads: int) -> Tensor | Quantized:
-    """Rows of each head in the order of Hugging Face: GGUF has those next to each other that are
-    rotated together, which are half a head apart there.
+    """Return rows of each head in the order of Hugging Face. GGUF puts the two rows that rotate
+    together side by side; in Hugging Face, they are half a head apart.
     """
     rows = torch.arange(tensor.shape[0]).view(num_heads, -1, 2).transpose(1, 2).flatten()
     return tensor[rows] if isinstance(tensor, Tensor) else tensor.map(lambda x: x[rows])
@@ -101,13 +101,13 @@ def _decode(tensor: ReaderTensor, device: torch.device) -> Tensor | Quantized:
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """[rows, blocks] float16 of the bytes from `at` on."""
+    """Return float16 [rows, blocks] of the two bytes from `at` on."""
     return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
 
 
 def _bits(data: Tensor, width: int, run: int) -> Tensor:
-    """Numbers of `width` bits: each `run` bytes have the lowest bits of `run` numbers, then the
-    next bits of the `run` numbers after those, and so on.
+    """Return numbers of `width` bits. Each `run` bytes hold the lowest bits of `run` numbers, then
+    the next bits of the next `run` numbers, and so on.
     """
     runs = data.unflatten(-1, (-1, 1, run))
     fields = [runs >> shift & (1 << width) - 1 for shift in range(0, 8, width)]
@@ -133,7 +133,7 @@ def _q4_1(x: Tensor) -> Quantized:
 
 
 def _fifth(x: Tensor) -> Tensor:
-    """Bit i of 4 bytes, as the fifth bit of number i."""
+    """Return bit i of 4 bytes as the fifth bit of number i."""
     return torch.stack([x >> shift & 1 for shift in range(8)], dim=-1).flatten(-2) << 4
 
 
@@ -169,7 +169,7 @@ def _q3_k(x: Tensor) -> Quantized:
 
 
 def _scales_of_8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and offset [rows, blocks, 8] of a block of Q4_K or Q5_K: 6 bits each in 12 bytes."""
+    """Return scale and offset [rows, blocks, 8] of Q4_K or Q5_K: 6 bits each in 12 bytes."""
     first = x[..., 4:8]
     second = x[..., 8:12]
     rest = x[..., 12:16]

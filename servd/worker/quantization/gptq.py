@@ -1,4 +1,4 @@
-"""GPTQ: codes of 4 or 8 bits packed along the inputs, groups that may be of scattered columns."""
+"""GPTQ: codes of 4 or 8 bits packed along the inputs; groups may be of scattered columns."""
 
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,8 @@ MISSING = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 
 
 def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
-    """Bits and groups of each layer follow from its shapes, so that `dynamic` need
-    not be read. Raises UnsupportedModel: in another layout than those of AutoGPTQ and GPTQModel.
+    """Yield the tensors. The shapes of a layer give its bits and groups, so `dynamic` is not
+    needed. Raises UnsupportedModel: the layout is neither AutoGPTQ's nor GPTQModel's.
     """
     layout = config.get("checkpoint_format") or "gptq"
     if layout not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
@@ -38,8 +38,8 @@ def read(files: list[Path], config: dict[str, Any], device: torch.device) -> Nam
 def _weight(
     config: dict[str, Any], device: torch.device, is_version_1: bool, name: str, module: Module
 ) -> Quantized | None:
-    """`qweight` int32 [in / codes of a word, out], `qzeros` int32 [groups, out / codes of a word],
-    `scales` [groups, out], `g_idx` int32 [in], or without it.
+    """Return the matrix of `qweight` int32 [in / codes of a word, out], `qzeros` int32 [groups, out
+    / codes of a word], `scales` [groups, out] and, if present, `g_idx` int32 [in].
     """
     if "qweight" not in module:
         return None

@@ -1,8 +1,8 @@
-"""4 bits per weight, a scale and an offset per group of 32; 8 bits in the table of the vocabulary.
+"""4 bits per weight, a scale and an offset per group of 32; 8 bits in the vocabulary table.
 
-Scale and offset are those of least squares for the codes, and codes the nearest for these, in turns
-from where the least and the largest number of a group have codes 0 and 15. With an importance
-matrix the squares count as much as their columns' inputs, from more such beginnings.
+Scale and offset are the least-squares fit of the codes, and the codes are the nearest codes, in
+alternation. The start maps the minimum and maximum of a group to codes 0 and 15. An importance
+matrix weights the squares by the inputs of their columns, and adds more starts.
 """
 
 import torch
@@ -26,7 +26,9 @@ quantize_table = int8.quantize  # whose errors no later layer makes up for
 def quantize(
     weight: Tensor, x_dtype: torch.dtype = torch.float32, importance: Tensor | None = None
 ) -> QuantMethod:
-    """Round [out, in] of any float type; x_dtype: see `GroupedMatrix`; importance: float32 [in]."""
+    """Quantize [out, in] floats of any type; x_dtype: see `GroupedMatrix`; importance: float32
+    [in].
+    """
     num_rows, size = weight.shape
     num_groups = -(-size // GROUP_SIZE)
     codes = torch.empty(num_rows, size, dtype=torch.uint8, device=weight.device)
@@ -43,7 +45,7 @@ def quantize(
 
 
 def _round(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes [n, in], scale and offset [n, groups] of float32 [n, in]."""
+    """Return codes [n, in], scale and offset [n, groups] of `weight` float32 [n, in]."""
     num_rows, size = weight.shape
     groups = _grouped(weight)
     counts = groups.new_ones(1, 1, 1)
@@ -61,14 +63,14 @@ def _round(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor, T
 
 
 def _grouped(rows: Tensor) -> Tensor:
-    """Map [n, in] to [n, groups, GROUP_SIZE]; padding of the last group is in its range."""
+    """Map [n, in] to [n, groups, GROUP_SIZE]; pad the last group with values in its range."""
     missing = -rows.shape[1] % GROUP_SIZE
     full = torch.cat([rows, rows[:, -1:].expand(-1, missing)], dim=1) if missing else rows
     return full.reshape(len(rows), -1, GROUP_SIZE)
 
 
 def _fit(groups: Tensor, counts: Tensor, width: float) -> tuple[Tensor, Tensor]:
-    """Fit scale and offset [n, groups, 1] to a grid over this share of the numbers' range."""
+    """Return scale and offset [n, groups, 1] of a grid over the share `width` of the range."""
     low = groups.amin(dim=2, keepdim=True)
     high = groups.amax(dim=2, keepdim=True)
     scale = ((high - low) * (width / 15)).clamp_(min=SMALLEST)

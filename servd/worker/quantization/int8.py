@@ -1,8 +1,8 @@
-"""8 bits per weight and a scale per output, rounded to nearest; activations may be too.
+"""8 bits per weight and a scale per output, rounded to nearest; optionally 8-bit activations.
 
-On a CPU it is rows turned by `packed.spread` that are rounded (as QuaRot does, arXiv 2404.00456):
-where few numbers of a row are much larger than the others, a scale for all would leave these next
-to nothing.
+On a CPU, servd first rotates rows with `packed.spread` (as QuaRot does, arXiv 2404.00456). Without
+rotation, a few large numbers of a row would give a scale that rounds the other numbers to almost
+nothing.
 """
 
 import torch
@@ -19,7 +19,7 @@ MAX_PACKED_ROWS = 8  # above, torch's product of packed bytes is slower than one
 
 
 def quantize(weight: Tensor, x_dtype: torch.dtype = torch.float32) -> QuantMethod:
-    """Round [out, in] of any float type; x_dtype: see `PackedMatrix`."""
+    """Quantize [out, in] of any float type; x_dtype: see `PackedMatrix`."""
     is_native = weight.device.type == "cpu" and native.library() is not None
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scale = torch.empty(len(weight), device=weight.device)
@@ -34,7 +34,7 @@ def quantize(weight: Tensor, x_dtype: torch.dtype = torch.float32) -> QuantMetho
 
 
 class Int8Matrix:
-    """A matrix of int8 that torch's own operations multiply."""
+    """An int8 matrix, multiplied by torch's own operations."""
 
     def __init__(self, weight: Tensor, scale: Tensor) -> None:
         self.weight = weight

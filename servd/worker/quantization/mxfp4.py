@@ -1,4 +1,4 @@
-"""MXFP4, as GPT-OSS has its experts: floats of 4 bits, a power of two for each 32 of a row."""
+"""MXFP4, the format of GPT-OSS's experts: 4-bit floats, a power of two for each 32 of a row."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ BIAS = 127  # of exponents; 255 is no number
 
 
 def read(files: list[Path], config: dict[str, Any], device: torch.device) -> NamedTensors:
-    """`experts.NAME_blocks` and `experts.NAME_scales`, of all experts, become
+    """Yield the tensors. `experts.NAME_blocks` and `experts.NAME_scales` of all experts become
     `experts.NUMBER.NAME`.
     """
     found: dict[str, dict[str, Tensor]] = {}
@@ -39,8 +39,8 @@ def read(files: list[Path], config: dict[str, Any], device: torch.device) -> Nam
 
 
 def _matrices(name: str, pair: dict[str, Tensor], device: torch.device) -> Iterator[Quantized]:
-    """Of blocks uint8 [experts, out, groups, 16], the lower 4 bits of a byte first, and scales
-    uint8 [experts, out, groups].
+    """Yield the matrix of each expert, from blocks uint8 [experts, out, groups, 16], lower 4 bits
+    of a byte first, and scales uint8 [experts, out, groups].
     """
     blocks = pair["blocks"]
     scales = pair["scales"]
