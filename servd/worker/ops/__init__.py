@@ -60,7 +60,7 @@ class Ops(Protocol):
     def layer_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Return LayerNorm of `x + residual` [..., size] with weight and bias [size], and the sum."""
+        """Return LayerNorm of `x + residual` [..., size] with weight and bias, and the sum."""
         ...
 
     def activate(self, x: Tensor, name: str) -> Tensor:

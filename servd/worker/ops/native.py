@@ -181,9 +181,9 @@ class Library:
         return signature.layout.pack(signature.number, *words)
 
     def run(self, graph: bytes) -> None:
-        """Run the calls of a graph in order. Raises IndexError: a call got an index out of range;
-        MemoryError: a call found no memory for intermediate results. The failed call (at an
-        IndexError) and the calls after it have not run.
+        """Run the calls of a graph in order. Raises IndexError: a call got an index out of range
+        and did not run; MemoryError: a call found no memory for intermediate results. Later calls
+        have not run.
         """
         message = Message()
         if status := self._run(graph, len(graph) // 8, message, len(message)):

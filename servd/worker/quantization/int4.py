@@ -26,9 +26,7 @@ quantize_table = int8.quantize  # whose errors no later layer makes up for
 def quantize(
     weight: Tensor, x_dtype: torch.dtype = torch.float32, importance: Tensor | None = None
 ) -> QuantMethod:
-    """Quantize [out, in] floats of any type; x_dtype: see `GroupedMatrix`; importance: float32
-    [in].
-    """
+    """Round [out, in] of any float type; x_dtype: see `GroupedMatrix`; importance: float32 [in]."""
     num_rows, size = weight.shape
     num_groups = -(-size // GROUP_SIZE)
     codes = torch.empty(num_rows, size, dtype=torch.uint8, device=weight.device)

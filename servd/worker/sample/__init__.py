@@ -1,1 +1,1 @@
-"""From logits to tokens."""
+"""Sampling: turns logits into tokens."""

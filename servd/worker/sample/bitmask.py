@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def pack(allowed: Sequence[int], vocab_size: int) -> npt.NDArray[np.int32]:
-    """The bitmask [ceil(vocab_size / 32)] that allows these tokens only."""
+    """Return the bitmask [ceil(vocab_size / 32)] that allows only the `allowed` tokens."""
     bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
     bits[allowed] = True
     return np.packbits(bits, bitorder="little").view("<i4")

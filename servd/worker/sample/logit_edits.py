@@ -1,4 +1,4 @@
-"""LogitEdits: the changes of logits that one fused pass makes, which also finds their maximum."""
+"""LogitEdits: the changes of logits made by one fused pass, which also finds the maximum."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class Penalized:
     factors: Tensor  # [max_num_seqs, 3] float32: repetition, frequency, presence
 
     def slot_of_each(self, num_rows: int) -> Tensor:
-        """Slot of every row of the step, int64 [num_rows]; -1: without penalties."""
+        """Return the slot of every row of the step, int64 [num_rows]; -1: without penalties."""
         slots = torch.full((num_rows,), -1, dtype=torch.int64, device=self.slots.device)
         slots[self.rows] = self.slots
         return slots
@@ -33,8 +33,8 @@ class Penalized:
 
 @dataclass(slots=True)
 class LogitEdits:
-    """Filled in by logits processors. Biases are added first, then tokens are forbidden, then
-    penalized.
+    """The edits requested by logits processors. The fused pass first adds biases, then forbids
+    tokens, then penalizes.
     """
 
     biased: Biased | None = None
@@ -42,7 +42,7 @@ class LogitEdits:
     penalized: Penalized | None = None
 
     def writable_bitmask(self, logits: Tensor) -> Tensor:
-        """The bitmask for logits [n, vocab], as a copy; all bits are set where there was none."""
+        """Return a copy of the bitmask for logits [n, vocab]; set all bits if there was none."""
         if self.bitmask is None:
             shape = len(logits), -(-logits.shape[1] // 32)
             self.bitmask = torch.full(shape, -1, dtype=torch.int32, device=logits.device)

@@ -1,4 +1,4 @@
-"""Log-probabilities of the sampled and of the most likely tokens, before any transformation of the
+"""Log-probabilities of the sampled token and of the most likely tokens, before any change of the
 logits.
 """
 
@@ -20,7 +20,7 @@ from servd.worker.sample.rows import Rows
 
 @dataclass(frozen=True, slots=True)
 class LogprobsTensors:
-    """Log-probabilities of the m rows that asked for them, out of the n of a step."""
+    """Log-probabilities of the m rows that requested them, out of the step's n rows."""
 
     # [m, 1 + k_max + named_max] int64: the sampled token, the k_max most likely, those named
     token_ids: Tensor
@@ -30,14 +30,14 @@ class LogprobsTensors:
     num_named: list[int]  # [m]: tokens named by each row that asked
 
     def to_host(self) -> LogprobsTensors:
-        """Start the copy to the host; on CUDA the caller waits for the stream before `to_lists`."""
+        """Start the copy to the host. On CUDA, wait for the stream before you call `to_lists`."""
         token_ids, logprobs, ranks = (
             t.to("cpu", non_blocking=True) for t in (self.token_ids, self.logprobs, self.ranks)
         )
         return replace(self, token_ids=token_ids, logprobs=logprobs, ranks=ranks)
 
     def to_lists(self) -> list[TokenLogprobs | None]:
-        """One entry per row of the step, None where not asked. The tensors must be on the host."""
+        """Return an entry per row, None if not requested. The tensors must be on the host."""
         asked = zip(
             self.token_ids.tolist(),
             self.logprobs.tolist(),
@@ -65,8 +65,8 @@ class LogprobsTensors:
 
 
 class SampledLogprobs:
-    """Which slots ask for the log-probabilities of their sampled tokens, and of how many others.
-    `are_logits`: logits are reported in their place.
+    """The slots that request log-probabilities of sampled tokens, and the numbers of other tokens.
+    `are_logits`: logits are reported instead.
     """
 
     def __init__(self, are_logits: bool = False) -> None:
@@ -84,8 +84,8 @@ class SampledLogprobs:
         return True
 
     def gather(self, logits: Tensor, sampled: Tensor, rows: Rows, num_rows: int) -> LogprobsTensors:
-        """What `rows`, of the step's `num_rows`, asked for. `logits`: [m, vocab] float32, of these
-        rows; `sampled`: [num_rows] int64; `rows`: those that asked.
+        """Return the log-probabilities that `rows` requested, of the step's `num_rows`. `logits`:
+        [m, vocab] float32 of `rows`; `sampled`: [num_rows] int64.
         """
         num_logprobs: list[int | None] = [None] * num_rows
         slots = rows.host_slots.tolist()
@@ -104,13 +104,13 @@ def gather_logprobs(
     num_logprobs: list[int | None],
     named: Sequence[Sequence[int]] = (),
 ) -> LogprobsTensors:
-    """Compute what the rows asked for.
+    """Return the log-probabilities that the rows requested.
 
     Args:
-        logits: [m, vocab] float32, of the rows that asked.
-        sampled: [m] int64, their sampled tokens.
-        num_logprobs: [n], k of each row of the step, None where not asked.
-        named: [m] token ids that each row asked for by name; empty if none did.
+        logits: [m, vocab] float32, of the rows with a request.
+        sampled: [m] int64, the sampled tokens of these rows.
+        num_logprobs: [n], k of each row of the step, None if not requested.
+        named: [m] token ids that each row requested by id; empty if no row did.
     """
     k_max = max(k for k in num_logprobs if k is not None)
     log_totals, ranks = ops.for_device(logits.device).score(logits, sampled)

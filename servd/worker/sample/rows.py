@@ -1,4 +1,4 @@
-"""Rows: a subset of the rows to sample, chosen on the host, without waiting for the device."""
+"""Rows: a subset of the rows to sample, chosen on the host without waiting for the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows to sample in a step: all, or those that use one feature."""
+    """The rows to sample in a step: all rows, or the rows that use one feature."""
 
     slots: Tensor  # [n] int64, on the device
     positions: Tensor  # [n] int64, on the device: index in the sequence of the token to sample
@@ -37,7 +37,9 @@ class Rows:
 
     @cached_property
     def index(self) -> Tensor | slice:
-        """int64 [n] on the device; `slice(None)` for all rows, so that indexing gives a view."""
+        """The index, int64 [n] on the device; `slice(None)` for all rows, so that indexing gives a
+        view.
+        """
         return slice(None) if self.chosen is None else upload(self.chosen, self.slots.device)
 
     def copy_of(self, logits: Tensor) -> Tensor:
@@ -50,5 +52,5 @@ class Rows:
         return np.arange(len(self.host_slots)) if self.chosen is None else self.chosen
 
     def repeat(self, counts: Sequence[int] | int) -> Tensor:
-        """Repeat each row's index as its count says: int64 [sum of counts], on the device."""
+        """Return each row's index repeated by its count: int64 [sum of counts], on the device."""
         return upload(np.repeat(self.host_index, counts), self.slots.device)

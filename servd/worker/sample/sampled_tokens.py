@@ -40,7 +40,7 @@ class SampledTokens:
             output.logprobs |= {row: each for row, each in asked.items() if each}
 
     def _parts(self, first: int = 0) -> Iterator[tuple[int, slice]]:
-        """Each row from number `first` on, and the slice of its tokens; rows before have one."""
+        """Yield each row from `first` on, and the slice of its tokens. Earlier rows have one token."""
         rows = self.rows[first:]
         num_drafts = self.num_drafts[first:]
         kept = self.sampled.num_kept

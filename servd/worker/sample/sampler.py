@@ -55,8 +55,8 @@ class SamplerOutput:
 
     @property
     def is_void(self) -> npt.NDArray[np.bool_]:
-        """[n], on the host: whether a row's logits are NaN or +inf. A row of -inf may be one whose
-        tokens are all forbidden.
+        """Whether each row's logits are NaN or +inf, [n], on the host. A row of -inf is not void:
+        all its tokens may be forbidden.
         """
         assert self.best is not None
         return ~(self.best.float().numpy()[:, 0] < np.inf)  # NaN counts as the maximum
@@ -71,7 +71,7 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Holds the sampling state of every slot and samples for any subset of the slots."""
+    """A sampler with the state of every slot, which samples for any subset of the slots."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Sampler:
 
     @property
     def costliest(self) -> SamplingParams:
-        """Parameters that use every feature, for the memory profile."""
+        """The parameters that use every feature, for the memory profile."""
         examples = [processor.example.items() for _, processor in self.processors]
         fields = dict(item for items in examples for item in items)
         return SamplingParams(
@@ -107,7 +107,7 @@ class Sampler:
 
     @property
     def examples(self) -> list[SamplingParams]:
-        """Parameters for each way to sample, to compile and warm up all kernels."""
+        """The parameters of each way to sample, to compile and warm up all kernels."""
         plain: list[dict[str, Any]] = [
             {"temperature": 0.0},
             {},
@@ -127,10 +127,10 @@ class Sampler:
         output_token_ids: Sequence[int],
         eos_token_ids: Sequence[int],
     ) -> bool:
-        """Add a request. After preemption it is added again, with its outputs so far. Returns
-        whether its drafts may be trees: no stateful processor or grammar follows its tokens.
+        """Add a request; after preemption, add the request again with its outputs. Return whether
+        drafts may be trees: no stateful processor or grammar follows its tokens.
         `prompt_token_ids`: at least one. `output_token_ids`: sampled before; empty at first.
-        `eos_token_ids`: forbidden, with params.stop_token_ids, for the first params.min_tokens
+        `eos_token_ids`: forbidden, like params.stop_token_ids, for the first params.min_tokens
         outputs.
         """
         request = SlotRequest(slot, params, prompt_token_ids, output_token_ids, eos_token_ids)
@@ -159,7 +159,7 @@ class Sampler:
         bitmask: Tensor | None = None,
         drafts: SpecDecodeMetadata | None = None,
     ) -> SamplerOutput:
-        """Sample one token per row; a request with drafts has one more row for each of them.
+        """Sample one token per row. A request with drafts has one more row for each draft.
 
         Args:
             logits: [n, vocab] float32 or narrower; overwritten. A row without a finite maximum (all
@@ -168,7 +168,7 @@ class Sampler:
             positions: [n] int64 on the device: index of the sampled token in its sequence.
             bitmask: [n, ceil(vocab / 32)] int32 on the device, bit set = allowed; all -1 in rows
                 without a grammar.
-            drafts: of a step with drafts; then n is `SpecDecodeMetadata`'s m.
+            drafts: the drafts of the step, or None; with drafts, n is `SpecDecodeMetadata`'s m.
         """
         host_slots = np.asarray(host_slots, dtype=np.int64)
         step = Rows(slots, positions, host_slots, self.uses[host_slots])
@@ -207,7 +207,7 @@ class Sampler:
         bitmask: Tensor | None,
         is_kept: Tensor | None = None,
     ) -> Tensor:
-        """Sample tokens [n]; rows that are not `is_kept`, [n] bool, change no state."""
+        """Return sampled tokens [n]. Rows that are not `is_kept`, [n] bool, change no state."""
         used = int(np.bitwise_or.reduce(step.uses))
         active = [(bit, each, step.subset(bit)) for bit, each in self.processors if used & bit]
         edits = LogitEdits(bitmask=bitmask)
@@ -225,7 +225,7 @@ class Sampler:
     def _choose_in_turn(
         self, logits: Tensor, step: Rows, bitmask: Tensor | None, drafts: SpecDecodeMetadata
     ) -> Tensor:
-        """Sample rows whose processors depend on the drafts before: draft by draft in all rows."""
+        """Sample rows with stateful processors: draft by draft, each draft in all rows at once."""
         token_ids = torch.empty_like(step.slots)
         is_kept = torch.ones(len(drafts.num_drafts), dtype=torch.bool, device=step.slots.device)
         for rows, chosen in drafts.turns():
@@ -242,8 +242,8 @@ class Sampler:
         return token_ids
 
     def _draw(self, logits: Tensor, token_ids: Tensor, rows: Rows) -> None:
-        """Replace the most probable tokens of random rows by drawn ones; and their logits by the
-        processed ones, if those are reported.
+        """Replace the most probable tokens of random rows by drawn tokens; replace their logits by
+        processed logits, if these are reported.
         """
         whole, best, logits = logits, token_ids[rows.index], logits[rows.index].float()
         peaks = logits.gather(1, best.unsqueeze(1)).squeeze(1)  # NaN if the row holds any

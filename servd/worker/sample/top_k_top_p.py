@@ -10,11 +10,11 @@ from servd.worker.sample.rows import Rows
 
 
 class TopKTopPFilter:
-    """First min-p: the tokens at least min_p times as probable as the most probable one, which is a
-    limit already.
+    """A filter of tokens. First, min-p keeps the tokens at least min_p times as probable as the
+    most probable token; this is a limit already.
 
-    Of these top-k: the k most probable ones; and of these top-p: just enough of the most probable
-    ones to hold the share p of the probability.
+    Then top-k keeps the k most probable tokens. Then top-p keeps just enough of the most probable
+    tokens to reach the share p of the probability.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class TopKTopPFilter:
         return bool(top_k) or params.top_p < 1
 
     def lowest(self, weights: Tensor, rows: Rows, bit: int) -> Tensor:
-        """The smallest weight that each of `rows` [n, vocab] may draw: [n] float32. Those with
-        `bit` have a top-k or a top-p.
+        """Return the smallest weight that each of `rows` may draw, [n] float32, by weights [n,
+        vocab]. Rows with `bit` in `uses` have a top-k or a top-p.
         """
         lowest = self.min_p[rows.slots]
         if (rows.uses & bit).any():

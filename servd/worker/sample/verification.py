@@ -1,11 +1,11 @@
-"""Verification: which drafts of a step are kept.
+"""Verification: decides which drafts of a step are kept.
 
-After the known tokens of a row and after each of its drafts a token is sampled as it would be
-without drafts. A draft is kept if it is the token that was sampled in its place, and all drafts
-before it are. So outputs are those without drafts, bit by bit and draw by draw: this is the
-rejection sampling of https://arxiv.org/abs/2211.17192 for drafts that are not themselves drawn
-(kept with the target's probability of them; the sampled token, where it is another one, has the
-distribution of what is left), with the random number that the place in the sequence always has.
+After the known tokens of a row and after each draft, a token is sampled as without drafts. A draft
+is kept if it equals the token sampled in its place, and all drafts before it are kept. So outputs
+equal outputs without drafts, bit by bit and draw by draw. This is the rejection sampling of
+https://arxiv.org/abs/2211.17192 for drafts that are not drawn themselves. A draft is kept with the
+target's probability; another sampled token has the distribution of the remaining tokens. The random
+number is always the number of the place in the sequence.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from servd.worker.sample.uniform import uniform
 
 @dataclass(frozen=True)
 class SpecDecodeMetadata:
-    """The drafts of a step with n rows that sample m tokens: row by row one, and one after each of
-    its drafts.
+    """The drafts of a step whose n rows sample m tokens: for each row, a token first and then a
+    token after each of its drafts.
     """
 
     num_drafts: Int64Array  # [n], on the host
@@ -41,8 +41,8 @@ class SpecDecodeMetadata:
 
     @classmethod
     def of(cls, batch: InputBatch, chances: Tensor | None) -> SpecDecodeMetadata | None:
-        """None for a step without drafts. `chances`: [k], for benchmarks: that a draft is kept if
-        those before it are.
+        """Return the drafts of a step, or None without drafts. `chances`: [k], for benchmarks: the
+        chance that a draft is kept if the drafts before are kept.
         """
         if len(batch.sample_host_slots) == len(batch.sample_rows):
             return None
@@ -69,15 +69,15 @@ class SpecDecodeMetadata:
 
     @cached_property
     def grid(self) -> Int64Array:
-        """[n, max_drafts + 1]: index among the m of each row's tokens; the last one again where a
-        row has fewer.
+        """The indices of each row's tokens among the m, [n, max_drafts + 1]. Shorter rows repeat
+        their last index.
         """
         counts = self.num_drafts + 1
         offsets = np.minimum(np.arange(counts.max()), self.num_drafts[:, None])
         return (np.cumsum(counts) - counts)[:, None] + offsets
 
     def turns(self) -> Iterator[tuple[Int64Array, Int64Array]]:
-        """For each number of drafts before a token: the rows that have one there, and its index
+        """Yield, for each number of drafts before a token, the rows with such a token and its index
         among the m.
         """
         for offset in range(self.grid.shape[1]):
@@ -85,14 +85,14 @@ class SpecDecodeMetadata:
             yield rows, self.grid[rows, offset]
 
     def settle(self, token_ids: Tensor) -> Tensor:
-        """The tokens [m] in the places of those that were sampled."""
+        """Return the tokens [m] to output in place of the sampled tokens."""
         return (
             token_ids.where(self.draft_ids < 0, self.draft_ids) if self.is_synthetic else token_ids
         )
 
     def verify(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """How many drafts of each row were kept, [n] int64, by the sampled tokens [m]; and where
-        they need not be its first ones, an order of the tokens in which they are, [m] int64.
+        """Return the number of kept drafts of each row, [n] int64, by the sampled tokens [m]. If
+        the drafts are trees, also return a token order with kept drafts first, [m] int64.
         """
         if self.parents is not None:
             return self._verify_trees(token_ids, self.parents)
@@ -101,15 +101,15 @@ class SpecDecodeMetadata:
         return self.count_kept(token_ids), None
 
     def count_kept(self, token_ids: Tensor) -> Tensor:
-        """How many drafts of each row, all of them chains, were kept, [n] int64."""
+        """Return the number of kept drafts of each row, [n] int64; all are chains."""
         is_draft = np.arange(1, self.grid.shape[1]) <= self.num_drafts[:, None]
         is_kept = (token_ids == self.draft_ids)[upload(self.grid[:, :-1], token_ids.device)]
         is_kept &= upload(is_draft, token_ids.device)
         return is_kept.cumprod(dim=1).sum(dim=1)
 
     def count_kept_on_host(self, token_ids: list[int]) -> list[int]:
-        """The same, in less time than a CPU takes to call those operations: 10 us each around a
-        small model.
+        """Return the counts of `count_kept` from lists. On a CPU, calls of torch operations would
+        take longer: 10 us each.
         """
         is_kept = list(map(operator.eq, token_ids, self.draft_ids.tolist()))
         counts = []

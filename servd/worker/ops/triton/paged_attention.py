@@ -1,21 +1,21 @@
-"""Attention of a mixed batch over the paged KV cache: a kernel for prompts, one for decoding, and
-one that merges what was split.
+"""Attention of a mixed batch over the paged KV cache: a kernel for prompts, a kernel for decoding,
+and a kernel that merges split results.
 
-A *row* is one request: the last query_len of its seq_len tokens are this step's.
+A *row* is one request: the step computes the last query_len of its seq_len tokens.
 
-- Rows with few query tokens (decode) are one tile (`attend.py`). Its keys are split over several
-  programs, whose results `merge_kernel` puts together: one row alone can use the whole device.
-- Rows with more (chunks of prompts) have many tiles, and each reads all the keys that its tokens
-  see.
+- Rows with few query tokens (decode) are one tile (`attend.py`). Several programs share the keys of
+the tile, and `merge_kernel` merges their results: one row alone can use the whole device.
+- Rows with more query tokens (chunks of prompts) have many tiles, and each tile reads all keys that
+its tokens see.
 
-The device is never asked for anything: which pieces there are is counted there (`work_list.py`),
-and grids have no more programs than keep it busy. Kernels read lengths, tables and slots from
-device tensors only, so a step can be captured in a graph, with bounds for all lengths, and be
-replayed while these tensors change.
+The host never waits for the device. The device itself counts the pieces (`work_list.py`), and grids
+have only as many programs as keep the device busy. Kernels read lengths, tables and slots from
+device tensors only. So a graph can capture a step, with bounds for all lengths, and replay it while
+these tensors change.
 
-With `batch_invariant`, what happens to a row is decided by its own lengths, never by the other
-rows: where its keys are split, the order of every sum. So a result does not depend, to the last
-bit, on what else is in the batch. Otherwise rows are split where the device would be idle.
+With `batch_invariant`, a row's own lengths decide where its keys are split and the order of every
+sum. So a result does not depend on the rest of the batch, to the last bit. Otherwise, rows are
+split where the device would be idle.
 """
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false

@@ -40,10 +40,10 @@ class SlotRequest:
 
 @dataclass(eq=False)
 class LogitsProcessor(ABC):
-    """Keeps the state of the requests that use a feature, by slot.
+    """A processor with the state, by slot, of the requests that use a feature.
 
-    The state of a slot is written when a request that uses it is added, and read only for such
-    requests, so nothing is cleared when one is removed. Nothing waits for the device.
+    The state of a slot is written when a request with the feature is added, and read only for such
+    requests. So nothing is cleared when a request is removed. Nothing waits for the device.
     """
 
     order: ClassVar[int]
@@ -56,22 +56,22 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def add(self, request: SlotRequest) -> bool:
-        """Prepare the slot; returns whether the request uses the feature."""
+        """Prepare the slot, and return whether the request uses the feature."""
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: Rows, edits: LogitEdits) -> None:
-        """Change the logits of `rows` in place, or leave it to the fused pass.
+        """Change the logits of `rows` in place, or leave the change to the fused pass.
 
-        `logits` [all rows of the step, vocab] includes rows that do not use the feature:
-        `rows.index` and `rows.repeat` select the others, `rows.slots` [n] their state.
+        `logits` [all rows of the step, vocab] includes rows that do not use the feature.
+        `rows.index` and `rows.repeat` select the rows that use it, `rows.slots` [n] their state.
         """
 
     def update(self, token_ids: Tensor, rows: Rows) -> None:  # noqa: B027 - few need it
-        """Update the state by the sampled tokens [n] of all rows, of which `rows` use it."""
+        """Update the state by the sampled tokens [n] of all rows; `rows` use the feature."""
 
 
 def load(vocab_size: int, max_num_seqs: int, device: torch.device) -> list[LogitsProcessor]:
-    """One of each file, in order; with the arguments of `LogitsProcessor`."""
+    """Return a processor of each file, in order; the arguments are `LogitsProcessor`'s."""
     classes = [plugins.load(__name__, name, "Processor") for name in plugins.names(__name__)]
     classes.sort(key=lambda each: each.order)
     return [each(vocab_size, max_num_seqs, device) for each in classes]

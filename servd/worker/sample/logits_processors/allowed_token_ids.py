@@ -1,4 +1,4 @@
-"""allowed_token_ids: all other tokens are impossible, as those that a grammar's bitmask forbids."""
+"""allowed_token_ids: forbids all other tokens, by a bitmask like a grammar's."""
 
 from functools import cached_property
 
@@ -18,7 +18,7 @@ class Processor(LogitsProcessor):
 
     @cached_property
     def bitmasks(self) -> Tensor:
-        """[max_num_seqs, ceil(vocab / 32)] int32 as in `bitmask.py`, made at the first use."""
+        """The bitmasks [max_num_seqs, ceil(vocab / 32)] int32, allocated at the first use."""
         shape = self.max_num_seqs, -(-self.vocab_size // 32)
         return torch.zeros(shape, dtype=torch.int32, device=self.device)
 

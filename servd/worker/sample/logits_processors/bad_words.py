@@ -1,4 +1,4 @@
-"""bad_words: the last token of a forbidden sequence may not follow its other tokens."""
+"""bad_words: forbids the last token of a sequence after the sequence's other tokens."""
 
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ WINDOW = MAX_BAD_WORD_TOKENS - 1
 
 
 class Processor(LogitsProcessor):
-    """Looks at the end of prompt and output together, which is kept on the device."""
+    """A processor that compares the last tokens of prompt and output, on the device."""
 
     order = 20
     example = {"bad_words_token_ids": [[0]]}

@@ -1,4 +1,4 @@
-"""logit_bias: added to the logits of the tokens that it names."""
+"""logit_bias: adds biases to the logits of the given tokens."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""min_tokens: end-of-sequence and stop tokens are impossible before that many outputs."""
+"""min_tokens: forbids end-of-sequence and stop tokens until the output has that many tokens."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from servd.worker.sample.rows import Rows
 
 
 class Processor(LogitsProcessor):
-    """Keeps the tokens that may end each slot's request, and from where on they may."""
+    """A processor that stores each slot's end tokens, and the position from which they may occur."""
 
     order = 10
     example = {"min_tokens": 1, "stop_token_ids": [0]}

@@ -14,9 +14,9 @@ from servd.worker.sample.rows import Rows
 
 
 class Processor(LogitsProcessor):
-    """Lowers the logits of tokens that occurred already.
+    """A processor that lowers the logits of tokens that already occurred.
 
-    Frequency and presence count output tokens; repetition looks at prompt and output tokens.
+    Frequency and presence count output tokens; repetition counts prompt and output tokens.
     """
 
     order = 50
@@ -29,8 +29,8 @@ class Processor(LogitsProcessor):
 
     @cached_property
     def counts(self) -> Tensor:
-        """Times that each token was output, plus IN_PROMPT: [max_num_seqs, vocab] int32, made at
-        the first use.
+        """The counts of each token in the output, plus IN_PROMPT: [max_num_seqs, vocab] int32.
+        Allocated at the first use.
         """
         shape = self.max_num_seqs, self.vocab_size
         return torch.zeros(shape, dtype=torch.int32, device=self.device)

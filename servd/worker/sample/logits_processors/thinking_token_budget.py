@@ -1,4 +1,4 @@
-"""thinking_token_budget: reasoning that has used its budget continues with its end tag."""
+"""thinking_token_budget: forces the end tag when reasoning has used its budget."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ NO_TOKEN = -1
 
 
 class Processor(LogitsProcessor):
-    """Knows where each slot's reasoning must end; as that is kept on the device, no step waits for
-    another's token.
+    """A processor that stores where each slot's reasoning must end. The state stays on the device,
+    so that no step waits for another step's token.
 
-    Reasoning is opened once and closed once. Its turn is last, so that nothing else can forbid the
-    end tag.
+    Reasoning is opened once and closed once. The processor runs last, so that no other processor
+    can forbid the end tag.
     """
 
     order = 90

@@ -1,5 +1,5 @@
-"""SamplingOps: the sampler's operations on logits: `reference.py` in plain torch, and faster ones
-for devices.
+"""SamplingOps: the sampler's operations on logits. `reference.py` is in plain torch; other modules
+are faster on their devices.
 """
 
 from importlib.util import find_spec
@@ -14,52 +14,52 @@ from servd.worker.sample.ops import native, reference
 
 
 class SamplingOps(Protocol):
-    """What each module of this package has; tests/worker/sample/test_ops.py runs its contract over
-    all.
+    """The interface of each module of this package, tested by tests/worker/sample/test_ops.py.
 
-    Logits are float32 [n, vocab], each row contiguous; weights are those of `fixed_point.py`,
-    contiguous. What comes after `to_weights` is arithmetic on integers and gives equal results in
-    all modules. Rows whose most probable token has no finite logit have undefined weights, and any
-    valid token is drawn from them.
+    Logits are float32 [n, vocab], each row contiguous. Weights are defined in `fixed_point.py`, and
+    contiguous. Operations on weights use integers and give equal results in all modules. If the
+    most probable token of a row has no finite logit, the row's weights are undefined, and any valid
+    token may be drawn.
     """
 
     def edit_logits(self, logits: Tensor, changes: LogitEdits) -> Tensor:
-        """Add biases, forbid what the bitmask does not allow, penalize; in place. Logits that are
-        left as they are may be of a narrower type.
+        """Add biases, forbid the tokens missing in the bitmask, and penalize, in place. Logits that
+        no change affects may be of a narrower type.
 
         Returns:
-            [n] int64, the most probable token of each row: the first one that is NaN, or else the
-            first maximum.
+            [n] int64, the most probable token of each row: the first NaN, or else the first
+            maximum.
         """
         ...
 
     def choose(self, logits: Tensor, slots: Tensor, columns: Tensor, token_ids: Tensor) -> Tensor:
-        """Find the most probable token of each row, as `edit_logits`; also written to `token_ids`.
+        """Return the most probable token of each row, like `edit_logits`, and write it to
+        `token_ids`.
 
         Args:
             logits: of any floating type.
-            slots: [n] int64, a row of `token_ids` each.
+            slots: [n] int64, the row of `token_ids` for each row.
             columns: [n] int64.
             token_ids: int32 [slots, columns], each row contiguous.
 
         Returns:
-            [n] int64: the token, or ~token, which is negative, where its logit is NaN or infinite.
-            A row of -inf is none of these.
+            [n] int64: the token, or the negative ~token if its logit is NaN or +inf. A row of -inf
+            returns the token.
         """
         ...
 
     def to_weights(self, logits: Tensor, peaks: Tensor, temperatures: Tensor) -> Tensor:
-        """Weights [n, vocab] of logits whose row maxima are `peaks` [n], at `temperatures` [n]."""
+        """Return weights [n, vocab] of logits with row maxima `peaks` [n] at `temperatures` [n]."""
         ...
 
     def filter_top_k_top_p(
         self, weights: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor
     ) -> Tensor:
-        """The smallest weight that top-k and then top-p keep of the weights that are at least
-        `lowest`.
+        """Return the smallest weight that top-k and then top-p keep of the weights from `lowest`
+        on.
 
-        Tokens that tie with the last one kept are kept too, so the order in which equal values are
-        looked at is of no effect.
+        Tokens that tie with the last kept token are kept too, so the order of equal values has no
+        effect.
 
         Args:
             weights: [n, vocab].
@@ -73,22 +73,21 @@ class SamplingOps(Protocol):
         ...
 
     def draw(self, weights: Tensor, lowest: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        """One token per row, [n] int64, by inverse CDF over the weights that are at least `lowest`
-        [n].
+        """Draw one token per row, [n] int64, by inverse CDF over the weights from `lowest` [n] on.
 
         The random number is `uniform(seeds, positions)`; a token of weight zero is never drawn.
         """
         ...
 
     def score(self, logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Logarithm of each row's sum of exponentials, [n] float32, and the rank from 1 of its
-        token [n], int64.
+        """Return the logarithm of each row's sum of exponentials, [n] float32, and the rank of its
+        token in `token_ids`, from 1, [n] int64.
         """
         ...
 
 
 def for_device(device: torch.device) -> SamplingOps:
-    """The fastest operations that run on `device`."""
+    """Return the fastest operations that run on `device`."""
     if device.type == "cuda" and find_spec("triton"):
         from servd.worker.sample.ops import triton
 

@@ -1,5 +1,5 @@
-"""The sampler's operations in plain torch, for CPUs. They run elsewhere too, but then
-`filter_top_k_top_p` waits for the device.
+"""The sampler's operations in plain torch, for CPUs. On other devices, `filter_top_k_top_p` waits
+for the device.
 """
 
 import torch
@@ -32,7 +32,7 @@ def choose(logits: Tensor, slots: Tensor, columns: Tensor, token_ids: Tensor) ->
 
 
 def add_biases(logits: Tensor, biased: Biased) -> None:
-    """To logits [n, vocab], in place."""
+    """Add biases to logits [n, vocab], in place."""
     num_entries = len(biased.token_ids)  # given, so that the device is not asked for it
     rows = torch.arange(len(logits), device=logits.device)
     rows = rows.repeat_interleave(biased.starts.diff(), output_size=num_entries)
@@ -96,14 +96,13 @@ def _filter_by_digits(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def smallest_keeping(weights: Tensor, masses: Tensor, limits: Tensor) -> Tensor:
-    """The smallest number such that the weights above it have together less than a mass.
+    """Return for each row the smallest number such that the weights above it have less than a mass.
 
-    A radix search by the bits of the weights, which are ordered as the weights are: every digit is
-    found by adding up the masses that each of its values has, among the weights whose digits before
-    are those found. That is exact, and reads the row about once, where a sort of a large vocabulary
-    takes ten times as long. Returns [n] float32: a weight of the row, or 0. `weights`: [n, vocab]
-    float32, not negative; `masses`: [n, vocab] int64; `limits`: [n] the mass of each row that may
-    not be reached.
+    This is a radix search by the bits of the weights, which have the order of the weights. Each
+    digit is found from the masses of its values, among weights with the digits found before. The
+    search is exact and reads the row about once; a sort of a large vocabulary takes ten times as
+    long. Returns [n] float32: a weight of the row, or 0. `weights`: [n, vocab] float32, not
+    negative; `masses`: [n, vocab] int64; `limits`: [n], the mass that the sum must stay below.
     """
     num_rows = len(weights)
     rows = torch.arange(num_rows, dtype=torch.int32, device=weights.device).unsqueeze(1)

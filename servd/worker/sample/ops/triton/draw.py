@@ -1,5 +1,5 @@
-"""The draw: masses of blocks of the row, then the block that the random number falls into, then the
-token in it.
+"""The draw: computes masses of blocks of the row, then finds the block of the random number, then
+the token in the block.
 """
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
@@ -49,7 +49,7 @@ def draw_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row; BLOCKS >= num_blocks."""
+    """Run one program per row; BLOCKS >= num_blocks."""
     row = tl.program_id(0).to(tl.int64)
     seed = tl.load(seeds_ptr + row).to(tl.uint64, bitcast=True)
     position = tl.load(positions_ptr + row).to(tl.uint64, bitcast=True)

@@ -35,8 +35,8 @@ def edit_logits_kernel(
     ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row and BLOCK tokens; finds the best of them. `slots` is negative in rows
-    without penalties.
+    """Run one program per row and BLOCK tokens; find the best of these tokens. `slots` is negative
+    in rows without penalties.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -125,7 +125,7 @@ def choose_kernel(
 
 
 def best_of_blocks(logits: Tensor, changes: LogitEdits) -> Tensor:
-    """[n, blocks] int64, which orders as (logit, -token) does."""
+    """Return each block's best token, [n, blocks] int64, ordered like (logit, -token)."""
     num_rows, vocab = logits.shape
     biased = changes.biased
     bitmask = changes.bitmask

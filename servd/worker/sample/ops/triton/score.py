@@ -1,5 +1,5 @@
-"""Log-probability and rank of one token per row in one pass, without the log-probabilities of the
-others.
+"""Log-probability and rank of one token per row in one pass, without log-probabilities of other
+tokens.
 """
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
@@ -17,8 +17,8 @@ BLOCK = 4096
 def score_kernel(
     logits_ptr, token_ids_ptr, log_sums_ptr, counts_ptr, vocab, row_stride, BLOCK: tl.constexpr
 ):
-    """One program per row and BLOCK tokens: logarithm of the sum of exponentials, and how many are
-    above the token.
+    """Run one program per row and BLOCK tokens. Compute the logarithm of the sum of exponentials,
+    and the number of logits above the token's.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)

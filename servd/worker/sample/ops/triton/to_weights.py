@@ -1,4 +1,4 @@
-"""Logits to weights in one pass."""
+"""Conversion of logits to weights in one pass."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""top-k and top-p without a sort: bisection by the bits of the weights, which are ordered as the
-weights are.
+"""top-k and top-p without a sort, by bisection of the bits of the weights, which have the order of
+the weights.
 """
 # pyright: reportMissingParameterType=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportOperatorIssue=false
@@ -25,7 +25,7 @@ def bits_of(number: float) -> int:
 
 @triton.jit
 def load_bits(row_ptr, start, vocab, BLOCK: tl.constexpr):
-    """Bits of BLOCK weights of a row from `start` on; 0 after its end."""
+    """Return the bits of BLOCK weights of a row from `start` on; 0 after the row's end."""
     token = start + tl.arange(0, BLOCK)
     return tl.load(row_ptr + token, mask=token < vocab, other=0.0).to(tl.int32, bitcast=True)
 
@@ -37,7 +37,7 @@ def mass_of(bits):
 
 @triton.jit
 def measure(row_ptr, vocab, low, BLOCK: tl.constexpr):
-    """Number and mass of the weights of a row whose bits are above `low`: one pass."""
+    """Return number and mass of a row's weights with bits above `low`, in one pass."""
     count = tl.zeros([BLOCK], dtype=tl.int32)
     mass = tl.zeros([BLOCK], dtype=tl.int64)
     for start in range(0, vocab, BLOCK):
@@ -50,9 +50,7 @@ def measure(row_ptr, vocab, low, BLOCK: tl.constexpr):
 
 @triton.jit
 def collect(row_ptr, vocab, low, high, found_ptr, BLOCK: tl.constexpr):
-    """Write the bits of a row that are in (low, high] one after another: one pass. Returns how many
-    there are.
-    """
+    """Write the bits of a row in (low, high] one after another, in one pass. Returns their number."""
     num_found = tl.zeros([], dtype=tl.int32)
     for start in range(0, vocab, BLOCK):
         bits = load_bits(row_ptr, start, vocab, BLOCK)
@@ -79,11 +77,11 @@ def search(
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The smallest bits from `low` on such that what is above them has less than the limit, and
-    what that has.
+    """Return the smallest bits from `low` on such that the weights above have less than the limit,
+    and the count or mass of these weights.
 
-    The answer is always in (low, high]. The row is read until few weights are in between; they are
-    collected.
+    The answer is always in (low, high]. The search reads the row until few weights are in between,
+    and collects these weights.
     """
     high = tl.full([], ONE, dtype=tl.int32)  # no weight is above
     high_count = tl.zeros([], dtype=tl.int32)
