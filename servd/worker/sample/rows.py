@@ -37,7 +37,7 @@ class Rows:
 
     @cached_property
     def index(self) -> Tensor | slice:
-        """The index, int64 [n] on the device; `slice(None)` for all rows, so that indexing gives a
+        """The index, int64 [n] on the device; for all rows `slice(None)`, so that indexing is a
         view.
         """
         return slice(None) if self.chosen is None else upload(self.chosen, self.slots.device)

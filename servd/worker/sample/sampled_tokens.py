@@ -40,7 +40,7 @@ class SampledTokens:
             output.logprobs |= {row: each for row, each in asked.items() if each}
 
     def _parts(self, first: int = 0) -> Iterator[tuple[int, slice]]:
-        """Yield each row from `first` on, and the slice of its tokens. Earlier rows have one token."""
+        """Yield each row from `first` on, and the slice of its tokens; earlier rows have 1."""
         rows = self.rows[first:]
         num_drafts = self.num_drafts[first:]
         kept = self.sampled.num_kept

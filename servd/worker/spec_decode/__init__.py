@@ -1,8 +1,7 @@
-"""Drafting ahead of the model: one file per method, with a class `Proposer`.
+"""Speculative decoding: one file per method, with a class `Proposer`.
 
-Drafts stand in the rows of `RequestStates`, behind the tokens that are known, until the next step
-computes and verifies them (sample/verification.py). Whatever is drafted, outputs are those without
-drafts.
+Drafts are stored in the rows of `RequestStates` after the known tokens. The next step computes and
+verifies them (sample/verification.py). Outputs are the same as without drafts.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ Draft = TypeVar("Draft", bound=Loadable)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The model that is drafted for, on this rank."""
+    """The model that verifies the drafts, on this rank."""
 
     config: Config  # resolved
     spec: ModelSpec
@@ -62,7 +61,7 @@ class Target:
         return str(download_weights(draft.model, draft.revision, model.download_dir))
 
     def make_backend(self, draft: Loadable) -> Backend[Any]:
-        """What computes the attention of a draft, with block tables that are the target's."""
+        """Return the attention backend of a draft, which uses the target's block tables."""
         own = self.backend.spec
         spec = spec_of(
             draft,
@@ -90,11 +89,11 @@ class Target:
 
 
 class Proposer(ABC):
-    """Drafts the tokens that a request's next ones may be. Nothing waits for the device.
+    """A drafter of a request's next tokens. Nothing waits for the device.
 
     Args:
-        config: the method's.
-        target: what is drafted for; its KV cache is not made yet.
+        config: the method's configuration.
+        target: the target model; its KV cache is not allocated yet.
     """
 
     kv_caches: Sequence[Tensor] = ()  # its own, from allocate_kv_cache on
@@ -115,10 +114,10 @@ class Proposer(ABC):
         return f"drafts by {self.config.method} ({draft}), up to {most} in a step of a request"
 
     def draft_tree(self, paths: Sequence[Path]) -> None:
-        """Let drafts branch: `propose` yields the token of each path.
+        """Let drafts branch: `propose` then returns the token of each path.
 
         Raises:
-            ConfigError: where they cannot.
+            ConfigError: the attention backend or the rejection method does not support trees.
         """
         if not self.target.backend.supports_tails:
             raise ConfigError(
@@ -135,16 +134,16 @@ class Proposer(ABC):
     def check_token_map(
         self, token_map: Tensor | None, draft_vocab_size: int, *, is_relative: bool = False
     ) -> None:
-        """See that a draft's own vocabulary is part of the model's: a draft outside it would end
-        the engine.
+        """Check that a draft's own vocabulary is part of the model's. An unknown draft token would
+        crash the engine.
 
         Args:
-            token_map: [draft_vocab] int64, loaded; None: the first ones of the model's vocabulary.
-            draft_vocab_size: rows of its output head.
-            is_relative: it has what is to be added to a token's number in the draft's vocabulary.
+            token_map: [draft_vocab] int64, loaded; None: the first ids of the model's vocabulary.
+            draft_vocab_size: rows of the draft's output head.
+            is_relative: the map has offsets to add to the draft's token ids.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: the draft's vocabulary has tokens that the model's lacks.
         """
         if token_map is None:
             token_map = torch.arange(draft_vocab_size)
@@ -162,50 +161,49 @@ class Proposer(ABC):
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of its own that it keeps for a block of the target's KV cache."""
+        """The bytes that the proposer stores for each block of the target's KV cache."""
         return 0
 
     def allocate_kv_cache(self, num_blocks: int) -> None:  # noqa: B027 - few need it
-        """Make its own cache, for the same blocks."""
+        """Allocate the proposer's own cache, with the target's number of blocks."""
 
     def add(self, request: NewRequest) -> None:  # noqa: B027 - few need it
-        """A request enters its slot."""
+        """Add a request to its slot."""
 
     def remove(self, slot: int) -> None:  # noqa: B027 - few need it
-        """The request leaves its slot."""
+        """Remove the request of a slot."""
 
     def begin_step(self, batch: InputBatch) -> None:  # noqa: B027 - few need it
-        """A step is about to be computed."""
+        """Prepare for a step that is about to be computed."""
 
     def follow(  # noqa: B027 - few need it
         self, batch: InputBatch, hidden: Tensor, num_kept: Tensor | None
     ) -> None:
-        """A step was computed and its tokens are written.
+        """Update the state after a step, whose tokens are computed and written.
 
         Args:
             batch: the step.
-            hidden: of its tokens, those of prompts and of drafts that were not kept with them,
+            hidden: hidden states of the step's tokens, including prompts and rejected drafts,
                 [num_tokens, hidden].
             num_kept: see `SamplerOutput`.
         """
 
     @abstractmethod
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:
-        """Draft for rows whose tokens are known up to and with the one just sampled, the token
-        number `states.num_computed` of each; it is not computed yet. They have blocks for the
-        drafts.
+        """Draft tokens for rows. The newest known token of a row is the sampled token number
+        `states.num_computed`, which is not computed yet. The rows have blocks for the drafts.
 
         Args:
             slots: [n] int64.
-            max_len: no row has more tokens.
-            num_drafts: the most for a row; a row may get fewer than are found for it.
+            max_len: maximum number of tokens of a row.
+            num_drafts: maximum drafts of a row; a row may get fewer.
 
         Returns:
-            token ids, int64 [n, num_drafts]; -1 behind the last one of a row.
+            token ids, int64 [n, num_drafts]; -1 after the last draft of a row.
         """
 
     def draft(self, batch: InputBatch, hidden: Tensor, num_kept: Tensor | None) -> Drafts | None:
-        """Draft for the rows of a step that want it, when its tokens are written; see `follow`."""
+        """Draft for a step's rows that want drafts, after its tokens are written; see `follow`."""
         self.follow(batch, hidden, num_kept)
         if batch.is_plain or not len(wanted := batch.drafting_rows):
             return None
@@ -232,7 +230,7 @@ class Proposer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """The StepPart of what was drafted: the engine follows it in grammars."""
+    """A StepPart with the drafts of a step, which the engine checks against grammars."""
 
     rows: np.ndarray  # [n] indices in the step
     token_ids: Tensor  # [n, k] int64; -1: none
@@ -246,7 +244,7 @@ class Drafts:
 
 
 def load(target: Target) -> Proposer | None:
-    """The proposer of the file that is named as the method, if there is one."""
+    """Return the proposer of the configured method, or None without drafts."""
     config = target.config.model.speculative_config
     if config is None:
         return None

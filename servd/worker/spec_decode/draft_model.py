@@ -1,8 +1,8 @@
-"""draft_model: a smaller model with the same vocabulary writes ahead
+"""draft_model: a smaller model with the same vocabulary drafts the tokens
 (https://arxiv.org/abs/2211.17192).
 
-Its keys and values lie in blocks with the numbers of the target's. A pass reads none past a row's
-newest token, which are of drafts that were not kept, and computes them again.
+The draft's KV cache has the block numbers of the target's. A pass does not read entries after a
+row's newest token, which belong to rejected drafts, and computes them again.
 """
 
 import numpy as np
@@ -28,12 +28,12 @@ MAX_DECODE_TOKENS = 8  # per row, in a pass where each token is a row of the att
 
 
 class DraftModelProposer(Proposer):
-    """Catches up with the rows that want drafts and writes the first one in one pass, then each
-    further draft in one more.
+    """A proposer with a draft model. One pass catches up with the rows that want drafts and drafts
+    their first token. Each further draft takes one more pass.
 
-    Prompts are followed at once, since others may find them in the prefix cache. Rows that want no
-    drafts are left behind, which costs nothing where drafts do not pay. Raises ConfigError: the
-    draft has another vocabulary, keeps a state, or cannot run here.
+    Prompts are computed at once, since other requests may find them in the prefix cache. Rows that
+    want no drafts stay behind, at no cost. Raises ConfigError: the draft has another vocabulary,
+    keeps a state, or cannot run here.
     """
 
     def __init__(self, config: SpeculativeConfig, target: Target) -> None:
@@ -79,17 +79,17 @@ class DraftModelProposer(Proposer):
         return kv_cache.bytes_per_block(self.backend, self.model)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Graphs know its addresses."""
+        """Allocate the draft's KV cache, then graphs, which hold its addresses."""
         self.kv_caches = kv_cache.allocate(self.backend, self.model, num_blocks)
         self.chain = self.target.make_chain(self, self.states.max_num_seqs, self.max_num_rows)
 
     def add(self, request: NewRequest) -> None:
-        """What the prefix cache has of the target, it has of the draft."""
+        """Add a request. The prefix cache of the draft has the same blocks as the target's."""
         self.behind[request.slot] = 0
 
     def follow(self, batch: InputBatch, hidden: Tensor, num_kept: Tensor | None) -> None:
-        """Compute the tokens of the step, those before that were left, and the newest one of rows
-        that want drafts: these draft when nothing of them is left.
+        """Compute the step's tokens and skipped earlier tokens. Include the newest token of rows
+        that want drafts, which can draft when no token is missing.
         """
         if batch.is_plain:
             self.behind[batch.host_slots] += 1
@@ -118,14 +118,14 @@ class DraftModelProposer(Proposer):
     def _catch_up(
         self, batch: InputBatch, lens: np.ndarray, behind: np.ndarray, drafting: np.ndarray
     ) -> Pass:
-        """The pass over tokens of rows of a step, none past the `seq_lens` and newest token that a
-        row has blocks for.
+        """Return the pass over tokens of a step's rows, none after `seq_lens` and the newest token
+        for which a row has blocks.
 
         Args:
-            lens: [num_rows] int64: how many of each row.
-            behind: [num_rows] int64: how far before the newest token they begin; in a row that
-                turns out to be shorter, at its first token.
-            drafting: [n] int64: rows whose newest token is among them.
+            lens: [num_rows] int64: tokens of each row.
+            behind: [num_rows] int64: distance from the first of these tokens to the newest; a
+                shorter row begins at its first token.
+            drafting: [n] int64: rows whose newest token is included.
         """
         rows = np.flatnonzero(lens)
         ends = np.cumsum(lens)

@@ -1,7 +1,7 @@
-"""eagle: a decoder layer that guesses the target's next features and, by them, tokens
-(EAGLE 1 and 2, https://arxiv.org/abs/2401.15077, https://arxiv.org/abs/2406.16858).
+"""eagle: a decoder layer that predicts the target's next features, and tokens from them (EAGLE 1
+and 2, https://arxiv.org/abs/2401.15077, https://arxiv.org/abs/2406.16858).
 
-The draft is a chain of likeliest tokens, as in vLLM.
+The draft is a chain of the most probable tokens, as in vLLM.
 """
 
 from collections.abc import Callable, Set
@@ -46,17 +46,17 @@ def rename(name: str) -> str:
 
 
 class Unnormed(nn.Module):
-    """Stands where a layer has a norm."""
+    """A placeholder for a layer's norm that changes nothing."""
 
     def add(self, x: Tensor, residual: None) -> tuple[Tensor, Tensor]:
-        """The first of the stream, [num_tokens, hidden], twice."""
+        """Return `x` [num_tokens, hidden] twice: the input, and the start of the stream."""
         return x, x
 
 
 class EagleHead(nn.Module):
-    """Reads the feature of a token, which is the target's last hidden state, beside the embedding
-    of the token after it, and makes the feature of that one. `names`: of the checkpoint's tensors;
-    the target has the embedding and the output head if it has none.
+    """A head that reads a token's feature (the target's last hidden state) and the embedding of the
+    next token, and returns the next token's feature. `names`: names of the checkpoint's tensors; a
+    missing embedding or output head is the target's.
     """
 
     packed: ClassVar[dict[str, tuple[str, int]]] = LlamaForCausalLM.packed
@@ -90,8 +90,8 @@ class EagleHead(nn.Module):
         self.layers[0].input_layernorm = Unnormed()
 
     def read(self, hidden: Tensor) -> Tensor:
-        """What `features` needs of a step, of its hidden states [num_tokens, hidden]; `num_read`
-        numbers for each token.
+        """Return the inputs of `features` from a step's hidden states [num_tokens, hidden]:
+        `num_read` numbers per token.
         """
         return hidden
 
@@ -101,9 +101,9 @@ class EagleHead(nn.Module):
     def forward(
         self, token_ids: Tensor, features: Tensor, positions: Tensor, ctx: ForwardContext
     ) -> Tensor:
-        """Features of the tokens after `features`. `token_ids`: these tokens, int64 [num_tokens];
-        `features`: of the tokens before them, [num_tokens, hidden]; `positions`: of the tokens
-        before them, int64 [num_tokens].
+        """Return the features of the tokens after `features`. `token_ids`: these tokens, int64
+        [num_tokens]; `features`: of the tokens before them, [num_tokens, hidden]; `positions`: of
+        the tokens before them, int64 [num_tokens].
         """
         x, residual = self.enter(self.embed(token_ids), features)
         rotation = self.rotary(positions)
@@ -113,15 +113,15 @@ class EagleHead(nn.Module):
         return self.leave(x, residual)
 
     def leave(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Features, of what the last layer yields and the stream, [num_tokens, hidden] each."""
+        """Return features [num_tokens, hidden] from the last layer's output and the stream."""
         return x + residual
 
     def enter(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the first layer gets of embeddings and features, [num_tokens, hidden] each."""
+        """Return the first layer's input from embeddings and features [num_tokens, hidden]."""
         return self.fc(torch.cat((embedded, features), dim=-1)), None
 
     def top(self, features: Tensor) -> Tensor:
-        """[n, hidden] -> the likeliest tokens after those of the features, int64 [n]."""
+        """Return the most probable tokens after features [n, hidden], int64 [n]."""
         return self.ops.edit_logits(self.compute_logits(features), LogitEdits())
 
 
@@ -131,15 +131,14 @@ def embedding_of(target: Target) -> Callable[[Tensor], Tensor]:
 
 
 class EagleProposer(Proposer):
-    """Runs the head over tokens with the target's features, then on by itself, token by token. It
-    writes keys and values of tokens that may turn out to be others; but these are computed again
-    before any later token reads them.
+    """A proposer that runs the head over tokens with the target's features, then alone, token by
+    token. Keys and values of rejected drafts are computed again before later tokens read them.
 
-    It follows rows that verify drafts or want some, and prompts, unless there have hardly been any
-    drafts recently. Other tokens are skipped: the head's cache continues without them. So a row
-    has as many places in its blocks as tokens were followed, and a step that has nothing to do with
-    drafts costs nothing. Blocks that the prefix cache lends may lack such tokens, or were made with
-    the next token of another request: drafts after them may be worse.
+    The head processes prompts and rows that verify or want drafts, unless recent steps had hardly
+    any drafts. It skips other tokens, and its cache continues without them. So a row uses as many
+    places in its blocks as processed tokens, and a step without drafts costs nothing. Blocks from
+    the prefix cache may lack skipped tokens, or contain the next token of another request. Drafts
+    after such blocks may be worse.
     """
 
     head_class: ClassVar[type[EagleHead]] = EagleHead
@@ -191,11 +190,11 @@ class EagleProposer(Proposer):
         self.chain = self.target.make_chain(self, max_num_seqs, self.max_num_rows)
 
     def add(self, request: NewRequest) -> None:
-        """What the prefix cache has of the target, it has of the head."""
+        """Add a request. The prefix cache of the head has the same blocks as the target's."""
         self.num_followed[request.slot] = request.num_computed_tokens
 
     def follow(self, batch: InputBatch, hidden: Tensor, num_kept: Tensor | None) -> None:
-        """Run the head over prompts, and rows that verify drafts or want some."""
+        """Run the head over prompts, and over rows that verify or want drafts."""
         if batch.is_plain:
             self.interest *= INTEREST_MEMORY
             return
@@ -242,7 +241,7 @@ class EagleProposer(Proposer):
         self.limits = batch.max_new_drafts[rows][wants]
 
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:
-        """A chain of likeliest tokens, up to `max_model_len`."""
+        """Draft a chain of the most probable tokens, up to `max_model_len`."""
         rows = at_hand(slots)
         newest = at_hand(self.states.num_computed)[at_hand(slots)]
         depths = at_hand(self.after)[: num_drafts - 1, None] - 1

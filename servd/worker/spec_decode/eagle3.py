@@ -1,4 +1,4 @@
-"""eagle3: EAGLE with features of several of the target's layers, and a vocabulary of its own
+"""eagle3: EAGLE with features of several of the target's layers and a vocabulary of its own
 (https://arxiv.org/abs/2503.01840).
 """
 
@@ -27,9 +27,9 @@ from servd.worker.spec_decode.eagle import EagleHead, EagleProposer
 
 
 class AuxHiddenStates:
-    """Keeps the residual stream that enters some layers, at the same address in every step, as
-    recorded graphs write there too. `target`: its model has one list of layers, each called with
-    what is added to the stream, then the stream. `layers`: the numbers of these layers.
+    """The residual stream before some layers, at the same address in every step, as recorded graphs
+    write to this address. `target`: its model has one list of layers, each called with an addition
+    to the stream, then the stream. `layers`: the numbers of the layers.
     """
 
     def __init__(self, target: Target, layers: list[int]) -> None:
@@ -59,7 +59,7 @@ class AuxHiddenStates:
             torch.add(x, residual, out=out)
 
     def of_step(self, num_tokens: int) -> Tensor:
-        """Return [num_tokens, layers * hidden], valid until the next step."""
+        """Return hidden states [num_tokens, layers * hidden], valid until the next step."""
         if self.is_native:
             return torch.from_numpy(np.concatenate(self.streams.numpy()[:, :num_tokens], axis=-1))
         return torch.cat(self.streams[:, :num_tokens].unbind(), dim=-1)
@@ -82,7 +82,7 @@ class Eagle3Layer(LlamaLayer):
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """Compute a layer: `x` are the embeddings, the stream begins with the features."""
+        """Compute a layer: `x` has the embeddings; the stream begins with the features."""
         assert residual is not None
         normed = self.hidden_norm(residual)
         if self.norm_before_residual:
@@ -93,8 +93,8 @@ class Eagle3Layer(LlamaLayer):
 
 
 class Eagle3Head(EagleHead):
-    """A head whose features are `fc` of several layers' hidden states. Its own features are its
-    hidden states before the last norm.
+    """A head whose features are `fc` of several layers' hidden states. The head's own features are
+    its hidden states before the last norm.
     """
 
     def make_layers(self, spec: ModelSpec, names: Set[str], target: Target) -> None:
@@ -129,7 +129,7 @@ class Eagle3Head(EagleHead):
         self.is_native = native.library() is not None and target.backend.spec.device.type == "cpu"
 
     def read(self, hidden: Tensor) -> Tensor:
-        """Return several layers' hidden states, side by side."""
+        """Return the hidden states of several layers, side by side."""
         return hidden if self.aux is None else self.aux.of_step(len(hidden))
 
     def features(self, read: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class Eagle3Head(EagleHead):
         return self.norm(features) if self.norm_output else features
 
     def top(self, features: Tensor) -> Tensor:
-        """Return the top tokens, by the head's own vocabulary if it has one."""
+        """Return the top tokens, mapped from the head's own vocabulary if it has one."""
         top = super().top(features if self.norm_output else self.norm(features))
         if self.token_map is None:
             return top
@@ -164,8 +164,8 @@ class Eagle3Head(EagleHead):
 
 
 def aux_layers(spec: ModelSpec, target: Target) -> list[int]:
-    """Return the target's layers whose inputs are read; without a list in config.json, an early, a
-    middle and a late one. Raises ConfigError: the target has no such layers.
+    """Return the target's layers whose inputs are read. The default without a list in config.json
+    is an early, a middle and a late layer. Raises ConfigError: the target lacks such layers.
     """
     key = "eagle_aux_hidden_state_layer_ids"
     num_layers = target.spec.num_layers
@@ -202,7 +202,7 @@ class Eagle3Proposer(EagleProposer):
             aux.is_read = not (aux.is_native and batch.is_plain)
 
     def check(self, names: Set[str]) -> None:
-        """Check sizes. With its own embedding, the head's hidden states may differ in size."""
+        """Check sizes. If the head has an embedding, its hidden size may differ."""
         if "embed_tokens.weight" not in names:
             return super().check(names)
         own = self.spec.vocab_size

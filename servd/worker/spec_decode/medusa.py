@@ -1,8 +1,8 @@
 """medusa: heads on the last hidden state, each of which guesses one token further ahead
 (https://arxiv.org/abs/2401.10774).
 
-The draft is the likeliest token of each head, one after another, as in vLLM, or a tree of the
-likeliest ones.
+The draft is the most probable token of each head in turn, as in vLLM, or a tree of the most
+probable tokens.
 """
 
 import re
@@ -48,8 +48,8 @@ def rename(name: str) -> str:
 
 
 def best_paths(num_drafts: int, num_heads: int) -> list[Path]:
-    """The paths most worth drafting, if heads are right about as often as those of the paper. Fewer
-    drafts are the first ones.
+    """Return the best paths to draft, if heads are about as accurate as in the paper. Fewer drafts
+    are a prefix of this list.
     """
     paths: list[Path] = []
     rest: list[tuple[float, Path]] = [(-1.0, (0,))]
@@ -64,8 +64,8 @@ def best_paths(num_drafts: int, num_heads: int) -> list[Path]:
 
 
 class ResidualLayer(nn.Module):
-    """`x + silu(W x)` of all heads in one product: a small model has a head computed sooner than
-    called.
+    """A layer `x + silu(W x)` of all heads in one product. In a small model, separate calls would
+    take longer than the computation.
     """
 
     def __init__(self, num_heads: int, size: int, parallel: Parallel, *, bias: bool) -> None:
@@ -75,7 +75,7 @@ class ResidualLayer(nn.Module):
         self.bias = Weight((num_heads * size,), parallel, parts=parts) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, num_heads, hidden]; in the first layer [n, 1, hidden], the same for all heads."""
+        """Return [n, num_heads, hidden]; `x` has 1 head in the first layer."""
         n, num_inputs, size = x.shape
         made = self.weight.product(x.flatten(0, 1), self.bias).view(n, num_inputs, -1, size)
         # Every input was multiplied with every head: weights are what takes the time to read.
@@ -84,7 +84,7 @@ class ResidualLayer(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """All heads, with an output head for each, one for all, or the target's."""
+    """All heads, with an output head for each, a shared output head, or the target's."""
 
     packed: ClassVar[dict[str, tuple[str, int]]] = {
         f"head{head}": ("heads", head) for head in range(MOST_DRAFTS)
@@ -121,7 +121,7 @@ class MedusaHeads(nn.Module):
             self.token_map.data = torch.zeros(shapes["token_map"], dtype=torch.int64)
 
     def forward(self, hidden: Tensor, num_heads: int, width: int = 1) -> Tensor:
-        """[n, hidden] -> the likeliest tokens of each head [n, num_heads, width]."""
+        """Return the top tokens of each head [n, num_heads, width] for `hidden` [n, hidden]."""
         x = hidden.unsqueeze(1)
         for layer in self.layers:
             x = layer(x)
@@ -142,7 +142,7 @@ class MedusaHeads(nn.Module):
 
 
 class MedusaProposer(Proposer):
-    """Reads the hidden state of each row's last token: nothing is kept from step to step."""
+    """A proposer that reads the hidden state of each row's last token, without other state."""
 
     def __init__(self, config: SpeculativeConfig, target: Target) -> None:
         super().__init__(config, target)
@@ -174,7 +174,7 @@ class MedusaProposer(Proposer):
         self.hidden = hidden.index_select(0, last)
 
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:
-        """The first head's token comes after the one just sampled."""
+        """Draft one token per head. The first head's token follows the sampled token."""
         if (tree := self.states.tree) is None:
             return self.heads(self.hidden, num_drafts)[..., 0]
         heads = tree.heads[:num_drafts]

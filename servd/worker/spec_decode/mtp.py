@@ -1,5 +1,5 @@
-"""mtp: the layer that DeepSeek V3 and others were trained with to guess one token more
-(https://arxiv.org/abs/2412.19437). It lies behind the model's own layers in the same checkpoint.
+"""mtp: drafts with the layer that DeepSeek V3 and others have for one more token
+(https://arxiv.org/abs/2412.19437). The layer follows the model's own layers in its checkpoint.
 """
 
 from collections.abc import Set
@@ -31,7 +31,7 @@ NAMES = {
 
 
 def rename(name: str, layer: int) -> str | None:
-    """The name here of a checkpoint's tensor; None: it is not of the layer with this number."""
+    """Return servd's name of a checkpoint's tensor, or None if it is not of layer `layer`."""
     _, is_own, rest = name.partition(f"layers.{layer}.")
     for theirs, ours in NAMES.items():
         if rest.startswith(theirs):
@@ -40,8 +40,8 @@ def rename(name: str, layer: int) -> str | None:
 
 
 class MtpHead(EagleHead):
-    """A layer as the target's last one. Embeddings and features are normed each for itself, and the
-    features that it makes are, as the target's.
+    """A head with a layer like the target's last layer. Embeddings and features are normed
+    separately. The head's output features are normed, like the target's.
     """
 
     def __init__(self, spec: ModelSpec, names: Set[str], target: Target) -> None:
@@ -83,7 +83,7 @@ class MtpHead(EagleHead):
 
 
 class MtpProposer(EagleProposer):
-    """EAGLE with another head, of the model's folder unless another one is named."""
+    """EAGLE with another head, from the model's folder by default."""
 
     head_class: ClassVar[type[EagleHead]] = MtpHead
     rename = staticmethod(str)

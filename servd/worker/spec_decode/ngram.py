@@ -1,5 +1,5 @@
-"""ngram: what followed the last tokens when they last occurred in the prompt or the output
-(https://github.com/apoorvumang/prompt-lookup-decoding).
+"""ngram: drafts the tokens that followed the last occurrence of the newest tokens in prompt or
+output (https://github.com/apoorvumang/prompt-lookup-decoding).
 """
 
 import torch
@@ -9,11 +9,11 @@ from servd.worker.spec_decode import Proposer
 
 
 class NgramProposer(Proposer):
-    """Searches the rows of token ids on the device: no model, and nothing to keep."""
+    """A proposer without model or state, which searches rows of token ids on the device."""
 
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:
-        """The longest of the last `prompt_lookup_max` to `prompt_lookup_min` tokens that occur
-        before, where they do so last.
+        """Draft what follows the latest earlier occurrence of a row's last tokens. The match is as
+        long as possible, from `prompt_lookup_max` down to `prompt_lookup_min`.
         """
         tokens = self.states.token_ids[slots, :max_len]  # [n, max_len]
         last = self.states.num_computed[slots].unsqueeze(1)  # index of the newest token

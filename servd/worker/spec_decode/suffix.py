@@ -1,8 +1,8 @@
-"""suffix: what followed the last tokens elsewhere in the request, or in the outputs of others
-(https://arxiv.org/abs/2411.04975).
+"""suffix: drafts the tokens that followed the last tokens elsewhere in the request, or in outputs
+of other requests (https://arxiv.org/abs/2411.04975).
 
-In place of suffix trees each text has chains through the places with the same three tokens, as in
-LZ77: the newest place of a chain is looked up, and each knows the one before.
+Instead of suffix trees, each text has chains of the places with the same three tokens, as in LZ77.
+The newest place of a chain is looked up, and each place links to the place before.
 """
 
 from array import array
@@ -29,7 +29,7 @@ MAX_CACHED_TOKENS = 2**19  # outputs of other requests: at most 60 MB
 
 
 class Text:
-    """Tokens, and where else the three before each place occur."""
+    """Tokens with links from each place to earlier places with the same three tokens before."""
 
     def __init__(self) -> None:
         self.token_ids = array("i")
@@ -49,8 +49,8 @@ class Text:
         self._key = key
 
     def find(self, last: Sequence[int]) -> tuple[int, list[int]]:
-        """How many of the last tokens of a sequence occur here with more after them, at most, and
-        the indices of what followed, the newest first.
+        """Return the maximum number of last tokens of a sequence that occur in the text with a next
+        token, and the indices of these next tokens, newest first.
         """
         key = 0
         for token_id in last[-SHORTEST:]:
@@ -74,8 +74,8 @@ class Text:
         return most
 
     def follow(self, places: list[int], num_tokens: int, min_chance: float) -> Sequence[int]:
-        """What most often follows at these places, token after token, as long as its share of them
-        is not below a chance.
+        """Return the most frequent continuation of these places, token by token, while its share of
+        the places is at least `min_chance`.
         """
         runs = [self.token_ids[place : place + num_tokens] for place in places]
         for i in range(num_tokens):
@@ -96,8 +96,8 @@ class Row:
 
 
 class SuffixProposer(Proposer):
-    """No model: it reads the rows of token ids on the host. Raises ConfigError: they are on another
-    device, for which the host would have to wait.
+    """A proposer without a model, which reads the rows of token ids on the host. Raises
+    ConfigError: the rows are on another device, so the host would have to wait.
     """
 
     def __init__(self, config: SpeculativeConfig, target: Target) -> None:
@@ -111,7 +111,7 @@ class SuffixProposer(Proposer):
         self._outputs = [Text(), Text()]  # other requests'; the second is full, and forgotten next
 
     def add(self, request: NewRequest) -> None:
-        """Its prompt is searched too, if anything is drafted for it."""
+        """Index the request's prompt, unless the request uses no drafts."""
         params = request.params
         if isinstance(params, SamplingParams) and params.speculative:
             is_private = request.cache_salt is not None
@@ -120,7 +120,7 @@ class SuffixProposer(Proposer):
             self._rows[request.slot] = row
 
     def remove(self, slot: int) -> None:
-        """Its output is kept for others; the oldest ones make room."""
+        """Keep the request's output for other requests; evict the oldest outputs."""
         if slot not in self._rows:
             return
         text = self._read(slot)
@@ -144,7 +144,7 @@ class SuffixProposer(Proposer):
         return text
 
     def propose(self, slots: Tensor, max_len: int, num_drafts: int) -> Tensor:
-        """What follows the longest match; that of the request itself if others have no longer."""
+        """Draft what follows the longest match; at equal length, prefer the request itself."""
         drafts = [self._draft(slot, num_drafts) for slot in slots.tolist()]
         return torch.tensor([[*draft, *[-1] * (num_drafts - len(draft))] for draft in drafts])
 

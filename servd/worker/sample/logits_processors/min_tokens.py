@@ -1,4 +1,4 @@
-"""min_tokens: forbids end-of-sequence and stop tokens until the output has that many tokens."""
+"""min_tokens: forbids end-of-sequence and stop tokens before the output has min_tokens tokens."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from servd.worker.sample.rows import Rows
 
 
 class Processor(LogitsProcessor):
-    """A processor that stores each slot's end tokens, and the position from which they may occur."""
+    """A processor that stores each slot's end tokens, and the first position to allow them."""
 
     order = 10
     example = {"min_tokens": 1, "stop_token_ids": [0]}

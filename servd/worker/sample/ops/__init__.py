@@ -38,13 +38,12 @@ class SamplingOps(Protocol):
 
         Args:
             logits: of any floating type.
-            slots: [n] int64, the row of `token_ids` for each row.
+            slots: [n] int64, a row of `token_ids` each.
             columns: [n] int64.
             token_ids: int32 [slots, columns], each row contiguous.
 
         Returns:
-            [n] int64: the token, or the negative ~token if its logit is NaN or +inf. A row of -inf
-            returns the token.
+            [n] int64: the token, or the negative ~token if its logit is NaN or +inf.
         """
         ...
 

@@ -50,7 +50,7 @@ def measure(row_ptr, vocab, low, BLOCK: tl.constexpr):
 
 @triton.jit
 def collect(row_ptr, vocab, low, high, found_ptr, BLOCK: tl.constexpr):
-    """Write the bits of a row in (low, high] one after another, in one pass. Returns their number."""
+    """Write a row's bits in (low, high] one after another, in one pass; return their count."""
     num_found = tl.zeros([], dtype=tl.int32)
     for start in range(0, vocab, BLOCK):
         bits = load_bits(row_ptr, start, vocab, BLOCK)
