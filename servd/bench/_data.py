@@ -22,7 +22,7 @@ LONGEST = 2048
 
 class Prompt(msgspec.Struct, frozen=True):
     prompt: str | list[int]
-    output_len: int = 0  # tokens; 0: those of --output-len
+    output_len: int = 0  # tokens; 0: as many as --output-len
 
 
 class Turn(msgspec.Struct):

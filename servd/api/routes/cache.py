@@ -25,13 +25,13 @@ class Tier(msgspec.Struct):
     """Usage of a tier of the KV cache: the device, host memory, or files."""
 
     name: str
-    blocks: int  # on the device those that requests own, elsewhere those that are kept
+    blocks: int  # on the device, blocks that requests own; elsewhere, stored blocks
     max_blocks: int
-    bytes: int  # on the disk those of every engine that uses the folder
+    bytes: int  # on the disk, bytes of all engines that use the folder
     max_bytes: int
-    hits: int = 0  # blocks that came back from there
-    damaged: int = 0  # files that were not what their names state
-    skipped: bool = False  # to compute a block is faster
+    hits: int = 0  # blocks loaded from this tier
+    damaged: int = 0  # files whose content did not match their names
+    skipped: bool = False  # because computing a block is faster
 
 
 class EngineCache(msgspec.Struct):

@@ -100,7 +100,7 @@ async def _probabilities(
     asking = [*messages, {"role": "user", "content": asked}]
     chat = Chat(messages=asking, chat_template_kwargs=NO_REASONING)
     token_ids = await async_llm.tokenize(Prompt(content=chat, param="input"), scorer.options.owner)
-    end = async_llm.spec.eos_token_ids[:1]  # tells "no" from the beginning of "nothing"
+    end = async_llm.spec.eos_token_ids[:1]  # distinguishes "no" from the beginning of "nothing"
     encode = async_llm.processor.tokenizer.encode
 
     def encode_options() -> list[list[int]]:

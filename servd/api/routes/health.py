@@ -35,7 +35,7 @@ async def health(request: Request) -> Response:
     prefill.
 
     503: the model loads, the engine restarts (requests wait), hangs or is dead, or the server shuts
-    down. Several engines must all have loaded once; then one is enough.
+    down. All engines must have loaded once; then one is enough. `engines` has their states.
     """
     context = context_of(request)
     admission = context.async_llm.admission

@@ -30,7 +30,7 @@ class SleepState(msgspec.Struct):
 
 @router.post("/sleep", response_model=SleepState, responses=refusals(503))
 async def sleep(request: Request, level: Level = "1") -> Response:
-    """Free the weights and the KV cache when no request is running. The next request loads the
+    """Free the weights and the KV cache once no request is running. The next request loads the
     model again. Levels 1 and 2 have the same effect.
     """
     check_level(level)

@@ -37,9 +37,7 @@ class Rows:
 
     @cached_property
     def index(self) -> Tensor | slice:
-        """The index, int64 [n] on the device; for all rows `slice(None)`, so that indexing is a
-        view.
-        """
+        """The index, int64 [n] on the device; `slice(None)`, which gives a view, for all rows."""
         return slice(None) if self.chosen is None else upload(self.chosen, self.slots.device)
 
     def copy_of(self, logits: Tensor) -> Tensor:
