@@ -1,4 +1,4 @@
-"""Latency of one batch, repeated; the engine runs in this process."""
+"""Measure the latency of one batch, repeatedly. The engine runs in this process."""
 
 import argparse
 import time

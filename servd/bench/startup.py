@@ -1,4 +1,4 @@
-"""Seconds from the command to the port, to readiness and to the first token."""
+"""Measure the seconds from the command to the port, to readiness and to the first token."""
 
 import argparse
 import asyncio

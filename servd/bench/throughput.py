@@ -1,4 +1,4 @@
-"""Tokens a second with all requests at once; the engine runs in this process."""
+"""Measure tokens per second with all requests at once. The engine runs in this process."""
 
 import argparse
 import time

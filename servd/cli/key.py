@@ -1,4 +1,4 @@
-"""Make an API key: its entry for --api-key-file on stdout, the key itself on stderr.
+"""Make an API key: print its --api-key-file entry to stdout, and the key itself to stderr.
 
 servd key alice --scopes inference metrics >> keys.toml
 """

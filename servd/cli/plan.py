@@ -1,4 +1,4 @@
-"""Say what a model takes of this machine's memory and what fits, without loading its weights."""
+"""Print how much memory a model needs on this machine and what fits, without loading weights."""
 
 import argparse
 import tempfile

@@ -1,4 +1,4 @@
-"""Replay recorded or made-up requests through servd's scheduler, KV cache and router, simulated."""
+"""Simulate servd's scheduler, KV cache and router with recorded or generated requests."""
 
 import argparse
 import time

@@ -1,1 +1,1 @@
-"""Replays recorded requests through servd's own scheduler, cache and router, in virtual time."""
+"""A simulator of servd's own scheduler, KV cache and router in virtual time."""

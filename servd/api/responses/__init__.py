@@ -1,1 +1,1 @@
-"""Responses that are stored, and their events."""
+"""Stored responses and the logs of their events."""

@@ -14,7 +14,7 @@ class EventLog:
         self._news = asyncio.Event()  # replaced after each append
 
     def append(self, event: bytes) -> None:
-        """Add a framed event; its number is the count of those before it."""
+        """Add an event. Its number is the count of earlier events."""
         self._events.append(event)
         self.num_bytes += len(event)
         self._tell()
@@ -24,7 +24,7 @@ class EventLog:
         self._tell()
 
     async def follow(self, start: int = 0) -> AsyncGenerator[bytes, None]:
-        """Yield the events from number `start` on as they arrive, several at once if available."""
+        """Yield events from number `start` on as they arrive; join the available events."""
         while True:
             news = self._news
             if events := self._events[start:]:

@@ -17,7 +17,7 @@ MIN_BYTES = 32 * 2**20  # per key
 
 
 class Stored(msgspec.Struct):
-    """A response and the conversation it belongs to."""
+    """A response and its conversation."""
 
     response: Response
     items: list[dict[str, Any]]  # input and output of earlier turns, and this one's input
@@ -31,16 +31,16 @@ class Stored(msgspec.Struct):
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """Input and output items of all turns."""
+        """The input and output items of all turns."""
         output = msgspec.to_builtins(self.response.output, enc_hook=msgspec.json.decode)  # of Raw
         return [*self.items, *output]
 
 
 @dataclass(eq=False)
 class ResponseStore:
-    """Keeps all running responses and the most recently used others, limited in number and size.
+    """A store of all running and the most recently used finished responses, within limits.
 
-    Every API key has its own store and cannot see the others.
+    Every API key has its own store and cannot see other stores.
     """
 
     max_responses: int  # 0 stores nothing
@@ -58,7 +58,7 @@ class ResponseStore:
         return [stored for stored in self._stored.values() if stored.is_running]
 
     def check_room(self) -> None:
-        """Check that one more response may run. Raises Overloaded: `max_responses` are running
+        """Check that another response may run. Raises Overloaded: `max_responses` are running
         already.
         """
         num_running = len(self.running)
@@ -69,7 +69,7 @@ class ResponseStore:
             )
 
     def put(self, stored: Stored) -> None:
-        """Store a response or its new state; evict finished ones beyond the limits."""
+        """Store a response or its new state, and evict finished responses beyond the limits."""
         self.pop(stored.response.id)
         if stored.num_bytes > self.max_bytes and not stored.is_running:
             return
@@ -84,8 +84,8 @@ class ResponseStore:
     def get(
         self, response_id: str, missing: type[RequestError], param: str, code: str | None = None
     ) -> Stored:
-        """Return the response with this id or X-Request-Id, which becomes the most recently used.
-        An error made of the other arguments states that it was never stored or was evicted.
+        """Return a response by its id or X-Request-Id, and mark the response as most recently used.
+        Raises an error of the other arguments: the response was never stored or was evicted.
         """
         name = response_id if response_id in self._stored else self._name_of(response_id)
         if name is None:
@@ -100,7 +100,7 @@ class ResponseStore:
         return self._stored[name]
 
     def _name_of(self, request_id: str) -> str | None:
-        """The newest response to a request with this X-Request-Id."""
+        """Return the id of the newest response to the request with this X-Request-Id, or None."""
         for name in reversed(self._stored):
             unique_id = name.removeprefix("resp_")
             if request_id in (unique_id, unique_id.rpartition("-")[0] or unique_id):
@@ -108,7 +108,7 @@ class ResponseStore:
         return None
 
     def pop(self, response_id: str) -> Stored | None:
-        """Remove and return a response."""
+        """Remove and return a response; return None if the response is not stored."""
         stored = self._stored.pop(response_id, None)
         if stored is not None:
             self.num_bytes -= stored.num_bytes

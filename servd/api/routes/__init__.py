@@ -1,4 +1,4 @@
-"""The HTTP routes: one family per file, each with a `router`. Other servers' are in `compat`."""
+"""The HTTP routes: a `router` per file. Routes of other servers are in `compat`."""
 
 from fastapi import APIRouter
 
@@ -8,7 +8,7 @@ COMPAT = f"{__name__}.compat"
 
 
 def load_routers() -> list[APIRouter]:
-    """The routers of all files."""
+    """Return the routers of all files, routes of `compat` last."""
     own = [name for name in plugins.names(__name__) if name != "compat"]
     routers = [plugins.load(__name__, name, "router") for name in own]
     return routers + [plugins.load(COMPAT, name, "router") for name in plugins.names(COMPAT)]

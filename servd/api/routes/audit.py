@@ -1,4 +1,4 @@
-"""GET /debug/audit: whether anything is left that should not be."""
+"""GET /debug/audit: check for leaked requests, blocks and slots."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ numbers = count()  # a late answer must not be taken for another audit's
 
 
 class Holdings(msgspec.Struct):
-    """What this API server holds; to be compared with an earlier time."""
+    """Resources held by this API server. Compare two reports to find leaks."""
 
     requests: int  # prompts in the engine
     admitted: int  # prompts that count for the limits
@@ -35,7 +35,7 @@ class Holdings(msgspec.Struct):
 
 
 class AuditReport(msgspec.Struct):
-    """Without `problems`, all is well."""
+    """Result of an audit. If `problems` is empty, the audit found none."""
 
     problems: list[str]
     engine_requests: int  # all API servers' together
@@ -44,8 +44,8 @@ class AuditReport(msgspec.Struct):
 
 @router.get("/debug/audit", response_model=AuditReport, responses=refusals(503))
 async def audit_server(request: Request) -> Response:
-    """Check that blocks, slots, queues and open requests of the engine and of this API server agree
-    with each other; also while requests run.
+    """Check that the engine and this API server agree on blocks, slots, queues and open requests.
+    You can call this while requests run.
     """
     async_llm = context_of(request).async_llm
     for engine in async_llm.engines:
@@ -76,8 +76,8 @@ async def audit_server(request: Request) -> Response:
 
 
 async def _audit_engine(client: EngineClient, report: AuditReport) -> None:
-    """Add what is wrong. Both ends keep order, so what was open when the engine was asked and is
-    open when it has answered must be open there, and nothing else may be.
+    """Ask an engine for an audit and add its problems to `report`. Messages keep their order: a
+    request open both before and after must be open in the engine, and no others may be.
     """
     number = next(numbers)
     answer = asyncio.get_running_loop().create_future()

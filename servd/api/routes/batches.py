@@ -1,4 +1,4 @@
-"""/v1/batches: the requests of a file, answered in the background."""
+"""/v1/batches: answer the requests of a file in the background."""
 
 import asyncio
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""GET /v1/cache: how full the KV cache is, and its offload storage; GET /kv_event_sources; POST
+"""GET /v1/cache: usage of the KV cache and its offload storage; GET /kv_event_sources; POST
 /reset_prefix_cache.
 """
 
@@ -22,20 +22,20 @@ ANYWHERE = re.compile(r"(?<=^tcp://)(\*|\[::\])(?=:)")
 
 
 class Tier(msgspec.Struct):
-    """Memory for blocks of the KV cache: of the device, the host, or the disk."""
+    """Usage of a tier of the KV cache: the device, host memory, or files."""
 
     name: str
-    blocks: int  # on the device those that requests own, elsewhere those that are kept
+    blocks: int  # on the device, blocks that requests own; elsewhere, stored blocks
     max_blocks: int
-    bytes: int  # on the disk those of every engine that uses the folder
+    bytes: int  # on the disk, bytes of all engines that use the folder
     max_bytes: int
-    hits: int = 0  # blocks that came back from there
-    damaged: int = 0  # files that were not what their names state
-    skipped: bool = False  # to compute a block is faster
+    hits: int = 0  # blocks loaded from this tier
+    damaged: int = 0  # files whose content did not match their names
+    skipped: bool = False  # because computing a block is faster
 
 
 class EngineCache(msgspec.Struct):
-    """The KV cache of an engine, as it last reported it."""
+    """The latest reported KV cache usage of an engine."""
 
     rank: int  # among --data-parallel-size
     block_size: int  # tokens
@@ -46,7 +46,7 @@ class EngineCache(msgspec.Struct):
 
 
 class Cache(msgspec.Struct):
-    """The KV caches of all engines that serve."""
+    """The KV cache usage of all engines that serve."""
 
     engines: list[EngineCache]
 
@@ -66,7 +66,7 @@ async def cache(request: Request) -> Response:
 
 
 class EventSource(msgspec.Struct):
-    """Where an engine reports what its prefix cache has, under vLLM's names."""
+    """Endpoints where an engine publishes its KV events, with vLLM's field names."""
 
     data_parallel_rank: int
     endpoint: str
@@ -76,8 +76,8 @@ class EventSource(msgspec.Struct):
 
 @router.get("/kv_event_sources", response_model=list[EventSource])
 async def kv_event_sources(request: Request) -> Response:
-    """List the endpoints of each engine's KV events. Where an engine listens at
-    all addresses, the one that the question came to.
+    """List the endpoints of each engine's KV events. For an engine that listens on all addresses,
+    the endpoint has the address that received this request.
     """
     config = context_of(request).config
     given = config.cache.kv_events_config or KVEventsConfig()
@@ -97,7 +97,7 @@ async def kv_event_sources(request: Request) -> Response:
 
 
 def _host_of(request: Request) -> str:
-    """Where it reached this machine; unknown of a Unix socket."""
+    """Return the server address that received the request; `*` for a Unix socket."""
     host, port = request.scope.get("server") or ("*", None)
     if port is None:
         return "*"
@@ -106,7 +106,7 @@ def _host_of(request: Request) -> str:
 
 @router.post("/reset_prefix_cache", response_model=dict[str, str])
 async def reset_prefix_cache(request: Request) -> Response:
-    """Clear the prefix cache of all engines. Files stay. With vLLM's name."""
+    """Clear the prefix cache of all engines, but not files. The route has vLLM's name."""
     context_of(request).async_llm.reset_prefix_cache()
     return json_response({})
 

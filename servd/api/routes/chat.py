@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions: answer conversations."""
 
 from fastapi import APIRouter
 from starlette.requests import Request

@@ -1,4 +1,4 @@
-"""POST /classify: the classes of texts, by the model's classification head."""
+"""POST /classify: classify texts with the model's classification head."""
 
 from fastapi import APIRouter
 from starlette.requests import Request

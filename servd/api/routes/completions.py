@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""POST /v1/completions: complete prompts."""
 
 from fastapi import APIRouter
 from starlette.requests import Request

@@ -1,4 +1,4 @@
-"""GET /: the console for a browser, and for a program where to continue."""
+"""GET /: the console for browsers, a list of useful paths for other clients."""
 
 from fastapi import APIRouter
 from starlette.requests import Request

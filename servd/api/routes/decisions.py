@@ -1,4 +1,4 @@
-"""POST /v1/decisions: questions about an input, with the probabilities of the options."""
+"""POST /v1/decisions: answer questions with the probabilities of given options."""
 
 import asyncio
 import statistics
@@ -38,10 +38,10 @@ NO_REASONING = {"enable_thinking": False, "thinking": False}  # as `reasoning_ef
 
 @router.post("/v1/decisions", response_model=Decision)
 async def create_decision(request: Request, body: Parsed[DecisionsRequest]) -> Response:
-    """Answer questions by the probabilities of given options.
+    """Answer questions with the probabilities of the given options.
 
-    Each question is asked twice, with its options in both orders, and the probabilities are
-    averaged: models favour the first option, or the last.
+    The model answers each question twice, with the options in both orders. The response has the
+    mean probabilities, because models favour the first or the last option.
     """
     call = call_of(request)
     context = context_of(request)
@@ -93,14 +93,14 @@ async def _probabilities(
     question: Question,
     listed: list[tuple[str, str]],
 ) -> list[float]:
-    """The options in this order, asked for in the last message of the conversation."""
+    """Return the probability of each option, in the order of `listed`."""
     async_llm = scorer.async_llm
     lines = [f"- {text}: {meaning}" if meaning else f"- {text}" for text, meaning in listed]
     asked = "\n".join([question["instructions"], "", "Answer with one of these only:", *lines])
     asking = [*messages, {"role": "user", "content": asked}]
     chat = Chat(messages=asking, chat_template_kwargs=NO_REASONING)
     token_ids = await async_llm.tokenize(Prompt(content=chat, param="input"), scorer.options.owner)
-    end = async_llm.spec.eos_token_ids[:1]  # tells "no" from the beginning of "nothing"
+    end = async_llm.spec.eos_token_ids[:1]  # distinguishes "no" from the beginning of "nothing"
     encode = async_llm.processor.tokenizer.encode
 
     def encode_options() -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings."""
+"""POST /v1/embeddings: compute embeddings of texts."""
 
 import base64
 

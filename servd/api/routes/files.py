@@ -1,4 +1,4 @@
-"""/v1/files: the input and the output of batches."""
+"""/v1/files: input and output files of batches."""
 
 import asyncio
 import re
@@ -57,8 +57,8 @@ async def upload_file(request: Request) -> Response:
 
 @asynccontextmanager
 async def read_form(request: Request) -> AsyncIterator[FormData]:
-    """Read a multipart body. Raises InvalidRequest: the body is no form; the message states what
-    the parser says.
+    """Read a multipart body. Raises InvalidRequest: the body is not a valid form; the message
+    contains the parser's error.
     """
     content_type = request.headers.get("content-type", "none")
     if not content_type.lower().startswith("multipart/form-data"):
@@ -87,8 +87,8 @@ async def read_form(request: Request) -> AsyncIterator[FormData]:
 
 
 def kept_for(form: FormData) -> int:
-    """Return the seconds of `expires_after`. Raises InvalidRequest: they are out of bounds, or
-    count from something else.
+    """Return the seconds of `expires_after`. Raises InvalidRequest: the seconds are out of bounds,
+    or `anchor` is not `created_at`.
     """
     anchor = form.get("expires_after[anchor]")
     text = form.get("expires_after[seconds]")
@@ -106,7 +106,7 @@ def kept_for(form: FormData) -> int:
 
 
 class FilesPage(Page):
-    """Which files to list."""
+    """Query parameters that select the files to list."""
 
     limit: Annotated[int, Field(ge=1, le=10_000)] = 10_000
     purpose: str | None = None
@@ -114,7 +114,7 @@ class FilesPage(Page):
 
 @router.get("/v1/files", response_model=Files, responses=refusals(404))
 async def list_files(request: Request, page: Annotated[FilesPage, Query()]) -> Response:
-    """List the files of this API key, results of batches included."""
+    """List the files of this API key, including results of batches."""
     shelf = call_of(request).shelf
     files = await asyncio.to_thread(shelf.all, "file-", FileObject)
     chosen = [file for file in files if page.purpose in (None, file.purpose)]
@@ -123,7 +123,7 @@ async def list_files(request: Request, page: Annotated[FilesPage, Query()]) -> R
 
 @router.get("/v1/files/{file_id}", response_model=FileObject)
 async def retrieve_file(request: Request, file_id: PathPart) -> Response:
-    """Return a file's size, purpose and age."""
+    """Return the size, purpose and creation time of a file."""
     return json_response(await asyncio.to_thread(call_of(request).shelf.load, file_id, FileObject))
 
 
@@ -133,7 +133,7 @@ async def retrieve_file(request: Request, file_id: PathPart) -> Response:
     responses=text_content("application/octet-stream"),
 )
 async def file_content(request: Request, file_id: PathPart) -> Response:
-    """Download a file."""
+    """Download the content of a file."""
     shelf = call_of(request).shelf
     path = shelf.content(await asyncio.to_thread(shelf.load, file_id, FileObject))
     return FileResponse(path, media_type="application/octet-stream")
@@ -141,7 +141,7 @@ async def file_content(request: Request, file_id: PathPart) -> Response:
 
 @router.delete("/v1/files/{file_id}", response_model=DeletedFile)
 async def delete_file(request: Request, file_id: PathPart) -> Response:
-    """Delete a file. A batch that reads it at this moment continues, but not after a restart."""
+    """Delete a file. A batch that is reading the file continues, but not after a restart."""
     shelf = call_of(request).shelf
     await asyncio.to_thread(lambda: shelf.delete_file(shelf.load(file_id, FileObject)))
     return json_response(DeletedFile(file_id))

@@ -1,4 +1,4 @@
-"""GET /health, /ping, /version and /load."""
+"""GET /health, /ping, /version and /load: the server's state, version and load."""
 
 import time
 
@@ -31,11 +31,11 @@ UNAVAILABLE: Responses = {
 @router.head("/ping", response_model=Progress, responses=UNAVAILABLE)
 @router.post("/ping", response_model=Progress, responses=UNAVAILABLE)
 async def health(request: Request) -> Response:
-    """Report whether requests are served. 200: `activity` is idle, asleep, decoding or prefill.
+    """Report whether the server can serve requests. 200: `activity` is idle, asleep, decoding or
+    prefill.
 
-    503: the model loads, the engine restarts (requests wait for it), stalls or is gone, or the
-    server ends. Several engines must all have loaded once; then one that serves is enough.
-    `engines` has the state of each.
+    503: the model loads, the engine restarts (requests wait), hangs or is dead, or the server shuts
+    down. All engines must have loaded once; then one is enough. `engines` has their states.
     """
     context = context_of(request)
     admission = context.async_llm.admission

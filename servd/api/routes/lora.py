@@ -1,4 +1,4 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter."""
+"""POST /v1/load_lora_adapter, /v1/unload_lora_adapter: load and unload LoRA adapters."""
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -15,15 +15,15 @@ router = APIRouter(route_class=Route)
 
 @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
 async def load_lora_adapter(request: Request, body: Parsed[LoadAdapterRequest]) -> Response:
-    """Load an adapter from --lora-dir."""
+    """Load a LoRA adapter from --lora-dir."""
     await _adapters(request).load(body.lora_name, body.lora_path, body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
 @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
 async def unload_lora_adapter(request: Request, body: Parsed[UnloadAdapterRequest]) -> Response:
-    """Unload an adapter. A request that names it loads it again, if it has a folder in
-    --lora-dir.
+    """Unload a LoRA adapter. If the adapter has a folder in --lora-dir, a request that names the
+    adapter loads it again.
     """
     if await _adapters(request).unload(body.lora_name) is None:
         name = body.lora_name[:200]

@@ -27,7 +27,7 @@ router = APIRouter(route_class=Route)
 
 
 async def read_message(request: Request) -> RequestBody:
-    """Read the body, and a reasoning budget only where the model's reasoning can be limited."""
+    """Read the body. Allow a reasoning budget only if the model's reasoning can be limited."""
     kind: type[MessagesRequest] = LimitedMessagesRequest
     try:
         context_of(request).async_llm.processor.reasoning_tags(None)

@@ -1,4 +1,4 @@
-"""GET /metrics."""
+"""GET /metrics: metrics for Prometheus."""
 
 from fastapi import APIRouter
 from starlette.requests import Request

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}."""
+"""GET /v1/models, /v1/models/{id}: list the model's names and its adapters."""
 
 import asyncio
 
@@ -27,7 +27,7 @@ async def list_models(request: Request) -> Response:
 
 @router.get("/v1/models/{name:path}", response_model=ModelCard)  # names contain slashes
 async def retrieve_model(request: Request, name: PathPart) -> Response:
-    """Return one model or adapter."""
+    """Return a model or an adapter by its name."""
     context = context_of(request)
     return json_response(_card(context, *await context.find_model(name)))
 

@@ -1,4 +1,4 @@
-"""GET /openapi.json, and the same for people: /docs and /redoc."""
+"""GET /openapi.json: the OpenAPI description; GET /docs and /redoc: pages that show it."""
 
 import asyncio
 import base64
@@ -45,7 +45,7 @@ def _describe(needs_key: bool) -> bytes:
 @router.get("/docs", response_class=HTMLResponse)
 @router.get("/redoc", response_class=HTMLResponse)
 async def docs(request: Request) -> Response:
-    """Show the API in the browser."""
+    """Show the OpenAPI description in the browser."""
     page = get_swagger_ui_html(
         openapi_url="openapi.json",
         title="servd",
@@ -65,5 +65,5 @@ async def docs(request: Request) -> Response:
     responses=text_content("text/css", "text/javascript", "image/png"),
 )
 async def docs_asset(request: Request, asset: PathPart) -> Response:
-    """Return a file of the page."""
+    """Return a file of the documentation page."""
     return await FILES.get_response(asset, request.scope)

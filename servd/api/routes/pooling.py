@@ -1,4 +1,4 @@
-"""POST /pooling: hidden states of each input as one vector, or as one for every token."""
+"""POST /pooling: return a vector for each input, or for each token of the inputs."""
 
 import base64
 
@@ -22,7 +22,7 @@ MAX_NUMBERS = 2**22  # in one answer: 16 MiB of float32, and about 80 MB of JSON
 
 @router.post("/pooling", response_model=Poolings)
 async def pool(request: Request, body: Parsed[PoolingRequest]) -> Response:
-    """Return a vector for each input, or for each of its tokens."""
+    """Return a vector for each input, or for each token of the inputs."""
     call = call_of(request)
     context = context_of(request)
     size = body.dimensions or context.async_llm.spec.hidden_size

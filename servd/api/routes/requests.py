@@ -1,4 +1,4 @@
-"""GET /v1/requests, /v1/requests/{id}/timeline and /v1/steps: where the time went."""
+"""GET /v1/requests, /v1/requests/{id}/timeline and /v1/steps: show where time was spent."""
 
 from typing import Annotated, Any, Literal
 
@@ -45,8 +45,8 @@ async def list_requests(
 async def request_timeline(
     request: Request, request_id: PathPart, format: Literal["json", "perfetto"] = "json"
 ) -> Response:
-    """Show where a request's time went, by the `id` of its answer. Each millisecond belongs to one
-    phase. `format=perfetto` returns trace events for ui.perfetto.dev.
+    """Show where a request spent its time. `request_id` is the `id` of the response. Each
+    millisecond belongs to one phase. `format=perfetto` returns trace events for ui.perfetto.dev.
     """
     query = FindTimeline(call_of(request).owner, request_id)
     timeline = await context_of(request).peers.find_timeline(query)

@@ -1,4 +1,4 @@
-"""POST /rerank, /v1/rerank and /v2/rerank: documents by how well they fit a query."""
+"""POST /rerank, /v1/rerank and /v2/rerank: rank documents by their relevance to a query."""
 
 from fastapi import APIRouter
 from msgspec import UNSET

@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what can be done with those that are stored."""
+"""/v1/responses: create, retrieve, stream, cancel and delete responses."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def get_response(
 async def list_input_items(
     request: Request, response_id: PathPart, page: Annotated[Page, Query()]
 ) -> HTTPResponse:
-    """List the items that a stored response answers, earlier turns included."""
+    """List the input items of a stored response, including items of earlier turns."""
     stored = _stored(request, response_id)
     items = listed(response_id, stored.items)
     return json_response(InputItems(*page.of(items, lambda item: item["id"])))
@@ -152,7 +152,7 @@ async def cancel_response(request: Request, response_id: PathPart) -> HTTPRespon
 
 
 def _stream(request: Request, log: EventLog, start: int, headers: Mapping[str, str]) -> EventStream:
-    """The events of a response from number `start` on. It continues if the client leaves."""
+    """Stream the events from number `start` on. A disconnect does not cancel the response."""
     return EventStream(
         log.follow(start),
         request_id=call_of(request).request_id,
@@ -211,7 +211,7 @@ async def _run_detached(
     log: EventLog,
     admission: AsyncExitStack,
 ) -> None:
-    """Make a response in the background, to its end or until it is cancelled."""
+    """Generate a response in the background until it finishes or is cancelled."""
     request_id = builder.call.request_id
     try:
         async with admission:

@@ -1,4 +1,4 @@
-"""POST /score and /v1/score: how well texts fit together, by the model's head or by embeddings."""
+"""POST /score, /v1/score: score the similarity of texts by the model's head or by embeddings."""
 
 from fastapi import APIRouter
 from starlette.requests import Request

@@ -1,4 +1,4 @@
-"""GET /server_info: how this server is set up, and why."""
+"""GET /server_info: show the server's options, and why each has its value."""
 
 import time
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ router = APIRouter(route_class=Route)
 
 
 class Option(msgspec.Struct):
-    """An option, its value, and where that comes from: `default`, `given` or `decided`."""
+    """An option, its value, and the source of the value: `default`, `given` or `decided`."""
 
     flag: str
     section: str  # its title
@@ -32,7 +32,7 @@ class Option(msgspec.Struct):
 
 
 class Engine(msgspec.Struct):
-    """What the engine found out while it loaded; of several, the first that serves."""
+    """Facts that an engine found while loading. If several engines serve, the first reports."""
 
     device: str
     dtype: str
@@ -45,7 +45,7 @@ class Engine(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct):
-    """How the server is set up. Without `engine` while the model loads."""
+    """The configuration of the server. `engine` is missing while the model loads."""
 
     version: str
     versions: dict[str, str]

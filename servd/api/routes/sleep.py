@@ -23,35 +23,35 @@ TIMEOUT = 60.0  # seconds that an answer waits for the engine, which finishes it
 
 
 class SleepState(msgspec.Struct):
-    """Whether weights and KV cache are freed, those of all engines."""
+    """Whether all engines sleep: their weights and KV caches are freed."""
 
     is_sleeping: bool
 
 
 @router.post("/sleep", response_model=SleepState, responses=refusals(503))
 async def sleep(request: Request, level: Level = "1") -> Response:
-    """Free weights and KV cache once no request runs. The next request loads the model again.
-    Levels 1 and 2 do the same.
+    """Free the weights and the KV cache once no request is running. The next request loads the
+    model again. Levels 1 and 2 have the same effect.
     """
     check_level(level)
     return await _ask(context_of(request).async_llm, Sleep())
 
 
 def check_level(level: str) -> None:
-    """Check that a level frees all. Raises InvalidRequest: it frees less."""
+    """Check a sleep level. Raises InvalidRequest: the level is not 1 or 2."""
     if level not in ("1", "2"):
         raise InvalidRequest("level must be 1 or 2: both free the weights", param="level")
 
 
 @router.post("/wake_up", response_model=SleepState, responses=refusals(503))
 async def wake_up(request: Request) -> Response:
-    """Load the model again before a request needs it."""
+    """Load the model again, before a request needs it."""
     return await _ask(context_of(request).async_llm, WakeUp())
 
 
 @router.get("/is_sleeping", response_model=SleepState, responses=refusals(503))
 async def is_sleeping(request: Request) -> Response:
-    """Report whether the engines sleep."""
+    """Report whether all engines sleep."""
     return json_response(SleepState(all(_sleep(context_of(request).async_llm))))
 
 

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info: convert text to token ids and back."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ async def tokenizer_info(request: Request) -> Response:
 @router.post("/detokenize", response_model=Detokenized)
 @router.post("/v1/detokenize", response_model=Detokenized)
 async def detokenize(request: Request, body: Parsed[DetokenizeRequest]) -> Response:
-    """Return the text of token ids."""
+    """Return the text of the given token ids."""
     context = context_of(request)
     processor = context.async_llm.processor
 

@@ -11,7 +11,7 @@ from servd.worker.ops.reference import LowRank, Routing
 
 
 class Ops(Protocol):
-    """What each module of this package has, for contiguous inputs; tests/worker/ops tests all."""
+    """The interface of each module of this package. Inputs are contiguous."""
 
     def begin_decode(
         self,
@@ -26,11 +26,11 @@ class Ops(Protocol):
         and columns; see `DecodeInputs`.
 
         Args:
-            step: int64 [NUM_NUMBERS, n]; the results are written here.
+            step: int64 [NUM_NUMBERS, n]; receives the results.
             seq_lens: int32 [n], written.
-            token_ids: int32 [slots, columns]; negative ones count as 0.
-            num_computed: int64 [slots]; one more where a column is NOT_COMPUTED.
-            tables: int32 [rows, blocks]; for the rest the row of a slot has its number.
+            token_ids: int32 [slots, columns]; negative token ids count as 0.
+            num_computed: int64 [slots]; increased by 1 where a column is NOT_COMPUTED.
+            tables: int32 [rows, blocks]; without a change, row i is of slot i.
             block_size: tokens of a block.
         """
         ...
@@ -48,7 +48,7 @@ class Ops(Protocol):
         ...
 
     def scale(self, x: Tensor, factor: float, residual: Tensor | None = None) -> Tensor:
-        """Return `x * factor`, plus the residual if there is one; all have x's shape."""
+        """Return `x * factor`, plus the residual if given; all have x's shape."""
         ...
 
     def rms_norm(
@@ -60,13 +60,11 @@ class Ops(Protocol):
     def layer_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Return `x + residual` [..., size] less its mean, over its deviation, times weight, plus
-        bias; and the sum itself.
-        """
+        """Return LayerNorm of `x + residual` [..., size] with weight and bias, and the sum."""
         ...
 
     def activate(self, x: Tensor, name: str) -> Tensor:
-        """Apply the function that config.json calls `name` to each number."""
+        """Apply to each number the activation function with this name in config.json."""
         ...
 
     def gate(self, x: Tensor, name: str) -> Tensor:
@@ -80,12 +78,12 @@ class Ops(Protocol):
         ...
 
     def combine(self, y: Tensor, routing: Routing) -> Tensor:
-        """Sum each token's rows of y [num_tokens * top_k, size], weighted: [num_tokens, size]."""
+        """Return each token's weighted sum [num_tokens, size] of y [num_tokens * top_k, size]."""
         ...
 
     def add_low_rank(self, out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> None:
-        """Add to each row of out [n, out] that of x [n, in], times a, times b of its place; places
-        is int64 [n], -1 for none.
+        """Add to each row of out [n, out] the row of x [n, in] times a, times b of the row's place.
+        `places` is int64 [n]; -1 adds nothing.
         """
         ...
 

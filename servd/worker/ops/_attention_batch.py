@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """The attention's inputs of a step. Row r computes the last query_lens[r] of its seq_lens[r]
+    """The inputs of a step's attention. Row r computes the last query_lens[r] of its seq_lens[r]
     tokens.
     """
 

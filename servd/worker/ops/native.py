@@ -1,4 +1,4 @@
-"""The operations of cpu/ for float32 on a CPU, compiled when servd is installed, if they can be."""
+"""The operations of cpu/ for float32 on a CPU, compiled when servd is installed, if possible."""
 
 import ctypes
 import hashlib
@@ -74,8 +74,8 @@ class Kernel(ctypes.Structure):
 
 
 class Signature:
-    """What a kernel takes, compiled to one expression: a call that fits costs a microsecond.
-    `kernel`: the entry. Its expressions are code of this process, as the kernel itself is.
+    """The parameter types of a kernel, compiled to one expression: a valid call takes 1 us.
+    `kernel`: the entry. Its expressions are trusted code, like the kernel itself.
     """
 
     def __init__(self, number: int, kernel: Kernel, names: dict[str, Any]) -> None:
@@ -123,12 +123,12 @@ class Signature:
 
 
 def _reach(tensor: Tensor) -> int:
-    """Elements from the first one to the end of the memory."""
+    """Return the number of elements from the tensor's first to the end of its storage."""
     return tensor.untyped_storage().nbytes() // tensor.itemsize - int(tensor.storage_offset())
 
 
 def _row_size(type: int, size: int) -> int:
-    """Elements of a row of the KV cache: in int8 a scale follows it."""
+    """Return the elements of a row of the KV cache; in int8, a scale follows the row."""
     return size + 4 if DTYPES[type] == torch.int8 else size
 
 
@@ -137,8 +137,8 @@ FAILURES = {1: IndexError, 2: MemoryError}  # by the status of servd_run
 
 
 class Library:
-    """The kernels as they were compiled for one instruction set. Raises OSError: not a library;
-    AttributeError, ValueError: not one of these kernels.
+    """The kernels compiled for one instruction set. Raises OSError: the file is not a library;
+    AttributeError, ValueError: the library lacks these kernels.
     """
 
     def __init__(self, path: Path) -> None:
@@ -160,14 +160,14 @@ class Library:
         }
 
     def packed_size(self, dtype: torch.dtype, terms: int, num_rows: int, size: int) -> int:
-        """Numbers of a matrix [num_rows, size] when it is packed, with what fills it up."""
+        """Return the numbers of a packed matrix [num_rows, size], padding included."""
         return self._packed_size(TYPES[dtype], terms, num_rows, size)
 
     def encode(self, kernel: str, *arguments: Any) -> bytes:
-        """A graph of one call. It holds addresses, so the tensors must live until it has run.
-        Raises KeyError: no such kernel; TypeError: not as many arguments as the kernel has
-        parameters; ValueError: a tensor has another type than the kernel's, is not contiguous, or
-        too short for the sizes beside it.
+        """Return a graph of one call. The graph holds addresses: keep the tensors alive until it
+        has run. Raises KeyError: unknown kernel; TypeError: the number of arguments differs from
+        the number of parameters; ValueError: a tensor has the wrong type, is not contiguous, or is
+        shorter than its sizes.
         """
         signature = self.signatures[kernel]
         if not signature.fits(*arguments):
@@ -181,9 +181,9 @@ class Library:
         return signature.layout.pack(signature.number, *words)
 
     def run(self, graph: bytes) -> None:
-        """Make the calls of a graph, in order. Raises IndexError: a call was given an index
-        outside of what it indexes. It and those after it have not run; MemoryError: a call found no
-        memory for its intermediate results. Those after it have not run.
+        """Run the calls of a graph in order. Raises IndexError: a call got an index out of range
+        and did not run; MemoryError: a call found no memory for intermediate results. Later calls
+        have not run.
         """
         message = Message()
         if status := self._run(graph, len(graph) // 8, message, len(message)):
@@ -221,7 +221,7 @@ def library() -> Library | None:
 
 
 def explain_absence() -> str:
-    """Say what it costs that there is no library, and what to do; empty if there is one."""
+    """Return the cost of a missing library and the remedy, or "" if a library is loaded."""
     if library() is not None or os.environ.get(SWITCH) == "off":
         return ""
     if not any(FOLDER.glob("_*.so")):
@@ -232,13 +232,13 @@ def explain_absence() -> str:
 
 
 def set_num_threads(num_threads: int) -> None:
-    """For all kernels from now on; at first one for each CPU. torch's threads are others."""
+    """Set the threads of all kernels; the default is one per CPU. torch's are separate."""
     if library() is not None:
         call("set_threads", num_threads)
 
 
 def call(kernel: str, *arguments: Argument) -> None:
-    """Call a kernel of the library. A TorchFunctionMode sees it, as it sees torch's functions."""
+    """Call a kernel of the library. A TorchFunctionMode sees the call, like torch's functions."""
     if has_torch_function(arguments):
         return handle_torch_function(call, arguments, kernel, *arguments)
     lib = loaded_library()
@@ -252,7 +252,7 @@ def loaded_library() -> Library:
 
 
 def state() -> str | None:
-    """A hash of the sources, as setup.py computes it; None where there are none: in a wheel."""
+    """Return a hash of the sources, as setup.py computes it, or None in a wheel without sources."""
     sources = sorted(path for path in FOLDER.glob("cpu/*") if path.suffix in (".cpp", ".h"))
     if not sources:
         return None
@@ -260,7 +260,7 @@ def state() -> str | None:
 
 
 def _is_stale(path: Path) -> bool:
-    """Whether a library is of other sources than those beside it. Built by hand, it names none."""
+    """Return whether a library was built from other sources; False if it names no sources."""
     stamp = STAMP.search(path.read_bytes())
     now = state()
     return stamp is not None and now is not None and stamp[1].decode() != now
@@ -368,7 +368,7 @@ def can_add(x: Any, residual: Any) -> bool:
 
 
 def add(x: Tensor, residual: Tensor, out: Tensor) -> None:
-    """`x + residual`, contiguous float32 of one shape each, to `out`."""
+    """Write `x + residual` to `out`; all are contiguous float32 of one shape."""
     assert _fits(x, residual, out)
     call("scale", x, 1.0, residual, x.numel(), out)
 
@@ -378,7 +378,7 @@ def can_concatenate(parts: Any, dim: int = 0) -> bool:
 
 
 def concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """float32 [n, size] each, side by side. A call for each row of each: for a graph of few."""
+    """Return float32 [n, size] parts side by side. Runs a call per row of each: use few rows."""
     sizes = [part.shape[1] for part in parts]
     out = torch.empty(len(parts[0]), sum(sizes))
     for part, to in zip(parts, out.split(sizes, dim=1), strict=True):
@@ -388,7 +388,7 @@ def concatenate(parts: Sequence[Tensor]) -> Tensor:
 
 
 def look_up(index: Tensor, table: Tensor) -> Tensor:
-    """Numbers `index` [n] of a table; int64 each."""
+    """Return the entries `index` [n] of `table`; both are int64."""
     out = torch.empty(2 * len(index))  # in a graph they lie in its buffers
     call("embed", table.view(torch.float32), len(table), 2, index, len(index), out)
     return out.view(torch.int64)

@@ -1,4 +1,4 @@
-"""The operations in plain torch, on any device."""
+"""The operations in plain torch, for any device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class LowRank:
-    """Small matrices beside one of a model, for each place that an adapter may have.
+    """Low-rank matrices added to a matrix of a model, with a place for each adapter.
 
     Args:
-        a: [places, in, width]; column `part * max_rank + j` is the j-th of a part of the outputs,
-            and those beyond are zero.
+        a: [places, in, width]; column `part * max_rank + j` is the j-th of a part of the outputs.
+            Columns beyond an adapter's rank are zero.
         b: [places, max_rank, out]; rows beyond an adapter's rank are zero.
         ranks: int64 [places, parts], on the host.
         part_ends: int64 [parts], on the host: where the outputs of each part end.
@@ -143,8 +143,8 @@ def add_low_rank(out: Tensor, x: Tensor, factors: LowRank, places: Tensor) -> No
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the pairs (i, i + pairs) of `x` [num_tokens, num_heads, head_dim]; elements after them
-    are unchanged.
+    """Return `x` [num_tokens, num_heads, head_dim] with pairs (i, i + pairs) rotated. Elements
+    after the pairs are unchanged.
     """
     cos, sin = (part.unsqueeze(1) for part in rotation)
     first, second, rest = x.tensor_split((cos.shape[-1], 2 * cos.shape[-1]), dim=-1)

@@ -1,1 +1,1 @@
-"""Routes that other servers have, one file each, with the shapes of their bodies and answers."""
+"""Routes of other servers' APIs, one file each, with their request and response bodies."""

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions/batch: several conversations with the same settings."""
+"""POST /v1/chat/completions/batch: answer several conversations with the same settings."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ router = APIRouter(route_class=Route)
 
 
 class ChatBatchRequest(RequestBody):
-    """Body of POST /v1/chat/completions/batch: that of a chat, with a list of its `messages`."""
+    """Body of POST /v1/chat/completions/batch: a chat's body, with a list of conversations."""
 
     from_chat = frozenset(ChatCompletionRequest.model_fields.keys() - {*REFUSED, *NEEDLESS})
 
     messages: Annotated[list[list[Any]], Field(min_length=1, max_length=MAX_PROMPTS)]
-    """The conversations."""
+    """The messages of each conversation."""
 
     @classmethod
     def complete_schema(cls, properties: dict[str, Schema], handler: GetJsonSchemaHandler) -> None:
@@ -61,7 +61,7 @@ class ChatBatchRequest(RequestBody):
         return self.chat(0).ignored()
 
     def chat(self, number: int) -> ChatCompletionRequest:
-        """Return the chat request for a conversation, which an error names in `param`."""
+        """Return the chat request of conversation `number`; errors name it in `param`."""
         known = ChatCompletionRequest.model_fields
         # What has no effect is named for the first one, and is not copied for the others.
         fields = {k: v for k, v in (self.model_extra or {}).items() if k in known or number == 0}

@@ -1,4 +1,4 @@
-"""POST /v2/embed: embeddings as Cohere's clients ask for them."""
+"""POST /v2/embed: compute embeddings in the format of Cohere's API."""
 
 import base64
 from collections.abc import Callable
@@ -33,8 +33,9 @@ class CohereEmbedRequest(RequestBody):
 
     texts: Texts
     input_type: str = ""
-    """`search_query` and `search_document` choose among the prompts in the model's files, others by
-    their name; without such a prompt the default of the files is taken."""
+    """The model's prompt to use: `search_query`, `search_document` or another name. If no prompt
+    matches, servd uses the model's default prompt.
+    """
     embedding_types: Annotated[
         list[Literal["float", "base64", "binary", "ubinary"]], Field(min_length=1, fail_fast=True)
     ] = ["float"]
@@ -44,7 +45,7 @@ class CohereEmbedRequest(RequestBody):
 
 
 class EmbeddingsByType(msgspec.Struct, rename={"floats": "float"}):
-    """One vector per text in each form that was asked for."""
+    """One vector per text in each requested format."""
 
     floats: list[list[float]] | UnsetType = UNSET
     base64: list[str] | UnsetType = UNSET  # float32, little-endian
@@ -53,7 +54,7 @@ class EmbeddingsByType(msgspec.Struct, rename={"floats": "float"}):
 
 
 class CohereEmbeddings(msgspec.Struct):
-    """The answer."""
+    """Response of POST /v2/embed."""
 
     id: str
     embeddings: EmbeddingsByType
@@ -96,7 +97,7 @@ def _answer(response_id: str, body: CohereEmbedRequest, vectors: Vectors) -> Coh
 
 
 def pack_signs(data: bytes) -> list[int]:
-    """A bit for each number, set above 0, the first one highest; zeros fill up the last byte."""
+    """Return a bit per number, 1 if above 0, first number highest; zeros pad the last byte."""
     numbers = unpack_vector(data)
     groups = [numbers[start : start + 8] for start in range(0, len(numbers), 8)]
     return [sum((number > 0) << (7 - i) for i, number in enumerate(group)) for group in groups]

@@ -13,7 +13,7 @@ router = APIRouter(route_class=Route)
 
 
 class Props(msgspec.Struct):
-    """The model, and how it is prompted."""
+    """The model's names, chat template, context length and slots."""
 
     default_generation_settings: dict[str, int]  # n_ctx
     total_slots: int
@@ -27,7 +27,7 @@ class Props(msgspec.Struct):
 
 
 class Slot(msgspec.Struct):
-    """A place for a request in the batch."""
+    """A slot for one request in the batch."""
 
     id: int
     n_ctx: int

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions/render: what a chat request would send to the engine."""
+"""POST /v1/chat/completions/render: show what a chat request would send to the engine."""
 
 import msgspec
 from fastapi import APIRouter

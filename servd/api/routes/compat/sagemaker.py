@@ -1,4 +1,4 @@
-"""POST /invocations: SageMaker's one route, which becomes the route that the body is meant for."""
+"""POST /invocations: SageMaker's only route. The fields of the body choose the servd route."""
 
 from functools import partial
 from typing import Annotated
@@ -35,7 +35,7 @@ router = APIRouter(route_class=Route)
 
 
 async def read_invocation(request: Request) -> RequestBody:
-    """Read a body as the route does that its fields belong to."""
+    """Return the body, parsed for the route to which its fields belong."""
     call = call_of(request)
     try:
         data = await request.body()
@@ -62,7 +62,7 @@ async def invoke(
         Depends(read_invocation),
     ],
 ) -> Response:
-    """Answer a chat, completion or embedding, by the shape of its body."""
+    """Answer a chat, completion, embedding, rerank or score request, by the body's fields."""
     file = next(file for kind, file in BODIES.values() if type(body) is kind)
     route = plugins.load("servd.api.routes", file, "router").routes[0]
     return await route.endpoint(request, body)

@@ -1,8 +1,8 @@
-"""Attention of a tile: some lines of queries over keys and values in the blocks of one row.
+"""Attention of a tile: lines of queries over keys and values in the blocks of one row.
 
-A tile's lines are (token, head) pairs of one row: for all the query heads that share one kv head,
-so that keys and values are read once for the group. Offsets into the cache are int64: it can have
-more than 2**31 numbers.
+A line is a (token, head) pair of the row. A tile has all the query heads that share a kv head, so
+that keys and values are read once for the group. Offsets into the cache are int64, because the
+cache can have more than 2**31 numbers.
 """
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def lines_of(kv_head, first_query, query_len, GROUP: tl.constexpr, LINES: tl.constexpr):
-    """Query token and head of each line of a tile, and whether there is one; [LINES] each."""
+    """Return query token, head, and validity of each line of a tile, [LINES] each."""
     line = tl.arange(0, LINES)
     query = first_query + line // GROUP
     valid = (line < LINES // GROUP * GROUP) & (query < query_len)
@@ -23,7 +23,7 @@ def lines_of(kv_head, first_query, query_len, GROUP: tl.constexpr, LINES: tl.con
 
 @triton.jit
 def load_queries(q_ptr, token, head, valid, q_stride, HEAD_DIM: tl.constexpr):
-    """[LINES, HEAD_DIM], zeros where there is none."""
+    """Return queries [LINES, HEAD_DIM]; zeros for invalid lines."""
     at = token.to(tl.int64) * q_stride + head * HEAD_DIM
     return tl.load(
         q_ptr + at[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=valid[:, None], other=0.0
@@ -32,14 +32,14 @@ def load_queries(q_ptr, token, head, valid, q_stride, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def store_lines(ptr, at, valid, lines, HEAD_DIM: tl.constexpr):
-    """Write `lines` [LINES, HEAD_DIM] as heads number `at` [LINES]."""
+    """Write `lines` [LINES, HEAD_DIM] to the heads with numbers `at` [LINES]."""
     to = ptr + at.to(tl.int64)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     tl.store(to, lines.to(ptr.dtype.element_ty), mask=valid[:, None])
 
 
 @triton.jit
 def without_sink(lse, sinks_ptr, head):
-    """The share of the weight that the keys have beside the sinks of these heads."""
+    """Return the share of the keys in the softmax weight, beside the sinks of the heads."""
     share = tl.full(lse.shape, 1.0, tl.float32)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
@@ -70,10 +70,10 @@ def attend(
     SOFT_CAP: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """Softmax in one pass (arXiv:1805.02867) of q [LINES, HEAD_DIM] over the keys from `begin`, a
-    multiple of TILE_KEYS, to `end`. All lines see those before `all_see`. Returns the mean of the
-    values [LINES, HEAD_DIM], and the logarithm (base 2) of the sum of exponentials [LINES], with
-    which it can be merged. A line that sees none of the keys: 0 and -inf.
+    """Compute a one-pass softmax (arXiv:1805.02867) of q [LINES, HEAD_DIM] over the keys from
+    `begin`, a multiple of TILE_KEYS, to `end`. All lines see the keys before `all_see`. Returns the
+    mean of the values [LINES, HEAD_DIM] and, to merge results, the logarithm (base 2) of the sum of
+    exponentials [LINES]. A line that sees no key has 0 and -inf.
     """
     highest = tl.full([LINES], float("-inf"), tl.float32)
     total = tl.zeros([LINES], tl.float32)
@@ -161,7 +161,7 @@ def _turns(
     TAIL: tl.constexpr,
     SOFT_CAP: tl.constexpr,
 ):
-    """Go on with the softmax over some more keys, of which all lines see all if not MASKED."""
+    """Continue the softmax over more keys. Unless MASKED, all lines see all these keys."""
     dim = tl.arange(0, HEAD_DIM)
     for tile in range(begin, end, TILE_KEYS):
         key = tile + tl.arange(0, TILE_KEYS)

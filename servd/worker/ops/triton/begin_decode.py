@@ -1,4 +1,4 @@
-"""What follows from the slots of a decode step, in one kernel."""
+"""The inputs of a decode step, computed from its slots in one kernel."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def begin_decode_kernel(
     FIRST_FOUND: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """One program: all new blocks are in the tables before any of them is read."""
+    """Run as one program: all new blocks are in the tables before any block is read."""
     for first in range(0, num_tokens, TOKENS):
         token = first + tl.arange(0, TOKENS)
         valid = token < num_tokens

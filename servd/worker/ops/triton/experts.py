@@ -1,4 +1,4 @@
-"""Products of the matrices of several experts, each with rows of its own, in one kernel."""
+"""Products of several experts' matrices with their rows, in one kernel."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MANY_ROWS = 64
 
 
 class ExpertMatrices:
-    """Matrices [out, in] of one type, contiguous."""
+    """Contiguous matrices [out, in] of one type."""
 
     is_capturable = True
 
@@ -70,10 +70,10 @@ def experts_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """One program per tile of rows of an expert (axis 0) and of columns (axis 1).
+    """Run one program per tile of an expert's rows (axis 0) and of columns (axis 1).
 
-    Expert e has the tiles from `starts[e] // ROWS + e` on: at least as many as it needs, whatever
-    the others have.
+    Expert e has the tiles from `starts[e] // ROWS + e` on. These suffice for the expert, whatever
+    the number of rows of other experts.
     """
     tile = tl.program_id(0)
     # it is in [expert, after)

@@ -1,4 +1,4 @@
-"""Products with adapters: two kernels, x A and what is added of it times B."""
+"""Products with adapters in two kernels: x A, then the addition of the result times B."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false
 
@@ -66,8 +66,8 @@ def tile_of_product(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """left[rows, :size] times right[:size, columns]: [ROWS, COLUMNS] float32, 0 where a row is not
-    `own` and from column `end` on. Rows of a step are int64: it can have more than 2**31 numbers.
+    """Return left[rows, :size] times right[:size, columns], [ROWS, COLUMNS] float32; 0 where a row
+    is not `own` and from column `end` on. Offsets are int64, beyond 2**31 numbers.
     """
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for start in range(0, size, DEPTH):
@@ -99,7 +99,7 @@ def shrink_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """A tile of hidden [num_rows, width] for the rows of one place; others write theirs."""
+    """Compute a tile of hidden [num_rows, width], and write the rows of one place."""
     place = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -133,7 +133,7 @@ def expand_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Adds to a tile of the outputs [start, end) of the rows of one place."""
+    """Add to a tile of the outputs [start, end) of the rows of one place."""
     place = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = start + tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)

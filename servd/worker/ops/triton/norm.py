@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm fused with the residual sum: numbers are read and written once."""
+"""RMSNorm and LayerNorm fused with the residual sum: reads and writes each number once."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per ROWS rows of BLOCK >= size columns. Residual and bias may be missing."""
+    """Run one program per ROWS rows of BLOCK >= size columns. Residual and bias are optional."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     valid = (row < num_rows) & (column < size)
@@ -54,7 +54,7 @@ def norm_kernel(
 def rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Normalize rows; slices of columns, such as the queries of qkv, are not copied."""
+    """Normalize rows. Slices of columns, such as the queries of qkv, are not copied."""
     return _norm(x, residual, weight, None, eps)
 
 

@@ -1,21 +1,21 @@
-"""Attention of a mixed batch over the paged KV cache: a kernel for prompts, one for decoding, and
-one that merges what was split.
+"""Attention of a mixed batch over the paged KV cache: a kernel for prompts, a kernel for decoding,
+and a kernel that merges split results.
 
-A *row* is one request: the last query_len of its seq_len tokens are this step's.
+A *row* is one request: the step computes the last query_len of its seq_len tokens.
 
-- Rows with few query tokens (decode) are one tile (`attend.py`). Its keys are split over several
-  programs, whose results `merge_kernel` puts together: one row alone can use the whole device.
-- Rows with more (chunks of prompts) have many tiles, and each reads all the keys that its tokens
-  see.
+- Rows with few query tokens (decode) are one tile (`attend.py`). Several programs share the keys of
+the tile, and `merge_kernel` merges their results: one row alone can use the whole device.
+- Rows with more query tokens (chunks of prompts) have many tiles, and each tile reads all keys that
+its tokens see.
 
-The device is never asked for anything: which pieces there are is counted there (`work_list.py`),
-and grids have no more programs than keep it busy. Kernels read lengths, tables and slots from
-device tensors only, so a step can be captured in a graph, with bounds for all lengths, and be
-replayed while these tensors change.
+The host never waits for the device. The device itself counts the pieces (`work_list.py`), and grids
+have only as many programs as keep the device busy. Kernels read lengths, tables and slots from
+device tensors only. So a graph can capture a step, with bounds for all lengths, and replay it while
+these tensors change.
 
-With `batch_invariant`, what happens to a row is decided by its own lengths, never by the other
-rows: where its keys are split, the order of every sum. So a result does not depend, to the last
-bit, on what else is in the batch. Otherwise rows are split where the device would be idle.
+With `batch_invariant`, a row's own lengths decide where its keys are split and the order of every
+sum. So a result does not depend on the rest of the batch, to the last bit. Otherwise, rows are
+split where the device would be idle.
 """
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false
@@ -64,7 +64,7 @@ class Tuning:
     num_stages: int
 
     def options(self, group: int) -> dict[str, int]:
-        """Of a launch, for `group` heads that share a kv head, and are in one tile."""
+        """Return launch options for `group` heads that share a kv head and a tile."""
         return {
             "TILE_KEYS": self.tile_keys,
             "LINES": max(self.lines, triton.next_power_of_2(group)),
@@ -75,11 +75,11 @@ class Tuning:
 
 @cache
 def tunings(head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tuning, Tuning]:
-    """For decoding and for prompts.
+    """Return the tunings for decoding and for prompts.
 
-    With two turns ahead and 16 bits three programs that decode run at once on Hopper, and one of a
-    prompt, of two groups of warps that multiply 64 lines each: 73 and 132 KB of shared memory at a
-    head_dim of 128. Most devices but those for data centers have 99 KB.
+    With 16 bits and two stages ahead, Hopper runs three decode programs at once, or one prompt
+    program of two warp groups with 64 lines each. They use 73 and 132 KB of shared memory at a
+    head_dim of 128. Most devices except data center GPUs have 99 KB.
     """
     if dtype == torch.float32:  # no tensor cores in full precision: for tests and comparisons
         few = Tuning(DECODE_LINES, 32 if head_dim <= 128 else 16, num_warps=4, num_stages=2)
@@ -97,9 +97,7 @@ def tunings(head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tu
 
 @dataclass(frozen=True)
 class Plan:
-    """Most pieces that a step may have, by what the host knows of its lengths; equal in all
-    layers.
-    """
+    """The maximum pieces of a step, by the lengths that the host knows; equal in all layers."""
 
     num_tiles: int  # over all rows that are not split
     num_splits: int  # of the others
@@ -107,13 +105,13 @@ class Plan:
 
 
 def split_queries(group: int) -> int:
-    """Rows with at most this many query tokens are split; `group` heads share a kv head."""
+    """Return the maximum query tokens of a split row; `group` heads share a kv head."""
     return min(MAX_SPLIT_QUERIES, max(DECODE_LINES // group, 1))
 
 
 @cache
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors; 1 in the interpreter, so that programs take several pieces there too."""
+    """Return the number of multiprocessors; 1 in the interpreter, to test several pieces each."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -132,7 +130,7 @@ class PagedAttention:
 
     Args:
         head_dim: a power of two.
-        device: where all is.
+        device: the device of all tensors.
         window: a token sees itself and the window - 1 tokens before; None: all before.
         batch_invariant: a token's bits do not depend on other rows.
     """
@@ -161,7 +159,7 @@ class PagedAttention:
 
     @property
     def tile_queries(self) -> int:
-        """Query tokens of a tile of a row that is not split."""
+        """The number of query tokens in a tile of an unsplit row."""
         return max(self.tunings[1].lines // self.group, 1)
 
     def plan(self, batch: AttentionBatch) -> Plan:
@@ -208,14 +206,14 @@ class PagedAttention:
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of the last tokens of each row over the row's keys and values in the
-        cache. Returns [num_tokens, num_heads, head_dim], contiguous. Tokens of no row are anything.
+        """Return causal attention of each row's last tokens over the row's keys and values in the
+        cache: [num_tokens, num_heads, head_dim], contiguous. Tokens of no row are undefined.
 
         Args:
-            q: [num_tokens, num_heads, head_dim]; heads are contiguous, tokens may be apart.
+            q: [num_tokens, num_heads, head_dim]; heads are contiguous, tokens may be strided.
             kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of q's type or narrower.
-                What lies outside of the rows' visible keys is not read, and may be anything.
-            soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they stay.
+                Keys that no row sees are not read, and may have any value.
+            soft_cap: scores become soft_cap * tanh(score / soft_cap); None: no cap.
             sinks: [num_heads], scores of one more key each, whose value is zero.
         """
         assert q.stride()[1:] == (self.head_dim, 1)
@@ -314,7 +312,7 @@ def prefill_kernel(
     TILE_KEYS: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """Tiles of the rows that are not split: some tokens each, over all keys that they see."""
+    """Compute tiles of unsplit rows: some tokens each, over all keys that they see."""
     QUERIES: tl.constexpr = LINES // GROUP
     num_tiles = tl.load(work_ptr + num_rows)
     for piece in range(tl.program_id(0), num_tiles * KV_HEADS, tl.num_programs(0)):
@@ -385,7 +383,7 @@ def decode_kernel(
     MAX_SPLITS: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """All tokens of a row, over one split of its keys, or over all if there is one."""
+    """Compute all tokens of a row over one split of its keys, or over all keys if unsplit."""
     splits_ptr = work_ptr + num_rows + 1
     tokens_ptr = splits_ptr + num_rows + 1
     least = tl.load(tokens_ptr + num_rows + 1)
@@ -447,7 +445,7 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """The mean over all splits, of each head of each token whose row has several."""
+    """Merge the splits for each head of each token whose row has several splits."""
     split = tl.arange(0, MAX_SPLITS)
     dim = tl.arange(0, HEAD_DIM)
     splits_ptr = work_ptr + num_rows + 1
@@ -478,6 +476,6 @@ def merge_kernel(
 
 @triton.jit
 def _lengths(row, starts_ptr, seq_lens_ptr):
-    """First token in the step, number of tokens in the step, tokens in all."""
+    """Return first token in the step, number of tokens in the step, and total tokens."""
     start = tl.load(starts_ptr + row)
     return start, tl.load(starts_ptr + row + 1) - start, tl.load(seq_lens_ptr + row)

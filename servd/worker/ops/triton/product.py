@@ -1,4 +1,4 @@
-"""Product of a matrix whose rows have the same bits whatever is beside them."""
+"""Product of a matrix in which the bits of a row do not depend on other rows."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ TILE = {"ROWS": 64, "COLUMNS": 64, "DEPTH": 64}
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in] @ weight.T + bias, [..., out], of one type; weight is [out, in], contiguous."""
+    """Return x [..., in] @ weight.T + bias of one type; weight is [out, in], contiguous."""
     rows = x.reshape(-1, x.shape[-1])
     num_outputs, size = weight.shape
     out = torch.empty(len(rows), num_outputs, dtype=x.dtype, device=x.device)
@@ -50,7 +50,7 @@ def product_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """One program per tile; those of the same columns follow each other, and share the weights."""
+    """Run one program per tile. Tiles of the same columns are adjacent and share weights."""
     tiles = tl.cdiv(num_rows, ROWS)
     row = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = (tl.program_id(0) // tiles * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]

@@ -1,5 +1,5 @@
-"""Norms of heads and rotation fused with the cache write: every number of q, k and v is read and
-written once.
+"""Norms of heads and rotation fused with the cache write: reads and writes each number of q, k and
+v once.
 """
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
@@ -24,21 +24,20 @@ def rotate_and_store(
     rotation: Rotation | None,
     norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
-    """Turn q and k by their positions, and store k and v at their slots, in one kernel. Returns the
-    turned queries, contiguous; q itself if nothing is done to it.
+    """Rotate q and k by their positions, and store k and v at their slots, in one kernel. Returns
+    the rotated queries, contiguous; or q itself if unchanged.
 
     Args:
-        q: [num_tokens, num_heads, head_dim]; heads are contiguous, tokens may be apart, as slices
-            of qkv are.
+        q: [num_tokens, num_heads, head_dim]; heads are contiguous, tokens may be strided, as in
+            slices of qkv.
         k: [num_tokens, num_kv_heads, head_dim].
         v: like k.
         kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of any floating type; numbers
-            beyond the range of float8_e4m3fn become its largest.
+            beyond the range of float8_e4m3fn are clamped.
         slot_mapping: int64 [num_tokens]: block * block_size + offset; negative: the token is not
             stored.
         rotation: cos and sin, [num_tokens, head_dim / 2] each, or None.
-        norms: weights [head_dim] of q's and k's RMSNorm before, and what is added to the mean
-            square; None: there are none.
+        norms: weights [head_dim] of q's and k's RMSNorm before the rotation, and eps; or None.
     """
     num_tokens, num_heads, head_dim = q.shape
     assert all(x.stride()[1:] == (head_dim, 1) for x in (q, k, v)) and kv_cache.is_contiguous()
@@ -97,7 +96,7 @@ def rotate_and_store_kernel(
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One program per ROWS heads of q, k or v, counted through all tokens."""
+    """Run one program per ROWS heads of q, k or v, counted through all tokens."""
     tensor = tl.program_id(1)
     if tensor < 2:
         token, head = _heads(KV_HEADS, ROWS)
@@ -139,7 +138,7 @@ def rotate_and_store_kernel(
 
 @triton.jit
 def _heads(HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Token and head of each row of this program; [ROWS, 1] each."""
+    """Return token and head of each row of this program; [ROWS, 1] each."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     return row // HEADS, row % HEADS
 
@@ -148,7 +147,7 @@ def _heads(HEADS: tl.constexpr, ROWS: tl.constexpr):
 def _turn(
     from_ptr, to_ptr, cos_ptr, sin_ptr, weight_ptr, eps, token, valid, HEAD_DIM: tl.constexpr
 ):
-    """Copy the heads at `from_ptr` [ROWS, 1], normed, the pairs (i, i + HEAD_DIM / 2) turned."""
+    """Copy heads at `from_ptr` [ROWS, 1], normed, with pairs (i, i + HEAD_DIM / 2) rotated."""
     HALF: tl.constexpr = HEAD_DIM // 2
     pair = tl.arange(0, HALF)[None, :]
     first = tl.load(from_ptr + pair, mask=valid, other=0.0).to(tl.float32)

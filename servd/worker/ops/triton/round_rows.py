@@ -1,4 +1,4 @@
-"""Rows rounded to 8-bit floats with a scale each: every number is read and written once."""
+"""Rounding of rows to 8-bit floats with a scale each: reads and writes each number once."""
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def round_rows_kernel(x_ptr, rounded_ptr, scale_ptr, size, x_stride, BLOCK: tl.c
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round [n, size] of any float type to float8_e4m3fn; factors of rows are [n, 1] float32."""
+    """Return `x` [n, size] as float8_e4m3fn, and the rows' factors [n, 1] float32."""
     num_rows, size = x.shape
     if x.stride(1) != 1:
         x = x.contiguous()

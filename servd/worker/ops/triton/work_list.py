@@ -1,7 +1,7 @@
-"""Work list of a step's attention: how many pieces each row has, counted on the device.
+"""Work list of a step's attention: the number of pieces of each row, counted on the device.
 
-The kernels have a fixed number of programs, each of which takes every n-th piece: rows that a step
-does not need cost nothing, and a captured step is divided by the lengths that it finds.
+Kernels have a fixed number of programs, each of which takes every n-th piece. So unused rows cost
+nothing, and a replayed graph splits rows by their current lengths.
 """
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportCallIssue=false
 
@@ -22,16 +22,15 @@ def work_list(
     window: int | None,
     **sizes: int,
 ) -> Tensor:
-    """Count the pieces of a step. Returns int32 [3 * (num_rows + 1) + 1]: for each row how many
-    pieces those before it have, and in the end all; first the tiles of rows that are not split,
-    then splits, then the tokens that have more than one split. The last number is the fewest keys
-    of a split.
+    """Count the pieces of a step. Returns int32 [3 * (num_rows + 1) + 1]: three lists with, for
+    each row, the pieces of the rows before, then the total. The lists count tiles of unsplit rows,
+    splits, and tokens with more than one split. The last number is the minimum keys of a split.
 
     Args:
         query_start_loc: int32 [num_rows + 1].
         seq_lens: int32 [num_rows].
-        num_wanted: splits of all rows together that keep the device busy: rows have fewer, longer
-            ones where there are more. 0: a row's splits depend on its own length only.
+        num_wanted: splits of all rows that keep the device busy: more rows get fewer, longer
+            splits. 0: a row's splits depend on its own length only.
         sizes: SPLIT_QUERIES, TILE_QUERIES, TILE_KEYS, MIN_SPLIT and MAX_SPLITS of the kernels.
     """
     num_rows = len(seq_lens)
@@ -90,7 +89,7 @@ def work_list_kernel(
 
 @triton.jit
 def _lengths_of(first_row, starts_ptr, seq_lens_ptr, num_rows, ROWS: tl.constexpr):
-    """Tokens in the step and tokens in all of some rows, 0 of those that are not there."""
+    """Return tokens in the step and total tokens of some rows; 0 beyond the last row."""
     row = first_row + tl.arange(0, ROWS)
     valid = row < num_rows
     start = tl.load(starts_ptr + row, mask=valid, other=0)
@@ -100,7 +99,7 @@ def _lengths_of(first_row, starts_ptr, seq_lens_ptr, num_rows, ROWS: tl.constexp
 
 @triton.jit
 def _append(to_ptr, counts, before, first_row, num_rows, ROWS: tl.constexpr):
-    """Write how many pieces come before each row; returns how many there are with these."""
+    """Write the number of pieces before each row; return the total after these rows."""
     row = first_row + tl.arange(0, ROWS)
     tl.store(to_ptr + row, before + tl.cumsum(counts, 0) - counts, mask=row < num_rows)
     return before + tl.sum(counts, 0)
@@ -108,7 +107,7 @@ def _append(to_ptr, counts, before, first_row, num_rows, ROWS: tl.constexpr):
 
 @triton.jit
 def row_of(piece, counts_ptr, num_rows):
-    """The row that a piece belongs to, and its number there."""
+    """Return the row of a piece, and the number of the piece in the row."""
     # the row is in [low, high)
     low = 0
     high = num_rows
@@ -127,7 +126,7 @@ def first_key_of(first_position, WINDOW: tl.constexpr):
 
 @triton.jit
 def splits_of(first_key, seq_len, least, TILE_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """First key, keys per split, number of splits; borders are multiples of TILE_KEYS."""
+    """Return first key, keys per split, number of splits; borders are multiples of TILE_KEYS."""
     begin = first_key // TILE_KEYS * TILE_KEYS
     wanted = tl.minimum(tl.cdiv(seq_len - begin, least), MAX_SPLITS)
     size = tl.cdiv(tl.cdiv(seq_len - begin, tl.maximum(wanted, 1)), TILE_KEYS) * TILE_KEYS
