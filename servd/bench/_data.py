@@ -22,7 +22,7 @@ LONGEST = 2048
 
 class Prompt(msgspec.Struct, frozen=True):
     prompt: str | list[int]
-    output_len: int = 0  # tokens; 0: as many as --output-len
+    output_len: int = 0  # tokens; 0: those of --output-len
 
 
 class Turn(msgspec.Struct):
@@ -36,7 +36,7 @@ class Conversation(msgspec.Struct):
 def add_options(
     parser: argparse.ArgumentParser, num_prompts: int, input_len: int, output_len: int
 ) -> None:
-    """Add the flags that describe a workload, with the given defaults."""
+    """Add flags that describe a workload, with these defaults."""
     add = parser.add_argument_group("workload").add_argument
     for flags, default, purpose in (
         (("--num-prompts", "--batch-size"), num_prompts, "requests"),

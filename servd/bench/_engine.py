@@ -15,7 +15,7 @@ from servd.terminal import engine_flags
 def add_options(
     parser: argparse.ArgumentParser, batch: int, input_len: int, output_len: int
 ) -> None:
-    """Add the workload flags and every option of `servd serve`."""
+    """Add a workload and every option of `servd serve`."""
     parser.usage = "%(prog)s [MODEL] [OPTION ...]"
     _report.add_options(parser)
     _data.add_options(parser, batch, input_len, output_len)

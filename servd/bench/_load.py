@@ -58,7 +58,7 @@ class Load:
 async def run(
     load: Load, prompts: Sequence[Prompt], show_progress: bool = True
 ) -> tuple[list[Record], float]:
-    """Send all prompts; return their records in order, and the total seconds."""
+    """Send all prompts; return their records in order, and the seconds that all took."""
     rng = random.Random(load.seed)
     headers = {"authorization": f"Bearer {load.api_key}"} if load.api_key else {}
     limit = asyncio.Semaphore(load.concurrency) if load.concurrency else nullcontext()

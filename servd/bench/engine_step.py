@@ -1,4 +1,4 @@
-"""Measure the phases of a decode step in microseconds: one process, uniproc or fake executor."""
+"""Where each microsecond of a decode step goes: one process, uniproc or fake executor."""
 
 import argparse
 from collections import Counter

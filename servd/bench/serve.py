@@ -1,4 +1,4 @@
-"""Measure throughput and latency of a running server with OpenAI's completions or chats."""
+"""Throughput and latency of a running server, any that speaks OpenAI's completions or chats."""
 
 import argparse
 import asyncio

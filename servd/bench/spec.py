@@ -1,5 +1,5 @@
-"""Measure speculative decoding: methods and draft lengths beside no drafts. The engine runs in this
-process.
+"""What drafting ahead of the model is worth: methods and depths beside none; the engine runs in
+this process.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The `servd` command: one file per subcommand, one-line errors, and exit codes."""
+"""The `servd` command: one file per subcommand, errors in one line, exit codes."""
 
 import argparse
 import importlib.util
@@ -103,7 +103,7 @@ class Command(Parser):
         self.module = module
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
-        """Import the command's module, add its options, and parse. Raises ConfigError."""
+        """Parse with the options of the module."""
         try:
             module = importlib.import_module(self.module)
         except ModuleNotFoundError as error:

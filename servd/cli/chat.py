@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Conversation:
-    """A chat in the terminal. Reasoning is printed dimmed and left out of the history."""
+    """A chat in the terminal. Reasoning is shown dimmed and is not part of the history."""
 
     def __init__(
         self, client: api_client.Client, system: str | None, options: dict[str, Any]
@@ -109,6 +109,6 @@ class Conversation:
         print()
 
     def print(self, text: str, dim: bool = False) -> None:
-        """Print `text` without a line end; dim the text if `dim` and on a terminal."""
+        """Write without a line end, dimmed if the output is a terminal."""
         sys.stdout.write(f"{DIM}{text}{PLAIN}" if dim and self.is_terminal else text)
         sys.stdout.flush()

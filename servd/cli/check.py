@@ -1,4 +1,4 @@
-"""Check this machine and a model's files before a server starts, and print a line per check."""
+"""Check this machine, and the files of a model, before a server starts: a line each."""
 
 import argparse
 import itertools
@@ -42,7 +42,7 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--json` and the options of `servd serve`, for which `run` checks the machine."""
+    """Add the options of `servd serve`, for which the machine is checked."""
     parser.usage = "%(prog)s [MODEL] [OPTION ...]"
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     engine_flags.add_options(parser)
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def judge(is_fine: bool, name: str, text: str, hint: str, otherwise: Status = "warning") -> Finding:
-    """Return a finding; if `is_fine`, its status is `ok` and `hint` is left out."""
+    """Return a finding, without the hint if all is fine."""
     return Finding(name, "ok", text) if is_fine else Finding(name, otherwise, text, hint)
 
 
@@ -103,7 +103,7 @@ def check_limits(config: Config) -> Iterator[Finding]:
 
 
 def check_memory(config: Config) -> Iterator[Finding]:
-    """Check main memory, shared memory and CPUs, including limits of the control group."""
+    """Check main memory, shared memory and CPUs, also the limits of the control group."""
     free = plugins.load(f"{WORKER}.device", "device", "available_memory")()
     hint = "end other programs, or raise the container's limit"
     yield judge(free >= SMALLEST, "memory", f"{format_bytes(free)} can be used", hint)

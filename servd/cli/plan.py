@@ -1,4 +1,4 @@
-"""Print how much memory a model needs on this machine and what fits, without loading weights."""
+"""Say what a model takes of this machine's memory and what fits, without loading its weights."""
 
 import argparse
 import tempfile

@@ -1,4 +1,4 @@
-"""Write a 4-bit or 8-bit checkpoint, calibrated with a text."""
+"""Write a checkpoint of 4 or 8 bits, calibrated with a text."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Repeat an answer from its run manifest (`X-Servd-Receipt: 1`); show the first different token."""
+"""Repeat an answer by its run manifest (`X-Servd-Receipt: 1`); name the first different token."""
 
 import argparse
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ TIE = 1e-3  # nats: less than this between two tokens is decided by rounding
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the manifest and the options of `servd serve`, to be set as the server had them."""
+    """Add the manifest, and the options of `servd serve` that the server had."""
     parser.usage = "%(prog)s FILE [MODEL] [OPTION ...]"
     parser.add_argument("manifest", metavar="FILE", help="an answer with `receipt`, or that alone")
     engine_flags.add_options(parser)

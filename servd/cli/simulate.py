@@ -1,4 +1,4 @@
-"""Simulate servd's scheduler, KV cache and router with recorded or generated requests."""
+"""Replay recorded or made-up requests through servd's scheduler, KV cache and router, simulated."""
 
 import argparse
 import time

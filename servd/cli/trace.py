@@ -1,4 +1,4 @@
-"""Run one prompt and draw its path through servd, call by call, with its messages and tokens."""
+"""Run one prompt and draw its way through servd, call by call, with its messages and tokens."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Call(msgspec.Struct):
 
     name: str
     seconds: float = 0.0  # 0 if unknown
-    text: str = ""  # details of the call
+    text: str = ""  # what it tells
     calls: list[Call] = []
 
     def add(self, way: list[str], seconds: float, text: str) -> None:

@@ -29,7 +29,7 @@ SYSTEM_PROMPTS = 64  # of the whole cluster; the first is the most popular
 
 
 class ServerLine(msgspec.Struct):
-    """The recorded engines' KV cache and options."""
+    """The engines of a recording."""
 
     num_blocks: int
     kv_bytes_per_block: int

@@ -1,4 +1,4 @@
-"""A client of OpenAI-compatible servers, and its flags."""
+"""A client of any OpenAI-compatible server, and its flags."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ class Client:
             self.connection.close()
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of a streamed response. Raises ServdError: the request failed, or the
-        stream reports an error.
+        """Yield the chunks of a streamed answer. Raises ServdError, also if the stream reports an
+        error.
         """
         try:
             for line in self.open("POST", path, {**body, "stream": True}):

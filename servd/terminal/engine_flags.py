@@ -75,7 +75,7 @@ class HelpAll(argparse.Action):
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """Return an argparse `type` that accepts numbers above 0."""
+    """Return the `type` of an argument that must be above 0."""
 
     def read(text: str) -> float:
         value = kind(text)

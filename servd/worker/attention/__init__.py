@@ -35,7 +35,7 @@ Norms = tuple[HeadNorm, HeadNorm]
 
 
 class StepMetadata(Protocol):
-    """A backend's metadata of a step, shared by all layers."""
+    """A backend's metadata of a step, the same for all layers."""
 
     @property
     def slot_mapping(self) -> Tensor:
@@ -78,7 +78,7 @@ class AttentionSpec:
 
 
 class Backend(ABC, Generic[Metadata]):
-    """A backend for attention over a paged KV cache. `Metadata` is built once per step.
+    """Attention over a paged KV cache. `Metadata` is built once per step, for all layers.
 
     A backend with `supports_graphs` can be captured in a CUDA graph: `build_metadata`, `write` and
     `attend` run once, and their kernels run again for other steps with as many tokens. They must
@@ -152,10 +152,10 @@ class Backend(ABC, Generic[Metadata]):
             q: [num_tokens, num_heads, head_dim].
             k: [num_tokens, num_kv_heads, head_dim].
             v: like k; None: see AttentionSpec.value_dim.
-            kv_cache: the layer's cache, see `kv_cache_shape`.
-            metadata: the step's metadata.
+            kv_cache: of this layer, see `kv_cache_shape`.
+            metadata: of this step.
             rotation: None for a model without rotary positions.
-            norms: norms of the heads of q and k, or None.
+            norms: of the heads of q and k, if it has any.
 
         Returns:
             The queries for `attend`, like q.
@@ -198,8 +198,8 @@ class Backend(ABC, Generic[Metadata]):
 
         Args:
             q: [num_tokens, num_heads, head_dim], as returned by `write`.
-            kv_cache: the layer's cache.
-            metadata: the step's metadata.
+            kv_cache: of this layer.
+            metadata: of this step.
             scale: factor on the scores.
             sinks: [num_heads], scores of one more key per head, whose value is zero; only with
                 `supports_soft_cap`.
@@ -209,7 +209,7 @@ class Backend(ABC, Generic[Metadata]):
 
 
 def fused_write(spec: AttentionSpec) -> Callable[..., Tensor] | None:
-    """Return `rotate_and_store` of ops/triton, a one-pass `write`, or None if it cannot run."""
+    """Return `rotate_and_store` of ops/triton, a `write` in one pass; None if it cannot run."""
     if (
         spec.device.type != "cuda"
         or spec.head_dim & (spec.head_dim - 1)

@@ -1,4 +1,4 @@
-"""Quantized weights, one file per format: `quantize` makes them, `read` reads checkpoints.
+"""Weights of fewer bits, one file per format: `quantize` makes them, `read` reads checkpoints.
 
 `quantize(weight) -> QuantMethod | None` implements --quantization NAME. It takes [out, in] of any
 float type; None leaves the weight unchanged. `quantize_table`, if defined, is for tables of the

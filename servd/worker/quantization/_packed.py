@@ -108,7 +108,7 @@ def affine(
 
     Args:
         codes: uint8 [out, in].
-        zeros: uint8 [out, groups]; None: all zeros are half of the range.
+        zeros: uint8 [out, groups]; None: all are half of the range.
         scale: [out, groups].
         bits: of a code; in memory, a 2-bit code takes 4 bits.
         group_size: columns that share a scale; the last group may have less.
@@ -179,9 +179,9 @@ def scales_of_rows(
 
     Args:
         shape: [out, in].
-        scale: a single scale; or of rows, [out] or [out, 1]; or of groups, [out, groups]; or of
-            blocks, [out / rows of a block, in / columns of a block]; the last block may be smaller.
-        block: rows and columns of a block.
+        scale: one; or of rows, [out] or [out, 1]; or of groups of columns, [out, groups]; or of
+            blocks, [out / rows of a block, in / columns of a block], where the last may be less.
+        block: its rows and columns.
     """
     num_rows, size = shape
     given = list(scale.shape)

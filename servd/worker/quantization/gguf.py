@@ -1,4 +1,4 @@
-"""GGUF: weights in blocks along a row, with llama.cpp's names.
+"""GGUF: weights in blocks along a row, under llama.cpp's names.
 
 https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h defines the layouts of blocks.
 """

@@ -43,7 +43,7 @@ def quantize(
 
 
 def _round(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes [n, in], scale and offset [n, groups] of `weight` float32 [n, in]."""
+    """Return codes [n, in], scale and offset [n, groups] of float32 [n, in]."""
     num_rows, size = weight.shape
     groups = _grouped(weight)
     counts = groups.new_ones(1, 1, 1)

@@ -34,7 +34,7 @@ def quantize(weight: Tensor, x_dtype: torch.dtype = torch.float32) -> QuantMetho
 
 
 class Int8Matrix:
-    """An int8 matrix, multiplied by torch's own operations."""
+    """A matrix of int8 that torch's own operations multiply."""
 
     def __init__(self, weight: Tensor, scale: Tensor) -> None:
         self.weight = weight

@@ -1,4 +1,4 @@
-"""Rows: a subset of the rows to sample, chosen on the host without waiting for the device."""
+"""Rows: a subset of the rows to sample, chosen on the host, without waiting for the device."""
 
 from __future__ import annotations
 

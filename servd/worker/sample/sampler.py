@@ -71,7 +71,7 @@ class SamplerOutput:
 
 
 class Sampler:
-    """A sampler with the state of every slot, which samples for any subset of the slots."""
+    """Holds the sampling state of every slot and samples for any subset of the slots."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Sampler:
 
     @property
     def costliest(self) -> SamplingParams:
-        """The parameters that use every feature, for the memory profile."""
+        """Parameters that use every feature, for the memory profile."""
         examples = [processor.example.items() for _, processor in self.processors]
         fields = dict(item for items in examples for item in items)
         return SamplingParams(
@@ -107,7 +107,7 @@ class Sampler:
 
     @property
     def examples(self) -> list[SamplingParams]:
-        """The parameters of each way to sample, to compile and warm up all kernels."""
+        """Parameters for each way to sample, to compile and warm up all kernels."""
         plain: list[dict[str, Any]] = [
             {"temperature": 0.0},
             {},
@@ -167,7 +167,7 @@ class Sampler:
             positions: [n] int64 on the device: index of the sampled token in its sequence.
             bitmask: [n, ceil(vocab / 32)] int32 on the device, bit set = allowed; all -1 in rows
                 without a grammar.
-            drafts: the drafts of the step, or None; with drafts, n is `SpecDecodeMetadata`'s m.
+            drafts: of a step with drafts; then n is `SpecDecodeMetadata`'s m.
         """
         host_slots = np.asarray(host_slots, dtype=np.int64)
         step = Rows(slots, positions, host_slots, self.uses[host_slots])

@@ -1,4 +1,4 @@
-"""Speculative decoding: one file per method, with a class `Proposer`.
+"""Drafting ahead of the model: one file per method, with a class `Proposer`.
 
 Drafts are in the rows of `RequestStates`, after the known tokens, until the next step computes and
 verifies them (sample/verification.py). Drafts never change the output.

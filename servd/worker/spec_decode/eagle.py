@@ -1,7 +1,7 @@
 """eagle: a decoder layer that predicts the target's next features and, from these, tokens (EAGLE 1
 and 2, https://arxiv.org/abs/2401.15077, https://arxiv.org/abs/2406.16858).
 
-The draft is a chain of the most probable tokens, as in vLLM.
+The draft is a chain of likeliest tokens, as in vLLM.
 """
 
 from collections.abc import Callable, Set

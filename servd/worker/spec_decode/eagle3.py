@@ -202,7 +202,7 @@ class Eagle3Proposer(EagleProposer):
             aux.is_read = not (aux.is_native and batch.is_plain)
 
     def check(self, names: Set[str]) -> None:
-        """Check sizes. If the head has an embedding, its hidden size may differ."""
+        """Check sizes. With its own embedding, the head's hidden states may differ in size."""
         if "embed_tokens.weight" not in names:
             return super().check(names)
         own = self.spec.vocab_size

@@ -40,7 +40,7 @@ class SlotRequest:
 
 @dataclass(eq=False)
 class LogitsProcessor(ABC):
-    """A processor with the state, by slot, of the requests that use a feature.
+    """Keeps the state of the requests that use a feature, by slot.
 
     A slot's state is written when a request that uses the feature is added, and read only for such
     requests. Therefore removing a request clears nothing. Never waits for the device.

@@ -1,4 +1,4 @@
-"""bad_words: forbids the last token of a sequence after the sequence's other tokens."""
+"""bad_words: the last token of a forbidden sequence may not follow its other tokens."""
 
 from functools import cached_property
 from typing import Any

@@ -14,7 +14,7 @@ from servd.worker.sample.rows import Rows
 
 
 class Processor(LogitsProcessor):
-    """A processor that lowers the logits of tokens that already occurred.
+    """Lowers the logits of tokens that occurred already.
 
     Frequency and presence penalties count output tokens; repetition penalties also use the prompt.
     """

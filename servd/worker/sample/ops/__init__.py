@@ -28,8 +28,8 @@ class SamplingOps(Protocol):
         of a narrower type.
 
         Returns:
-            [n] int64, the most probable token of each row: the first NaN, or else the first
-            maximum.
+            [n] int64, the most probable token of each row: the first one that is NaN, or else the
+            first maximum.
         """
         ...
 
@@ -43,7 +43,8 @@ class SamplingOps(Protocol):
             columns: [n] int64.
             token_ids: int32 [slots, columns], each row contiguous.
         Returns:
-            [n] int64: the token, or the negative ~token if its logit is NaN or +inf.
+            [n] int64: the token, or ~token, which is negative, where its logit is NaN or infinite.
+            A row of -inf is none of these.
         """
         ...
 
