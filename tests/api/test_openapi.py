@@ -280,6 +280,11 @@ def test_every_field_is_tried():
     assert not set(UNSUPPORTED) - compatibility.ROUTES["/v1/chat/completions"][1].keys()
 
 
+async def test_the_page_of_compatibility_is_current():
+    page = await compatibility.page()
+    assert compatibility.PAGE.read_text(encoding="utf8") == page, "run `make docs`"
+
+
 async def test_every_route_is_described(served: Served):
     told = (await served.http.get("/openapi.json")).json()
     routes = [route for router in load_routers() for route in router.routes]
