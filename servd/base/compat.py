@@ -20,7 +20,7 @@ TESTED = {"argparse": "Python 3.11-3.13", "gguf": "0.17-0.19", "prometheus_clien
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """An ArgumentParser with a public list of its flags, and with flags that are never split."""
+    """A parser with what argparse has in private only: its list of flags, and flags taken whole."""
 
     @property
     def flags(self) -> list[str]:

@@ -36,7 +36,7 @@ def leaves(values: Any) -> Iterable[Any]:
 
 
 def without_function_modes() -> AbstractContextManager[Any]:
-    """Return a context without function modes: a dry run's mode fakes devices. No public way."""
+    """Return a context without function modes, of which torch has no public one."""
     return torch._C.DisableTorchFunction()
 
 
