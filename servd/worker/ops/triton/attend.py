@@ -84,7 +84,7 @@ def attend(
         if TAIL > 0:
             all_see = tl.minimum(all_see, tail_begin)
         masked_from = tl.maximum(all_see // TILE_KEYS * TILE_KEYS, begin)
-        highest, total, result = _turns(
+        highest, total, result = _continue_softmax(
             q,
             position,
             highest,
@@ -108,7 +108,7 @@ def attend(
             0,
             SOFT_CAP,
         )
-    highest, total, result = _turns(
+    highest, total, result = _continue_softmax(
         q,
         position,
         highest,
@@ -137,7 +137,7 @@ def attend(
 
 
 @triton.jit
-def _turns(
+def _continue_softmax(
     q,
     position,
     highest,
