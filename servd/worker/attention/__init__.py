@@ -203,6 +203,7 @@ class Backend(ABC, Generic[Metadata]):
             scale: factor on the scores.
             sinks: [num_heads], scores of one more key per head, whose value is zero; only with
                 `supports_soft_cap`.
+
         Returns:
             [num_tokens, num_heads, head_dim or value_dim], contiguous.
         """

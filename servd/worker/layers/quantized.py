@@ -139,9 +139,7 @@ NamedTensors = Iterator[tuple[str, Tensor | Quantized]]
 
 
 class QuantizedMatrix:
-    """Multiplies with torch's products: the reference, and slow. `dtype`: of the model's
-    computation.
-    """
+    """Multiplies with torch's products, which is slow: the reference. `dtype`: of the model."""
 
     def __init__(self, quantized: Quantized, dtype: torch.dtype) -> None:
         self.quantized = quantized

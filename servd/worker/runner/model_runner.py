@@ -368,9 +368,7 @@ class ModelRunner(ABC):
     def _line_up(
         self, batch: InputBatch, hidden: torch.Tensor, order: torch.Tensor
     ) -> torch.Tensor:
-        """Move keys, values and hidden states of a tree's accepted drafts to their places in a
-        chain.
-        """
+        """Move keys, values and hidden states of a tree's accepted drafts into a chain."""
         tokens = batch.sample_tokens
         moved = batch.sample_tokens[order]
         if self.device.type == "cpu":  # comparing is free there, and most need not move

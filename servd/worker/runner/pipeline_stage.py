@@ -64,9 +64,7 @@ class Stage:
 
     @torch.inference_mode()
     def take_tokens(self, sampled: list[list[int]]) -> None:
-        """Store the tokens of the oldest step in flight, except in slots that were reassigned
-        since.
-        """
+        """Store the tokens of the oldest step in flight, except in reassigned slots."""
         step, slots = self.in_flight.popleft()
         tokens = [
             (slot, offset, token_id)

@@ -193,6 +193,7 @@ class Proposer(ABC):
             slots: [n] int64.
             max_len: no row has more tokens.
             num_drafts: the most for a row; a row may get fewer than are found for it.
+
         Returns:
             token ids, int64 [n, num_drafts]; -1 after the last draft of a row.
         """

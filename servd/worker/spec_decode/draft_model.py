@@ -118,8 +118,8 @@ class DraftModelProposer(Proposer):
     def _catch_up(
         self, batch: InputBatch, lens: np.ndarray, behind: np.ndarray, drafting: np.ndarray
     ) -> Pass:
-        """Return the pass over tokens of a step's rows. It does not exceed `seq_lens` and the
-        newest token, for which a row has blocks.
+        """Return the pass over tokens of a step's rows. A row has blocks up to its `seq_lens`
+        and newest token, so the pass ends there.
 
         Args:
             lens: [num_rows] int64: the number of tokens of each row.

@@ -34,14 +34,14 @@ class SamplingOps(Protocol):
         ...
 
     def choose(self, logits: Tensor, slots: Tensor, columns: Tensor, token_ids: Tensor) -> Tensor:
-        """Return the most probable token of each row, as `edit_logits`, and write it to
-        `token_ids`.
+        """Return each row's most probable token, as `edit_logits`, and write it to `token_ids`.
 
         Args:
             logits: of any floating type.
             slots: [n] int64, a row of `token_ids` each.
             columns: [n] int64.
             token_ids: int32 [slots, columns], each row contiguous.
+
         Returns:
             [n] int64: the token, or ~token, which is negative, where its logit is NaN or infinite.
             A row of -inf is none of these.
@@ -66,6 +66,7 @@ class SamplingOps(Protocol):
             lowest: [n] float32.
             top_k: [n] int64; 0 or less keeps all.
             top_p: [n] float64 in (0, 1].
+
         Returns:
             [n] float32, not below `lowest`.
         """
