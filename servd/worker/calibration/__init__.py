@@ -1,4 +1,4 @@
-"""A checkpoint of fewer bits than another, made with a text: `servd quantize`."""
+"""Quantize a checkpoint with a calibration text: `servd quantize --calibrate`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,15 +33,15 @@ def quantize(
     held_out: list[list[int]],
     progress: Callable[[float], None],
 ) -> Result:
-    """Write a checkpoint. Raises ConfigError: it is quantized already; UnsupportedModel:
-    transformers does not know it, or there is nothing to be quantized.
+    """Write a quantized copy of a checkpoint. Raises ConfigError: the checkpoint is quantized
+    already; UnsupportedModel: transformers cannot load it, or no matrix can be quantized.
 
     Args:
-        output: a folder that is made.
+        output: folder that this function creates.
         bits: 4 or 8.
         group_size: columns that share a scale.
-        rows: token ids to calibrate with, equally many each.
-        progress: called with how far it is, 0 to 1.
+        rows: token ids to calibrate with, all of the same length.
+        progress: called with the finished part, 0 to 1.
     """
     if (stated := quantization_of(folder)) is not None:
         raise ConfigError(f"{folder} is quantized already, by {stated.get('quant_method')}")

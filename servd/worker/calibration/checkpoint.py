@@ -1,4 +1,4 @@
-"""Write a checkpoint of compressed-tensors, "pack-quantized"."""
+"""Write a checkpoint in the format "pack-quantized" of compressed-tensors."""
 
 import json
 import shutil
@@ -18,9 +18,9 @@ LAYOUT = "pack-quantized"
 
 
 def write(folder: Path, output: Path, matrices: dict[str, Codes], left: list[str]) -> int:
-    """The checkpoint of `folder`, with these matrices in place of some; returns the bytes of all
-    weights. `output`: a folder that is made; `matrices`: by the name of the tensor in the original;
-    `left`: names of the layers whose matrices stay as they are.
+    """Copy the checkpoint of `folder` to `output`, with `matrices` (by tensor name) in place of the
+    originals. Create `output`, and return the size of all weights in bytes. `left`: names of the
+    layers that stay unquantized.
     """
     output.mkdir(parents=True)
     for pattern in METADATA_FILES:
@@ -70,8 +70,8 @@ def _scheme(matrix: Codes, left: list[str]) -> dict[str, Any]:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """uint8 [rows, codes] -> int32 [rows, words], the first code in a word's lowest bits. Rows are
-    filled up with zeros.
+    """Pack codes: uint8 [rows, codes] -> int32 [rows, words]. The first code is in the lowest bits
+    of a word. Zeros pad each row.
     """
     fields = F.pad(codes, (0, -codes.shape[1] % (32 // bits))).unflatten(1, (-1, 8 // bits))
     data = fields[..., 0].clone()

@@ -1,8 +1,8 @@
-"""Codes of a matrix that keep its products with given inputs.
+"""Quantize a matrix such that its products with given inputs change least.
 
-GPTQ (arXiv 2210.17323) rounds column by column, and columns that are not rounded yet make up for
-the error so far. What it leaves is then improved: scales by least squares for the codes, and codes
-one by one for the scales (coordinate descent, as in QuantEase, arXiv 2309.01885).
+GPTQ (arXiv 2210.17323) rounds column by column, and adjusts the remaining columns to compensate for
+the error. Two steps then reduce the rest of the error: least squares fits the scales to the codes,
+and coordinate descent (as in QuantEase, arXiv 2309.01885) changes codes one by one.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def quantize(
     """Find codes that nearly minimize the sum of (weight - codes)^T moments (weight - codes).
 
     Args:
-        weight: float32 [out, in]; the columns are whole groups.
-        moments: float32 [2, in, in], the sums of x^T x over the halves of inputs x.
-        bits: of a code.
+        weight: float32 [out, in]; `in` is a multiple of `group_size`.
+        moments: float32 [2, in, in], sums of x^T x over the two halves of the inputs x.
+        bits: bits of a code.
         group_size: columns that share a scale.
-        drift: float32 [2, in, in], the sums of (y - x)^T x, where y are the inputs that the weight
-            was made for: products with x are to be those that it has with y. None: they are x.
+        drift: float32 [2, in, in], sums of (y - x)^T x, where y are the inputs of the original
+            model. If given, products with x approximate the original products with y.
     """
     if drift is not None:
         weight = weight + correct_drift(weight, moments, drift)
@@ -55,11 +55,11 @@ def quantize(
 
 
 def correct_drift(weight: Tensor, moments: Tensor, drift: Tensor) -> Tensor:
-    """Return what to add to the weight [out, in], to get the products with the original inputs.
+    """Return a change of `weight` [out, in] that approximates the products with the original
+    inputs.
 
-    Least squares would take what is so for these inputs alone for a rule, and be worse for others
-    than nothing. So it is damped, and taken in part, as what either half says is of use for the
-    other; not at all where it is of none. Arguments as of `quantize`.
+    Least squares would overfit these inputs. So the change is damped, and scaled by its benefit on
+    the other half of the inputs. Without a benefit, the change is zero. Arguments as of `quantize`.
     """
     best = 0.0
     change = torch.zeros_like(weight)
@@ -88,12 +88,12 @@ def _damped(moments: Tensor, times: float = 1) -> Tensor:
 
 
 class Codes:
-    """A matrix `(code - middle) * scale`, at first without codes.
+    """A quantized matrix: `(code - middle) * scale`. A new object has scales, and no codes yet.
 
     Args:
-        weight: float32 [out, in], whose numbers decide on scales.
-        importance: float32 [in], of errors of the columns.
-        bits: of a code.
+        weight: float32 [out, in], from which the scales are chosen.
+        importance: float32 [in], weight of each column's error.
+        bits: bits of a code.
         group_size: columns that share a scale.
     """
 
@@ -111,8 +111,8 @@ class Codes:
         return (self._values() * self.scale[..., None]).flatten(1)
 
     def round_in_order(self, weight: Tensor, order: Tensor, upper: Tensor) -> None:
-        """Round the columns by GPTQ. `weight`: [out, in]; `upper`: Cholesky factor of the inverse
-        of the moments, in this order.
+        """Round the columns in `order` by GPTQ. `weight`: [out, in]; `upper`: Cholesky factor of
+        the inverse of the moments, in the same order.
         """
         left = weight[:, order]  # numbers to be rounded, as errors so far have changed them
         columns = order.tolist()
@@ -159,8 +159,8 @@ class Codes:
         return x.unflatten(1, (-1, self.group_size))
 
     def _best_scales(self, groups: Tensor, importance: Tensor) -> Tensor:
-        """Return the scales [out, groups] of least error among those tried. A scale is negative
-        where the largest number is positive: below 0, there is one code more.
+        """Return the scales [out, groups] with the least error among the candidates. If the largest
+        number of a group is positive, its scale is negative: there is one more code below 0.
         """
         largest = groups.gather(2, groups.abs().argmax(2, keepdim=True)).squeeze(2)
         least = torch.full_like(largest, torch.inf)
@@ -175,7 +175,7 @@ class Codes:
         return scale
 
     def _nearest(self, numbers: Tensor, column: int) -> tuple[Tensor, Tensor]:
-        """Return the nearest codes of a column's numbers [out], and the numbers they stand for."""
+        """Return the codes nearest to a column's numbers [out], and the values of these codes."""
         scale = self.scale[:, column // self.group_size]
         codes = (numbers / scale + self.middle).round_().clamp_(0, self.most)
         return codes, (codes - self.middle) * scale

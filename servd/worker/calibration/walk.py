@@ -1,4 +1,4 @@
-"""A transformers model, layer by layer: what each matrix multiplies, and the model's perplexity."""
+"""Run a transformers model layer by layer: the inputs of each matrix, and the perplexity."""
 
 import copy
 import math
@@ -22,12 +22,12 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Reached(Exception):
-    """The layer has come to the matrix in question."""
+    """Raised to stop a layer when it reaches the wanted matrix."""
 
 
 class Model:
     """A model of transformers in float32. Raises UnsupportedModel: transformers cannot load it, or
-    it is not a list of layers.
+    its layers are not in a list.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,7 +52,7 @@ class Model:
 
     @torch.inference_mode()
     def perplexity(self, rows: Tensor) -> float:
-        """Of token ids [n, size], the first of a row aside."""
+        """Return the perplexity of token ids [n, size]. The first of each row is not scored."""
         losses = []
         for row in rows:
             logits = self.model(row[None], use_cache=False).logits[0, :-1]
@@ -63,8 +63,8 @@ class Model:
     def exchange(
         self, batches: Sequence[Tensor], change: Change, progress: Callable[[float], None]
     ) -> None:
-        """Change every matrix of the layers, in the order in which they are used: each has the
-        inputs that those before it lead to. Batches are token ids [n, size].
+        """Call `change` for every matrix of the layers, in the order of their use. The inputs of a
+        matrix come from the changed matrices before it. `batches`: token ids [n, size].
         """
         inputs, calls = self._enter(batches)
         exact = [*inputs]
@@ -88,7 +88,7 @@ class Model:
             progress((index + 1) / len(self.layers))
 
     def _enter(self, batches: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Call]]]:
-        """What the first layer gets of each batch, and what else every layer gets."""
+        """Return the first layer's input for each batch, and the other arguments of every layer."""
         inputs: list[Tensor] = []
         calls: list[list[Call]] = []
 
@@ -112,7 +112,7 @@ class Model:
     def _by_input(
         self, layer: nn.Module, hidden: Tensor, call: Call
     ) -> list[list[nn.Linear | Conv1D]]:
-        """The layer's matrices in the order of their use, those that multiply the same together."""
+        """Return the layer's matrices in order of use, those with the same input in one list."""
         found: list[tuple[Tensor, list[nn.Linear | Conv1D]]] = []
 
         def see(module: nn.Linear | Conv1D, args: tuple[Tensor, ...]) -> None:
@@ -128,7 +128,7 @@ class Model:
 
 
 def _input_of(module: nn.Module, layer: nn.Module, hidden: Tensor, call: Call) -> Tensor:
-    """[tokens, in]"""
+    """Return the input of `module` in this call of `layer`, [tokens, in]."""
     seen: list[Tensor] = []
 
     def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -146,7 +146,7 @@ def _input_of(module: nn.Module, layer: nn.Module, hidden: Tensor, call: Call) -
 
 
 def _products(y: Tensor, x: Tensor) -> Tensor:
-    """[tokens, in] each -> [2, in, in], of half of the tokens each."""
+    """Return y^T x of each half of the tokens: [tokens, in] twice -> [2, in, in]."""
     halves = zip(y.tensor_split(2), x.tensor_split(2), strict=True)
     return torch.stack([of_y.t() @ of_x for of_y, of_x in halves])
 

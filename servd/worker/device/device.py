@@ -50,7 +50,7 @@ def set_num_threads(num_workers: int = 1, cgroup: Path = CGROUP) -> int:
 
 def require_c_compiler() -> None:
     """Check for a C compiler, which Triton needs for the launchers of its kernels. Raises
-    ConfigError: there is none.
+    ConfigError: no compiler was found.
     """
     named = os.environ.get("CC")
     if not any(map(shutil.which, [named] if named else ["gcc", "clang"])):
@@ -61,8 +61,8 @@ def require_c_compiler() -> None:
 
 
 def count_gpus() -> int:
-    """The GPUs that torch can use. Raises ConfigError: there is none, though the driver may show
-    some.
+    """Return the number of GPUs that torch can use. Raises ConfigError: torch can use none, even if
+    the driver lists some.
     """
     if count := torch.cuda.device_count():
         return count
@@ -76,7 +76,7 @@ def count_gpus() -> int:
 
 
 def cache_folder(name: str) -> Path:
-    """The folder for cached files, which may be deleted at any time."""
+    """Return the folder for cached files, which users may delete at any time."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "servd", name)
 
 
@@ -88,9 +88,9 @@ def keep_compiled_kernels() -> None:
 def keep_freed_memory(largest: int = 32 << 20, most: int = 1 << 30) -> None:
     """Have glibc keep freed memory for the next step instead of returning it to the system.
 
-    Newly mapped memory is faulted in and cleared page by page, which was a quarter of the time of
-    GPT-2's prompts. `largest`: bytes of the largest block that is kept (glibc's maximum); `most`:
-    bytes kept in all.
+    The kernel clears newly mapped memory page by page, which took a quarter of the time of GPT-2's
+    prompts. `largest`: bytes of the largest block to keep (glibc's maximum); `most`: bytes to keep
+    in total.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     # The user's settings have precedence.
@@ -101,7 +101,7 @@ def keep_freed_memory(largest: int = 32 << 20, most: int = 1 << 30) -> None:
 
 
 def cpu_quota(cgroup: Path = CGROUP) -> float | None:
-    """The CPU limit of the control group (cgroup v1 or v2), or None."""
+    """Return the CPU limit of the control group (cgroup v1 or v2), or None."""
     # Version 2: "200000 100000" or "max 100000".
     quota, period = [*_read(cgroup / "cpu.max").split(), "", ""][:2]
     if not quota:
@@ -113,7 +113,7 @@ def cpu_quota(cgroup: Path = CGROUP) -> float | None:
 
 
 def available_memory(cgroup: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes of main memory available within the kernel's and the control group's limits."""
+    """Return the main memory, in bytes, that the kernel and the control group leave available."""
     lines = dict(line.split(":", 1) for line in _read(meminfo).splitlines())
     available = int(lines["MemAvailable"].split()[0]) * 1024
     for folder, limit_file, usage_file in (
@@ -129,8 +129,8 @@ def available_memory(cgroup: Path = CGROUP, meminfo: Path = Path("/proc/meminfo"
 
 
 def _cached_files(stat: Path) -> int:
-    """Bytes of files that a control group was charged for, such as a checkpoint that was read: the
-    kernel gives them up when memory is wanted.
+    """Return the bytes of cached files (e.g. a checkpoint) that count as memory of a control group.
+    The kernel frees them on demand.
     """
     found = dict(line.split(" ", 1) for line in _read(stat).splitlines() if " " in line)
     prefix = "total_" if "total_active_file" in found else ""  # v1: with groups below
@@ -151,14 +151,14 @@ def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def at_hand(tensor: torch.Tensor) -> Any:
-    """On a CPU a numpy view of the tensor, which takes a third of torch's time for a few numbers;
-    otherwise the tensor.
+    """Return the tensor, on a CPU as a numpy view: for a few numbers, numpy takes a third of
+    torch's time.
     """
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
 def sent(array: np.ndarray, device: torch.device) -> Any:
-    """An array in the form that `at_hand` returns on this device, to compute with its results."""
+    """Return an array in the form of `at_hand` on this device, to compute with its results."""
     return array if device.type == "cpu" else upload(array, device)
 
 
@@ -168,7 +168,7 @@ def name_of(device: torch.device) -> str:
 
 @contextmanager
 def defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Within it, new tensors have this type and are on this device."""
+    """Within this context, new tensors have this type and are on this device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -26,7 +26,7 @@ class HugePages:
         self.lock = threading.Lock()  # models may be loaded concurrently
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
-        """A tensor [size], as of torch.empty."""
+        """Return an uninitialized tensor [size], like torch.empty."""
         num_bytes = size * dtype.itemsize
         if num_bytes == 0 or not hasattr(mmap, "MADV_HUGEPAGE"):  # not Linux
             return torch.empty(size, dtype=dtype)

@@ -1,4 +1,4 @@
-"""MemoryUse: where a CUDA device's memory goes, and what would leave more for the KV cache."""
+"""MemoryUse: what uses a CUDA device's memory, and which options leave more for the KV cache."""
 
 import math
 from dataclasses import dataclass
@@ -10,27 +10,27 @@ from servd.base.sizes import format_bytes
 
 
 class Meter(Protocol):
-    """Reads the memory of a device, in bytes."""
+    """The memory of a device, in bytes."""
 
     def allocated(self) -> int:
-        """Bytes of this process's tensors."""
+        """Return the bytes of this process's tensors."""
         ...
 
     def peak(self) -> int:
-        """The most that was allocated since the last call."""
+        """Return the maximum of `allocated` since the last call."""
         ...
 
     def taken(self) -> int:
-        """Bytes of the device in use by all processes, after freeing what this one caches."""
+        """Free the allocator's cache, and return the bytes in use by all processes."""
         ...
 
     def held(self) -> int:
-        """Bytes of this process's tensors and of its allocator's cache."""
+        """Return the bytes of this process's tensors and of its allocator's cache."""
         ...
 
     @property
     def total(self) -> int:
-        """Bytes of the device."""
+        """The device's memory, in bytes."""
         ...
 
 
@@ -59,7 +59,7 @@ class CudaMeter:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Result of a profile run; in bytes, but for the last two."""
+    """Result of a profile run. All fields but the last two are in bytes."""
 
     total: int  # of the device
     outside: int  # other processes, and the driver
@@ -73,7 +73,7 @@ class MemoryUse:
 
     @property
     def available(self) -> int:
-        """Bytes for the KV cache; negative if not even the rest fits."""
+        """Bytes for the KV cache; negative if the model does not fit even without a cache."""
         beside = self.outside + self.persistent + max(self.forward, self.sampling) + self.graphs
         return int(self.total * self.utilization) - beside
 
@@ -89,13 +89,13 @@ class MemoryUse:
         )
 
     def freed_with(self, num_seqs: int) -> int:
-        """Bytes that `num_seqs` instead of `max_num_seqs` would free."""
+        """Return the bytes that `num_seqs` instead of `max_num_seqs` would free."""
         sampling = self.sampling * num_seqs // self.max_num_seqs
         step = max(self.forward, self.sampling) - max(self.forward, sampling)
         return step + self.per_request * (self.max_num_seqs - num_seqs)
 
     def hints(self, missing: int) -> list[str]:
-        """Changes of options that would each free `missing` bytes."""
+        """Return changes of options that would each free `missing` bytes."""
         found = []
         if enough := next(
             (n for n in range(self.max_num_seqs - 1, 0, -1) if self.freed_with(n) >= missing), None

@@ -37,8 +37,8 @@ class Parallel:
         num_stages: int = 1,
         has_whole_experts: bool = False,
     ) -> Parallel:
-        """Join the other ranks at `init_method` ("tcp://127.0.0.1:29500"), as number `rank` of all
-        workers; blocks until all have joined.
+        """Join the other workers at `init_method` ("tcp://127.0.0.1:29500") with number `rank` of
+        all workers. Block until all have joined.
         """
         stage = rank // size
         group = None
@@ -62,7 +62,7 @@ class Parallel:
         return self.stage == self.num_stages - 1
 
     def own_layers(self, num_layers: int) -> range:
-        """This stage's layers; earlier stages have more, if any, as the last one has the head."""
+        """Return this stage's layers. Earlier stages may have one more: the last has the head."""
         first, end = (-(-num_layers * i // self.num_stages) for i in (self.stage, self.stage + 1))
         return range(first, end)
 
@@ -74,20 +74,20 @@ class Parallel:
         return layers
 
     def send(self, x: torch.Tensor) -> Any:
-        """Start sending `x` to the next stage; it must not change until the result's `wait`."""
+        """Start sending `x` to the next stage. `x` must not change before the result's `wait`."""
         return dist.isend(x, (self.stage + 1) * self.size + self.rank)
 
     def receive(self, x: torch.Tensor) -> None:
         dist.recv(x, (self.stage - 1) * self.size + self.rank)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum of `x` over the ranks, in place; every rank gets the same bits."""
+        """Sum `x` over the ranks in place. Every rank gets the same bits."""
         if self.size > 1:
             dist.all_reduce(x, group=self.group)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """All ranks' `x`, concatenated along the last dimension."""
+        """Return the `x` of all ranks, concatenated along the last dimension."""
         if self.size == 1:
             return x
         parts = x.new_empty(self.size * len(x), *x.shape[1:])
@@ -96,19 +96,19 @@ class Parallel:
         return parts.unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
 
     def own(self, total: int) -> range:
-        """This rank's part of things that are not split, such as experts."""
+        """Return this rank's part of `total` indivisible items, such as experts."""
         return range(total * self.rank // self.size, total * (self.rank + 1) // self.size)
 
     def share(self, total: int) -> int:
-        """Each rank's part of `total`, rounded up."""
+        """Return the size of a rank's part of `total`, rounded up."""
         return -(-total // self.size)
 
     def num_copies(self, num_heads: int) -> int:
-        """Ranks that have each of `num_heads` heads, where there are fewer heads than ranks."""
+        """Return how many ranks have a copy of each head: 1 if each rank has its own."""
         return max(self.size // num_heads, 1)
 
     def sharing(self, num_copies: int) -> Parallel:
-        """The ranks that differ, where some neighbours have the same part."""
+        """Return a group that counts `num_copies` neighbours, with equal parts, as one rank."""
         return replace(self, rank=self.rank // num_copies, size=self.size // num_copies)
 
     def close(self) -> None:

@@ -10,14 +10,14 @@ NUM_CHUNKS = 2  # one is filled while the device reads the other
 
 
 class Staging:
-    """Copies in chunks; the driver's own staging makes host and device wait for each other."""
+    """Copies in chunks. In the driver's own staging, host and device wait for each other."""
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.chunk_bytes = chunk_bytes
         self.chunks = cycle([self.make_chunk() for _ in range(NUM_CHUNKS)])
 
     def make_chunk(self) -> tuple[Tensor, torch.cuda.Event]:
-        """A pinned buffer, and the event that the device records once it has read it."""
+        """Return a pinned buffer, and the event that follows the device's reading of it."""
         return torch.empty(self.chunk_bytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
 
     def __call__(self, target: Tensor, source: Tensor) -> None:

@@ -15,8 +15,8 @@ log = logging.getLogger("servd.worker")
 
 
 class BlockStore:
-    """Slots of host memory, each with the bytes of one block: rank by rank, layer by layer.
-    `caches`: of the layers, [2, num_blocks, ...] or [1, num_blocks, ...] each; `parallel`: the
+    """Slots of host memory. Each holds the bytes of one block: rank by rank, layer by layer.
+    `caches`: one tensor per layer, [2, num_blocks, ...] or [1, num_blocks, ...]; `parallel`: the
     ranks.
     """
 
@@ -44,8 +44,8 @@ class BlockStore:
                 log.warning("copies of blocks wait for the device: cannot pin memory (%s)", error)
 
     def make(self, copies: Sequence[BlockCopy]) -> None:
-        """Queue copies on the device, after the steps launched before. A step is collected when all
-        ranks have answered, so its copies are made then.
+        """Queue copies on the device, after the steps launched so far. A step is complete only when
+        all ranks have answered, so by then the copies are done.
         """
         for copy in copies:
             for cache, slots in self._layers:

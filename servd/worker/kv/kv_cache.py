@@ -1,4 +1,4 @@
-"""The KV cache's tensors, and how many blocks fit."""
+"""The KV cache's tensors, and the number of blocks that fit."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ log = logging.getLogger("servd.worker")
 
 
 def bytes_per_block(backend: Backend[Any], model: Loadable) -> int:
-    """Bytes of the keys and values of one block in all layers, on this rank."""
+    """Return the bytes of one block's keys and values in all layers, on this rank."""
     num_elements = torch.Size(backend.kv_cache_shape(1)).numel()
     return num_caches(model) * num_elements * backend.spec.kv_dtype.itemsize
 
@@ -45,10 +45,10 @@ def count_blocks(
     weights_bytes: int,
     more_memory: Callable[[int], list[str]],
 ) -> int:
-    """Blocks to allocate in `memory` bytes: at most what all slots at full length can use. Raises
-    NotEnoughMemory: not even one request of max_model_len fits, and the context may not be
-    shortened. `block_bytes`: size of a block on this rank; `memory`: bytes that the cache may take;
-    `more_memory`: changes of options that would free that many bytes.
+    """Return the number of blocks to allocate in `memory` bytes: at most what all slots at full
+    length can use. Raises NotEnoughMemory: one request of max_model_len does not fit, and the
+    context must not be shortened. `block_bytes`: size of a block on this rank; `memory`: bytes that
+    the cache may take; `more_memory`: changes of options that would free that many bytes.
     """
     max_model_len = config.model.max_model_len
     max_num_seqs = config.scheduler.max_num_seqs
@@ -86,13 +86,13 @@ def count_blocks(
 
 
 def _either(hints: Sequence[str]) -> str:
-    """E.g. "lower this, lower that or raise something"."""
+    """Join hints: "lower this, lower that or raise something"."""
     *others, last = hints
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def allocate(backend: Backend[Any], model: Loadable, num_blocks: int) -> list[Tensor]:
-    """The cache of each layer; zeros, because masked values must be finite, too."""
+    """Return the cache of each layer, filled with zeros: masked values must be finite, too."""
     shape = backend.kv_cache_shape(num_blocks)
     dtype = backend.spec.kv_dtype
     device = backend.spec.device

@@ -1,7 +1,7 @@
 """Groups of layers in the KV cache of hybrid models: sliding-window layers keep only their window.
 
-Groups share tensors: the first layers of all groups use the first one, and so on. So a block has
-the same size in every group, and can be used by any.
+Groups share tensors: the first layers of all groups use the first tensor, and so on. A block has
+the same size in every group, so any group can use it.
 """
 
 import logging
@@ -20,8 +20,8 @@ def arrange(
     model: Loadable, config: Config, backend: Backend[Any], has_draft: bool
 ) -> tuple[int | None, ...]:
     """Assign each attention layer its group, and its tensor within the group. `model`: its layers
-    have the numbers of their caches, and no group yet. `has_draft`: a draft model keeps its keys
-    and values in the same blocks.
+    have cache numbers, and no groups yet. `has_draft`: a draft model keeps its keys and values in
+    the same blocks.
     """
     longest = config.model.max_model_len
     layers = attention_layers(model)
@@ -63,7 +63,7 @@ def arrange(
 
 
 def _obstacle(config: Config, backend: Backend[Any], has_draft: bool) -> str:
-    """Return why there cannot be groups; "" if there can."""
+    """Return why the layers cannot be grouped; "" if they can."""
     if config.cache.has_connector:
         return "the KV connector moves blocks of all layers at once"
     if config.parallel.pipeline_parallel_size > 1:

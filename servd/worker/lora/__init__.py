@@ -1,1 +1,1 @@
-"""LoRA: adapters beside the model's matrices, several in a step; `Adapters` is the way in."""
+"""LoRA: adapters beside the model's matrices, several per step. Start reading at `Adapters`."""

@@ -1,4 +1,4 @@
-"""Adapters of running requests: read when first needed, in a slot of --max-loras."""
+"""LoRA adapters of running requests. A request's first use of an adapter loads it into a slot."""
 
 import logging
 from collections import Counter, OrderedDict
@@ -29,8 +29,8 @@ Loaded = Sequence[tuple[AdaptedMatrix, int, Tensor, Tensor]]
 
 
 def check_modules(config: LoRAConfig, model: Model) -> None:
-    """Check that the adapters of --lora-modules fit a model, whose weights need not be there.
-    Raises ConfigError: one does not.
+    """Check that the adapters of --lora-modules fit a model, which may be without weights. Raises
+    ConfigError: an adapter does not fit.
     """
     layers = layers_of(model)
     for entry in config.lora_modules:
@@ -40,15 +40,15 @@ def check_modules(config: LoRAConfig, model: Model) -> None:
 
 
 class Adapters:
-    """Follows the requests of adapters.
+    """Loads the adapters of running requests into slots.
 
-    An adapter is its bytes: what a request names stays what it was, whoever replaces it.
+    If somebody replaces an adapter's files, running requests keep the old bytes.
 
     Args:
-        model: loaded; its linear layers are changed.
-        device: where the model is.
-        max_num_tokens: the most of a step.
-        parallel: the ranks that share the model.
+        model: loaded model; its linear layers are changed.
+        device: device of the model.
+        max_num_tokens: maximum tokens of a step.
+        parallel: ranks that share the model.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Adapters:
         return sum(matrix.nbytes - matrix.base.nbytes for matrix in self.matrices)
 
     def add(self, request: NewRequest) -> None:
-        """A request enters its slot. Raises InvalidRequest: its adapter cannot be read, on this
-        rank or another.
+        """Load the adapter of a new request, if the request has one. Raises InvalidRequest: the
+        adapter cannot be read, on this rank or another.
         """
         if request.adapter is None:
             return
@@ -140,7 +140,7 @@ class Adapters:
             rows[len(of_tokens) :] = -1  # what pads a graph
 
     def _load(self, adapter: Adapter) -> Loaded:
-        """From main memory, or from the copy of its files."""
+        """Return an adapter from main memory, or read it from the copy of its files."""
         loaded = self.kept.pop(adapter.digest, None) or self._read(adapter)
         self.kept[adapter.digest] = loaded
         while len(self.kept) > self.max_kept:

@@ -1,4 +1,4 @@
-"""Matrices of a model with those of adapters beside them."""
+"""Matrices of a model that add the product of LoRA adapters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 16  # columns of `LowRank.a` are a multiple of it: the widest vector of 
 
 @dataclass
 class AdapterRows:
-    """Which adapter slot each token of the step has."""
+    """The adapter slot of each token of the step."""
 
     adapter_slots: Tensor  # int64 [the most of a step], on the device; -1: none
     is_active: bool = False  # whether any token has one
@@ -33,7 +33,7 @@ class Target(NamedTuple):
 
 
 class AdaptedMatrix:
-    """A matrix that some rows of a step have additions to. `num_adapter_slots`: at once."""
+    """A matrix that adds up to `num_adapter_slots` adapters to rows of a step."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class AdaptedMatrix:
         self.ops = ops.for_device(device)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """A step without adapters is that of the model."""
+        """Return x times the matrix, plus the adapters' products in a step that has adapters."""
         out = self.base.multiply(x, bias)
         if self.step.is_active:
             self.ops.add_low_rank(out, x, self.factors, self.step.adapter_slots[: len(x)])
@@ -76,7 +76,7 @@ class AdaptedMatrix:
         return self.base.rows(index)
 
     def shares(self, part: int | None, a: Tensor, b: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-        """What this rank keeps of a [rank, in] and b [out, rank], by part: transposed both."""
+        """Return this rank's part of a [rank, in] and b [out, rank], transposed, by part."""
         matrix = self.matrix
         if matrix.row_order is not None:
             b = b[matrix.row_order]
@@ -93,7 +93,7 @@ class AdaptedMatrix:
         return _whole(self.matrix.share(rows, part)) if self.matrix.shard_dim == 0 else rows
 
     def put(self, adapter_slot: int, part: int, a: Tensor, b: Tensor) -> None:
-        """Fill an adapter slot with what `shares` made. Where a rank has less, the rest is zero."""
+        """Fill an adapter slot, which is all zeros, with the result of `shares`."""
         rank = a.shape[1]
         first = part * self.max_rank
         rows = self.rows_of[part]
@@ -116,7 +116,7 @@ def _whole(share: object) -> Tensor:
 def adapt(
     model: Model, rows: AdapterRows, num_adapter_slots: int, max_rank: int, dtype: torch.dtype
 ) -> dict[str, Target]:
-    """Let every linear layer add what adapters have for it; by the names of `layer_of`."""
+    """Make every linear layer add adapters. Keys of the result are the names of `layer_of`."""
     targets: dict[str, Target] = {}
     for layer, (matrix, part) in _linear_layers(model).items():
         if not isinstance(matrix.quant_method, AdaptedMatrix):
@@ -126,7 +126,7 @@ def adapt(
 
 
 def layers_of(model: Model) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) over all ranks of every linear layer, by the names of `layer_of`."""
+    """Return (inputs, outputs) over all ranks of every linear layer, by the names of `layer_of`."""
     found: dict[str, tuple[int, int]] = {}
     for layer, (matrix, part) in _linear_layers(model).items():
         shapes = matrix.part_shapes
@@ -136,10 +136,10 @@ def layers_of(model: Model) -> dict[str, tuple[int, int]]:
 
 
 def _linear_layers(model: Model) -> dict[str, tuple[Matrix, int | None]]:
-    """The matrix of every linear layer by the name of `layer_of`, and which part of it is that
-    layer; None: all of it.
+    """Return the matrix of every linear layer by the name of `layer_of`, and the layer's part of
+    the matrix; None: the layer is the whole matrix.
 
-    Layers of experts are left out: they compute a part of the step's tokens.
+    Expert layers are left out: they compute a part of the step's tokens.
     """
     layers: dict[str, tuple[Matrix, int | None]] = {}
     fused: dict[str, list[tuple[int | None, str]]] = {}

@@ -1,4 +1,4 @@
-"""Outputs of a step besides tokens, from hidden states: one file each, with an `OutputHead`."""
+"""Outputs of a step besides tokens. Each file computes one kind from hidden states."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class StepPart(Protocol):
     """A part of a step's output."""
 
     def to_host(self) -> StepPart:
-        """Start the copy to the host."""
+        """Start the copy to the host, and return it."""
         ...
 
     def write(self, output: ModelRunnerOutput) -> None:
-        """Add it to `output`; its tensors are on the host."""
+        """Add this part to `output`. Its tensors must be on the host."""
         ...
 
 
 @dataclass(eq=False)
 class OutputHead(ABC):
-    """Follows the requests that ask for its kind of output, through all chunks of their prompts."""
+    """Computes one kind of output, for requests that ask for it, over all chunks of prompts."""
 
     states: RequestStates  # those of all slots
     # Hidden states [n, hidden] to logits [n, vocab], or to the outputs of another head.
@@ -39,11 +39,11 @@ class OutputHead(ABC):
 
     @abstractmethod
     def add(self, request: NewRequest) -> None:
-        """A request is put in its slot."""
+        """Start a request in its slot."""
 
     @abstractmethod
     def remove(self, slot: int) -> None:
-        """A slot is freed, whether or not its request asked for anything."""
+        """Forget the request of a slot, whether or not it asked for this output."""
 
     @abstractmethod
     def read(self, hidden: Tensor, batch: InputBatch) -> StepPart | None:
@@ -53,6 +53,6 @@ class OutputHead(ABC):
 def load(
     states: RequestStates, compute_logits: Callable[[Tensor], Tensor], spec: ModelSpec
 ) -> list[OutputHead]:
-    """One of each file; with the arguments of `OutputHead`."""
+    """Return one `OutputHead` of each file, made with these arguments."""
     classes = [plugins.load(__name__, name, "OutputHead") for name in plugins.names(__name__)]
     return [each(states, compute_logits, spec) for each in classes]

@@ -1,4 +1,4 @@
-"""Pooler: a vector per prompt, or per token of it, or what a classification head makes of it."""
+"""Pooler: a vector or a classification per prompt, or a vector per token of the prompt."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from servd.worker.batch.input_batch import InputBatch
 
 
 class OutputHead(output_heads.OutputHead):
-    """Keeps the sum of a mean so far, the first token, and the chunks of what is wanted token by
-    token.
+    """Pools the hidden states of a prompt. Between chunks it keeps the sum for a mean, the first
+    token's state, and all chunks for a vector per token.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -63,7 +63,7 @@ class OutputHead(output_heads.OutputHead):
         self.firsts.pop(slot, None)
 
     def read(self, hidden: Tensor, batch: InputBatch) -> Pooled | None:
-        """The vectors of the prompts that end in this step. `hidden`: [num_tokens, hidden]."""
+        """Return vectors of the prompts that end in this step. `hidden`: [num_tokens, hidden]."""
         if not self.params:
             return None
         pooled = Pooled({}, {}, torch.empty(0))
@@ -95,14 +95,14 @@ class OutputHead(output_heads.OutputHead):
         return pooled if pooled.by_token else None
 
     def _vector(self, slot: int, params: PoolingParams, chunk: Tensor, num_tokens: int) -> Tensor:
-        """[hidden] float32 of a prompt whose last chunk is [chunk, hidden]."""
+        """Return the vector [hidden], float32, of a prompt whose last chunk is [chunk, hidden]."""
         if params.pooling == "mean":
             return self.sums[slot] / num_tokens
         return (self.firsts[slot] if params.pooling == "cls" else chunk[-1]).float()
 
     def _finish(self, vectors: Tensor, pooled: Pooled, dtype: torch.dtype) -> Tensor:
-        """What the model's files put after the pooling, [n, hidden] -> [n, size]; a model embeds or
-        classifies.
+        """Apply the layers after pooling, [n, hidden] -> [n, size]: those for embeddings, or those
+        for a classification.
         """
         if any(params.task == "classify" for params in pooled.params.values()):
             logits = self.compute_logits(vectors.to(dtype)).float()
@@ -113,14 +113,14 @@ class OutputHead(output_heads.OutputHead):
 
 
 def score_of(logits: Tensor, tokens: list[int]) -> Tensor:
-    """[n, vocab] -> [n, 1]."""
+    """Return scores [n, 1] from logits [n, vocab]."""
     score, *others = logits[:, tokens].split(1, dim=1)
     return score - others[0] if others else score
 
 
 @dataclass(frozen=True)
 class Dense:
-    """A layer that stands between pooling and normalization, in float32."""
+    """A dense layer between pooling and normalization, in float32."""
 
     weight: Tensor  # [out, in]
     bias: Tensor | None
@@ -128,8 +128,8 @@ class Dense:
 
     @classmethod
     def read(cls, folder: str, device: torch.device) -> Dense:
-        """The layer of sentence-transformers' files in `folder`. Raises ModelNotFound: a file is
-        missing or broken; UnsupportedModel: its activation is not one of torch.
+        """Read a layer of sentence-transformers from `folder`. Raises ModelNotFound: a file is
+        missing or broken; UnsupportedModel: the activation is not one of torch.
         """
         config = read_json(Path(folder) / "config.json")
         file = Path(folder) / "model.safetensors"

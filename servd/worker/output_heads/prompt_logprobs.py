@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of prompts, chunk by chunk."""
+"""Log-probabilities of prompt tokens, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from servd.worker.sample.logprobs import LogprobsTensors, gather_logprobs
 
 
 class OutputHead(output_heads.OutputHead):
-    """Scores every prompt token by the logits of the token before it, a slice of logits at a time:
-    as many rows as a step samples at most, for which the memory is set aside.
+    """Scores each prompt token by the logits of the token before it. It computes slices of as many
+    rows as a step samples at most: memory is reserved for these.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -35,7 +35,7 @@ class OutputHead(output_heads.OutputHead):
         self.asked.pop(slot, None)
 
     def read(self, hidden: Tensor, batch: InputBatch) -> PromptLogprobsPart | None:
-        """Score the prompt tokens after those of this step. `hidden`: [num_tokens, hidden]."""
+        """Score the prompt tokens that follow this step's. `hidden`: [num_tokens, hidden]."""
         if not self.asked:
             return None
         parts: list[tuple[int, int, int]] = []
