@@ -115,4 +115,4 @@ def test_why_a_model_among_several_cannot_be_served_is_a_line_of_its_log(capfd):
     assert child.process.wait(WAIT_SECONDS) == 2
     child.stop(1)
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "/nowhere" in line]
-    assert "ERROR   one/servd" in line and "there is no folder" in line
+    assert "ERROR   one/servd" in line and "does not exist" in line

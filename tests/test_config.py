@@ -50,7 +50,7 @@ def ngram(**keys) -> dict:
         ({"api_key": ""}, "--api-key: must not be empty"),
         ({"speculative_config": "{'method'}"}, "--speculative-config.*not JSON"),
         ({"speculative_config": "[]"}, "must be a JSON object"),
-        ({"spec_tokens": 3}, 'needs "method", or "model"'),
+        ({"spec_tokens": 3}, 'needs "method", or a "model"'),
         ({"spec_method": "eagle"}, 'method eagle needs "model"'),
         ({"spec_method": "ngram", "spec_tokens": 0}, "num_speculative_tokens 0"),
         ({"spec_method": "ngram"} | ngram(), "--spec-method ngram.*give it once"),
@@ -64,15 +64,15 @@ def ngram(**keys) -> dict:
         (spec(model="d", prompt_lookup_max=3), 'does not read "prompt_lookup_max"'),
         (ngram(suffix_decoding_min_token_prob=0), 'not read "suffix_decoding_min_token_prob"'),
         ({"spec_method": "suffix", "spec_model": "a-draft"}, 'suffix does not read "model"'),
-        (ngram(rejection_sample_method="synthetic"), "goes with one of synthetic_acceptance"),
-        (ngram(synthetic_acceptance_length=2), "goes with one of synthetic_acceptance"),
+        (ngram(rejection_sample_method="synthetic"), "needs one of synthetic_acceptance"),
+        (ngram(synthetic_acceptance_length=2), "needs one of synthetic_acceptance"),
         (
             ngram(
                 num_speculative_tokens=2,
                 rejection_sample_method="synthetic",
                 synthetic_acceptance_rates=[0.5, 0.6],
             ),
-            "must be 2 numbers.*none above the one before",
+            "must be 2 numbers.*none larger than the one before",
         ),
     ],
 )

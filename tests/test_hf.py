@@ -161,7 +161,7 @@ def test_all_missing_shards_are_named(tmp_path, has_index):
 def test_pickled_weights_only_when_asked(tmp_path):
     (tmp_path / "pytorch_model.bin").touch()
     (tmp_path / "training_args.bin").touch()
-    with pytest.raises(ModelNotFound, match="say --load-format pt"):
+    with pytest.raises(ModelNotFound, match="use --load-format pt"):
         weight_files(tmp_path)
     assert weight_files(tmp_path, "pt") == [tmp_path / "pytorch_model.bin"]
     with pytest.raises(ModelNotFound, match=r"has no \.bin file"):
@@ -183,7 +183,7 @@ def test_a_local_folder_is_the_model(tmp_path, find):
 @pytest.mark.parametrize("model", ["./nothing", "/nothing/at/all", "~/nothing", "a/b/c"])
 @pytest.mark.parametrize("find", [find_model, download_weights])
 def test_a_path_is_never_looked_up_on_the_hub(model, find):
-    with pytest.raises(ModelNotFound, match=f"no folder {model}"):
+    with pytest.raises(ModelNotFound, match=f"the folder {model}"):
         find(model)
 
 

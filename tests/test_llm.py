@@ -89,7 +89,7 @@ def test_requests_with_adapters(tmp_path, separate_process, make_llm):
     broken = LoRARequest("broken", 3, str(write_adapter(tmp_path / "3", use_dora=True)))
     with pytest.raises(InvalidRequest, match="DoRA"):
         llm.generate("a", params, lora_request=broken)
-    with pytest.raises(ValueError, match="2 prompts but 1 lora_requests"):
+    with pytest.raises(InvalidRequest, match="2 prompts but 1 lora_requests"):
         llm.generate(["a", "b"], params, lora_request=adapters[:1])
     llm.close()
     assert not llm.engine.adapters.folder.exists()
@@ -236,7 +236,7 @@ def test_classes_and_scores_of_a_head(make_llm):
     numbers = expected("ab", CLASSIFY)
     whole = sum(map(math.exp, numbers))
     assert llm.classify(["ab"])[0] == pytest.approx([math.exp(n) / whole for n in numbers])
-    with pytest.raises(InvalidRequest, match="3 classes and scores no pairs"):
+    with pytest.raises(InvalidRequest, match="3 classes, and cannot score pairs"):
         llm.score("a", "b")
 
 

@@ -120,7 +120,10 @@ def test_a_scaling_is_for_the_layers_without_a_window():
         ({"rope_scaling": {"rope_type": "yarm", "factor": 4}}, "no rope_type 'yarm'; there are: l"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4}}, "needs low_freq_factor, high_fr"),
         ({"tie_word_embeddings": "false"}, "'false' is of another kind than True"),
-        ({"quantization_config": {}}, "quantization_config: how the weights are written"),
+        (
+            {"quantization_config": {}},
+            "quantization_config: options cannot change the format of the weights",
+        ),
         ({"dtype": "float16"}, "use --dtype"),
     ],
 )

@@ -316,7 +316,7 @@ def test_an_encoder_computes_prompts_whole():
 def test_several_engines_need_devices_and_api_servers_of_their_own():
     two = {"executor": "fake", "data_parallel_size": 2}
     for option in ({"attach": "/run/servd"}, {"headless": True, "ipc_dir": "/run/servd"}):
-        with pytest.raises(ConfigError, match="knows one engine.*--api-server-count"):
+        with pytest.raises(ConfigError, match="supports one engine.*--api-server-count"):
             resolve(Config.load(two | option), FAKE_SPEC, Machine())
     gpus = Machine(num_gpus=1, torch_has_cuda=True)
     with pytest.raises(ConfigError, match="--data-parallel-size 2: the CUDA driver shows 1 dev"):

@@ -43,12 +43,12 @@ def test_the_folder_of_a_draft_says_its_method_unless_that_is_given(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "error", "text"),
     [
-        ({"model": "./nowhere"}, ModelNotFound, "there is no folder ./nowhere"),
+        ({"model": "./nowhere"}, ModelNotFound, "the folder ./nowhere does not exist"),
         ({"method": "ngrm"}, ConfigError, "there are: .*ngram"),
         (
             {"method": "eagle3", "model": "demo", "draft_tensor_parallel_size": 2},
             ConfigError,
-            "the devices of the model, which are 1; leave it out",
+            "the model's 1 devices; leave it out",
         ),
         (
             {"method": "ngram", "draft_tensor_parallel_size": 1},
@@ -69,7 +69,7 @@ def test_the_demo_model_has_a_head_of_its_own(tmp_path):
         made = resolved(model=model, speculative_config="demo")[0].model.speculative_config
         assert (made.method, made.model) == ("eagle3", str(DEMO_HEAD))
     (tmp_path / "config.json").write_bytes((DEMO_FOLDER / "config.json").read_bytes())
-    with pytest.raises(ConfigError, match="drafts for servd's demo model.*method.*ngram.*train"):
+    with pytest.raises(ConfigError, match="is for servd's demo model.*method.*ngram.*train"):
         resolved(model=str(tmp_path), speculative_config="demo")
 
 
@@ -102,7 +102,7 @@ def test_a_bare_word_is_a_method():
 )
 def test_a_head_in_place_of_the_model(tmp_path, architecture, method):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    with pytest.raises(ConfigError, match=f"is a head that drafts for a model.*{method}"):
+    with pytest.raises(ConfigError, match=f"is a draft head.*{method}"):
         resolved(model=str(tmp_path))
 
 

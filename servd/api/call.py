@@ -78,7 +78,7 @@ class Call:
         """The files and batches of the call's owner. Raises NotFound without --batch-dir."""
         batches = self.context.batches
         if batches is None:
-            raise NotFound("this server keeps no files and batches: start it with --batch-dir")
+            raise NotFound("files and batches are off: start the server with --batch-dir")
         return batches.store.of(self.owner)
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
@@ -127,7 +127,7 @@ class Call:
         self.ignored = {"x-servd-ignored": ", ".join(quote(name, safe="") for name in names)}
         if config.server.strict_fields:
             shown = ", ".join(f"`{name}`" for name in names)
-            raise InvalidRequest(f"these fields have no effect here: {shown}", param=names[0])
+            raise InvalidRequest(f"the server ignores these fields: {shown}", param=names[0])
 
     @contextmanager
     def admit(

@@ -54,7 +54,7 @@ class Context(msgspec.Struct, frozen=True):
                 return asked, adapter
             served = [*served, *self.adapters.store.named()]
         raise UnknownModel(
-            f"the model {asked[:200]!r} is not served here; there is: {', '.join(served[:32])}",
+            f"the model {asked[:200]!r} is not served here; served are: {', '.join(served[:32])}",
             param="model",
         )
 

@@ -23,7 +23,7 @@ class Keys:
         """
         known = read_keys(access)
         if known and not self.are_needed:
-            raise ConfigError("a server that started without API keys asks for none: restart it")
+            raise ConfigError("a server that started without API keys cannot add them: restart it")
         self.current = known
         self.is_multi_tenant = len(known) > 1  # clients of several keys are isolated
 
@@ -48,7 +48,7 @@ class Keys:
         digest = hash_key(offered)
         found = [key for key in self.current if hmac.compare_digest(digest, key.sha256)]
         if not found:
-            raise Unauthorized("the API key is not valid here")
+            raise Unauthorized("the API key is not valid")
         if found[0].has_expired:
             raise Unauthorized("the API key has expired")
         return found[0]

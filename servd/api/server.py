@@ -188,7 +188,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and fail the requests that are still open."""
         if not isinstance(self.async_llm.status, EngineDead):  # else requests failed already
-            reason = "was told to stop at once" if self.force_exit else "is shutting down"
+            reason = "received a second signal to stop" if self.force_exit else "is shutting down"
             self.async_llm.fail(ShuttingDown(f"the server {reason}"))
         await super().shutdown(sockets)
         if remaining := self.server_state.tasks | self.background_tasks():

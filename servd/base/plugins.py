@@ -46,8 +46,8 @@ def load(package: str, name: str, attribute: str) -> Any:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise
             raise ConfigError(
-                f"{name}: there is no module {error.name}; install it, or put its folder on "
-                "PYTHONPATH"
+                f"{name}: the module {error.name} was not found; install it, or put its folder "
+                "on PYTHONPATH"
             ) from None
         if not hasattr(found, attribute):
             raise ConfigError(f"{name}: module {module} has no {attribute!r}; check its spelling")

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _measure(client: Client, prompts: Sequence[Prompt], concurrency: int) -> dict[str, Any]:
     load = _load.Load(client.url, client.first_model(), concurrency)
     await _load.run(load, prompts[:1], show_progress=False)
-    # At low concurrency fewer prompts say as much, in less time.
+    # At low concurrency, fewer prompts are enough.
     share = prompts[1 : 1 + max(4, min(len(prompts) - 1, 4 * concurrency))]
     return _report.summarise(*await _load.run(load, share))
 

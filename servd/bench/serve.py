@@ -105,8 +105,8 @@ def _as_text(client: Client, model: str, prompt: Prompt) -> Prompt:
     answer = client.ask("POST", "/detokenize", {"model": model, "tokens": prompt.prompt})
     if answer.status != 200:
         raise ServdError(
-            f"--backend {CHATS} sends text, and /detokenize of this server, which makes text of "
-            f"random tokens, answers {answer.status}: take texts of --dataset-path"
+            f"--backend {CHATS} needs /detokenize to make random texts, and the server answers "
+            f"{answer.status}: use --dataset-path"
         )
     return Prompt(answer.body["prompt"], prompt.output_len)
 

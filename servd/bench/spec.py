@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
                 raise EngineError(f"{method} with {depth} drafts changed an output: report this")
             rows += measured
     if any(row["seconds"] < LEAST_SECONDS for row in rows):
-        print(f"a run of less than {LEAST_SECONDS:g} s says little: raise --output-len")
+        print(f"a run of less than {LEAST_SECONDS:g} s is not reliable: raise --output-len")
     if arguments.json:
         write_json("--json", arguments.json, {"rows": rows})
     return 0

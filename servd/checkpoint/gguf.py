@@ -80,7 +80,9 @@ def find_file(model: str) -> Path | None:
     found = [file for file in files if tag.lower() in file.name.lower()]
     if len(found) != 1:
         names = ", ".join(file.name for file in found or files) or "no .gguf file"
-        raise ModelNotFound(f"{model} names {len(found)} files, there must be one: it has {names}")
+        raise ModelNotFound(
+            f"{model} matches {len(found)} files, must match one; the repository has {names}"
+        )
     return found[0].resolve()
 
 
@@ -107,7 +109,7 @@ def _make_folder(path: Path, folder: Path) -> None:
     num_layers = len({name.split(".")[1] for name in shapes if name.startswith("blk.")})
     if num_layers != config["num_hidden_layers"]:
         raise ModelNotFound(
-            f"{path} has {num_layers} layers, its metadata says {config['num_hidden_layers']}"
+            f"{path} has {num_layers} layers, but its metadata has {config['num_hidden_layers']}"
         )
     folder.mkdir()
     for name, content in files.items():
@@ -186,8 +188,9 @@ def write_tokenizer(folder: Path) -> Path:
     pre = values.get("tokenizer.ggml.pre", "gpt-2")
     if model != "gpt2" or pre not in [*CUTS]:
         raise ModelNotFound(
-            f"{(folder / WEIGHTS).resolve()} has a tokenizer {model!r} with pre-tokenizer {pre!r}; "
-            f"known are gpt2 with {', '.join(CUTS)}: name the original's with --tokenizer FOLDER"
+            f"{(folder / WEIGHTS).resolve()} has a tokenizer {model!r} with pre-tokenizer "
+            f"{pre!r}; supported is gpt2 with {', '.join(CUTS)}: set --tokenizer to the original "
+            "model's folder"
         )
     try:
         content = make_tokenizer(values, pre)

@@ -112,7 +112,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json of a text model, or of the text part of a multimodal model."""
     config = read_json(folder / "config.json")
-    # Heads in *speculators* format say so what they share with other decoders.
+    # Draft heads in *speculators* format keep a decoder's keys in transformer_layer_config.
     return reach(text_of(as_today(config.get("transformer_layer_config", {}) | config)))
 
 
@@ -141,7 +141,7 @@ def read_spec(folder: Path | str, overrides: dict[str, Any] | None = None) -> Mo
     def size(*names: str, default: int | None = None) -> int:
         value = first(*names, default=default)
         if type(value) is not int or not 0 < value <= MAX_SIZE:
-            raise UnsupportedModel(f"{folder}/config.json: {names[0]} is {value!r:.50}, no size")
+            raise UnsupportedModel(f"{folder}/config.json: {names[0]} {value!r:.50} is not a size")
         return value
 
     # GPT-2 has n_embd, n_layer, n_head, n_positions instead of hidden_size and so on.
@@ -203,7 +203,7 @@ def local_folder(model: str) -> Path | None:
     if model == DEMO_MODEL:  # a folder of this name is ./demo
         if not DEMO_FOLDER.exists():
             raise ModelNotFound(
-                "this installation has no demo model: name another, e.g. `servd serve gpt2`"
+                "this installation has no demo model: choose another, e.g. `servd serve gpt2`"
             )
         return DEMO_FOLDER
     if (file := gguf.find_file(model)) is not None:
@@ -273,7 +273,7 @@ def _download(
     model: str, revision: str | None, download_dir: str | None, patterns: list[str]
 ) -> Path:
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ModelNotFound(f"there is no folder {model}")
+        raise ModelNotFound(f"the folder {model} does not exist")
     import huggingface_hub  # 0.3 s and 20 MB that a local folder does not need
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -325,7 +325,7 @@ def weight_files(folder: Path | str, load_format: str = "auto") -> list[Path]:
         other = sorted(f.name for pattern in ("*.bin", "*.pt") for f in folder.glob(pattern))
         hint = f"; it has {other[0]}: convert it to safetensors" if other else ""
         if load_format == "auto" and list(folder.glob("pytorch_model*.bin")):
-            hint += ", or say --load-format pt"
+            hint += ", or use --load-format pt"
         if found := sorted(folder.glob("*.gguf")):
             hint = f"; it has {found[0].name}: name that file"
         raise ModelNotFound(f"{folder} has no {suffix} file{hint}")
@@ -390,7 +390,7 @@ def _convert_tokenizer(folder: Path, trust_remote_code: bool) -> Path:
     source = next((folder / name for name in CONVERTIBLE if (folder / name).exists()), None)
     if source is None and not trust_remote_code:
         raise ModelNotFound(
-            f"{folder} has no tokenizer.json, nor a tokenizer that could be converted to one"
+            f"{folder} has no tokenizer.json, and no tokenizer that servd can convert"
         )
 
     def convert(made: Path) -> None:

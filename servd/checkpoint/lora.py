@@ -86,7 +86,7 @@ class AdapterFiles:
             TypeError,
             ValueError,
         ) as error:
-            raise self._error(f"{CONFIG} or {TENSORS} holds nonsense: {error!r}") from None
+            raise self._error(f"{CONFIG} or {TENSORS} cannot be read: {error!r}") from None
 
     @property
     def rank(self) -> int:
@@ -105,9 +105,9 @@ class AdapterFiles:
             self.shapes[tensor] = shape[0], shape[1]
         for module, names in pairs.items():
             if names.keys() != {"A", "B"}:
-                raise self._error(f"{module} has lora_{[*names][0]} and not the other half")
+                raise self._error(f"{module} has lora_{[*names][0]} without the other factor")
             if (layer := layer_of(module)) is None:
-                raise self._error(f"{module} is not part of a layer: leave it out of the targets")
+                raise self._error(f"{module} is a part of a layer: leave it out of the targets")
             if layer in self.modules:
                 raise self._error(f"two modules are called {layer}")
             a = names["A"]
@@ -116,7 +116,7 @@ class AdapterFiles:
             expected = self._of(module, "rank_pattern", "r")
             if rank != self.shapes[b][1] or rank != expected:
                 shapes = f"{[*self.shapes[a]]} and {[*self.shapes[b]]}"
-                raise self._error(f"{module} has {shapes}, and {CONFIG} says rank {expected}")
+                raise self._error(f"{module} has {shapes}, but {CONFIG} has rank {expected}")
             self.modules[layer] = a, b, self._scale(module, rank)
         if not self.modules:
             raise self._error(f"{TENSORS} holds no tensors")
@@ -137,8 +137,9 @@ class AdapterFiles:
             outputs = self.shapes[b][0]
             if (inputs, outputs) != (*layers[module],):
                 raise self._error(
-                    f"{module} has {inputs} inputs and {outputs} outputs, that of the model "
-                    f"{layers[module][0]} and {layers[module][1]}: it is of another model"
+                    f"{module} has {inputs} inputs and {outputs} outputs, but the model's layer "
+                    f"has {layers[module][0]} and {layers[module][1]}: the adapter is for "
+                    "another model"
                 )
 
     def _error(self, why: str) -> ConfigError:
@@ -146,7 +147,7 @@ class AdapterFiles:
 
     def _read_config(self) -> dict[str, Any]:
         if (size := self._size(CONFIG)) > MAX_CONFIG:
-            raise self._error(f"{CONFIG} has {size} bytes, at most {MAX_CONFIG} are read")
+            raise self._error(f"{CONFIG} has {size} bytes, the most is {MAX_CONFIG}")
         try:
             config = msgspec.json.decode((self.folder / CONFIG).read_bytes(), type=dict[str, Any])
         except OSError as error:

@@ -64,8 +64,8 @@ OPTIONAL = {
     "use_sliding_window",
 }
 OF_FILES = {
-    "quantization_config": "how the weights are written is not for options to say",
-    "compression_config": "how the weights are written is not for options to say",
+    "quantization_config": "options cannot change the format of the weights",
+    "compression_config": "options cannot change the format of the weights",
     "dtype": "use --dtype",
     "torch_dtype": "use --dtype",
 }
@@ -192,7 +192,7 @@ def _check_type(key: str, value: Any, before: Any) -> None:
         return
     if key == "eos_token_id":  # one or a list
         return
-    raise ConfigError(f"{FLAG} {key}: {value!r:.50} is of another kind than {before!r:.50}")
+    raise ConfigError(f"{FLAG} {key}: {value!r:.50} has another type than {before!r:.50}")
 
 
 def _object(changes: Mapping[str, Any], key: str) -> dict[str, Any] | None:

@@ -53,12 +53,12 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None  # that the model was trained for
     prompts: dict[str, str] = {}  # by name: what a text begins with
     default_prompt: str | None = None  # name of one
-    has_token_types: bool = False  # two texts are told apart by more than what is between them
+    has_token_types: bool = False  # more than a separator distinguishes two texts
     labels: list[str] = []
     # A score is the logit of the first of these tokens after the last one of a chat of a query and
     # a document, less that of the second if there is one. Empty: it is a head's.
     score_tokens: list[int] = []
-    has_scores: bool = True  # else it scores pairs in a way of its own, which its files do not say
+    has_scores: bool = True  # False: it scores pairs in a way that its files do not describe
     # What makes probabilities of the head's numbers, and a score of its only one.
     activation: Literal["softmax", "sigmoid", "identity"] = "softmax"
     score_activation: Literal["sigmoid", "identity"] = "sigmoid"
@@ -79,15 +79,15 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
         """
         if not self.has_scores:
             raise InvalidRequest(
-                "the model is a reranker by its name or README.md, and its files do not state how "
-                "it scores: cosines would be wrong. Add modules.json with a LogitScore, as "
-                "docs/how-to/embeddings.md shows for Qwen3-Reranker",
+                "the model seems to be a reranker (name or README.md), but its files do not "
+                "describe its scores: cosines would be wrong. Add modules.json with a "
+                "LogitScore, as docs/how-to/embeddings.md shows for Qwen3-Reranker",
                 param="model",
             )
         if self.task == "classify" and len(self.labels) != 1:
             raise InvalidRequest(
-                f"the model sorts texts into {len(self.labels)} classes and scores no pairs: use "
-                "/classify",
+                f"the model classifies texts into {len(self.labels)} classes, and cannot score "
+                "pairs: use /classify",
                 param="model",
             )
 
@@ -153,7 +153,7 @@ def first_position(spec: ModelSpec) -> int:
         return 0
     padding = spec.config.get("pad_token_id", 1)
     if not isinstance(padding, int) or not 0 <= padding < spec.max_position_embeddings:
-        raise UnsupportedModel(f"config.json: pad_token_id {padding} gives no positions")
+        raise UnsupportedModel(f"config.json: pad_token_id {padding} leaves no positions")
     return padding + 1
 
 
@@ -244,7 +244,7 @@ def _load(path: Path, default: Any = None) -> Any:
     except FileNotFoundError:
         if default is not None:
             return default
-        raise ModelNotFound(f"{path} is missing, which modules.json names") from None
+        raise ModelNotFound(f"{path} is missing, but modules.json lists it") from None
     except ValueError as error:
         raise ModelNotFound(f"{path} is not valid JSON: {error}") from None
 

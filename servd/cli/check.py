@@ -51,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the findings; return 1 if a server would not start."""
     config = Config.load(engine_flags.load_options(arguments))
-    logging.getLogger("servd").setLevel(logging.CRITICAL)  # what it would say is found here
+    logging.getLogger("servd").setLevel(logging.CRITICAL)  # the check reports the same problems
     findings: list[Finding] = []
     for finding in itertools.chain.from_iterable(check(config) for check in CHECKS):
         findings.append(finding)

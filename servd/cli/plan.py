@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="N",
         default=[],
-        help="tokens of a request, prompt and answer, of which to say how many fit at once",
+        help="tokens of a request (prompt and answer), to show how many such requests fit",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     engine_flags.add_options(parser)
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = Config.load(engine_flags.load_options(arguments))
     config, spec, _ = launch.find_and_resolve(config)
     if not spec.folder:
-        raise ConfigError("--executor fake has no weights to plan for")
+        raise ConfigError("--executor fake has no weights: leave it out")
     with tempfile.TemporaryDirectory() as scratch:
         config, spec = with_headers(config, spec, scratch)
         plan = plugins.load(f"{WORKER}.runner", "dry_run", "plan")(config, spec)
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         {*(n for n in LENGTHS if n < report.max_model_len), report.max_model_len}
     )
     if min(lengths) < 1:
-        raise ConfigError("--lengths: a request has at least one token")
+        raise ConfigError("--lengths: must be at least 1")
     if max(lengths) > report.max_model_len:
         raise ConfigError(
             f"--lengths {max(lengths)}: a request has at most {report.max_model_len} tokens here, "

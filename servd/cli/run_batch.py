@@ -79,7 +79,7 @@ class Batch:
         self.problem: OSError | None = None  # with the output file
         try:
             problems = list(batch.inspect(source))
-            # Answers are told apart by their custom_id alone; other bad lines fail alone.
+            # Only custom_id identifies an answer, so a duplicate fails the whole file.
             for problem in filter(None, problems):
                 if problem.code == "duplicate_custom_id":
                     raise ConfigError(f"run-batch: {problem.message}")

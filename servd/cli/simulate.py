@@ -55,10 +55,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Simulate, and print the simulated figures next to the measured figures, if any."""
     if arguments.trace is None and arguments.shape is None:
-        raise ConfigError("name a TRACE, or the --shape of one to be made up")
+        raise ConfigError("give a TRACE, or --shape for generated requests")
     for name in ("shape", "requests", "rate"):
         if arguments.trace is not None and getattr(arguments, name) is not None:
-            raise ConfigError(f"--{name} is for requests that are made up: leave it or TRACE out")
+            raise ConfigError(f"--{name} is for generated requests: leave out this option or TRACE")
     recording = Recording([], [])
     if arguments.trace is not None:
         recording = traces.read(arguments.trace)
@@ -98,8 +98,8 @@ def find_costs(given: str | None, recording: Recording) -> Costs:
     found = costs.fit(recording.steps, recording.requests)
     if found is None:
         raise ConfigError(
-            "what steps cost is not known: give a recording with at least "
-            f"{costs.LEAST_STEPS} steps (--record-trace of `servd serve`), or --costs"
+            f"the cost of a step is unknown: give a recording with at least {costs.LEAST_STEPS} "
+            "steps (--record-trace of `servd serve`), or --costs"
         )
     return found
 

@@ -158,7 +158,7 @@ class Call(msgspec.Struct):
 
     name: str
     seconds: float = 0.0  # 0 if unknown
-    text: str = ""  # what it tells
+    text: str = ""  # its description
     calls: list[Call] = []
 
     def add(self, way: list[str], seconds: float, text: str) -> None:

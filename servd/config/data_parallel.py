@@ -70,7 +70,7 @@ def _check(config: Config, has_balancer: bool, local: int, size: int) -> None:
     by_ray = parallel.data_parallel_backend == "ray"
     if server.headless and server.attach:
         raise ConfigError(
-            "--headless runs no API server and --attach runs nothing else: give one of them"
+            "--headless runs only an engine, and --attach only an API server: give one of them"
         )
     if server.headless and has_balancer:
         raise ConfigError("--headless has no port for a balancer: leave one of them out")
@@ -82,32 +82,30 @@ def _check(config: Config, has_balancer: bool, local: int, size: int) -> None:
     if (server.attach or server.headless) and (size > 1 or by_ray):
         flag = "--attach" if server.attach else "--headless"
         raise ConfigError(
-            f"{flag} knows one engine of this host, and the options ask for {size}, of "
-            f"--data-parallel-backend {parallel.data_parallel_backend}: leave one of them out; API "
-            "processes of several engines are started with --api-server-count"
+            f"{flag} supports one engine on this host, but the options start {size} "
+            f"(--data-parallel-backend {parallel.data_parallel_backend}): leave one of them out, "
+            "or use --api-server-count"
         )
     if local < size and not by_ray:
         raise ConfigError(
-            f"{size - local} of {size} engines are not of this host: --data-parallel-backend ray "
-            "lets Ray put them on others"
+            f"{size - local} of {size} engines are on other hosts: add --data-parallel-backend ray"
         )
     if not local and has_balancer:
-        raise ConfigError("--data-parallel-size-local 0: there is nothing to do here")
+        raise ConfigError("--data-parallel-size-local 0: this host would run no engine")
     if not by_ray:
         return
     if has_balancer:
         raise ConfigError(
-            "--data-parallel-backend ray is for engines of one server: leave out the options of "
-            "balancers (--data-parallel-rank, --data-parallel-start-rank)"
+            "--data-parallel-backend ray works with one server: leave out --data-parallel-rank "
+            "and --data-parallel-start-rank"
         )
     if parallel.executor == "ray":
         raise ConfigError(
-            "--data-parallel-backend ray has each engine on one host: leave out --executor ray"
+            "--data-parallel-backend ray keeps each engine on one host: leave out --executor ray"
         )
     if config.cache.kv_transfer_config is not None:
         raise ConfigError(
-            "--kv-transfer-config names an address of one host: leave it out with "
-            "--data-parallel-backend ray"
+            "--kv-transfer-config works on one host: leave it out with --data-parallel-backend ray"
         )
     if config.lora.enable_lora:
         raise ConfigError("--enable-lora: engines of other hosts do not get adapters; leave it out")

@@ -69,40 +69,40 @@ THOUSANDS = {
 # Accepted without effect, and why: servd does that anyway, or decides it itself. Those with "="
 # take a value.
 IGNORED = {
-    "disable_log_requests": "prompts are logged with --enable-log-requests alone",
-    "disable_log_stats": "statistics are a line now and then, and GET /metrics",
-    "disable_uvicorn_access_log": "answers are logged with --access-log alone",
-    "disable_custom_all_reduce": "there is none",
-    "disable_cascade_attn": "there is none",
-    "enable_metrics": "GET /metrics is always there",
-    "enable_offline_docs": "/docs needs nothing from elsewhere",
+    "disable_log_requests": "only --enable-log-requests logs prompts",
+    "disable_log_stats": "statistics are in GET /metrics, and in an occasional log line",
+    "disable_uvicorn_access_log": "only --access-log logs answers",
+    "disable_custom_all_reduce": "servd has no custom all-reduce",
+    "disable_cascade_attn": "servd has no cascade attention",
+    "enable_metrics": "GET /metrics is always on",
+    "enable_offline_docs": "/docs always works offline",
     "enable_prompt_tokens_details": "usage always has cached_tokens",
     "enable_reasoning": "the reasoning parser decides",
     "enable_request_id_headers": "every answer has an X-Request-Id",
-    "enable_server_load_tracking": "GET /load always counts",
+    "enable_server_load_tracking": "GET /load is always on",
     "enable_sleep_mode": "every engine can sleep",
-    "enable_tokenizer_info_endpoint": "GET /tokenizer_info is always there",
+    "enable_tokenizer_info_endpoint": "GET /tokenizer_info is always on",
     "jinja": "chat templates are always used",
-    "language_model_only": "servd reads nothing but text",
-    "use_v2_block_manager": "there is one",
-    "chat_template_content_format=": "the template shows whether it wants strings or parts",
-    "convert=": "the model's files and the route decide",
-    "guided_decoding_backend=": "there is one, llguidance",
-    "max_seq_len_to_capture=": "CUDA graphs are for any length",
-    "num_scheduler_steps=": "a step is scheduled while another one is computed",
-    "runner=": "the model's files and the route decide",
-    "stream_interval=": "tokens share events where a client or this server is late",
-    "task=": "the model's files and the route decide",
+    "language_model_only": "servd reads only text",
+    "use_v2_block_manager": "servd has one block manager",
+    "chat_template_content_format=": "servd detects the format from the template",
+    "convert=": "the model's files and the route determine it",
+    "guided_decoding_backend=": "llguidance is the only backend",
+    "max_seq_len_to_capture=": "CUDA graphs work at any length",
+    "num_scheduler_steps=": "servd schedules the next step while a step runs",
+    "runner=": "the model's files and the route determine it",
+    "stream_interval=": "tokens share an event if the client or the server is slow",
+    "task=": "the model's files and the route determine it",
 }
 
-TEXT_ONLY = "leave it out: servd reads nothing but text, and refuses the rest"
-CAPTURE = "leave it out; --enforce-eager does without CUDA graphs, and --compile fuses layers"
+TEXT_ONLY = "leave it out: servd reads only text, and rejects images and sound"
+CAPTURE = "leave it out; --enforce-eager turns CUDA graphs off, and --compile fuses layers"
 EXPERTS = "leave it out: --enable-expert-parallel and --tensor-parallel-size place experts"
-CONTEXT = "not supported: cut the model, with --tensor-parallel-size or --pipeline-parallel-size"
-HF_FILES = "leave it out: the model's files in Hugging Face's form are read"
-PROXY = "leave it out: let the proxy cut that prefix off"
+CONTEXT = "not supported: split the model with --tensor-parallel-size or --pipeline-parallel-size"
+HF_FILES = "leave it out: servd reads the files in Hugging Face's format"
+PROXY = "leave it out: have the proxy remove the prefix"
 RAY = "use --data-parallel-backend ray for engines, --executor ray for workers of other hosts"
-GUARDED = "leave it out: with --api-key or --api-key-file all but /health and / need a key"
+GUARDED = "leave it out: with --api-key or --api-key-file, all routes but /health and / need a key"
 
 THREADS = "set OMP_NUM_THREADS, or the CPU affinity of the process"
 
@@ -113,74 +113,79 @@ HINTS = {
     "allowed_local_media_path": TEXT_ONLY,
     "allowed_media_domains": TEXT_ONLY,
     "attention_config": "use --attention-backend",
-    "code_revision": "use --revision, which is for all files",
-    "collect_detailed_traces": "leave it out: GET /v1/requests/{id}/timeline tells all stages",
+    "code_revision": "use --revision, which applies to all files",
+    "collect_detailed_traces": "leave it out: GET /v1/requests/{id}/timeline shows all stages",
     "compilation_config": CAPTURE,
     "config_format": HF_FILES,
-    "cpu_offload_gb": "weights stay on their device: --quantization makes them smaller",
+    "cpu_offload_gb": "not supported: use --quantization to make the weights smaller",
     "cuda_graph_sizes": CAPTURE,
     "cudagraph_capture_sizes": CAPTURE,
     "decode_context_parallel_size": CONTEXT,
     "disable_fastapi_docs": GUARDED,
-    "disable_log_outputs": "leave it out: answers are not logged",
+    "disable_log_outputs": "leave it out: servd never logs answers",
+    "disable_frontend_multiprocessing": "use servd.LLM",
     "disable_sliding_window": "use --max-model-len",
-    "disable_hybrid_kv_cache_manager": "leave it out: layers with a window always keep less",
-    "embeddings": "leave it out: /v1/embeddings is always there",  # llama-server
+    "disable_hybrid_kv_cache_manager": "leave it out: such layers always keep only their window",
+    "embeddings": "leave it out: /v1/embeddings is always on",  # llama-server
     "enable_eplb": EXPERTS,
-    "enable_log_outputs": "not supported: what the model says is never logged",
+    "enable_log_outputs": "not supported: servd never logs answers",
     "enable_per_request_metrics": "use `timings_per_token` in the request, or Server-Timing",
     "enable_prompt_embeds": "not supported: prompts are text or token ids",
-    "enable_ssl_refresh": "send SIGHUP when certificates have changed",
+    "enable_ssl_refresh": "send SIGHUP to the server after you change certificates",
     "hf_config_path": "use --hf-overrides",
-    "hf_token": "set $HF_TOKEN, which nobody else can read",
+    "hf_token": "set $HF_TOKEN: other users can see flags",
     "data_parallel_address": RAY,
     "data_parallel_rpc_port": RAY,
     "master_addr": RAY,
     "master_port": RAY,
     "nnodes": RAY,
     "node_rank": RAY,
-    "ignore_patterns": "leave it out: of a model's weights one form is read",
-    "kv_offloading_backend": "leave it out: servd has its own (docs/how-to/kv-cache.md)",
+    "ignore_patterns": "leave it out: servd reads one format of the weights",
+    "kv_offloading_backend": "leave it out: servd has one backend (docs/how-to/kv-cache.md)",
     "limit_mm_per_prompt": TEXT_ONLY,
     "log_config_file": "use --log-level, --log-format and --access-log",
     "logits_processors": "send `logit_bias`, `bad_words` or `structured_outputs` in the request",
     "max_num_partial_prefills": "use --long-prefill-token-threshold",
-    "max_parallel_loading_workers": "leave it out: files are read as fast as the disk is",
+    "max_parallel_loading_workers": "leave it out: servd reads files at the speed of the disk",
     "media_io_kwargs": TEXT_ONLY,
-    "mem_fraction_static": "use --gpu-memory-utilization, the share for everything",  # SGLang
-    "metrics": "leave it out: GET /metrics is always there",  # llama-server
-    "middleware": "put a proxy before the server",
+    "mem_fraction_static": "use --gpu-memory-utilization, which includes the weights",  # SGLang
+    "metrics": "leave it out: GET /metrics is always on",  # llama-server
+    "middleware": "put a proxy in front of the server",
     "mm_encoder_tp_mode": TEXT_ONLY,
     "mm_processor_cache_gb": TEXT_ONLY,
     "mm_processor_kwargs": TEXT_ONLY,
     "model_draft": "use --spec-model",  # llama-server
-    "model_loader_extra_config": "leave it out: files are read as fast as the disk is",
+    "model_loader_extra_config": "leave it out: servd reads files at the speed of the disk",
     "n_gpu_layers": "leave it out: all layers are on the device",  # llama-server
     "num_gpu_blocks_override": "use --kv-cache-memory",
     "num_speculative_tokens": "use --spec-tokens",
-    "parallel": "use --max-num-seqs; --max-model-len is that of each request",  # llama-server
-    "performance_mode": "leave it out: batches grow with the load",
-    "pooler_config": "the model's files state it; requests may have `pooling`, `normalize`",
+    "parallel": "use --max-num-seqs; --max-model-len is each request's context",  # llama-server
+    "performance_mode": "leave it out: the batch size follows the load",
+    "pooler_config": "leave it out: requests may set `pooling` and `normalize`",
     "prefill_context_parallel_size": CONTEXT,
-    "prefix_caching_hash_algo": "leave it out: blocks have SHA-256 (docs/how-to/kv-cache.md)",
-    "response_role": "leave it out: answers are the assistant's",
-    "return_tokens_as_token_ids": "send that in the request",
+    "prefix_caching_hash_algo": "leave it out: servd uses SHA-256 (docs/how-to/kv-cache.md)",
+    "response_role": "leave it out: the role is always assistant",
+    "return_tokens_as_token_ids": "send `return_tokens_as_token_ids` in the request",
     "root_path": PROXY,
     "rope_scaling": "write JSON: --hf-overrides '{\"rope_scaling\": {...}}'",
     "rope_theta": "write JSON: --hf-overrides '{\"rope_theta\": ...}'",
-    "safetensors_load_strategy": "leave it out: files are read as fast as the disk is",
-    "skip_tokenizer_init": "leave it out: prompts may be token ids, `return_token_ids` has more",
-    "slots": "leave it out: GET /slots is always there",  # llama-server
+    "safetensors_load_strategy": "leave it out: servd reads files at the speed of the disk",
+    "skip_tokenizer_init": "send token ids, and `return_token_ids`, in the request",
+    "scheduler_delay_factor": "leave it out: servd schedules a request at once",
+    "skip_mm_profiling": TEXT_ONLY,
+    "slots": "leave it out: GET /slots is always on",  # llama-server
     "speculative_model": "use --spec-model",
-    "structured_outputs_config": "leave it out: the one backend is llguidance",
+    "structured_outputs_config": "leave it out: llguidance is the only backend",
     "threads": THREADS,  # llama-server
     "tokenizer_mode": HF_FILES,
-    "tokenizer_revision": "use --revision, which is for all files",
+    "tokenizer_revision": "use --revision, which applies to all files",
     "tool_parser_plugin": "use --tool-call-parser MODULE:CLASS (docs/how-to/add-a-parser.md)",
+    "tool_server": "not supported: run tools in your client (docs/how-to/tools.md)",
     "trust_request_chat_template": "not supported: use --chat-template",
     "uvicorn_log_level": "use --log-level",
+    "video_pruning_rate": TEXT_ONLY,
     "-O": CAPTURE,
-    "-c": "use --max-model-len, which is that of each request",  # llama-server
+    "-c": "use --max-model-len, the context of each request",  # llama-server
     "-cc": CAPTURE,
     "-b": "use --max-num-batched-tokens",  # llama-server
     "-dcp": CONTEXT,
@@ -188,14 +193,14 @@ HINTS = {
     "-m": "MODEL needs no flag",
     "-md": "use --spec-model",
     "-ngl": "leave it out: all layers are on the device",
-    "-np": "use --max-num-seqs; --max-model-len is that of each request",
+    "-np": "use --max-num-seqs; --max-model-len is the context of each request",
     "-pcp": CONTEXT,
     "-t": THREADS,
     "-ub": "use --max-num-batched-tokens",
 }
 
 OTHER_BALANCERS = (
-    "engines share a port; for a port for each, start a server for each with --data-parallel-rank, "
+    "all engines share one port; for a port per engine, start servers with --data-parallel-rank "
     "behind a load balancer (docs/how-to/several-gpus.md)"
 )
 

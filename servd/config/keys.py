@@ -68,8 +68,8 @@ def read_keys(access: AccessConfig) -> list[Key]:
         values = [getattr(key, field) for key in keys]
         if twice := {value for value in values if values.count(value) > 1}:
             raise ConfigError(
-                f"--api-key-file {access.api_key_file}: the {field} {min(twice)} is there twice: "
-                "remove one of its entries"
+                f"--api-key-file {access.api_key_file}: the {field} {min(twice)} occurs twice: "
+                "remove one of the entries"
             )
     return keys
 
@@ -82,8 +82,8 @@ def check_new_keys(access: AccessConfig) -> None:
     keys = read_keys(access)
     if access.api_key_file is not None and all(key.has_expired for key in keys):
         raise ConfigError(
-            f"--api-key-file {access.api_key_file} has no valid key, which would lock out"
-            " everybody: add one with `servd key`, or stop the server"
+            f"--api-key-file {access.api_key_file} has no valid key, so every request would "
+            "fail: add one with `servd key`, or stop the server"
         )
 
 
@@ -98,14 +98,14 @@ def tls_context(access: AccessConfig) -> ssl.SSLContext | None:
                 raise ConfigError(f"--{name.replace('_', '-')} needs --ssl-certfile")
         return None
     if access.ssl_cert_reqs and access.ssl_ca_certs is None:
-        raise ConfigError("--ssl-cert-reqs needs --ssl-ca-certs: who signs clients' certificates")
+        raise ConfigError("--ssl-cert-reqs needs --ssl-ca-certs, signers of client certificates")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.verify_mode = ssl.VerifyMode(access.ssl_cert_reqs)
     try:
         if access.ssl_ciphers:
             context.set_ciphers(access.ssl_ciphers)
     except ssl.SSLError:
-        raise ConfigError(f"--ssl-ciphers {access.ssl_ciphers}: OpenSSL has none of them") from None
+        raise ConfigError(f"--ssl-ciphers {access.ssl_ciphers}: OpenSSL knows none") from None
     load_certificates(context, access)
     return context
 

@@ -31,7 +31,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
             found = None if each is None else ENDPOINT.fullmatch(each)
             if each is not None and not (found and 0 < int(found[2] or 1) < 1 << 16):
                 raise ValueError(
-                    f"{each} is no endpoint: give one as tcp://*:5557, with a port from 1 to "
+                    f"{each} is not an endpoint: write tcp://*:5557, with a port from 1 to "
                     "65535, or ipc:///run/servd/events"
                 )
 

@@ -36,11 +36,11 @@ class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     def __post_init__(self) -> None:
         if self.kv_ip in ("*", "::", "0.0.0.0"):
-            raise ValueError("answers name kv_ip: give the address of one interface")
+            raise ValueError("kv_ip must be the address of one interface: peers connect to it")
         peers = self.kv_connector_extra_config.peers
         if self.receives and not peers:
             raise ValueError(
-                f"a {self.kv_role} has to know whom blocks may come from: add "
+                f"a {self.kv_role} needs the address of its peers: add "
                 '"kv_connector_extra_config": {"peers": ["HOST:PORT"]}'
             )
         for peer in peers:

@@ -8,7 +8,7 @@ from servd.config._section import Section, about
 
 
 class ObservabilityConfig(Section, frozen=True):
-    """Logs, and what responses say about how they were made."""
+    """Logs, and what responses report about their computation."""
 
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], about("Lowest level of log lines to show.")

@@ -104,18 +104,15 @@ def _check_plugins(config: Config, spec: ModelSpec) -> None:
                 raise ConfigError(f"{flag_of(name)} {value!r} is unknown; there are: {there_are}")
     _check_activations(config, spec)
     if config.model.quantization_imatrix and config.model.quantization != "int4":
-        raise ConfigError(
-            "--quantization-imatrix marks which weights matter where they are rounded to 4 bits: "
-            "add --quantization int4"
-        )
+        raise ConfigError("--quantization-imatrix only works with 4 bits: add --quantization int4")
     if speculative := config.model.speculative_config:
         flag = "--speculative-config:"
         size = speculative.draft_tensor_parallel_size
         plugins.check(f"{flag} method", "servd.worker.spec_decode", speculative.method)
         if size not in (None, config.parallel.tensor_parallel_size):
             raise ConfigError(
-                f"{flag} draft_tensor_parallel_size {size}: the draft has the devices of the "
-                f"model, which are {config.parallel.tensor_parallel_size}; leave it out"
+                f"{flag} draft_tensor_parallel_size {size}: the draft uses the model's "
+                f"{config.parallel.tensor_parallel_size} devices; leave it out"
             )
 
 
@@ -124,8 +121,8 @@ def _check_activations(config: Config, spec: ModelSpec) -> None:
         return
     if config.model.quantization not in ("int8", "int4") and not quantization_of(spec.folder):
         raise ConfigError(
-            "--cpu-activation-dtype int8 needs weights of 4 or 8 bits: --quantization int8 or "
-            "int4, or a checkpoint that has them"
+            "--cpu-activation-dtype int8 needs weights of 4 or 8 bits: add --quantization int8 "
+            "or int4, or serve a quantized checkpoint"
         )
 
 
@@ -138,11 +135,11 @@ def _check_adapters(config: Config) -> None:
             if getattr(lora, name) != default
         ]
         if given:
-            raise ConfigError(f"{', '.join(given)}: only with --enable-lora")
+            raise ConfigError(f"{', '.join(given)}: add --enable-lora")
     if lora.enable_lora and config.model.compile:
         raise ConfigError("--compile cannot compile layers with adapters: leave out --enable-lora")
     if lora.lora_dir is not None and not os.path.isdir(lora.lora_dir):
-        raise ConfigError(f"--lora-dir {lora.lora_dir}: there is no such folder")
+        raise ConfigError(f"--lora-dir {lora.lora_dir}: the folder does not exist")
     if lora.max_cpu_loras is not None and lora.max_cpu_loras < lora.max_loras:
         raise ConfigError(
             f"--max-cpu-loras {lora.max_cpu_loras} is below --max-loras {lora.max_loras}"
@@ -165,15 +162,13 @@ def _check_together(config: Config, spec: ModelSpec) -> None:
     kept = config.cache.kv_cache_dtype
     if config.parallel.device == "cuda" and kept not in ("auto", "fp8", model.dtype):
         raise ConfigError(
-            f"--kv-cache-dtype {kept} is for CPUs: on a GPU, take fp8, which has 8 bits, or auto"
+            f"--kv-cache-dtype {kept} is for CPUs: on a GPU, use fp8 (8 bits) or auto"
         )
     if num_stages == 1:
         return
     flag = f"--pipeline-parallel-size {num_stages}"
     if num_stages > spec.num_layers:
-        raise ConfigError(
-            f"{flag}: the model has {spec.num_layers} layers; give it at most as many"
-        )
+        raise ConfigError(f"{flag}: must be at most {spec.num_layers}, the model's layers")
     files = pooling.read(spec)
     whole = "leave --pipeline-parallel-size at 1"
     for is_asked, what in (
@@ -225,16 +220,15 @@ def _check_observability(config: Config) -> None:
     tells_of_drafts = config.observability.per_request_spec_decode_metrics != "none"
     if tells_of_drafts and config.model.speculative_config is None:
         raise ConfigError(
-            "--per-request-spec-decode-metrics reports what became of drafts, and there are none: "
-            "add --speculative-config"
+            "--per-request-spec-decode-metrics needs speculative decoding: add --speculative-config"
         )
     if (endpoint := config.observability.otlp_traces_endpoint) is None:
         return
     protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
     if not endpoint.startswith(("http://", "https://")) or protocol != "http/protobuf":
         raise ConfigError(
-            f"--otlp-traces-endpoint {endpoint!r} with {protocol}: servd speaks OTLP over HTTP "
-            "(http/protobuf), to which collectors listen at http://HOST:4318/v1/traces"
+            f"--otlp-traces-endpoint {endpoint!r} with {protocol}: servd only supports OTLP over "
+            "HTTP (http/protobuf), e.g. http://HOST:4318/v1/traces"
         )
     try:
         importlib.metadata.version(OTLP_EXPORTER)
@@ -248,7 +242,7 @@ def _resolve_names(config: Config, spec: ModelSpec) -> dict[str, Decision]:
     """Return the served model names: MODEL. For a folder or file, its base name comes first."""
     if given := config.model.served_model_name:
         if config.model.model == DEMO_MODEL and any(map(os.path.isdir, given)):
-            raise ConfigError("--served-model-name took a folder for a name: write MODEL first")
+            raise ConfigError("--served-model-name got a folder as a name: write MODEL before it")
         return {}
     model = config.model.model or spec.model_type
     folder_name = [Path(model).resolve().name] if os.path.exists(model) else []
@@ -269,7 +263,7 @@ def _check_batch_invariant(config: Config, device: str, machine: Machine) -> Non
             raise ConfigError(f"--batch-invariant has no kernels for {flag}: leave one of them out")
     if device != "cuda":
         raise ConfigError(
-            f"--batch-invariant is for CUDA: on a {device} servd's own kernels are so in any case"
+            f"--batch-invariant is for CUDA: on a {device} servd is always batch-invariant"
         )
     if not machine.has_triton:
         raise ConfigError("--batch-invariant needs the package triton: install it")
@@ -298,14 +292,11 @@ def _resolve_devices(config: Config, spec: ModelSpec, machine: Machine) -> dict[
         )
     if config.model.compile and device != "cuda":
         raise ConfigError(
-            f"--compile is for CUDA: a {device} has kernels of servd's own, which torch cannot "
-            f"compile"
+            f"--compile is for CUDA: on a {device}, servd uses its own compiled kernels"
         )
     _check_batch_invariant(config, device, machine)
     if config.model.compile and not machine.has_triton:
-        raise ConfigError(
-            "--compile needs the package triton, in which torch writes its kernels: install it"
-        )
+        raise ConfigError("--compile needs the package triton: install it")
     num_engines = config.parallel.num_engines_here
     num_here = 0 if config.parallel.executor == "ray" else num_workers
     if device == "cuda" and machine.num_gpus < num_here * num_engines:
@@ -443,7 +434,7 @@ def _resolve_lengths(config: Config, spec: ModelSpec) -> dict[str, Decision]:
         )
     elif budget < longest:
         raise ConfigError(
-            f"--max-num-batched-tokens {budget} is below the {longest} tokens of --max-model-len: "
-            "a prompt that may not be computed in parts would never run"
+            f"--max-num-batched-tokens {budget} is below the {longest} tokens of "
+            "--max-model-len: without chunked prefill, such a prompt would never run"
         )
     return decided

@@ -51,7 +51,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     Raises ValueError if keys contradict each other.
     """
 
-    method: str = ""  # a file of servd/worker/spec_decode; else what the name of `model` says
+    method: str = ""  # a file of servd/worker/spec_decode; by default from the name of `model`
     model: str | None = None  # folder or id of the draft; of mtp the model's own, unless given
     # Most drafts of a request in a step; how many it gets is measured. Of medusa it stays 0 until
     # the heads are found.
@@ -81,7 +81,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def __post_init__(self) -> None:
         if not self.method and not self.model:
-            raise ValueError('needs "method", or "model" for a draft, whose name then says it')
+            raise ValueError('needs "method", or a "model" whose name contains the method')
         method = self.method or _named_by(self.model)
         if method in NEEDS_MODEL and not self.model:
             raise ValueError(f'method {method} needs "model": the folder or id of its draft')
@@ -134,13 +134,13 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         is_synthetic = self.rejection_sample_method == "synthetic"
         if (rates is not None) + (length is not None) != is_synthetic:
             raise ValueError(
-                'rejection_sample_method "synthetic" goes with one of synthetic_acceptance_rates '
-                "and synthetic_acceptance_length, and they go with it"
+                'rejection_sample_method "synthetic" needs one of synthetic_acceptance_rates and '
+                "synthetic_acceptance_length, which only this method reads"
             )
         if rates is not None and (len(rates) != most or rates != sorted(rates, reverse=True)):
             raise ValueError(
                 f"synthetic_acceptance_rates must be {most} numbers, one for each of "
-                "num_speculative_tokens, none above the one before it"
+                "num_speculative_tokens, none larger than the one before it"
             )
         if length is not None and length > most + 1:
             raise ValueError(
@@ -168,7 +168,7 @@ def max_num_samples(max_num_seqs: int, max_num_batched_tokens: int, max_drafts: 
     return min(max_num_seqs * (1 + max_drafts) + MAX_GRAMMAR_TOKENS, max_num_batched_tokens)
 
 
-LOSSY = "it changes what the model says, and servd's drafts never do; leave it out"
+LOSSY = "it would change the output; leave it out"
 SAME = "the draft has the target's; leave it out"
 NOT_NEEDED = "servd has nothing to tune there; leave it out"
 NO_SUCH_DRAFT = "servd has no such drafts; see docs/how-to/speculative-decoding.md for those it has"
@@ -226,7 +226,7 @@ def gather(options: dict[str, Any]) -> None:
     for key, value in keys.items():
         if value != "[ngram]" and (of := readers(key, str(method))):
             raise ConfigError(
-                f'{FLAG}: method {method} does not read "{key}", which is for '
+                f'{FLAG}: method {method} does not read "{key}", which is only for '
                 f"{', '.join(sorted(of))}; leave it out or change the method"
             )
     if keys or given is not None:

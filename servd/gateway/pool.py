@@ -102,7 +102,7 @@ class ModelServers:
         where = self.models.path.name
         known = [server.name for server in self.there]
         if not known:
-            raise UnknownModel(f"no model is served here yet: {where} has none", param="model")
+            raise UnknownModel(f"no model is served here: {where} is empty", param="model")
         raise UnknownModel(
             f"the model {(name or '')[:200]!r} is not served here; the folder {where} has "
             f"{', '.join(known[:MOST_NAMED])}",

@@ -158,8 +158,8 @@ class Gateway:
             visit = self.servers.visiting(server)
         elif not needs_weights and request.method != "POST":
             raise Unavailable(
-                f"the model {server.name} is stopped, and {request.method} starts none: what needs "
-                f"it does, and POST /wake_up?model={quote(server.name)}"
+                f"the model {server.name} is stopped, and {request.method} does not start it: "
+                f"send POST /wake_up?model={quote(server.name)}, or a request for an answer"
             )
         elif not named.keep_alive:
             visit = self.servers.serving(server, self.servers.config.server.sleep_idle_seconds)
@@ -204,7 +204,7 @@ class Gateway:
                 visit.answered()
                 call.is_logged = True
             except httpx.LocalProtocolError as error:
-                raise InvalidRequest(f"the request cannot be passed on: {error}") from None
+                raise InvalidRequest(f"the request cannot be forwarded: {error}") from None
             except httpx.TransportError as error:
                 name = visit.server.name
                 logger.error("%s: its server does not answer: %s", name, error)
@@ -237,7 +237,8 @@ class Gateway:
 async def no_batches(request: Request) -> Response:
     """Raise NotFound for requests for files and batches before their large bodies are read."""
     raise NotFound(
-        "there are no files and batches beside --models-dir: --batch-dir is for one model"
+        "files and batches do not work with --models-dir: start a server of one model with "
+        "--batch-dir"
     )
 
 

@@ -59,7 +59,7 @@ def check(config: Config) -> None:
         ("--batch-dir", config.batches.batch_dir),
     ):
         if value:
-            raise ConfigError(f"{flag} is for a server of one model: leave out it or --models-dir")
+            raise ConfigError(f"{flag} does not work with --models-dir: leave one of them out")
 
 
 def link_models(config: Config, folder: Path) -> Config:

@@ -127,7 +127,7 @@ class Outbox:
             raise ConnectionError(f"{to}: {error}") from None
         if must_exist and not self.socket.poll(CONNECT_TIMEOUT, zmq.POLLOUT):
             self.close()
-            raise ConnectionError(f"{to}: nobody is there")
+            raise ConnectionError(f"{to}: no process is connected")
 
     def send(self, message: msgspec.Struct | msgspec.Raw) -> None:
         """Queue one message; order is kept. Raises ConnectionError if the process of the bound
@@ -136,7 +136,7 @@ class Outbox:
         try:
             self.socket.send(_encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:
-            raise ConnectionError("nobody receives any more") from None
+            raise ConnectionError("the receiver has closed the connection") from None
 
     def close(self) -> None:
         """Close the socket. Queued messages are sent for at most half a second."""
@@ -161,7 +161,7 @@ class Keys:
     def __init__(self, token: str) -> None:
         if not zmq.has("curve"):
             raise ConfigError(
-                "this build of ZeroMQ has no CURVE, without which hosts are not joined: install "
+                "this build of ZeroMQ lacks CURVE encryption, which several hosts need: install "
                 "pyzmq from its wheels"
             )
         seed = hashlib.scrypt(
@@ -195,7 +195,7 @@ class Link(Generic[T]):
         self.socket.setsockopt(zmq.IPV6, 1)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME + CURVE_OVERHEAD)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT)
-        # A connection to a host that is lost is closed some time: who it was is told by beats.
+        # A connection to a lost host closes late: heartbeats detect the loss.
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
         self._open(to, keys)

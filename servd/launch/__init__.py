@@ -115,8 +115,8 @@ def _refuse_head(model: str, folder: Path) -> None:
     method = next((known[part] for part in known if part in architecture), None)
     if method is not None:
         raise ConfigError(
-            f"{model} is a head that drafts for a model ({architecture}), and no model: serve the "
-            "model that it was trained for with --speculative-config "
+            f"{model} is a draft head ({architecture}), not a model: serve its model with "
+            "--speculative-config "
             f'''\'{{"method": "{method}", "model": "{model}"}}\''''
         )
 
@@ -152,8 +152,8 @@ def find_draft(config: Config) -> Config:
         assert model is not None
         if hf.local_folder(model) != hf.DEMO_FOLDER:
             raise ConfigError(
-                "--speculative-config demo: that head drafts for servd's demo model, and the model "
-                f'is {model}; use e.g. \'{{"method": "ngram"}}\', or train a head: '
+                "--speculative-config demo: this head is for servd's demo model, not for "
+                f'{model}; use e.g. \'{{"method": "ngram"}}\', or train a head: '
                 "docs/how-to/speculative-decoding.md"
             )
         draft = str(hf.DEMO_HEAD)

@@ -266,7 +266,7 @@ class ProcessTree:
             check_new_keys(new.access)
             tls_context(new.access)
             if (new.access.ssl_certfile is None) != (self.config.access.ssl_certfile is None):
-                raise ConfigError("--ssl-certfile: TLS begins and ends only with a restart")
+                raise ConfigError("--ssl-certfile: only a restart can turn TLS on or off")
             if self.config.lora.enable_lora and not self.config.server.attach:
                 modules = self.load_adapters(new.lora.lora_modules)
                 self.config = self.config.replace(lora_modules=modules)

@@ -199,7 +199,7 @@ class RayEngineSupervisor(EngineSupervisor):
     def handle_exit(self) -> str | None:
         assert isinstance(self.child, RayEngine) and self.child.ended is not None
         self.bridge.forget(engine_address(self.ipc_dir, self.number))
-        # A host that is lost says nothing about the model: only the number of deaths is bounded.
+        # A lost host is no fault of the model: only the number of deaths is bounded.
         self.child.is_ready = self.child.ended.was_ready or self.child.exit_code == LOST
         self.reason = self.child.ended.reason
         return super().handle_exit()

@@ -32,7 +32,7 @@ def inherited_listener() -> socket.socket | None:
     if pid != str(os.getpid()):
         return None
     if count != "1":
-        raise ConfigError(f"LISTEN_FDS={count}: servd listens on one socket; give it one")
+        raise ConfigError(f"LISTEN_FDS={count}: must be 1, servd listens on one socket")
     try:
         os.set_inheritable(FIRST_INHERITED, False)
         listener = socket.socket(fileno=FIRST_INHERITED)

@@ -208,7 +208,7 @@ class PoolingParams(
     normalize: bool | None = None
     dimensions: Count | None = None  # truncate the vector to N numbers
     task: Literal["embed", "classify"] = "embed"
-    # Where the second of two texts begins that a model tells apart; 0: one text.
+    # Start of the second text, for models that distinguish two texts; 0: one text.
     second_text: Count = 0
 
     def validate(self, hidden_size: int) -> None:

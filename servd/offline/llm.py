@@ -157,7 +157,7 @@ class LLM:
         seconds = [data_2] if isinstance(data_2, str) else data_2
         times = len(seconds) if len(firsts) == 1 else 1
         if times * len(firsts) != len(seconds):
-            raise InvalidRequest(f"{len(firsts)} texts and {len(seconds)} others make no pairs")
+            raise InvalidRequest(f"{len(firsts)} texts do not pair with {len(seconds)} texts")
         pooling = self.engine.processor.pooling
         pooling.check_scores()
         if pooling.task == "classify":
@@ -267,13 +267,13 @@ class LLM:
             params = SamplingParams(**length, **processor.default_params)
         each = [params] * len(prompts) if isinstance(params, Params) else list(params)
         if len(each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(each)} parameters")
+            raise InvalidRequest(f"{len(prompts)} prompts but {len(each)} parameters")
         if lora_request is None or isinstance(lora_request, LoRARequest):
             adapters = [lora_request] * len(prompts)
         else:
             adapters = list(lora_request)
         if len(adapters) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(adapters)} lora_requests")
+            raise InvalidRequest(f"{len(prompts)} prompts but {len(adapters)} lora_requests")
         ids = [str(next(self.request_ids)) for _ in prompts]
         finished: dict[str, RequestOutput] = {}
         show = self.use_tqdm if use_tqdm is None else use_tqdm

@@ -74,8 +74,7 @@ class LLMEngine:
     ) -> None:
         if config.parallel.data_parallel_size > 1:
             raise ConfigError(
-                "data_parallel_size: offline there is one engine; leave it out, or send batches to "
-                "`servd serve`"
+                "data_parallel_size: servd.LLM runs one engine; leave it out, or use `servd serve`"
             )
         config, spec, _ = launch.find_and_resolve(config)
         assert config.model.max_model_len is not None
@@ -195,7 +194,7 @@ class LLMEngine:
         """
         if is_asleep and self.requests:
             raise InvalidRequest(
-                f"{len(self.requests)} requests are unfinished: step until none is"
+                f"{len(self.requests)} requests are unfinished: call step until all have finished"
             )
         self.port.sleep(is_asleep)
 

@@ -92,7 +92,7 @@ class ClusterSim:
         recorded_size = recorded.options["block_size"]  # as much memory, in blocks of another size
         num_blocks = options.num_blocks or recorded.num_blocks * recorded_size // self.block_size
         if not num_blocks:
-            raise ConfigError("--num-blocks: say how large the KV cache of an engine is")
+            raise ConfigError("set --num-blocks, the size of an engine's KV cache")
         kv_bytes = recorded.kv_bytes_per_block * self.block_size // recorded_size
         windows = recorded.kv_windows
         if config.cache.has_connector:  # then workers make one group

@@ -92,7 +92,8 @@ def read(path: str) -> Recording:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path}, line {number}: {error}; a TRACE is a file of --record-trace, or has its keys"
+            f"{path}, line {number}: {error}; a TRACE is a file of --record-trace, or a file "
+            "with the same keys"
         ) from None
     requests.sort(key=lambda each: each.timestamp)
     return Recording(requests, steps, server)

@@ -457,7 +457,7 @@ async def test_a_certificate_that_comes_before_its_key_changes_nothing(tmp_path:
         ({"ssl_cert_reqs": 2, "ssl_certfile": "c"}, "--ssl-cert-reqs needs --ssl-ca-certs"),
         ({"ssl_certfile": "nowhere.pem"}, "nowhere.pem: No such file"),
         ({"ssl_certfile": __file__}, r"test_auth\.py: .*PEM private key.* --ssl-keyfile"),
-        ({"ssl_certfile": "c", "ssl_ciphers": "ROT13"}, "--ssl-ciphers ROT13: OpenSSL has none"),
+        ({"ssl_certfile": "c", "ssl_ciphers": "ROT13"}, "--ssl-ciphers ROT13: OpenSSL knows none"),
     ],
 )
 def test_what_does_not_fit_is_refused_at_the_start(options: dict[str, Any], reason: str):

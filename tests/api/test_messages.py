@@ -288,7 +288,7 @@ PROBLEMS: dict[str, list[dict[str, Any]]] = {
     "maximum context length": [{"max_tokens": 5000}],
     "messages": [{"messages": []}, {"messages": user([])}],
     "messages[0]": [{"messages": [message]} for message in ({"role": "user"}, TOOL_MESSAGE)],
-    "to continue with": [
+    "must contain only text": [
         {"messages": [*user("a"), {"role": "assistant", "content": begun}]} for begun in BEGUN
     ],
     "image": [{"messages": user([part])} for part in (IMAGE, IMAGE_RESULT)],

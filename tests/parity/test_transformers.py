@@ -146,7 +146,7 @@ def test_a_part_that_only_looks_like_servds_keeps_its_own_code(tmp_path: Path):
             "transformer.h.0 .*BloomAttention.* does not call attention through the interface",
         ),
         ("doge", "DogeForCausalLM", "neither causal"),
-        ("roberta", "RobertaForCausalLM", "counts tokens from the one of padding on"),
+        ("roberta", "RobertaForCausalLM", "counts positions from the padding token"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(tmp_path, model_type, architecture, reason):
@@ -211,7 +211,7 @@ def test_code_of_a_checkpoint_is_not_run_and_nobody_is_asked_whether_to(tmp_path
     (tmp_path / "config.json").write_text(json.dumps(config | sizes | {"model_type": "novel"}))
     (tmp_path / "novel.py").write_text(f"open({str(tmp_path / 'has_run')!r}, 'w')")
     monkeypatch.setattr(builtins, "input", lambda *_: "y")
-    with pytest.raises(UnsupportedModel, match="code that comes with a checkpoint is not run"):
+    with pytest.raises(UnsupportedModel, match="servd does not run code of a checkpoint"):
         build(tmp_path)
     assert not (tmp_path / "has_run").exists()
 
@@ -282,7 +282,7 @@ def test_a_rank_has_its_share(tmp_path: Path, model_type: str, num_heads: int):
     ("model_type", "reason"),
     [
         ("mixtral", r"mlp\.experts.*: --tensor-parallel-size splits no experts"),
-        ("opt", "transformers has no plan for it"),
+        ("opt", "it has no tensor-parallel plan"),
     ],
 )
 def test_what_cannot_be_split_is_refused(tmp_path: Path, model_type: str, reason: str):

@@ -203,8 +203,8 @@ def test_four_engines_find_almost_what_one_of_four_times_the_size_does():
 def test_what_is_missing_or_wrong_is_named(capsys, tmp_path):
     made_up = ["--shape", "chat", "--costs", '{"step": 1}', "--num-blocks", "4000"]
     for arguments, expected in (
-        ([], "name a TRACE"),
-        (["--shape", "chat"], "what steps cost is not known"),
+        ([], "give a TRACE"),
+        (["--shape", "chat"], "the cost of a step is unknown"),
         (["--shape", "chat", "--costs", '{"step": 1}'], "--num-blocks"),
         (["--shape", "chat", "--costs", '{"stop": 1}'], "stop"),
         ([str(tmp_path / "none")], "No such file"),

@@ -56,7 +56,7 @@ class BatchRunner:
     store: BatchStore  # shared with other servers
     app: ASGIApp  # handles the lines' requests
     keys: Keys  # whose owners' batches are run
-    admission: Admission  # of this server; tells when it drains
+    admission: Admission  # of this server; shows whether it drains
     concurrency: int  # lines processed at the same time
 
     def __post_init__(self) -> None:

@@ -91,8 +91,7 @@ class Shelf:
         sizes = self._sizes()
         if (num := sum(name.endswith(".json") for name in sizes)) >= MAX_OBJECTS:
             raise InvalidRequest(
-                f"this API key has {num} files and batches, at most {MAX_OBJECTS} are kept: delete "
-                "files"
+                f"this API key has {num} files and batches, the most is {MAX_OBJECTS}: delete files"
             )
         self.check_bytes(sum(sizes.values()) + num_bytes)
 
@@ -113,8 +112,8 @@ class Shelf:
         """Raise InvalidRequest if `total` bytes exceed the key's limit."""
         if total > MAX_BYTES:
             raise InvalidRequest(
-                f"the files of this API key would have {total} bytes, at most {MAX_BYTES} are "
-                "kept: delete some"
+                f"the files of this API key would have {total} bytes, the most is {MAX_BYTES}: "
+                "delete some"
             )
 
     @contextmanager
@@ -124,7 +123,7 @@ class Shelf:
         """
         uploads = self.store.uploads
         if uploads[self.owner] >= MAX_UPLOADS:
-            raise Overloaded(f"this API key has {MAX_UPLOADS} uploads at once: retry after them")
+            raise Overloaded(f"this API key has {MAX_UPLOADS} uploads, the most: retry later")
         uploads[self.owner] += 1
         try:
             yield

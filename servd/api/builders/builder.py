@@ -239,7 +239,7 @@ class ResponseBuilder(ABC):
         ]
         ready = self.async_llm.status
         if not isinstance(ready, EngineReady):  # the engine died after the last token
-            raise EngineDead("the engine is gone")
+            raise EngineDead("the engine has ended")
         config = self.context.config
         spec = self.async_llm.spec
         return await asyncio.to_thread(make_manifest, config, spec, ready.worker, prompts)

@@ -88,8 +88,7 @@ class Adapters:
             raise InvalidRequest(f"{name!r} is the name of the model itself", param="lora_name")
         if self.folder is None:
             raise Forbidden(
-                "adapters are loaded at run time from --lora-dir, and the server was started "
-                "without it",
+                "loading adapters at run time needs --lora-dir: restart the server with it",
                 param="lora_path",
             )
         at = self.folder / path  # an absolute path stays absolute

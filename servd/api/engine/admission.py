@@ -51,7 +51,7 @@ class Admitted:
         limit = self.admission.config.max_waiting_tokens
         if num_tokens > limit:
             raise InvalidRequest(
-                f"the prompts have {num_tokens} tokens, at most {limit} are taken at once "
+                f"the prompts have {num_tokens} tokens, the most at once is {limit} "
                 "(--max-waiting-tokens): send fewer",
                 param="prompt",
             )
@@ -111,7 +111,7 @@ class Admission:
         limit = self.config.max_waiting_requests
         if num_prompts > limit:
             raise InvalidRequest(
-                f"the request has {num_prompts} prompts, at most {limit} are taken at once "
+                f"the request has {num_prompts} prompts, the most at once is {limit} "
                 "(--max-waiting-requests): send fewer",
                 param="prompt",
             )

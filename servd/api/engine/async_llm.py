@@ -179,7 +179,7 @@ class AsyncLLM:
         """
         match self.status:
             case EngineDeadMessage(reason=reason):
-                raise EngineDead(f"the engine is gone: {reason}")
+                raise EngineDead(f"the engine has ended: {reason}")
             case EngineStatus(phase=phase, progress=progress) if not self.is_restarting:
                 error = Unavailable(
                     f"the model is still loading ({phase}, {progress:.0%}): retry later",
@@ -302,7 +302,7 @@ class AsyncLLM:
 
     def _start(self, stream: DeltaStream, state: RequestState) -> None:
         if isinstance(self.status, EngineDeadMessage):  # it died since `admit`
-            raise EngineDead(f"the engine is gone: {self.status.reason}")
+            raise EngineDead(f"the engine has ended: {self.status.reason}")
         state.stream = stream
         state.first_index = stream.num_open
         stream.num_open += state.params.n

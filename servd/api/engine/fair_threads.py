@@ -53,7 +53,7 @@ class FairThreads:
         share = limit // len({*self._waiting, client})
         if num_waiting >= limit and len(self._waiting.get(client, ())) >= share:
             raise Overloaded(
-                f"{num_waiting} requests wait to be read, the limit is {limit} "
+                f"{num_waiting} requests wait to be parsed, the most is {limit} "
                 "(--max-waiting-requests): retry later"
             )
 

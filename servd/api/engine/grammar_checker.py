@@ -140,7 +140,7 @@ class GrammarChecker:
                 )
                 self._disconnect()
                 if isinstance(error, TimeoutError) and used < TIME_LIMIT / 2:
-                    # This says nothing about the grammar, so it must not be cached as a verdict.
+                    # The grammar may be valid, so this must not be cached as a verdict.
                     raise Overloaded(
                         f"the check of the {output.kind} got {used:.1f} s of CPU time in "
                         f"{num_waits * TIME_LIMIT:g} s: the machine is busy, retry later"

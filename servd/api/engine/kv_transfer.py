@@ -18,7 +18,7 @@ def check(options: RequestOptions, config: Config, num_prompts: int) -> None:
     if (transfer := config.cache.kv_transfer_config) is None:
         raise InvalidRequest(f"`{FIELD}`: this server was started without {FLAG}", param=FIELD)
     if num_prompts > 1:
-        raise InvalidRequest(f"`{FIELD}` is for one prompt, got {num_prompts}", param=FIELD)
+        raise InvalidRequest(f"`{FIELD}` needs exactly one prompt, got {num_prompts}", param=FIELD)
     if options.is_exported and not transfer.sends:
         raise InvalidRequest(f"`{FIELD}`: this server is a {transfer.kv_role}", param=FIELD)
     peers = transfer.kv_connector_extra_config.peers if transfer.receives else []

@@ -180,8 +180,8 @@ class Processor:
             return content
         if self.fill_in_middle is None:
             raise InvalidRequest(
-                "`suffix` is not supported: the model has no fill-in-the-middle tokens that servd "
-                "knows. Start the server with --fim-template, or write the model's own tokens in "
+                "`suffix` is not supported: servd knows no fill-in-the-middle tokens of this "
+                "model. Start the server with --fim-template, or write the model's own tokens in "
                 "`prompt`",
                 param="suffix",
             )
@@ -200,7 +200,7 @@ class Processor:
         parser = self.model_format.reasoning_parser
         if parser is None:
             raise InvalidRequest(
-                "this model is not known to reason: leave out thinking_token_budget",
+                "servd knows no reasoning format of this model: leave out thinking_token_budget",
                 param="thinking_token_budget",
             )
         start_id, end_id = map(self.tokenizer.token_id, (parser.start_tag, parser.end_tag))
@@ -227,7 +227,9 @@ class Processor:
         """Raise InvalidRequest if logprobs are in fact logits, whose sums mean nothing."""
         mode = self.config.model.logprobs_mode
         if mode.endswith("logits"):
-            raise InvalidRequest(f"not possible with --logprobs-mode {mode}: it takes logprobs")
+            raise InvalidRequest(
+                f"this needs log-probabilities, but the server runs with --logprobs-mode {mode}"
+            )
 
     def check_token_ids(self, token_ids: list[int], param: str) -> None:
         """Raise InvalidRequest if an id is not in the model's vocabulary."""
@@ -250,8 +252,8 @@ class Processor:
             return prompt, params
         if prompt.num_chars > MAX_CHARS:
             raise InvalidRequest(
-                f"a pair of texts has {prompt.num_chars} characters, at most {MAX_CHARS} are "
-                "tokenised: send less",
+                f"a pair of texts has {prompt.num_chars} characters, the most is {MAX_CHARS}: "
+                "send less",
                 param=prompt.param,
             )
         limit = options.truncate_prompt_tokens
@@ -329,8 +331,8 @@ class Processor:
         limit = max(MAX_CHARS, self._max_chars)
         if len(text) > limit:
             raise InvalidRequest(
-                f"the {prompt.param} has {len(text)} characters, at most {limit} are tokenised in "
-                f"one request: send less of it",
+                f"the {prompt.param} has {len(text)} characters, the most per request is "
+                f"{limit}: send less",
                 param=prompt.param,
             )
         # A chat template writes its own special tokens.
@@ -379,7 +381,7 @@ class Processor:
             max_tokens = min(room, self.default_max_tokens or room)
         if params.min_tokens > max_tokens:
             raise InvalidRequest(
-                f"min_tokens must be at most {max_tokens}, the room for output, got "
+                f"min_tokens must be at most {max_tokens}, the most output tokens here, got "
                 f"{params.min_tokens}",
                 param="min_tokens",
             )

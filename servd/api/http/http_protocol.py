@@ -164,7 +164,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._stop_write_timer()
         if self._eof_timer is not None:
             self._eof_timer.cancel()
-        if self._served is not None:  # uvicorn tells the newest only, which may wait for this one
+        if self._served is not None:  # uvicorn cancels only the newest, which may wait for this one
             self._served.disconnected = True
             self._served.message_event.set()
         super().connection_lost(exc)

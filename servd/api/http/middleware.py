@@ -127,7 +127,7 @@ class RequestContext:
             call.scope["method"] == "POST" and headers.get("sec-fetch-site") == "cross-site"
         )
         if is_foreign and {"*", headers.get("origin", "")}.isdisjoint(self.origins):
-            raise Forbidden("pages of this origin may not send requests: see --allowed-origins")
+            raise Forbidden("this origin must not send requests: add it to --allowed-origins")
         if (text := headers.get("x-request-timeout")) and not is_open:
             call.timeout = _timeout(text)
 
@@ -239,8 +239,8 @@ class Body:
             self.release()
         elif self.context.num_arriving > MAX_ARRIVING:
             raise Overloaded(
-                f"bodies that are still arriving have {self.context.num_arriving} bytes, at most "
-                f"{MAX_ARRIVING} are kept: retry later"
+                f"request bodies in transfer have {self.context.num_arriving} bytes, the most is "
+                f"{MAX_ARRIVING}: retry later"
             )
         return message
 

@@ -41,10 +41,10 @@ Parsed = Annotated[T, Depends(read_parsed)]
 PathPart = Annotated[str, Path(json_schema_extra={"minLength": 1})]
 
 DESCRIPTION = (
-    "An OpenAI-compatible serving daemon for language models. Fields that are not "
-    "listed are accepted, have no effect, and are named in the header `X-Servd-Ignored`; with "
-    "`--strict-fields` they are a 400. What one field asks of another is not in the schemas: "
-    "`stream_options` needs `stream`, for example. Breaking such a rule is a 400 that says so."
+    "An OpenAI-compatible serving daemon for language models. servd ignores fields that are not "
+    "listed, and names them in the header `X-Servd-Ignored`; with `--strict-fields`, it answers "
+    "400. The schemas omit rules between fields, such as that `stream_options` needs `stream`. A "
+    "request that breaks such a rule gets 400 with the rule."
 )
 SECURITY_SCHEMES: Schema = {
     "bearer": {"type": "http", "scheme": "bearer"},

@@ -60,7 +60,7 @@ COUNTERS = {
     "vllm:generation_tokens": "Generated tokens.",
     "vllm:spec_decode_num_drafts": "Steps of a request that verified drafts.",
     "vllm:spec_decode_num_draft_tokens": "Drafts that were verified.",
-    "vllm:spec_decode_num_accepted_tokens": "Drafts that were what the model says.",
+    "vllm:spec_decode_num_accepted_tokens": "Draft tokens that the model accepted.",
 }
 # Counters of what an engine reports -> where the report has it.
 OF_STEPS: dict[str, Callable[[SchedulerStats], int]] = {

@@ -309,7 +309,7 @@ class Metrics(Observer):
         """Record that a choice has finished for `reason` at `now_ns`."""
         self.labelled["vllm:request_success", reason].inc()
         if reason in (FinishReason.ABORT, FinishReason.ERROR):
-            return  # their times say nothing about the engine
+            return  # their times do not measure the engine
         marks = {"finished": now_ns, **choice.marks}  # a stop string ends it here
         values = {
             "vllm:e2e_request_latency_seconds": (now_ns - choice.arrival_ns) / SECOND,

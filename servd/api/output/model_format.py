@@ -186,8 +186,8 @@ class ModelFormat:
         end_id = self.tokenizer.token_id(end_tag)
         if end_id is None:
             raise InvalidRequest(
-                f"this model reasons before it answers, and its {end_tag} is not one token, so the "
-                "form of the answer cannot be held: switch reasoning off with "
+                f"this model reasons before it answers, and its {end_tag} is not one token, so "
+                "servd cannot guarantee the form of the answer: switch reasoning off with "
                 '"reasoning_effort": "none"',
                 param=structured_output.param,
             )

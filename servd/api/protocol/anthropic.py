@@ -190,7 +190,8 @@ class CountTokensRequest(TranslatedRequest):
         if messages and messages[-1]["role"] == "assistant":  # the answer continues with it
             if "content" not in messages[-1] or "tool_calls" in messages[-1]:
                 raise InvalidRequest(
-                    "the last message is the assistant's, and not just text to continue with",
+                    "the last message is the assistant's: it must contain only text, which the "
+                    "model continues",
                     param="messages",
                 )
             fields |= {"continue_final_message": True, "add_generation_prompt": False}

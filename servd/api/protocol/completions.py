@@ -78,7 +78,8 @@ class CompletionRequest(GenerationRequest):
             raise InvalidRequest(f"prompts times `n` may be at most {MAX_CHOICES}", param="n")
         if self.best_of not in (None, self.n or 1):
             raise InvalidRequest(
-                "`best_of` is not supported: ask for `n` and choose", param="best_of"
+                "`best_of` is not supported: set `n`, and choose a completion yourself",
+                param="best_of",
             )
         if self.suffix and (self.echo or not isinstance(self.prompt[0], str)):
             raise InvalidRequest("`suffix` needs a `prompt` of text, and no `echo`", param="suffix")

@@ -127,8 +127,8 @@ class DecisionsRequest(RequestBody):
         num_options = sum(len(options(question)) for question in self.questions)
         if num_options > MAX_OPTIONS:
             raise InvalidRequest(
-                f"the questions have {num_options} options together, at most {MAX_OPTIONS} may be "
-                "asked for at once: send fewer questions",
+                f"the questions have {num_options} options together, the most per request is "
+                f"{MAX_OPTIONS}: send fewer questions",
                 param="questions",
             )
         for number, question in enumerate(self.questions):

@@ -55,7 +55,7 @@ class VectorRequest(PooledRequest):
     @model_validator(mode="after")
     def _check_input(self) -> VectorRequest:
         if (self.input is None) == (self.messages is None):
-            raise InvalidRequest("give either `input` or `messages`", param="input")
+            raise InvalidRequest("send either `input` or `messages`", param="input")
         return self
 
     def ignored(self) -> list[str]:

@@ -267,15 +267,14 @@ class GenerationRequest(StructuredRequest):
         transfer = self.kv_transfer_params or {}
         if transfer.get("do_remote_decode") and self.stream:
             raise InvalidRequest(
-                "`kv_transfer_params` of a prompt that another engine continues with come in an "
-                "answer that is not streamed: leave out `stream`",
+                "`do_remote_decode` cannot be streamed: leave out `stream`",
                 param="kv_transfer_params",
             )
         is_from_peer = transfer.get("do_remote_prefill")
         if is_from_peer and not (transfer.get("remote_host") and transfer.get("remote_port")):
             raise InvalidRequest(
                 "`kv_transfer_params` with `do_remote_prefill` need `remote_host` and "
-                "`remote_port`: pass on what the other engine answered",
+                "`remote_port`: copy the `kv_transfer_params` from the other engine's answer",
                 param="kv_transfer_params",
             )
         if self.use_beam_search:

@@ -22,7 +22,7 @@ def has_more_values(data: bytes, limit: int) -> bool:
         while end >= 0 and _is_escaped(data, end):
             end = data.find(b'"', end + 1)
         if end < 0:
-            break  # not JSON, as the parser will say
+            break  # not JSON: the parser reports it
         position = end + 1
     return num_values > limit
 

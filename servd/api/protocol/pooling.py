@@ -36,7 +36,7 @@ class PoolingRequest(VectorRequest):
             and (self.task == "embed") == (self.pooling == "all")
         ):
             raise InvalidRequest(
-                "`task` and `pooling` say different things: leave one out", param="task"
+                "`task` and `pooling` contradict each other: leave one out", param="task"
             )
         return self
 

@@ -126,7 +126,7 @@ def _check_tool_choice(choice: Any) -> Any:
     if kind == "allowed_tools" and "allowed_tools" in choice:
         raise PydanticCustomError(
             "tool_choice",
-            'has the form of a chat: here `mode` and `tools` are beside `type`, as in {{"type": '
+            'has the format of chats: put `mode` and `tools` beside `type`, as in {{"type": '
             '"allowed_tools", "mode": "auto", "tools": [{{"type": "function", "name": "f"}}]}}',
         )
     if choice in (None, "none", "auto", "required") or kind in ("function", "allowed_tools"):

@@ -60,8 +60,8 @@ class ScoreRequest(SimilarityRequest):
     def _check_pairs(self) -> ScoreRequest:
         if len(self.text_1) not in (1, len(self.text_2)):
             raise InvalidRequest(
-                f"`text_1` has {len(self.text_1)} texts and `text_2` {len(self.text_2)}: send one "
-                f"`text_1`, or as many",
+                f"`text_1` has {len(self.text_1)} texts and `text_2` {len(self.text_2)}: send "
+                "one `text_1`, or as many as `text_2`",
                 param="text_1",
             )
         return self

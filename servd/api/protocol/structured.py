@@ -72,7 +72,7 @@ class StructuredRequest(RequestBody):
         if len(given) > 1:
             names = " and ".join(f"`{form.param}`" for form in given)
             raise InvalidRequest(
-                f"{names} cannot be used together: ask for one form", param=given[1].param
+                f"{names} cannot be used together: send one of them", param=given[1].param
             )
         return given[0] if given else None
 

@@ -22,7 +22,7 @@ class TokenizeRequest(ChatPrompt):
     @model_validator(mode="after")
     def _check_tokenize(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequest("give either `prompt` or `messages`", param="prompt")
+            raise InvalidRequest("send either `prompt` or `messages`", param="prompt")
         return self
 
 

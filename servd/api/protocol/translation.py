@@ -79,7 +79,7 @@ class TranslatedRequest(RequestBody):
                 fields[name] = made | extra[name]
             elif made is not None:
                 raise InvalidRequest(
-                    f"`{name}` says the same as a field of this API: leave it out", param=name
+                    f"`{name}` duplicates a field of this API: leave it out", param=name
                 )
             else:
                 fields[name] = extra[name]

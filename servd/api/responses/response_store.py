@@ -64,8 +64,8 @@ class ResponseStore:
         num_running = len(self.running)
         if num_running >= self.max_responses:
             raise Overloaded(
-                f"{num_running} background responses of this API key are running, as many as may "
-                f"be stored (--max-stored-responses): retry when one of them has finished"
+                f"{num_running} background responses of this API key are running, the most "
+                "(--max-stored-responses): retry when one has finished"
             )
 
     def put(self, stored: Stored) -> None:
@@ -90,9 +90,9 @@ class ResponseStore:
         name = response_id if response_id in self._stored else self._name_of(response_id)
         if name is None:
             raise missing(
-                f"there is no response {response_id[:200]!r} of this API key in the memory of this "
-                f"API server process. It keeps the last {self.max_responses} of each key "
-                f"(--max-stored-responses), and of several (--api-server-count) each its own",
+                f"there is no response {response_id[:200]!r} of this API key. Each API process "
+                f"(--api-server-count) keeps the last {self.max_responses} responses of a key "
+                "(--max-stored-responses)",
                 param=param,
                 code=code,
             )

@@ -101,6 +101,6 @@ async def _audit_engine(client: EngineClient, report: AuditReport) -> None:
             problems.append(f"{len(ids)} requests are {what}: {sorted(ids)[:8]}")
     num_running = client.stats.num_running + client.stats.num_waiting
     if not engine.num_requests and not after and num_running:
-        problems.append(f"no request is open, the gauges say {num_running} run or wait")
+        problems.append(f"no request is open, but the gauges count {num_running}")
     report.engine_requests += engine.num_requests
     report.problems += [f"engine {client.rank}: {problem}" for problem in problems]

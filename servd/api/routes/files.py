@@ -44,10 +44,10 @@ async def upload_file(request: Request) -> Response:
             purpose = form.get("purpose")
             file = form.get("file")
             if purpose != "batch":
-                raise InvalidRequest("`purpose` must be batch: no other is known", param="purpose")
+                raise InvalidRequest("`purpose` must be batch", param="purpose")
             if not isinstance(file, UploadFile):
                 raise InvalidRequest(
-                    "`file` is missing: send multipart/form-data with a file of that name",
+                    "`file` is missing: send multipart/form-data with a part `file`",
                     param="file",
                 )
             seconds = kept_for(form)

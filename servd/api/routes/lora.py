@@ -34,5 +34,5 @@ async def unload_lora_adapter(request: Request, body: Parsed[UnloadAdapterReques
 def _adapters(request: Request) -> Adapters:
     adapters = context_of(request).adapters
     if adapters is None:
-        raise NotFound("this server serves no adapters: start it with --enable-lora")
+        raise NotFound("adapters are off: start the server with --enable-lora")
     return adapters

@@ -33,9 +33,9 @@ async def pool(request: Request, body: Parsed[PoolingRequest]) -> Response:
     def check(num_tokens: int) -> None:
         if body.by_token and num_tokens * size > MAX_NUMBERS:
             raise InvalidRequest(
-                f"{num_tokens} tokens with {size} numbers each are more than the {MAX_NUMBERS} "
-                "that one answer may have: send fewer inputs at once, or set "
-                "`truncate_prompt_tokens` or `dimensions`",
+                f"{num_tokens} tokens with {size} numbers each are more than {MAX_NUMBERS}, the "
+                "most per answer: send fewer inputs at once, or set `truncate_prompt_tokens` or "
+                "`dimensions`",
                 param="input",
             )
 

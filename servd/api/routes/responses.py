@@ -51,7 +51,7 @@ async def create_response(request: Request, body: Parsed[ResponsesRequest]) -> H
     response_id = f"resp_{call.unique_id}"
     is_stored = body.store is not False and store.max_responses > 0
     if body.background and not is_stored:
-        raise InvalidRequest("a background response has to be stored", param="background")
+        raise InvalidRequest("a background response needs `store`: true", param="background")
     previous = _previous(store, body)
     items = _conversation(previous, body)
     with renamed(CHAT_NAMES):

@@ -138,7 +138,7 @@ class ChatTemplate:
             )
         if is_continued and chat.add_generation_prompt:
             raise InvalidRequest(
-                "continue_final_message continues with the last message and add_generation_prompt "
+                "continue_final_message continues the last message, and add_generation_prompt "
                 "begins a new one: set only one of them",
                 param="continue_final_message",
             )
@@ -201,13 +201,13 @@ class _Budget(msgspec.Struct):
         if num_chars > MAX_CHARS:
             raise jinja2.TemplateError(f"a value has more than {MAX_CHARS} characters")
         if time.thread_time() > self.deadline:
-            raise jinja2.TemplateError(f"it takes more than {MAX_SECONDS:g} s")
+            raise jinja2.TemplateError(f"rendering takes more than {MAX_SECONDS:g} s")
 
     def write(self, value: Any) -> Any:
         if isinstance(value, str):
             self.num_chars -= len(value)
             if self.num_chars < 0:
-                raise jinja2.TemplateError(f"it writes more than {MAX_CHARS} characters")
+                raise jinja2.TemplateError(f"the result has more than {MAX_CHARS} characters")
         return value
 
 
@@ -433,7 +433,7 @@ def _read_override(override: str) -> dict[str, str]:
         return {"default": override if is_text else Path(override).read_text(encoding="utf8")}
     except OSError as error:
         raise ConfigError(
-            f"--chat-template {override}: {error.strerror}, and it is not Jinja text"
+            f"--chat-template {override}: {error.strerror}, and it contains no Jinja"
         ) from None
 
 
@@ -450,5 +450,5 @@ def _read_model_templates(tokenizer: Tokenizer) -> dict[str, str]:
         return {str(entry["name"]): str(entry["template"]) for entry in templates}
     except (TypeError, KeyError):
         raise ModelNotFound(
-            f"{tokenizer.folder}/tokenizer_config.json: chat_template has an unknown form"
+            f"{tokenizer.folder}/tokenizer_config.json: chat_template has an unknown format"
         ) from None

@@ -21,9 +21,9 @@ def check(template: ChatTemplate) -> None:
         shown = ""
     if any(role not in template.source or f"this {role}" not in shown for role in ROLES):
         raise UnsupportedModel(
-            "the model scores pairs of texts by its next token (LogitScore), and its chat template "
-            "shows no messages of the roles `query` and `document`: give one that does by "
-            "--chat-template (docs/how-to/embeddings.md has that of Qwen3-Reranker)"
+            "the model scores pairs by its next token (LogitScore), but its chat template "
+            "ignores the roles `query` and `document`: set --chat-template "
+            "(docs/how-to/embeddings.md has one for Qwen3-Reranker)"
         )
 
 
@@ -36,7 +36,7 @@ def chat_of(
     pair = prompt.content
     if not isinstance(pair, Pair):
         raise InvalidRequest(
-            "the model scores pairs of texts: use /score or /rerank", param=prompt.param
+            "this model only scores pairs of texts: use /score or /rerank", param=prompt.param
         )
     if options.truncate_prompt_tokens is not None:
         raise InvalidRequest(

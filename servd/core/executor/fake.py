@@ -33,7 +33,7 @@ BYTE_VOCAB = 257  # see hf.FAKE_SPEC
 NEARLY_ALL = 250  # allowed tokens; inside a JSON string it is about 150 of the bytes
 LETTERS = b"abcdefghijklmnopqrstuvwxyz      "  # 32: five bits choose one
 CLOSERS = frozenset([*b'"]}', 256])  # 256: end of sequence
-MAX_CACHE_TOKENS = 2**20  # 8 MB, unless --kv-cache-memory says otherwise
+MAX_CACHE_TOKENS = 2**20  # 8 MB, unless --kv-cache-memory is set
 MASK = 2**64 - 1
 
 

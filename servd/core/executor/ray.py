@@ -160,9 +160,9 @@ class RayExecutor(MultiProcExecutor):
         if not self.group.wait(PLACEMENT_TIMEOUT):
             free = {name: n for name, n in ray.available_resources().items() if name == kind}
             raise ConfigError(
-                f"--executor ray: {count} workers need as many times {{{kind!r}: 1}}, and the "
-                f"cluster has {free or f'no {kind}'} free: add nodes, or lower "
-                "--tensor-parallel-size or --pipeline-parallel-size"
+                f"--executor ray: {count} workers need {{{kind!r}: 1}} each, but the cluster has "
+                f"{free or f'no {kind}'} free: add nodes, or lower --tensor-parallel-size or "
+                "--pipeline-parallel-size"
             )
         strategies = library("ray.util.scheduling_strategies")
         options = {"num_cpus": float(kind == "CPU"), "num_gpus": float(kind == "GPU")}

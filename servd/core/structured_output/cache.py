@@ -63,7 +63,7 @@ class GrammarCache:
         if (newer := self.find(output)) is not None and newer is not grammar:
             return newer
         if grammar.seconds > RECOMPILE_LIMIT:
-            raise GrammarError("it has too many states")
+            raise GrammarError("the grammar has too many states")
         self.add(key_of(output), newer := self._compile(output))
         for output_id in self._users(grammar):
             self._in_use[output_id] = newer

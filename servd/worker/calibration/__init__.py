@@ -64,9 +64,7 @@ def quantize(
     before = model.perplexity(torch.tensor(held_out))
     model.exchange(torch.tensor(rows).split(BATCH), make_codes, progress)
     if not matrices:
-        raise UnsupportedModel(
-            f"{folder}: no layer has a matrix with columns in groups of {group_size}"
-        )
+        raise UnsupportedModel(f"{folder}: no matrix has a multiple of {group_size} columns")
     after = model.perplexity(torch.tensor(held_out))
     left = sorted(set(model.names.values()) - layers)
     num_bytes = checkpoint.write(folder, output, matrices, left)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 DAMPING = 0.01  # of the diagonal's mean, added to it: inputs will not be quite as those seen
 RIDGES = (1, 10, 100)  # multiples of the damping that `correct_drift` tries
-CHANCE = 0.1  # of what halves say, as much is the same without a rule
+CHANCE = 0.1  # share of the halves' agreement that can be by chance
 BLOCK = 128  # columns whose errors are passed on to the others at once
 ROWS = 1024  # of a matrix at once
 WIDTHS = [0.84, 0.88, 0.92, 0.96, 1.0]  # of a grid, over the width of a group's numbers
@@ -65,7 +65,7 @@ def correct_drift(weight: Tensor, moments: Tensor, drift: Tensor) -> Tensor:
     change = torch.zeros_like(weight)
     wanted = weight @ drift  # [2, out, in]
     for times in RIDGES:
-        gain = cost = 0.0  # of all that one half says, for the other
+        gain = cost = 0.0  # summed over both directions: one half predicts the other
         for one, other in ((0, 1), (1, 0)):
             half = _least_squares(moments[one], wanted[one], times)
             gain += float((wanted[other] * half).sum())

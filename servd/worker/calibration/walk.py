@@ -39,7 +39,7 @@ class Model:
         count = model.config.get_text_config().num_hidden_layers
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
         if not lists:
-            raise UnsupportedModel(f"{folder}: {type(model).__name__} is not a list of layers")
+            raise UnsupportedModel(f"{folder}: {type(model).__name__} has no list of layers")
         self.model = model.requires_grad_(False)
         self.layers = lists[0]
         self.base_prefix = model.base_model_prefix

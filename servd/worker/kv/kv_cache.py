@@ -77,9 +77,9 @@ def count_blocks(
             return num_blocks
         shorter = [f"lower --max-model-len to {longest}"] if longest else []
         raise NotEnoughMemory(
-            f"{format_bytes(max(memory, 0))} for the KV cache do not hold one request of "
-            f"{max_model_len} tokens, "
-            f"which takes {format_bytes(needed)} ({numbers}): {_either([*shorter, *hints])}"
+            f"{format_bytes(max(memory, 0))} for the KV cache are too little for one request of "
+            f"{max_model_len} tokens, which takes {format_bytes(needed)} ({numbers}): "
+            f"{_either([*shorter, *hints])}"
         )
     log.info("%s: %.1f requests of %d tokens", numbers, num_blocks / per_request, max_model_len)
     return num_blocks

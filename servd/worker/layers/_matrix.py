@@ -57,7 +57,8 @@ class MakeQuantMethod(NamedTuple):
             return self
         if (size := weight.part_shapes[0][-1]) != len(importance):
             raise ValueError(
-                f"{size} columns, the importance matrix {len(importance)}: it is of another model"
+                f"{size} columns, but the importance matrix has {len(importance)}: it is for "
+                "another model"
             )
         if weight.shard_dim == 1:
             share = weight.share(importance[None])

@@ -150,7 +150,7 @@ def spec_of(model: Loadable, **options: Any) -> AttentionSpec:
     for layer in others:
         if layer.shape != first.shape:
             raise UnsupportedModel(
-                f"attention layers that differ are not supported: layer {first.layer} has "
+                f"layers with different attention are not supported: layer {first.layer} has "
                 f"{first.shape}, layer {layer.layer} {layer.shape}"
             )
     return AttentionSpec(**first.shape, sliding_window=first.sliding_window, **options)

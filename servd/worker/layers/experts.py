@@ -157,7 +157,8 @@ class SparseMoE(nn.Module):
             if num_experts < parallel.size:
                 raise ConfigError(
                     f"--enable-expert-parallel: {num_experts} experts are too few for "
-                    f"{parallel.size} ranks; leave it out, and each has a slice of all"
+                    f"{parallel.size} ranks; leave it out, and each rank gets a slice of every "
+                    "expert"
                 )
         experts = {number: Expert(hidden_size, size, slices, bias) for number in own}
         self.experts = nn.ModuleList(

@@ -90,8 +90,7 @@ class Quantized:
             return self.map(lambda x: x.narrow(0, start, length), codes)
         if self.columns is not None:
             raise ValueError(
-                "columns in an order of their own (desc_act), of which a rank would need parts of "
-                "all groups: leave out --tensor-parallel-size"
+                "desc_act does not work with tensor parallelism: leave out --tensor-parallel-size"
             )
         end = start + length
         size = math.gcd(self.group_size, start, 0 if end == self.shape[1] else end)

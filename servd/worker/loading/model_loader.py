@@ -77,7 +77,7 @@ def build_model(
         except AttributeError:
             raise UnsupportedModel(
                 f"{MODELS.replace('.', '/')}/{spec.model_type}.py has no {spec.architecture!r}, "
-                "which config.json asks for"
+                "which config.json names"
             ) from None
     try:
         with defaults(dtype, device):
@@ -157,14 +157,13 @@ def _check_complete(folder: str, weights: dict[str, Weight]) -> None:
         if len(missing) > MAX_NAMED:
             named += ", ..."
         raise ModelNotFound(
-            f"{folder} lacks the weights of {len(missing)} parameters that config.json asks for: "
-            f"{named}"
+            f"{folder} lacks the weights of {len(missing)} parameters of the model: {named}"
         )
 
 
 def _check_importance(known: Set[str], names: Set[str], plain: list[str]) -> None:
     if not known & names:
-        raise ConfigError("--quantization-imatrix: it has none of the layers of this model")
+        raise ConfigError("--quantization-imatrix: the file has no layer of this model")
     if plain:
         log.warning(
             "--quantization-imatrix lacks %d matrices, such as %s: servd rounds them without it",
@@ -228,8 +227,8 @@ def _quantized(files: list[Path], weight: Tensor) -> NamedTensors:
         read = plugins.load(QUANTIZATIONS, method, "read")
     except (AttributeError, ConfigError):
         raise UnsupportedModel(
-            f"{files[0].parent}: checkpoints of quant_method {method!r} are "
-            "not supported: docs/how-to/quantization.md lists which are"
+            f"{files[0].parent}: checkpoints of quant_method {method!r} are not supported: "
+            "docs/how-to/quantization.md lists the supported ones"
         ) from None
     # In a dry run, sizes are all that is wanted.
     device = torch.device("meta") if weight.is_meta else weight.device
@@ -325,8 +324,8 @@ def quant_method_maker(
         quantize = plugins.load(QUANTIZATIONS, quantization, "quantize")
     except AttributeError:
         raise ConfigError(
-            f"--quantization {quantization}: that is read from checkpoints that have it, which "
-            "this one has not; docs/how-to/quantization.md has those that are made while loading"
+            f"--quantization {quantization}: only for checkpoints in that format, and this one "
+            "is not; docs/how-to/quantization.md lists formats for other checkpoints"
         ) from None
     try:
         table = plugins.load(QUANTIZATIONS, quantization, "quantize_table")

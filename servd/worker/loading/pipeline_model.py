@@ -63,7 +63,7 @@ def cut(model: Any, parallel: Parallel, num_layers: int) -> None:
     own = parallel.own_layers(num_layers)
     if len(layers) != len(own):
         raise UnsupportedModel(
-            f"{type(model).__name__} cannot be cut into stages: leave --pipeline-parallel-size at 1"
+            f"{type(model).__name__} has no stages: leave --pipeline-parallel-size at 1"
         )
     for number, layer in enumerate(layers):
         layer.layer = number  # index of its KV cache

@@ -190,11 +190,11 @@ def build(spec: ModelSpec) -> Any:
             raise UnsupportedModel("encoder-decoders are not supported")
         if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":
             raise UnsupportedModel(
-                "recurrent_kv_cache_mode 'last_loop': how a prompt is cut into steps would change "
-                "its tokens"
+                "recurrent_kv_cache_mode 'last_loop': the tokens would depend on the division of "
+                "the prompt into steps"
             )
         for each in (config, config.get_text_config()):
-            each.return_dict = True  # some checkpoints of old say otherwise
+            each.return_dict = True  # some old checkpoints set it to False
         if config.model_type in OLDER:
             teach(config.model_type)
         with compat.without_weights():
@@ -210,11 +210,12 @@ def build(spec: ModelSpec) -> Any:
         if error.args == (NOTED,):  # older classes have a table of attention classes
             raise UnsupportedModel("its attention is not called through the interface") from None
         raise UnsupportedModel(
-            f"servd has no file for it, and transformers does not build it ({first_line(error)}): "
-            "upgrade transformers if it is new; code that comes with a checkpoint is not run"
+            "servd has no file for it, and transformers does not build it "
+            f"({first_line(error)}): upgrade transformers if the model is new; servd does not "
+            "run code of a checkpoint"
         ) from error
     if type(model).__name__ in DIFFERENT:
-        raise DifferentTokens("its tokens are not those of transformers, for an unknown reason")
+        raise DifferentTokens("its tokens differ from those of transformers, for an unknown reason")
     for module in model.modules():
         for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
             setattr(module, name, buffer.to(device=torch.get_default_device()))
@@ -229,7 +230,7 @@ def split(model: Any, size: int) -> None:
     parts = {**dict(model.named_parameters()), **dict(model.named_modules())}
     plan = compat.parallel_plan(model)
     if not SPLIT.keys() & plan.values():
-        raise UnsupportedModel("transformers has no plan for it: leave --tensor-parallel-size at 1")
+        raise UnsupportedModel("it has no tensor-parallel plan: leave --tensor-parallel-size at 1")
     for pattern, style in plan.items():
         rule = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
         for name, linear in parts.items():

@@ -38,7 +38,7 @@ HEEDLESS = {
 }
 CONTEXT: ContextVar[tuple[Any, Tensor]] = ContextVar("CONTEXT")  # see `context`
 
-# Why a model cannot run without values in its tensors, by what torch and transformers say of it.
+# Why a model cannot run without values in its tensors, by the errors of torch and transformers.
 REASONS = {
     "Cannot copy out of meta tensor": "decides by the values of tensors what it computes",
     "cannot be called on meta tensors": "decides by the values of tensors what it computes",
@@ -71,7 +71,7 @@ class Notes:
         if strange:
             raise UnsupportedModel(f"{name}: attention with {', '.join(strange)}")
         if isinstance(scale, Tensor):
-            raise UnsupportedModel(f"{name}: a scale of attention that is learned")
+            raise UnsupportedModel(f"{name}: attention with a learned scale")
         if rule is None or not (sees(rule, None) or window and sees(rule, window)):
             raise UnsupportedModel(f"{name}: a mask that is neither causal nor a sliding window")
         self.found.setdefault(name, []).append(
@@ -236,14 +236,14 @@ def inspect(
     only the product is needed. Raises UnsupportedModel if tokens interact elsewhere, or in a way
     that servd's attention does not support.
     """
-    layer = _state_of(model)  # not all classes with one say that they have
+    layer = _state_of(model)  # not every class with a state declares it
     if compat.is_stateful(model) or layer:
-        raise UnsupportedModel(f"{layer or 'a layer'} keeps a state that is no KV cache")
+        raise UnsupportedModel(f"{layer or 'a layer'} keeps a state that is not a KV cache")
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv1d | nn.RNNBase):
             raise UnsupportedModel(f"{name} ({type(module).__name__}) mixes tokens")
         if hasattr(module, "create_position_ids_from_input_ids"):  # RoBERTa
-            raise UnsupportedModel(f"{name} counts tokens from the one of padding on")
+            raise UnsupportedModel(f"{name} counts positions from the padding token")
         if isinstance(module, nn.Embedding) and _counts_by_itself(module):
             module.register_forward_pre_hook(_place, with_kwargs=True)
         _fix_rotary(name, module, max_model_len)
@@ -338,7 +338,7 @@ def _note(model: Any) -> tuple[dict[str, list[Attention]], set[str]]:
             raise
         raise UnsupportedModel(f"{where} {reason}") from error
     if notes.found and {id(positions), id(placed)} <= watch.unused:
-        raise UnsupportedModel("it takes no positions, and counts tokens by itself")
+        raise UnsupportedModel("it takes no positions, but counts tokens itself")
     only_products = {name for name, linear in linears.items() if id(linear.weight) in watch.unused}
     return notes.layers() if notes.found else {}, only_products
 

@@ -57,7 +57,7 @@ class Gemma2Layer(LlamaLayer):
 
 def refuse_bidirectional(spec: ModelSpec) -> None:
     if spec.config.get("use_bidirectional_attention"):
-        raise UnsupportedModel("use_bidirectional_attention: it predicts no next token")
+        raise UnsupportedModel("use_bidirectional_attention: such a model does not generate")
 
 
 def embedding_factor(spec: ModelSpec) -> float:

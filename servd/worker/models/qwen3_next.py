@@ -275,7 +275,9 @@ def linear_layers(spec: ModelSpec) -> list[bool]:
         for layer in range(spec.num_layers)
     ]
     if all(found):
-        raise UnsupportedModel("linear attention in all layers: one at least must have a KV cache")
+        raise UnsupportedModel(
+            "linear attention in all layers: at least one layer must have a KV cache"
+        )
     return found
 
 

@@ -13,7 +13,7 @@ from servd.worker.models.llama import LlamaAttention, LlamaForCausalLM
 
 def has_positions(config: dict[str, Any], layer: int) -> bool:
     if (stated := config.get("no_rope_layers")) is not None:
-        return bool(stated[layer])  # 1 where they are, whatever the name says
+        return bool(stated[layer])  # 1: the layer has positions, despite the key's name
     return (layer + 1) % config.get("no_rope_layer_interval", 4) > 0
 
 

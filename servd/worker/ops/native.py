@@ -195,7 +195,7 @@ def library() -> Library | None:
     capability = torch.backends.cpu.get_cpu_capability()
     wanted = os.environ.get(SWITCH, "")
     if wanted and wanted not in (*CAPABILITIES, "off"):
-        raise ConfigError(f"{SWITCH}={wanted}: there are {', '.join(CAPABILITIES)} and off")
+        raise ConfigError(f"{SWITCH}={wanted}: must be {', '.join(CAPABILITIES)} or off")
     for name, needed in CAPABILITIES.items():
         if (needed and capability not in needed) or wanted not in ("", name):
             continue

@@ -41,7 +41,7 @@ def _unpickle(path: Path) -> dict[str, Tensor]:
         except Exception as error:  # broken bytes may raise anything
             raise OSError(error) from None
     if not isinstance(found, dict) or not all(map(_is_plain, found.items())):
-        raise OSError("it holds other things than plain tensors by name")
+        raise OSError("it contains more than named plain tensors")
     return found
 
 
@@ -51,7 +51,7 @@ def _check_archive(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        raise OSError(f"{error}: save it with a torch of after 2020") from None
+        raise OSError(f"{error}: save it with torch 1.6 or later") from None
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED:
             raise OSError(f"{entry.filename} is compressed")

@@ -26,8 +26,8 @@ def read(path: Path) -> dict[str, Tensor]:
     kind = values.get("general.type")
     if kind != "imatrix":
         raise ConfigError(
-            f"--quantization-imatrix {path}: this is GGUF of {kind or 'a model'}, and not what "
-            "llama-imatrix writes"
+            f"--quantization-imatrix {path}: this GGUF file is of {kind or 'a model'}, not of "
+            "llama-imatrix"
         )
     numbers: dict[str, Tensor] = {}
     for tensor in reader.tensors:
@@ -44,7 +44,5 @@ def read(path: Path) -> dict[str, Tensor]:
             raise ConfigError(f"--quantization-imatrix {path}: {name} has numbers below 0")
         found[rename(stem)] = mean + LEAST * mean.mean() + torch.finfo().tiny
     if not any(name.startswith("model.layers.") for name in found):
-        raise ConfigError(
-            f"--quantization-imatrix {path}: there is nothing about the layers of a model"
-        )
+        raise ConfigError(f"--quantization-imatrix {path}: the file has no layers of a model")
     return found

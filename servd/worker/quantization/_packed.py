@@ -131,8 +131,8 @@ def affine(
         return Quantized(signed, scale.contiguous(), None, group_size)
     if scale.dtype == torch.float32:
         raise UnsupportedModel(
-            f"layer {name} has zero points that differ and scales in float32: only with scales of "
-            "16 bits such weights are exact"
+            f"layer {name} has zero points that differ and scales in float32: servd needs scales "
+            "of 16 bits for these"
         )
     # Exact in float32, as are codes times scales: a scale has at most 11 significant bits.
     wide = scale.float().contiguous()
@@ -199,8 +199,8 @@ def scales_of_rows(
         group_size = size // scale.shape[1] if fits else size
     if not fits:
         raise UnsupportedModel(
-            f"layer {name} has scales {given} for a matrix of {list(shape)}, which are neither of "
-            f"rows nor of groups of columns{f' nor of blocks of {list(block)}' if block else ''}"
+            f"layer {name} has scales {given} for a matrix of {list(shape)}, which fit neither "
+            f"rows nor groups of columns{f' nor of blocks of {list(block)}' if block else ''}"
         )
     return scale.contiguous(), group_size
 

@@ -74,6 +74,6 @@ def _factors(state: dict[str, Any], module: Module) -> Tensor:
     table, factor = (module.pop(f"weight.nested_{leaf}") for leaf in ("quant_map", "absmax"))
     block_size = min(int(state["nested_blocksize"]), len(absmax))
     if len(table) != 256 or len(factor) != math.ceil(len(absmax) / block_size):
-        raise ValueError("factors that do not fit")
+        raise ValueError("factors of another shape")
     spread = factor.repeat_interleave(block_size)[: len(absmax)]
     return table[absmax.int()] * spread + state["nested_offset"]

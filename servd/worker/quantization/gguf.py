@@ -90,7 +90,7 @@ def _decode(tensor: ReaderTensor, device: torch.device) -> Tensor | Quantized:
     if kind not in BLOCKS:
         raise UnsupportedModel(
             f"tensor {tensor.name} has GGUF type {kind}; supported are F32, F16, BF16, "
-            f"{', '.join(BLOCKS)}: take a file of one of them"
+            f"{', '.join(BLOCKS)}: use a file of one of these types"
         )
     _, block_bytes = GGML_QUANT_SIZES[tensor.tensor_type]
     blocks = data.view(-1, data.shape[-1] // block_bytes, block_bytes)

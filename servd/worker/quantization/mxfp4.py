@@ -35,7 +35,7 @@ def read(files: list[Path], config: dict[str, Any], device: torch.device) -> Nam
             for number, matrix in enumerate(_matrices(stem, pair, device)):
                 yield f"{module}.{number}.{leaf}", matrix
     if found:
-        raise UnsupportedModel(f"of {', '.join(found)} there are only blocks, or only scales")
+        raise UnsupportedModel(f"of {', '.join(found)} the file has only blocks, or only scales")
 
 
 def _matrices(name: str, pair: dict[str, Tensor], device: torch.device) -> Iterator[Quantized]:

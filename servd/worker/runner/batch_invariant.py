@@ -38,16 +38,18 @@ def make_batch_invariant(runner: ModelRunner) -> None:
     """
     if not runner.backend.supports_batch_invariance:
         raise ConfigError(
-            f"--batch-invariant: attention backend {runner.backend_name} rounds by what is in a "
-            "step; only triton and varlen need not"
+            f"--batch-invariant: attention backend {runner.backend_name} depends on the batch; "
+            "use triton or varlen"
         )
     if any(isinstance(part, Expert) for _, part in runner.model.named_modules()):
-        raise ConfigError("--batch-invariant: the products of experts depend on the step")
+        raise ConfigError("--batch-invariant: models with experts are not supported")
     for name, weight in runner.model.named_parameters():
         if not isinstance(weight, Matrix):
             continue
         if weight.quant_method is not None:
-            raise ConfigError(f"--batch-invariant is for 16 and 32 bits, and {name} is quantized")
+            raise ConfigError(
+                f"--batch-invariant does not work with quantized weights ({name}); leave it out"
+            )
         weight.quant_method, weight.data = InvariantMatrix(weight.data), weight.data.new_empty(0)
     spec = replace(runner.backend.spec, batch_invariant=True)
     runner.backend = type(runner.backend)(spec)

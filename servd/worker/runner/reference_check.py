@@ -120,10 +120,10 @@ class ReferenceCheck:
         numbers = ", ".join(f"{distance:.2g}" for distance in distances)
         if not max(distances) <= margin:  # NaN fails, too
             raise UnsupportedModel(
-                f"{runner.spec.folder}: vectors of {len(found)} prompts differ from those that the "
-                f"model's files define (transformers, float32) by {numbers} of their length, over "
-                f"the {margin:g} that {runner.dtype} may cost: the model is not served. Report it, "
-                "or switch the check off with --no-check-vectors"
+                f"{runner.spec.folder}: vectors of {len(found)} prompts differ from those of "
+                f"transformers in float32 by {numbers} of their length; the limit for "
+                f"{runner.dtype} is {margin:g}. Report it, or switch the check off with "
+                "--no-check-vectors"
             )
         log.info(
             "vectors equal the reference of transformers within %s (limit %g)", numbers, margin

@@ -120,7 +120,7 @@ class Proposer(ABC):
         """
         if not self.target.backend.supports_tails:
             raise ConfigError(
-                "--speculative-config: this attention backend computes no tree of drafts; add "
+                "--speculative-config: this attention backend does not support draft trees; add "
                 "--attention-backend triton, or lower num_speculative_tokens for a chain"
             )
         if self.config.acceptance_chances is not None:
@@ -151,8 +151,8 @@ class Proposer(ABC):
         outside = token_map[(token_map < 0) | (token_map >= vocab_size)].tolist()
         if outside:
             raise ConfigError(
-                f"--speculative-config: {self.config.model} drafts token {outside[0]}, and the "
-                f"model has the tokens 0 to {vocab_size - 1}; name a head that was trained for it"
+                f"--speculative-config: {self.config.model} drafts token {outside[0]}, but the "
+                f"model has tokens 0 to {vocab_size - 1}; use a head of this model"
             )
 
     @property
@@ -247,7 +247,7 @@ def load(target: Target) -> Proposer | None:
     found = plugins.load(__name__, config.method, "Proposer")
     if not (isinstance(found, type) and issubclass(found, Proposer)):
         raise ConfigError(
-            f"--speculative-config: method {config.method} is no class that extends "
+            f"--speculative-config: method {config.method} is not a subclass of "
             "servd.worker.spec_decode.Proposer"
         )
     backend = target.backend

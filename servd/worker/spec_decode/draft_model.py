@@ -46,14 +46,14 @@ class DraftModelProposer(Proposer):
         if spec.vocab_size != target.spec.vocab_size:
             raise ConfigError(
                 f"--speculative-config: the draft {config.model} has {spec.vocab_size} tokens in "
-                f"its vocabulary and the model {target.spec.vocab_size}: name a draft of the same "
-                "family"
+                f"its vocabulary, but the model has {target.spec.vocab_size}: use a draft of the "
+                "same family"
             )
         if spec.keeps_state:
             raise ConfigError(
                 f"--speculative-config: layers of the draft {config.model} ({spec.model_type}) "
-                "keep a state, in which drafts that are not kept would stay: name a draft whose "
-                "layers all have a KV cache"
+                "keep a state that cannot drop rejected drafts: use a draft whose layers all "
+                "have a KV cache"
             )
         dtype = target.backend.spec.dtype
         device = target.backend.spec.device

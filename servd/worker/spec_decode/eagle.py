@@ -175,8 +175,8 @@ class EagleProposer(Proposer):
     def check_size(self, what: str, own: int, wanted: int) -> None:
         if own != wanted:
             raise ConfigError(
-                f"--speculative-config: {self.config.model} has {own} {what} and the model has "
-                f"{wanted}; name a head that was trained for it"
+                f"--speculative-config: {self.config.model} has {own} {what} but the model has "
+                f"{wanted}; use a head of this model"
             )
 
     @property

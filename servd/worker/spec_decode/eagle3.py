@@ -173,9 +173,9 @@ def aux_layers(spec: ModelSpec, target: Target) -> list[int]:
     layers = layers or [2, num_layers // 2, num_layers - 3]
     if not all(0 < layer < num_layers for layer in layers):
         raise ConfigError(
-            f"--speculative-config: {spec.folder} reads what enters the layers "
-            f"{', '.join(map(str, layers))}, and the model has {num_layers}; name a head that was "
-            "trained for it"
+            f"--speculative-config: {spec.folder} reads the inputs of layers "
+            f"{', '.join(map(str, layers))}, but the model has {num_layers} layers; use a head "
+            "of this model"
         )
     return layers
 

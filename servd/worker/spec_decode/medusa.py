@@ -152,8 +152,8 @@ class MedusaProposer(Proposer):
         first = shapes.get("layers.0.head0.weight")
         if first != (size, size):
             raise ConfigError(
-                f"--speculative-config: {config.model} has no Medusa heads for hidden states of "
-                f"{size} numbers, which the model has; name heads that were trained for it"
+                f"--speculative-config: {config.model} has no Medusa heads for the model's "
+                f"hidden size {size}; use heads of this model"
             )
         self.heads = target.load(lambda: MedusaHeads(shapes, target), folder, rename)
         own = [shape[0] for name, shape in shapes.items() if name.startswith("lm_heads.")]

@@ -91,8 +91,8 @@ class MtpProposer(EagleProposer):
     def find_folder(self, target: Target) -> str:
         if not isinstance(target.model, LlamaForCausalLM):
             raise ConfigError(
-                f"--speculative-config: {target.spec.model_type} has no layers that method mtp "
-                "knows; leave it out"
+                f"--speculative-config: {target.spec.model_type} does not support method mtp; "
+                "leave it out"
             )
         return target.spec.folder if self.config.model is None else super().find_folder(target)
 
@@ -104,8 +104,8 @@ class MtpProposer(EagleProposer):
         super().check(names)
         if not names:
             raise ConfigError(
-                f"--speculative-config: {self.spec.folder} has no layer {self.spec.num_layers} "
-                "that guesses tokens, behind those of the model; leave method mtp out"
+                f"--speculative-config: {self.spec.folder} has no MTP layer (number "
+                f"{self.spec.num_layers}) after the model's layers; leave method mtp out"
             )
 
 

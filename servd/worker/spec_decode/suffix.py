@@ -92,7 +92,7 @@ class Text:
 class Row:
     text: Text
     num_prompt_tokens: int
-    is_private: bool  # with a cache salt: it shares nothing with others, whom its speed would tell
+    is_private: bool  # with a cache salt: sharing would reveal its text through speed
 
 
 class SuffixProposer(Proposer):
@@ -104,8 +104,7 @@ class SuffixProposer(Proposer):
         super().__init__(config, target)
         if self.states.token_ids.device.type != "cpu":
             raise ConfigError(
-                "speculative method suffix is for --device cpu: it would wait for each step of a "
-                "GPU; use method ngram there"
+                "speculative method suffix is for --device cpu; on a GPU use method ngram"
             )
         self._rows: dict[int, Row] = {}  # by slot, for those that are drafted for
         self._outputs = [Text(), Text()]  # other requests'; the second is full, and forgotten next

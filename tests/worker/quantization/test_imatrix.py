@@ -113,7 +113,7 @@ def test_a_plan_with_one_is_that_without(tiny_llama: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("kind", "changed", "error", "told"),
     [
-        ("model", {}, ConfigError, "this is GGUF of model, and not what llama-imatrix writes"),
+        ("model", {}, ConfigError, "this GGUF file is of model, not of llama-imatrix"),
         ("imatrix", {"ffn_down": 96}, UnsupportedModel, "128 columns, the importance matrix 96"),
     ],
 )
@@ -131,5 +131,5 @@ def test_what_is_no_such_file_is_refused(tiny_gpt2: Path, tiny_llama: Path, tmp_
     with pytest.raises(ModelNotFound, match="cannot be read as GGUF"):
         Driver(config_for(tiny_llama, **options))
     write(path)
-    with pytest.raises(ConfigError, match="it has none of the layers of this model"):
+    with pytest.raises(ConfigError, match="the file has no layer of this model"):
         Driver(config_for(tiny_gpt2, **options))

@@ -57,7 +57,7 @@ def test_tokens_are_those_of_what_the_codes_stand_for(tmp_path: Path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda t: t.pop(NAME + "_scales"), "there are only blocks, or only scales"),
+        (lambda t: t.pop(NAME + "_scales"), "the file has only blocks, or only scales"),
         (lambda t: t[NAME + "_scales"][1, 2].fill_(255), "a scale that is not a number"),
         (
             lambda t: t.update({NAME + "_scales": t[NAME + "_scales"][:, :3].clone()}),

@@ -217,12 +217,12 @@ def speculative(folder: Path, draft: Path, **options: Any):
 
 def test_another_vocabulary_is_refused(tiny_llama: Path, tmp_path: Path):
     folder = make_checkpoint(tmp_path, "gpt2", GPT2)
-    with pytest.raises(ConfigError, match="has 199 tokens .* and the model 512: name a draft"):
+    with pytest.raises(ConfigError, match="has 199 tokens .* the model has 512: use a draft"):
         Driver(speculative(tiny_llama, folder))
 
 
 def test_a_draft_that_keeps_a_state_is_refused(tiny_llama: Path, tmp_path: Path):
     options = CASES["qwen3_5_text"]["of four layers"] | {"vocab_size": 512}
     folder = make_checkpoint(tmp_path, "qwen3_5_text", options)
-    with pytest.raises(ConfigError, match="draft .* keep a state, .* would stay: name a draft"):
+    with pytest.raises(ConfigError, match="draft .* keep a state .* drafts: use a draft"):
         Driver(speculative(tiny_llama, folder))

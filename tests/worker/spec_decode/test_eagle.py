@@ -337,7 +337,7 @@ def test_drafts_of_an_echo_are_all_kept(tmp_path: Path):
         ({"vocab_size": 50}, "has 50 tokens in the vocabulary and the model has 199"),
         (
             {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
-            "the layers 1, 2, 3, and the model has 3",
+            "layers 1, 2, 3, but the model has 3",
         ),
     ],
 )
@@ -363,6 +363,6 @@ def test_a_vocabulary_of_eagle3_that_leaves_that_of_the_model(target, tmp_path, 
     d2t = load_file(tmp_path / "model.safetensors")["d2t"]
     d2t[98] = offset
     rewrite(tmp_path, {"d2t": d2t})
-    message = f"drafts token {token_id}, and the model has the tokens 0 to 198"
+    message = f"drafts token {token_id}, but the model has tokens 0 to 198"
     with pytest.raises(ConfigError, match=message):
         Driver(config_for(target, speculative_config=config))

@@ -108,7 +108,7 @@ def test_drafts_of_an_echo_are_all_kept(tmp_path: Path):
 def test_heads_of_another_model(target: Path, tmp_path: Path):
     write(tmp_path, {}, {"blocks.0.layers.0.weight": draw(8, 8)})
     config = {"method": "medusa", "model": str(tmp_path), "num_speculative_tokens": 1}
-    with pytest.raises(ConfigError, match="no Medusa heads for hidden states of "):
+    with pytest.raises(ConfigError, match="no Medusa heads for the model's hidden size "):
         Driver(config_for(target, speculative_config=config))
 
 
@@ -118,7 +118,7 @@ def test_a_token_map_that_leaves_the_vocabulary_of_the_model(target: Path, tmp_p
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["token_map"][-1] = vocab_size
     write(tmp_path, {}, tensors)
-    message = f"drafts token {vocab_size}, and the model has the tokens 0 to {vocab_size - 1}"
+    message = f"drafts token {vocab_size}, but the model has tokens 0 to {vocab_size - 1}"
     with pytest.raises(ConfigError, match=message):
         Driver(config_for(target, speculative_config=config))
 
@@ -128,5 +128,5 @@ def test_an_output_head_of_more_tokens_than_the_model_has(target: Path, tmp_path
     spec, tensors = read_spec(target), load_file(tmp_path / "model.safetensors")
     tensors["lm_heads.1.weight"] = draw(spec.vocab_size + 1, spec.hidden_size)
     write(tmp_path, {}, tensors)
-    with pytest.raises(ConfigError, match=f"drafts token {spec.vocab_size}, and the model has"):
+    with pytest.raises(ConfigError, match=f"drafts token {spec.vocab_size}, but the model has"):
         Driver(config_for(target, speculative_config=config))

@@ -248,5 +248,5 @@ def test_what_computes_no_tree_says_so(target, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="synthetic.* is for chains"):
         Driver(config_for(target, speculative_config=config | synthetic))
     monkeypatch.setattr("servd.worker.attention.torch_sdpa.Backend.supports_tails", False)
-    with pytest.raises(ConfigError, match="computes no tree of drafts; add --attention-backend"):
+    with pytest.raises(ConfigError, match="does not support draft trees; add --attention-backend"):
         Driver(config_for(target, speculative_config=config, attention_backend="torch_sdpa"))

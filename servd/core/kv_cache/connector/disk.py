@@ -58,13 +58,13 @@ class Disk:
     def open(self) -> None:
         """Compute the identity, and count the existing files."""
         try:
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)  # they tell of prompts
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)  # the files reveal prompts
             self._identity = self._identify()
             folder = self.root / self._identity.hex()[:32]
             folder.mkdir(mode=0o700, exist_ok=True)
             status = self.root.stat()
             if status.st_uid not in (os.geteuid(), 0):
-                raise PermissionError("it belongs to another user, who can change answers")
+                raise PermissionError("the folder belongs to another user")
             if status.st_mode & 0o022:
                 mode = stat.filemode(status.st_mode)
                 self._warn("others can change answers: chmod go-w", mode)

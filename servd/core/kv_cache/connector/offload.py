@@ -150,7 +150,7 @@ class OffloadConnector(KVConnector):
     def save_request(self, request: Request, pool: BlockPool) -> None:
         if not self._stores:
             return
-        # A block holds what its hash says until it is evicted, and then saved, or forgotten.
+        # A block matches its hash until it is evicted; then it is saved or dropped.
         blocks: dict[bytes, int] = {}
         for block_hash in request.block_hashes[: len(request.block_ids)]:
             block = pool.find(block_hash)

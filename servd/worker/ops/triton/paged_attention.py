@@ -60,7 +60,7 @@ class Tuning:
     tile_keys: int  # keys per turn of the loop; divides MIN_SPLIT
     num_warps: int
     # Half of it, less one half, is how many turns ahead keys and values are loaded: as far ahead of
-    # them come the block numbers that say where they are.
+    # them come their block numbers.
     num_stages: int
 
     def options(self, group: int) -> dict[str, int]:
