@@ -59,9 +59,9 @@ kv-cache-memory = "2GiB"
 - **Switches.** For a switch that is on, the tables have the flag that turns it off: `--no-...`. The
   description says what the switch does while it is on.
 - **Defaults.** If a description has a "Default", servd chooses the value at the start and logs it.
-- **From vLLM.** Options have vLLM's names where the meaning is equal. servd also accepts vLLM's other
-  spellings (`-tp`, `--model`, `--dtype half`, `--max-model-len 8k`). It logs flags that it does not
-  need, and rejects others, mostly with a replacement ([from vLLM](../how-to/from-vllm.md)).
+- **From vLLM.** Options have vLLM's names where the meaning is equal. servd also accepts vLLM's
+  other spellings (`-tp`, `--model`, `--dtype half`, `--max-model-len 8k`). It logs flags that it
+  does not need, and rejects others, mostly with a replacement ([vLLM](../how-to/from-vllm.md)).
 """
 
 
@@ -106,7 +106,7 @@ def config_row(option: msgspec.structs.FieldInfo) -> str:
 def values(kind: object, metas: list[msgspec.Meta]) -> str:
     """What may be given, in words: `integer, 1 to 256`."""
     if typing.get_origin(kind) is list:
-        return "one or more texts"
+        return "texts"
     words = {bool: "switch", int: "integer", float: "number", str: "text"}.get(kind, "JSON")
     bound = {
         name: value
@@ -131,7 +131,7 @@ def fields_table() -> str:
         default = DEFAULTS.get(name, getattr(neutral, name, None))
         match default:
             case None | [] | {}:
-                shown = "none"
+                shown = ""
             case bool():
                 shown = str(default).lower()
             case float():

@@ -21,8 +21,8 @@ class ModelConfig(Section, frozen=True):
     served_model_name: Annotated[
         list[str],
         about(
-            "Names that clients may use for the model. Answers show the name that the request "
-            "has, or the first. Default: MODEL and the name of its folder."
+            "Names that clients may use for the model. Answers show the requested name, or the "
+            "first. Default: MODEL and the name of its folder."
         ),
     ] = []
     tokenizer: Annotated[
