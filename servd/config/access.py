@@ -13,8 +13,8 @@ class AccessConfig(Section, frozen=True):
     api_key: Annotated[
         list[Annotated[str, Meta(min_length=1)]],
         about(
-            "API key that clients send as `Authorization: Bearer KEY`; repeat the flag for more "
-            "keys. Other users of the machine can see command lines: prefer --api-key-file or "
+            "API key that clients send as `Authorization: Bearer KEY`; repeat the flag for more. "
+            "Other users of the machine see command lines: prefer --api-key-file or "
             "$SERVD_API_KEY."
         ),
     ] = []

@@ -34,8 +34,8 @@ class LoRAConfig(Section, frozen=True):
         str | None,
         about(
             "Folder with a subfolder per adapter. At run time, servd loads adapters only from "
-            "here, when a request or `/v1/load_lora_adapter` names one. Default: no loading at "
-            "run time."
+            "here, when a request or `/v1/load_lora_adapter` names one. Default: no loading at run "
+            "time."
         ),
     ] = None
 

@@ -65,9 +65,8 @@ class ModelConfig(Section, frozen=True):
     quantization: Annotated[
         str | None,
         about(
-            "Quantize the weights while loading: int8 to 8 bits, int4 to 5 bits, fp8 to 8-bit "
-            "floats (Hopper and later). Leave it out for quantized checkpoints: servd detects "
-            "their format.",
+            "Quantize the weights while loading: int8 to 8 bits, int4 to 5, fp8 to 8-bit floats "
+            "(from Hopper). Leave it out for quantized checkpoints: servd detects the format.",
             extra={"plugins": "servd.worker.quantization"},
         ),
     ] = None
@@ -80,8 +79,8 @@ class ModelConfig(Section, frozen=True):
     cpu_activation_dtype: Annotated[
         Literal["auto", "float32", "int8"],
         about(
-            "Type of activations for weights of 4 or 8 bits, on a CPU with AMX or AVX-512 VNNI. "
-            "int8 is faster, float32 is exact. auto: int8 with --quantization int8 or int4, else "
+            "Type of activations for weights of 4 or 8 bits, on CPUs with AMX or AVX-512 VNNI. "
+            "int8 is faster, float32 exact. auto: int8 with --quantization int8 or int4, else "
             "float32."
         ),
     ] = "auto"
@@ -145,8 +144,7 @@ class ModelConfig(Section, frozen=True):
     spec_method: Annotated[
         str | None,
         about(
-            "Same as `method` in --speculative-config. Default: derived from the name of the "
-            "draft model.",
+            "Same as `method` in --speculative-config. Default: from the name of the draft model.",
             extra={"plugins": "servd.worker.spec_decode"},
         ),
     ] = None

@@ -35,8 +35,7 @@ class ParallelConfig(Section, frozen=True):
     pipeline_parallel_size: Annotated[
         Positive,
         about(
-            "Pipeline stages per engine. Each holds some of the layers, on --tensor-parallel-size "
-            "devices."
+            "Pipeline stages per engine. Each holds some layers, on --tensor-parallel-size devices."
         ),
     ] = 1
     data_parallel_size: Annotated[
@@ -76,10 +75,7 @@ class ParallelConfig(Section, frozen=True):
     ] = None
     data_parallel_external_lb: Annotated[
         bool,
-        about(
-            "Run one engine per server behind a load balancer. --data-parallel-rank numbers the "
-            "engines."
-        ),
+        about("Run one engine per server, number --data-parallel-rank, behind a load balancer."),
     ] = False
     data_parallel_hybrid_lb: Annotated[
         bool,

@@ -8,18 +8,11 @@ from servd.config._section import NotNegative, Positive, Seconds, Section, about
 class ServerConfig(Section, frozen=True):
     """HTTP server."""
 
-    host: Annotated[str, about("Address to listen on. 0.0.0.0 listens on all addresses.")] = (
-        "127.0.0.1"
-    )
-    port: Annotated[int, about("TCP port to listen on. 0 picks a free port.", ge=0, le=65535)] = (
-        8000
-    )
+    host: Annotated[str, about("Address to listen on. 0.0.0.0: all addresses.")] = "127.0.0.1"
+    port: Annotated[int, about("TCP port to listen on. 0 picks a free one.", ge=0, le=65535)] = 8000
     enable_force_include_usage: Annotated[
         bool,
-        about(
-            "Send the usage in the last chunk of every stream, even if the request does not ask "
-            "for it."
-        ),
+        about("Send the usage in the last chunk of every stream, whether the request asks or not."),
     ] = False
     strict_fields: Annotated[
         bool,
@@ -77,8 +70,7 @@ class ServerConfig(Section, frozen=True):
     max_stored_responses: Annotated[
         NotNegative,
         about(
-            "Maximum responses of `/v1/responses` in memory, per API key and API server. 0 stores "
-            "none."
+            "Maximum stored responses of `/v1/responses` per API key and API server. 0 stores none."
         ),
     ] = 1000
     api_server_count: Annotated[

@@ -84,7 +84,7 @@ OF_STEPS: dict[str, Callable[[SchedulerStats], int]] = {
 LABELLED: dict[str, tuple[str, dict[str, Sequence[str]]]] = {
     "vllm:request_success": ("Ended requests.", {"finished_reason": [*FinishReason]}),
     "vllm:prompt_tokens_by_source": (
-        "Prompt tokens that were computed or cached.",
+        "Computed and cached prompt tokens.",
         {"source": ["local_compute", "local_cache_hit", "external_kv_transfer"]},
     ),
     "vllm:prompt_tokens_cached_by_source": (
@@ -120,27 +120,21 @@ LABELLED: dict[str, tuple[str, dict[str, Sequence[str]]]] = {
     ),
 }
 HISTOGRAMS: dict[str, tuple[str, Buckets | None]] = {  # None: up to the context's length
-    "vllm:time_to_first_token_seconds": ("Seconds from arrival to the first token.", TTFT_BUCKETS),
+    "vllm:time_to_first_token_seconds": ("Seconds from arrival to first token.", TTFT_BUCKETS),
     "vllm:inter_token_latency_seconds": ("Seconds between tokens of a request.", ITL_BUCKETS),
     "vllm:request_time_per_output_token_seconds": (
         "Mean seconds per token of a request, after its first token.",
         ITL_BUCKETS,
     ),
-    "vllm:e2e_request_latency_seconds": (
-        "Seconds from arrival to the last token.",
-        LATENCY_BUCKETS,
-    ),
+    "vllm:e2e_request_latency_seconds": ("Seconds from arrival to last token.", LATENCY_BUCKETS),
     "vllm:request_queue_time_seconds": ("Seconds in the engine's waiting queue.", LATENCY_BUCKETS),
     "vllm:request_prefill_time_seconds": (
-        "Seconds from scheduling to the first token.",
+        "Seconds from scheduling to first token.",
         LATENCY_BUCKETS,
     ),
-    "vllm:request_decode_time_seconds": (
-        "Seconds from the first to the last token.",
-        LATENCY_BUCKETS,
-    ),
+    "vllm:request_decode_time_seconds": ("Seconds from first to last token.", LATENCY_BUCKETS),
     "vllm:request_inference_time_seconds": (
-        "Seconds from scheduling to the last token.",
+        "Seconds from scheduling to last token.",
         LATENCY_BUCKETS,
     ),
     "vllm:request_prompt_tokens": ("Prompt tokens per request.", None),
@@ -161,7 +155,7 @@ HISTOGRAMS: dict[str, tuple[str, Buckets | None]] = {  # None: up to the context
         BLOCK_BUCKETS,
     ),
     "vllm:kv_block_idle_before_evict_seconds": (
-        "Seconds from the last use of a KV block to its eviction.",
+        "Seconds from last use to eviction.",
         BLOCK_BUCKETS,
     ),
     "vllm:kv_block_reuse_gap_seconds": (
